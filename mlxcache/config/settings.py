@@ -1,0 +1,74 @@
+"""The settings of one server, checked on construction."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import platformdirs
+
+from mlxcache.config.sizes import read_size
+from mlxcache.errors import ConfigError
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def _cache_dir() -> Path:
+    return platformdirs.user_cache_path("mlxcache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything `mlxcache serve` is told. Lengths are in tokens.
+
+    `model`: a local path or a Hub id; None serves the built-in demo. `adapter`: the path of a
+    LoRA adapter. `ram`: see `ram_limit`. `context` None: as long as the model allows.
+    `max_tokens`: what a request that names no limit gets; None is all that the context leaves.
+    `concurrency`: requests that compute at once; `queue`: how many more may wait.
+    `prefill_chunk`: the most prompt tokens computed in one step. `chat_template_args`: keyword
+    arguments for the model's chat template, which a request's own override.
+    `insecure` lets the server listen beyond this machine without a key.
+    Raises ConfigError where values do not go together.
+    """
+
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8081
+    cache_dir: Path = field(default_factory=_cache_dir)
+    ram: str | int = "auto"
+    disk: Literal["off"] = "off"
+    context: int | None = None
+    max_tokens: int | None = None
+    concurrency: int = 8
+    queue: int = 64
+    prefill_chunk: int = 2048
+    api_key: str | None = field(default=None, repr=False)  # a repr ends up in logs
+    insecure: bool = False
+    adapter: str | None = None
+    chat_template_args: Mapping[str, Any] = field(default_factory=dict)
+    canonicalise: bool = True
+    trust_remote_code: bool = False
+    log_level: LogLevel = "info"
+
+    def __post_init__(self) -> None:
+        read_size(self.ram)
+        if self.adapter is not None and self.model is None:
+            raise ConfigError("--adapter needs the model it was made for: add --model PATH|HUB_ID")
+        if not (self.insecure or self.api_key or is_loopback(self.host)):
+            raise ConfigError(
+                f"--host {self.host} lets other machines in: add --api-key KEY, "
+                "or --insecure if that is what you want"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` reaches this machine only. A name other than localhost counts as outside."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,118 @@
+"""Sizes as people write them, and what `--ram` comes to on this machine. All results are bytes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from mlxcache.errors import ConfigError
+
+MIN_RAM = 64_000_000
+"""`auto` never gives less, so that the smallest machine still serves short conversations."""
+
+Size = int | float | Literal["auto"]
+"""Bytes, a share of the machine's memory (0 < share <= 1), or the server's own choice."""
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{0,3}|%)")
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def read_size(text: str | int) -> Size:
+    """What `text` means before the machine is known: bytes (int), a share (float) or "auto".
+
+    Decimal units are powers of 1000 (`KB`, `MB`, `GB`, `TB`, also without the B), binary ones
+    powers of 1024 (`KiB`, `MiB`, `GiB`, `TiB`); case does not matter, and a bare number is bytes.
+    Raises ConfigError for anything else, for 0, and for more than 100%.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return _positive(text, text)
+    if not isinstance(text, str):
+        raise _unreadable(text)
+    cleaned = text.strip()
+    if cleaned.lower() == "auto":
+        return "auto"
+    matched = _SIZE.fullmatch(cleaned)
+    if matched is None:
+        raise _unreadable(text)
+    number, unit = float(matched[1]), matched[2].upper()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise ConfigError(f"a percentage must be above 0% and at most 100%, not {text!r}")
+        return number / 100
+    if unit not in _UNITS:
+        raise _unreadable(text)
+    return _positive(int(number * _UNITS[unit]), text)
+
+
+def parse_size(text: str | int, *, total: int) -> int | None:
+    """Bytes that `text` stands for on a machine of `total` bytes; None for "auto".
+
+    `512MB` is 512,000,000, `8GiB` is 8 * 2**30, `25%` is a quarter of `total`, an int is bytes.
+    Raises ConfigError where `text` is no size.
+    """
+    size = read_size(text)
+    if size == "auto":
+        return None
+    return int(size * total) if isinstance(size, float) else size
+
+
+def ram_limit(
+    setting: str | int, *, machine_bytes: int, working_set_bytes: int | None, weights_bytes: int
+) -> int:
+    """The budget in bytes for all that MLX holds besides the weights.
+
+    An explicit size is taken as it is, and a percentage is of `machine_bytes`. `auto` starts from
+    what remains after the weights: on Metal three quarters of the rest of `working_set_bytes`
+    (the device's recommended working set), elsewhere half of the rest of the machine, so that
+    an editor, a browser and the system keep their share; never less than 64 MB.
+    Raises ConfigError where `setting` is no size.
+    """
+    explicit = parse_size(setting, total=machine_bytes)
+    if explicit is not None:
+        return explicit
+    if working_set_bytes is not None:
+        share = (min(working_set_bytes, machine_bytes) - weights_bytes) * 3 // 4
+    else:
+        share = (machine_bytes - weights_bytes) // 2
+    return max(share, MIN_RAM)
+
+
+def machine_bytes() -> int:
+    """This machine's memory, or the container's limit (cgroup) where that is less."""
+    total = psutil.virtual_memory().total
+    for path in _CGROUP_LIMITS:
+        try:
+            total = min(total, int(path.read_text()))
+        except (OSError, ValueError):  # not Linux, or no limit ("max")
+            continue
+    return total
+
+
+def format_size(size: int) -> str:
+    """`size` for a person, in the decimal units that `parse_size` reads: 8589934592 is "8.6 GB"."""
+    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if size >= scale:
+            number = f"{size / scale:.1f}".removesuffix(".0")
+            return f"{number} {unit}"
+    return f"{size} bytes"
+
+
+def _positive(size: int, text: object) -> int:
+    if size <= 0:
+        raise ConfigError(f"a size must be above 0, not {text!r}")
+    return size
+
+
+def _unreadable(text: object) -> ConfigError:
+    return ConfigError(f"{text!r} is no size; write 512MB, 8GB, 16GiB, 25% or auto")

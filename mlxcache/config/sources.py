@@ -1,0 +1,178 @@
+"""Where settings come from: flags win over the environment, which wins over config.toml.
+
+Every flag `--some-flag` is `MLXCACHE_SOME_FLAG` in the environment and `some_flag` in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from mlxcache.config.settings import Settings
+from mlxcache.config.sizes import read_size
+from mlxcache.errors import ConfigError
+
+ENV_PREFIX = "MLXCACHE_"
+RESERVED = ("kv_bits", "draft_model")
+"""Names kept for what is not built yet: refused with a sentence, never ignored."""
+
+
+def default_config_path() -> Path:
+    """config.toml in the platform's user configuration directory."""
+    return platformdirs.user_config_path("mlxcache") / "config.toml"
+
+
+def load_settings(
+    flags: Mapping[str, object],
+    environ: Mapping[str, str],
+    config_path: Path | None = None,
+) -> Settings:
+    """Settings from `flags` (a None is a flag not given), `environ` and a TOML file.
+
+    The file is `config_path`, which must then exist, or `MLXCACHE_CONFIG`, or the default one
+    where it exists. An empty variable counts as not set.
+    Raises ConfigError, naming the flag, variable or key at fault.
+    """
+    values = _from_file(_config_file(config_path, environ))
+    for name in (*READERS, *RESERVED):
+        variable = ENV_PREFIX + name.upper()
+        if environ.get(variable):
+            values[name] = _read(name, environ[variable], variable)
+    for name, value in flags.items():
+        if value is not None:
+            values[name] = _read(name, value, "--" + name.replace("_", "-"))
+    return Settings(**values)
+
+
+def _config_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
+    if path is None and environ.get(ENV_PREFIX + "CONFIG"):
+        path = Path(environ[ENV_PREFIX + "CONFIG"])
+    if path is None:
+        path = default_config_path()
+        return path if path.exists() else None
+    return path
+
+
+def _from_file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # TOML and UTF-8 errors alike
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for key in table:
+        if key not in READERS and key not in RESERVED:
+            known = ", ".join(sorted(READERS))
+            raise ConfigError(f"unknown key {key!r} in {path}; the keys are {known}")
+    return {key: _read(key, value, f"{key} in {path}") for key, value in table.items()}
+
+
+def _read(name: str, value: object, source: str) -> Any:
+    if name in RESERVED:
+        raise ConfigError(f"{source}: not supported yet; remove it")
+    try:
+        return READERS[name](value)
+    except (ValueError, TypeError, ConfigError) as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"must be a text, not {value!r}")
+    return value
+
+
+def _secret(value: object) -> str:
+    if not isinstance(value, str) or not value or not (value.isascii() and value.isprintable()):
+        raise ValueError("must be printable ASCII characters")  # the value is not repeated
+    return value
+
+
+def _path(value: object) -> Path:
+    return Path(value if isinstance(value, Path) else _text(value)).expanduser()
+
+
+def _number(least: int, most: int, example: int) -> Callable[[object], int]:
+    def read(value: object) -> int:
+        try:
+            number = int(value) if isinstance(value, str | int) else None
+        except ValueError:
+            number = None
+        if number is None or isinstance(value, bool) or not least <= number <= most:
+            limits = f"from {least} to {most}" if most < _MANY else f"of at least {least}"
+            raise ValueError(f"must be a number {limits}, such as {example}, not {value!r}")
+        return number
+
+    return read
+
+
+def _switch(value: object) -> bool:
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    known = value if isinstance(value, bool) else words.get(str(value).lower())
+    if known is None:
+        raise ValueError(f"must be true or false, not {value!r}")
+    return known
+
+
+def _size(value: object) -> str | int:
+    if not isinstance(value, str | int):
+        raise ValueError(f"must be a size such as 8GB, 25% or auto, not {value!r}")
+    read_size(value)
+    return value
+
+
+def _off(value: object) -> str:
+    if value == "off" or value is False:
+        return "off"
+    raise ValueError("not supported yet; remove it, or write off")
+
+
+def _level(value: object) -> str:
+    levels = ("debug", "info", "warning", "error")
+    if not isinstance(value, str) or value.lower() not in levels:
+        raise ValueError(f"must be one of {', '.join(levels)}, not {value!r}")
+    return value.lower()
+
+
+def _table(value: object) -> Mapping[str, Any]:
+    """A TOML table as it is; a flag or variable as a JSON object."""
+    example = "'{\"enable_thinking\": false}'"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"must be a JSON object such as {example}: {error}") from error
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be a JSON object such as {example}")
+    return value
+
+
+_MANY = 10**12
+READERS: Mapping[str, Callable[[object], object]] = {
+    "model": _text,
+    "host": _text,
+    "port": _number(0, 65535, 8081),
+    "cache_dir": _path,
+    "ram": _size,
+    "disk": _off,
+    "context": _number(16, _MANY, 32768),
+    "max_tokens": _number(1, _MANY, 4096),
+    "concurrency": _number(1, 256, 8),
+    "queue": _number(0, 100_000, 64),
+    "prefill_chunk": _number(16, 65536, 2048),
+    "api_key": _secret,
+    "insecure": _switch,
+    "adapter": _text,
+    "chat_template_args": _table,
+    "canonicalise": _switch,
+    "trust_remote_code": _switch,
+    "log_level": _level,
+}
+"""How each setting is read from a flag, a variable or a TOML value; raises ValueError."""

@@ -1,0 +1,97 @@
+"""Sizes as people write them, and what --ram comes to."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxcache.config import format_size, machine_bytes, parse_size, ram_limit
+from mlxcache.config.sizes import MIN_RAM
+from mlxcache.errors import ConfigError
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512MB", 512_000_000),
+        ("8GB", 8 * GB),
+        ("8 gb", 8 * GB),
+        ("8G", 8 * GB),
+        ("16GiB", 16 * 2**30),
+        ("1.5kib", 1536),
+        ("2TB", 2 * 10**12),
+        ("1000", 1000),
+        ("77B", 77),
+        (4096, 4096),
+        ("25%", 16 * GB),
+        ("12.5%", 8 * GB),
+        ("100%", 64 * GB),
+        ("auto", None),
+        ("AUTO", None),
+    ],
+)
+def test_sizes_mean_what_they_say(text, size):
+    """Decimal and binary units, shares of the machine, plain bytes and auto."""
+    assert parse_size(text, total=64 * GB) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1GB", "0", "0GB", "0%", "101%", "8 parsecs", "8GBB", "1e9", 0, -5, True]
+)
+def test_what_is_no_size_is_refused_with_an_example(text):
+    """The sentence repeats what was typed."""
+    with pytest.raises(ConfigError) as raised:
+        parse_size(text, total=GB)
+    assert repr(text) in str(raised.value)
+
+
+@given(st.integers(1, 10**15))
+def test_format_and_parse_agree(size):
+    """What the terminal shows, typed back, is the same size to the digits shown."""
+    shown = format_size(size).removesuffix(" bytes")
+    again = parse_size(shown, total=1)
+    assert again == pytest.approx(size, rel=0.051)
+
+
+def test_auto_on_metal_is_three_quarters_of_the_working_set_after_the_weights():
+    """64 GB machine, 48 GB working set, 20 GB of weights."""
+    limit = ram_limit(
+        "auto", machine_bytes=64 * GB, working_set_bytes=48 * GB, weights_bytes=20 * GB
+    )
+    assert limit == 21 * GB
+
+
+def test_auto_elsewhere_is_half_of_the_machine_after_the_weights():
+    """No device, so no working set to ask for."""
+    limit = ram_limit("auto", machine_bytes=16 * GB, working_set_bytes=None, weights_bytes=4 * GB)
+    assert limit == 6 * GB
+
+
+@pytest.mark.parametrize("working_set", [None, 16 * GB])
+def test_auto_never_falls_below_the_minimum(working_set):
+    """Also where the weights alone exceed the machine."""
+    limit = ram_limit(
+        "auto", machine_bytes=16 * GB, working_set_bytes=working_set, weights_bytes=20 * GB
+    )
+    assert limit == MIN_RAM
+
+
+def test_explicit_limits_are_taken_as_they_are():
+    """A percentage is of the machine's memory, whatever the weights take."""
+    sizes = {"machine_bytes": 16 * GB, "working_set_bytes": 12 * GB, "weights_bytes": 10 * GB}
+    assert ram_limit("200MB", **sizes) == 200_000_000
+    assert ram_limit("25%", **sizes) == 4 * GB
+    assert ram_limit(123, **sizes) == 123
+
+
+def test_the_machine_has_memory_and_a_container_limit_lowers_it(tmp_path, monkeypatch):
+    """The least of what the system and the cgroup files say; "max" says nothing."""
+    free = tmp_path / "free"
+    free.write_text("max\n")
+    limited = tmp_path / "limited"
+    limited.write_text("100000000\n")
+    monkeypatch.setattr("mlxcache.config.sizes._CGROUP_LIMITS", (tmp_path / "none", free))
+    assert machine_bytes() > 10**8
+    monkeypatch.setattr("mlxcache.config.sizes._CGROUP_LIMITS", (free, limited))
+    assert machine_bytes() == 10**8

@@ -1,0 +1,153 @@
+"""Flags win over the environment, which wins over the file, which wins over the defaults."""
+
+from pathlib import Path
+
+import pytest
+
+from mlxcache.config import Settings, load_settings
+from mlxcache.config.sources import READERS
+from mlxcache.errors import ConfigError
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A user whose configuration directory is empty."""
+    monkeypatch.setattr("mlxcache.config.sources.default_config_path", lambda: tmp_path / "c.toml")
+    return tmp_path
+
+
+def write(home: Path, text: str) -> Path:
+    path = home / "c.toml"
+    path.write_text(text)
+    return path
+
+
+def test_every_source_wins_over_the_next(home):
+    """One setting from each of flag, variable, file and default."""
+    write(home, "port = 1\ncontext = 100\nconcurrency = 3\n")
+    settings = load_settings({"port": 2, "model": None}, {"MLXCACHE_PORT": "9"})
+    assert (settings.port, settings.context, settings.concurrency) == (2, 100, 3)
+    assert load_settings({}, {"MLXCACHE_PORT": "9"}).port == 9
+    assert settings.queue == Settings().queue
+
+
+def test_every_setting_has_a_reader():
+    """So each has its variable and its key."""
+    assert set(READERS) == set(Settings.__dataclass_fields__)
+
+
+VALUES = {
+    "model": ("org/name", "org/name"),
+    "host": ("localhost", "localhost"),
+    "port": ("9000", 9000),
+    "cache_dir": ("/c", Path("/c")),
+    "ram": ("8GB", "8GB"),
+    "disk": ("off", "off"),
+    "context": ("4096", 4096),
+    "max_tokens": ("99", 99),
+    "concurrency": ("2", 2),
+    "queue": ("0", 0),
+    "prefill_chunk": ("512", 512),
+    "api_key": ("key", "key"),
+    "insecure": ("true", True),
+    "adapter": ("lora", "lora"),
+    "chat_template_args": ('{"enable_thinking": false}', {"enable_thinking": False}),
+    "canonicalise": ("false", False),
+    "trust_remote_code": ("1", True),
+    "log_level": ("DEBUG", "debug"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(READERS))
+def test_every_setting_can_come_from_the_environment(home, name):
+    """Text is turned into the setting's type."""
+    text, value = VALUES[name]
+    environ = {"MLXCACHE_" + name.upper(): text, "MLXCACHE_MODEL": "org/name"}
+    assert getattr(load_settings({}, environ), name) == value
+
+
+@pytest.mark.parametrize("name", sorted(READERS))
+def test_every_setting_can_come_from_the_file(home, name):
+    """TOML has types of its own; a table needs no JSON."""
+    text, value = VALUES[name]
+    if isinstance(value, bool):
+        line = f"{name} = {str(value).lower()}"
+    elif isinstance(value, int):
+        line = f"{name} = {value}"
+    elif isinstance(value, dict):
+        line = f"{name} = {{ enable_thinking = false }}"
+    else:
+        line = f'{name} = "{text}"'
+    write(home, line)
+    environ = {} if name == "model" else {"MLXCACHE_MODEL": "org/name"}
+    assert getattr(load_settings({}, environ), name) == value
+
+
+def test_an_unknown_key_is_named_with_its_file(home):
+    """A typing error must not be silently without effect."""
+    path = write(home, "prot = 1")
+    with pytest.raises(ConfigError) as raised:
+        load_settings({}, {})
+    assert "'prot'" in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("port", "eighty"),
+        ("port", "70000"),
+        ("context", "3"),
+        ("context", "-1"),
+        ("concurrency", "0"),
+        ("ram", "8 parsecs"),
+        ("disk", "8GB"),
+        ("insecure", "maybe"),
+        ("log_level", "loud"),
+        ("chat_template_args", "[1]"),
+        ("chat_template_args", "{"),
+        ("kv_bits", "4"),
+        ("draft_model", "org/small"),
+    ],
+)
+def test_a_wrong_value_is_named_by_where_it_came_from(home, name, text):
+    """The same mistake as a flag, a variable and a key."""
+    flag, variable = "--" + name.replace("_", "-"), "MLXCACHE_" + name.upper()
+    with pytest.raises(ConfigError, match=flag):
+        load_settings({name: text}, {})
+    with pytest.raises(ConfigError, match=variable):
+        load_settings({}, {variable: text})
+    path = write(home, f"{name} = '{text}'")
+    with pytest.raises(ConfigError) as raised:
+        load_settings({}, {})
+    assert f"{name} in {path}" in str(raised.value)
+
+
+def test_booleans_are_no_numbers_and_lists_no_texts(home):
+    """TOML's types are held to."""
+    for line in ("port = true", "port = 1.5", "host = ['a']", "ram = 0.5", "api_key = 5"):
+        write(home, line)
+        with pytest.raises(ConfigError):
+            load_settings({}, {})
+
+
+def test_a_wrong_key_is_refused_without_repeating_it(home):
+    """The sentence goes to the terminal and to logs."""
+    with pytest.raises(ConfigError) as raised:
+        load_settings({"api_key": "sécret"}, {})
+    assert "cret" not in str(raised.value)
+
+
+def test_a_named_file_must_exist_and_be_toml(home):
+    """The default file may be missing, one that was asked for may not."""
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_settings({}, {}, home / "none.toml")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_settings({}, {"MLXCACHE_CONFIG": str(home / "none.toml")})
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_settings({}, {}, write(home, "port = = 1"))
+
+
+def test_an_empty_variable_is_not_set(home):
+    """As shells and service files write it."""
+    assert load_settings({}, {"MLXCACHE_PORT": ""}).port == 8081
