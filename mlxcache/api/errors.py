@@ -1,0 +1,139 @@
+"""One table from each error to its status and to its shape in each API.
+
+Shapes: https://platform.openai.com/docs/guides/error-codes and
+https://docs.anthropic.com/en/api/errors.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from mlxcache import errors
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A status, and the words by which each API's clients tell an error's kind."""
+
+    status: int
+    openai: str
+    anthropic: str
+    code: str | None = None
+
+
+SHAPES: Mapping[type[errors.MlxcacheError], Shape] = {
+    errors.MlxcacheError: Shape(500, "server_error", "api_error"),
+    errors.BadRequest: Shape(400, "invalid_request_error", "invalid_request_error"),
+    errors.Unsupported: Shape(400, "invalid_request_error", "invalid_request_error"),
+    errors.ContextLengthExceeded: Shape(400, "invalid_request_error", "invalid_request_error"),
+    errors.Unauthorized: Shape(
+        401, "authentication_error", "authentication_error", "invalid_api_key"
+    ),
+    errors.NotFound: Shape(404, "invalid_request_error", "not_found_error", "not_found"),
+    errors.TooLarge: Shape(413, "invalid_request_error", "request_too_large", "request_too_large"),
+    errors.Busy: Shape(503, "server_error", "overloaded_error", "busy"),
+    errors.QueueFull: Shape(503, "server_error", "overloaded_error", "queue_full"),
+    errors.NotReady: Shape(503, "server_error", "overloaded_error", "not_ready"),
+    errors.GenerationFailed: Shape(500, "server_error", "api_error", "generation_failed"),
+    errors.ModelError: Shape(500, "server_error", "api_error", "model_error"),
+    errors.ConfigError: Shape(500, "server_error", "api_error", "config_error"),
+}
+"""Every class of `mlxcache.errors`, each by name: nothing is inherited silently."""
+
+_HTTP: Mapping[int, Shape] = {
+    404: SHAPES[errors.NotFound],
+    405: Shape(405, "invalid_request_error", "invalid_request_error", "method_not_allowed"),
+}
+_UNEXPECTED = SHAPES[errors.MlxcacheError]
+
+
+def shape_of(error: Exception) -> Shape:
+    """The row for `error`; an exception that is not in the table is an internal error."""
+    if isinstance(error, HTTPException):
+        other = Shape(error.status_code, "invalid_request_error", "invalid_request_error")
+        return _HTTP.get(error.status_code, other)
+    for cls in type(error).__mro__:
+        if cls in SHAPES:
+            return SHAPES[cls]
+    return _UNEXPECTED
+
+
+def openai_error(error: Exception) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    shape = shape_of(error)
+    body = {
+        "message": _message(error),
+        "type": shape.openai,
+        "param": getattr(error, "param", None),
+        "code": getattr(error, "code", None) or shape.code,
+    }
+    return {"error": body}
+
+
+def anthropic_error(error: Exception, request_id: str | None = None) -> dict[str, Any]:
+    """`{"type": "error", "error": {"type", "message"}, "request_id"}`.
+
+    A prompt that does not fit says `prompt is too long`, the words that clients look for.
+    """
+    message = _message(error)
+    if isinstance(error, errors.ContextLengthExceeded) and "prompt is too long" not in message:
+        message = f"prompt is too long: {message}"
+    body = {"type": shape_of(error).anthropic, "message": message}
+    return {"type": "error", "error": body, "request_id": request_id}
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, HTTPException):
+        return f"{error.detail}."
+    if isinstance(error, errors.MlxcacheError):
+        return str(error) or type(error).__name__
+    return "Internal error; the server's log has the details under this request's id."
+
+
+def speaks_anthropic(request: Request) -> bool:
+    """Whether errors go out in Anthropic's shape: by the path, else by its version header."""
+    path = request.url.path
+    return path.startswith("/v1/messages") or "anthropic-version" in request.headers
+
+
+def error_response(request: Request, error: Exception) -> Response:
+    """The response for `error`, in the shape of the API that the request speaks."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    id = request.scope.get("state", {}).get("request_id")
+    body = anthropic_error(error, id) if speaks_anthropic(request) else openai_error(error)
+    headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, errors.Busy):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    return Response(
+        msgspec.json.encode(body),
+        status_code=shape_of(error).status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+async def _handle(request: Request, error: Exception) -> Response:
+    if shape_of(error).status == 500:
+        id = request.scope.get("state", {}).get("request_id")
+        _log.error("%s: %s", id, error, exc_info=error)
+    return error_response(request, error)
+
+
+HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+    errors.MlxcacheError: _handle,
+    HTTPException: _handle,
+    ClientDisconnect: _handle,
+}
+"""What the application gives Starlette; all other exceptions are the middleware's."""

@@ -1,0 +1,280 @@
+"""From a raw request to a checked value, and what every response carries.
+
+Reading a body within its limit, decoding it, request ids, the API key, and the names by which
+people tell requests apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlxcache.api.errors import error_response
+from mlxcache.errors import BadRequest, TooLarge, Unauthorized
+
+if TYPE_CHECKING:
+    from mlxcache.engine.engine import Engine
+
+T = TypeVar("T")
+
+REQUEST_HEADER = "X-Mlxcache-Request"
+OPEN_PATHS = frozenset({"/health"})
+"""Paths that need no key."""
+
+_DRAIN_BYTES = 256 << 20
+_DRAIN_SECONDS = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """How the API behaves, apart from the model. Times are in seconds.
+
+    `api_key` None: none is asked for. `default_max_tokens` holds where a request names none.
+    `ping_seconds`: the longest silence in a stream. `send_timeout`: how long a reader may stall.
+    `queue_grace`: how long a streamed request may wait in the queue before its headers go out.
+    """
+
+    api_key: str | None = None
+    max_body_bytes: int = 64 << 20
+    default_max_tokens: int | None = None
+    ping_seconds: float = 10.0
+    send_timeout: float = 30.0
+    queue_grace: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Deps:
+    """What every route is made of."""
+
+    engine: Engine
+    settings: ApiSettings
+
+
+def new_request_id() -> str:
+    """`req_` and 24 hexadecimal digits."""
+    return f"req_{secrets.token_hex(12)}"
+
+
+def request_id(request: Request) -> str:
+    """The id of this request: the engine's job id and the header of the response."""
+    return str(request.scope["state"]["request_id"])
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body, at most `limit` bytes.
+
+    Raises TooLarge by the announced length or as soon as more arrives, and
+    starlette's ClientDisconnect if the client goes away first.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        await _drain(request)
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            chunks.clear()
+            await _drain(request)
+            raise _too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"The request body is larger than this server's limit of {limit} bytes.")
+
+
+async def _drain(request: Request) -> None:
+    """Read on for a while and forget it.
+
+    A connection closed on unread data is reset, and the client would see that, not the answer.
+    """
+    if "100-continue" in request.headers.get("expect", "").lower():
+        return
+    left = _DRAIN_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            while left > 0:
+                message = await request.receive()
+                left -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    return
+
+
+def decode(type: type[T], body: bytes) -> T:
+    """The JSON `body` as a `type`.
+
+    Half of a surrogate pair, which JavaScript clients send when they cut a string inside an
+    emoji, becomes U+FFFD. Raises BadRequest, with `param` naming the field if there is one.
+    """
+    try:
+        try:
+            return msgspec.json.decode(body, type=type)
+        except msgspec.DecodeError as error:
+            if isinstance(error, msgspec.ValidationError) or b"\\u" not in body:
+                raise
+            return msgspec.json.decode(_SURROGATE.sub(_mended, body), type=type)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `")
+        param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
+        where = f" (at `{param}`)" if param else ""
+        raise BadRequest(f"{message}{where}.", param=param) from error
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The body is not valid JSON: {error}.") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"The body is not valid UTF-8: {error}.") from error
+    except RecursionError as error:
+        raise BadRequest("The body is nested too deeply.") from error
+
+
+_SURROGATE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+
+
+def _mended(match: re.Match[bytes]) -> bytes:
+    return b"\\ufffd" if match[1] else match[0]
+
+
+async def read(request: Request, type: type[T], deps: Deps) -> T:
+    """`read_body` and `decode` in one, within the settings' limit."""
+    return decode(type, await read_body(request, deps.settings.max_body_bytes))
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away.
+
+    The body must have been read. Raises what `work` raises, or starlette's ClientDisconnect.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.wait({task, gone})
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+_OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{8,})$")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def session_label(
+    headers: Mapping[str, str],
+    *,
+    metadata_user_id: str | None = None,
+    prompt_cache_key: str | None = None,
+) -> str | None:
+    """The session that a request says it belongs to; None: it says nothing.
+
+    The first of: X-Session-Id, X-Claude-Code-Session-Id, the `session_id` inside Anthropic's
+    `metadata.user_id` (JSON, or the older `..._session_<uuid>`), OpenAI's `prompt_cache_key`.
+    At most 200 characters, none of them a control character.
+    """
+    candidates = (
+        headers.get("x-session-id"),
+        headers.get("x-claude-code-session-id"),
+        _metadata_session(metadata_user_id),
+        prompt_cache_key,
+    )
+    labels = (_CONTROL.sub("", label or "").strip()[:200] for label in candidates)
+    return next((label for label in labels if label), None)
+
+
+def _metadata_session(user_id: str | None) -> str | None:
+    if not user_id:
+        return None
+    try:
+        return msgspec.json.decode(user_id, type=_UserId).session_id
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        match = _OLD_USER_ID.search(user_id)
+        return match[1] if match else None
+
+
+class _UserId(msgspec.Struct):
+    session_id: str | None = None
+
+
+def client_name(headers: Mapping[str, str]) -> str | None:
+    """The program at the other end by its User-Agent, such as `claude-cli/2.1.329`."""
+    words = _CONTROL.sub("", headers.get("user-agent", "")).split()
+    if not words:
+        return None
+    versioned = any(c.isdigit() for c in words[0])
+    name = words[0] if versioned or len(words) < 2 or not words[1][0].isdigit() else words[:2]
+    return (name if isinstance(name, str) else " ".join(name))[:80]
+
+
+class RequestMiddleware:
+    """Gives each request its id, asks for the key, and turns what nobody handled into a 500."""
+
+    def __init__(self, app: ASGIApp, settings: ApiSettings):
+        self._app = app
+        self._key = settings.api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One ASGI connection; anything but HTTP passes through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        id = new_request_id()
+        scope.setdefault("state", {})["request_id"] = id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)[REQUEST_HEADER] = id
+            await send(message)
+
+        request = Request(scope)
+        try:
+            self._authorize(request)
+            await self._app(scope, receive, send_with_id)
+        except Unauthorized as error:
+            await error_response(request, error)(scope, receive, send_with_id)
+        except Exception as error:
+            _log.exception("%s: %s %s failed", id, request.method, request.url.path)
+            if started:
+                raise
+            await error_response(request, error)(scope, receive, send_with_id)
+
+    def _authorize(self, request: Request) -> None:
+        if self._key is None or request.url.path in OPEN_PATHS:
+            return
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = [request.headers.get("x-api-key", "")]
+        if scheme.lower() == "bearer":
+            given.append(token.strip())
+        key = self._key.encode()
+        # A list, so that the time taken does not tell which of the two matched.
+        if not any([hmac.compare_digest(each.encode(), key) for each in given]):
+            raise Unauthorized("The API key is missing or wrong.")
