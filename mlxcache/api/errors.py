@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from mlxcache import errors
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def error_response(request: Request, error: Exception) -> Response:
 async def _handle(request: Request, error: Exception) -> Response:
     if shape_of(error).status == 500:
         id = request.scope.get("state", {}).get("request_id")
-        _log.error("%s: %s", id, error, exc_info=error)
+        log.error("%s: %s", id, error, exc_info=error)
     return error_response(request, error)
 
 

@@ -36,7 +36,7 @@ OPEN_PATHS = frozenset({"/health"})
 _DRAIN_BYTES = 256 << 20
 _DRAIN_SECONDS = 10.0
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class RequestMiddleware:
         except Unauthorized as error:
             await error_response(request, error)(scope, receive, send_with_id)
         except Exception as error:
-            _log.exception("%s: %s %s failed", id, request.method, request.url.path)
+            log.exception("%s: %s %s failed", id, request.method, request.url.path)
             if started:
                 raise
             await error_response(request, error)(scope, receive, send_with_id)

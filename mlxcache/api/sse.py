@@ -24,7 +24,7 @@ from mlxcache.types import Admitted, Finished, Job
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Stream
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Events = AsyncGenerator[ServerSentEvent, None]
 SHUTDOWN_GRACE = 2.0
@@ -112,7 +112,7 @@ class EventStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
             id = self._stream.record.id
-            _log.warning("%s: cancelled, the client reads nothing", id)
+            log.warning("%s: cancelled, the client reads nothing", id)
         finally:
             watch.cancel()
             await close(self._stream)
@@ -130,8 +130,8 @@ async def _guarded(
             async for item in events:
                 yield item
         except MlxcacheError as error:
-            _log.warning("a stream failed: %s", error)
+            log.warning("a stream failed: %s", error)
             yield on_error(error)
         except Exception as error:
-            _log.exception("a stream failed")
+            log.exception("a stream failed")
             yield on_error(error)
