@@ -1,0 +1,79 @@
+"""The invariants of a prefix tree, verified from scratch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mlxcache.cache.edges import Edges, unneeded
+from mlxcache.cache.node import Node
+
+
+def audit(edges: Edges) -> None:
+    """Raise AssertionError, naming the node, unless every invariant holds. O(tokens)."""
+    root = edges.root
+    assert root.parent is None, "the root has a parent"
+    assert root.start == root.end == len(root.tokens) == 0, "the root has tokens"
+    nodes = []
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        _children(node)
+        pending.extend(node.children.values())
+        if node is not root:
+            _edge(node)
+            nodes.append(node)
+    _counts(edges, nodes)
+    _holders(edges, nodes)
+    _order(edges, nodes)
+
+
+def _children(node: Node) -> None:
+    for first, child in node.children.items():
+        assert child.parent is node, f"{child} has another parent than {node}"
+        assert len(child.tokens) > 0, f"{child} is empty"
+        assert int(child.tokens[0]) == first, f"{child} is keyed {first} in {node}"
+        assert child.start == node.end, f"{child} does not begin where {node} ends"
+    locks = sum(child.locks for child in node.children.values())
+    assert node.locks >= locks, f"{node} has {node.locks} locks, its children {locks}"
+
+
+def _edge(node: Node) -> None:
+    assert node.tokens.dtype == np.int32, f"{node} holds {node.tokens.dtype}"
+    assert node.tokens.base is None, f"{node} keeps somebody else's array alive"
+    assert node.end - node.start == len(node.tokens), f"{node} has {len(node.tokens)} tokens"
+    assert node.checkpoint is not None or node.checkpoint_bytes == 0, f"{node} has bytes of nothing"
+    assert not unneeded(node), f"{node} should have been merged into its child"
+
+
+def _counts(edges: Edges, nodes: list[Node]) -> None:
+    for name, is_now, should in (
+        ("tokens", edges.tokens, sum(len(node.tokens) for node in nodes)),
+        ("segments", edges.segments, len(nodes)),
+        ("checkpoints", edges.checkpoints, sum(node.checkpoint is not None for node in nodes)),
+        ("checkpoint_bytes", edges.checkpoint_bytes, sum(node.checkpoint_bytes for node in nodes)),
+    ):
+        assert is_now == should, f"{name} is {is_now}, and should be {should}"
+
+
+def _holders(edges: Edges, nodes: list[Node]) -> None:
+    by_value: dict[int, list[Node]] = {}
+    for node in nodes:
+        by_value.setdefault(id(node.value), []).append(node)
+    assert len(by_value) == len(edges.holdings), "a value is counted that no node has"
+    for held in by_value.values():
+        held.sort(key=lambda node: node.start)
+        value = held[0].value
+        assert held == edges.holdings.of(value), f"the holders of {value!r} are wrong"
+        path = held[-1].path()
+        assert set(held) <= set(path), f"{value!r} holds segments of two branches"
+
+
+def _order(edges: Edges, nodes: list[Node]) -> None:
+    edges.leaves.check()
+    edges.marked.check()
+    for node in nodes:
+        assert node.used_at <= edges.tick, f"{node} was used in the future"
+        if not node.locks and not node.children:
+            assert node in edges.leaves, f"the leaf {node} can never be evicted"
+        if not node.locks and node.checkpoint is not None:
+            assert node in edges.marked, f"the checkpoint of {node} can never be evicted"

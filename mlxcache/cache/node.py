@@ -1,0 +1,140 @@
+"""The parts of a prefix tree: its node, and what a look-up and a cut return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlxcache.types import Tokens
+
+NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
+
+
+class Node:
+    """One segment: the tokens of [start, end), whose KV `value` holds at those positions.
+
+    Only the tree writes to it. A node stands for its end: splitting an edge keeps the node as the
+    lower part, merging two keeps the lower one. It may be extended, merged or removed by any later
+    call that changes the tree, unless it is locked; `detached` tells that it has left the tree.
+
+    `tokens` int32, shape (end - start,), owned. `checkpoint` the state at `end`, of
+    `checkpoint_bytes`. `locks` counts those on this node and on all below it. `used_at` is the
+    tree's tick of the last use. `asked`: a caller asked for a boundary here and has neither
+    locked it nor set a checkpoint since, so it is not merged away.
+    """
+
+    __slots__ = (
+        "asked",
+        "checkpoint",
+        "checkpoint_bytes",
+        "children",
+        "end",
+        "locks",
+        "parent",
+        "start",
+        "tokens",
+        "used_at",
+        "value",
+    )
+
+    def __init__(self, parent: Node | None, tokens: Tokens, start: int, value: Any, used_at: int):
+        self.parent = parent
+        self.children: dict[int, Node] = {}
+        self.tokens = tokens
+        self.start = start
+        self.end = start + len(tokens)
+        self.value = value
+        self.checkpoint: Any = None
+        self.checkpoint_bytes = 0
+        self.locks = 0
+        self.used_at = used_at
+        self.asked = False
+
+    def __repr__(self) -> str:
+        return f"<Node [{self.start}, {self.end}) of {self.value!r}, {len(self.children)} children>"
+
+    @property
+    def detached(self) -> bool:
+        """True once the node was removed or merged into its child; the root never is."""
+        return self.parent is None and self.end > 0
+
+    def path(self) -> list[Node]:
+        """The nodes from the root down to this one, both included."""
+        nodes = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest prefix that a tree holds, as it was when looked up.
+
+    `length` tokens match. `nodes` are those on the path, top down and without the root; the last
+    may be matched only in part. `checkpoints` are `(position, node)`, ascending, of fully matched
+    nodes that hold one. `segments` are the same nodes as `(value, start, end)`, matched part only.
+    Later changes of the tree show in none of these but in the nodes themselves.
+    """
+
+    length: int
+    nodes: tuple[Node, ...]
+    checkpoints: tuple[tuple[int, Node], ...]
+    segments: tuple[tuple[Any, int, int], ...]
+
+    def spans(self, upto: int) -> list[tuple[Any, int, int]]:
+        """Who holds the KV of [0, upto): `(value, start, end)`, ascending, neighbours merged.
+
+        Changes nothing. Raises ValueError where `upto` is negative or above `length`.
+        """
+        if not 0 <= upto <= self.length:
+            raise ValueError(f"spans up to {upto} of a match of {self.length} tokens")
+        found: list[tuple[Any, int, int]] = []
+        for value, start, end in self.segments:
+            if start >= upto:
+                break
+            if found and found[-1][0] is value:
+                start = found.pop()[1]  # noqa: PLW2901 - the neighbour's span grows
+            found.append((value, start, min(end, upto)))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What left the tree: [start, end) of `value`, so many tokens, and the checkpoint at its end.
+
+    `checkpoint` is None, and `checkpoint_bytes` 0, where there was none.
+    """
+
+    value: Any
+    start: int
+    end: int
+    tokens: int
+    checkpoint: Any
+    checkpoint_bytes: int
+
+
+def as_tokens(ids: Tokens | Iterable[int]) -> Tokens:
+    """`ids` as int32, shape (n,); an array is returned as it is, never copied.
+
+    Raises TypeError for an array of another type or shape, OverflowError for ints beyond int32.
+    """
+    if isinstance(ids, np.ndarray):
+        if ids.dtype != np.int32 or ids.ndim != 1:
+            raise TypeError(f"token ids must be int32 of shape (n,), not {ids.dtype} {ids.shape}")
+        return ids
+    return np.array(list(ids), dtype=np.int32)
+
+
+def common_length(edge: Tokens, ids: Tokens) -> int:
+    """The number of leading tokens in which the two agree."""
+    size = min(len(edge), len(ids))
+    if size == 0:
+        return 0
+    differ = edge[:size] != ids[:size]
+    first = int(differ.argmax())
+    return first if differ[first] else size

@@ -1,0 +1,278 @@
+"""A compressed radix tree over token ids. Values and checkpoints are opaque to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mlxcache.cache.audit import audit
+from mlxcache.cache.edges import Edges
+from mlxcache.cache.node import Cut, Match, Node, as_tokens, common_length
+from mlxcache.types import Tokens
+
+__all__ = ["Cut", "Match", "Node", "PrefixTree"]
+
+
+class PrefixTree:
+    """What is cached, by token prefix: each edge a segment, each shared prefix held once.
+
+    A value is addressed by absolute position, so all segments of one value lie on one path and
+    never overlap; where another value already held some tokens there is a gap between them.
+    Values are compared by identity. Token ids are int32, shape (n,); edges own their copies.
+    Not thread-safe: one thread calls it. Counts are kept up to date, and cost nothing to read.
+    """
+
+    def __init__(self, bytes_per_token: int):
+        self.bytes_per_token = bytes_per_token
+        self._edges = Edges()
+
+    @property
+    def root(self) -> Node:
+        """The node of no tokens, where every path begins."""
+        return self._edges.root
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held, each shared one counted once."""
+        return self._edges.tokens
+
+    @property
+    def segments(self) -> int:
+        """Edges, that is nodes without the root."""
+        return self._edges.segments
+
+    @property
+    def checkpoints(self) -> int:
+        """Nodes that hold a checkpoint."""
+        return self._edges.checkpoints
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The bytes of all checkpoints, as they were set."""
+        return self._edges.checkpoint_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV of all segments, in bytes, as `bytes_per_token` has it."""
+        return self.tokens * self.bytes_per_token
+
+    def values(self) -> list[Any]:
+        """The distinct values that some segment has. Changes nothing."""
+        return list(self._edges.holdings)
+
+    def match(self, tokens: Tokens | Iterable[int], touch: bool = True) -> Match:
+        """The longest prefix of `tokens` that is held, to the token.
+
+        Changes nothing but, with `touch`, the last use of every node on the path.
+        Raises TypeError where `tokens` is an array that is not int32 of shape (n,).
+        """
+        ids = as_tokens(tokens)
+        nodes: list[Node] = []
+        length = 0
+        node: Node | None = self.root
+        while node is not None and length == node.end and length < len(ids):
+            node = node.children.get(int(ids[length]))
+            if node is not None:
+                nodes.append(node)
+                length += common_length(node.tokens, ids[length:])
+        if touch:
+            self._edges.touch(nodes)
+        return Match(
+            length,
+            tuple(nodes),
+            tuple((n.end, n) for n in nodes if n.checkpoint is not None and n.end <= length),
+            tuple((n.value, n.start, min(n.end, length)) for n in nodes),
+        )
+
+    def insert(self, tokens: Tokens | Iterable[int], value: Any) -> Node:
+        """Make `tokens` present and return the node that ends at exactly their number.
+
+        Changes the tree: what is held keeps its value, the missing tail becomes a segment of
+        `value`, or extends the leaf it follows if that has the same value and no checkpoint. The
+        whole path counts as used. The root is returned for no tokens. Lock the node before
+        anything else may evict it.
+
+        Raises TypeError as `match` does, and ValueError, with nothing changed, where `value`
+        already holds other tokens at the tail's positions (cut those first).
+        """
+        ids = as_tokens(tokens)
+        found = self.match(ids)
+        if found.length < len(ids):
+            self._require_room(value, found)
+        node = found.nodes[-1] if found.nodes else self.root
+        if found.length < node.end:
+            node = self._edges.divide(node, found.length)
+        if found.length < len(ids):
+            return self._edges.append(node, ids[found.length :], value)
+        node.asked = bool(node.children)
+        return node
+
+    def split_at(self, node: Node, position: int) -> Node:
+        """Make a boundary at absolute `position` inside `node`'s edge; return the part above it.
+
+        Changes the tree: a new node takes [start, position) with the same value, locks and last
+        use; `node` becomes the part below, and keeps its checkpoint, children and `end`. The
+        boundary stays until a lock on it is released or a checkpoint at it is dropped.
+        With `position` at `node.end` there is nothing to split, and `node` is returned.
+
+        Raises ValueError where `position` is outside (start, end], or `node` left the tree.
+        """
+        self._require_attached(node)
+        if not node.start < position <= node.end:
+            raise ValueError(f"cannot split {node} at {position}")
+        if position == node.end:
+            return node
+        upper = self._edges.divide(node, position)
+        upper.asked = True
+        return upper
+
+    def set_checkpoint(self, node: Node, state: Any, nbytes: int) -> Any:
+        """Keep `state`, of `nbytes`, at `node.end`; return the state it replaces, or None.
+
+        Changes the node and the counts. Raises ValueError for the root, a node that left the
+        tree, a state of None or negative bytes.
+        """
+        self._require_attached(node)
+        if node is self.root or state is None or nbytes < 0:
+            raise ValueError(f"no checkpoint {state!r} of {nbytes} bytes at {node}")
+        return self._edges.put_checkpoint(node, state, nbytes)
+
+    def drop_checkpoint(self, node: Node) -> Any:
+        """Remove the checkpoint at `node.end` and return its state; KV stays.
+
+        Changes the node and the counts. An unlocked node that only its checkpoint kept apart is
+        merged into its child. Raises ValueError where there is none.
+        """
+        if node.checkpoint is None:
+            raise ValueError(f"{node} has no checkpoint")
+        state, _ = self._edges.take_checkpoint(node)
+        node.asked = False
+        self._edges.compress(node)
+        return state
+
+    def lock(self, node: Node) -> None:
+        """Keep `node` and all above it from being cut, merged away or evicted.
+
+        Changes the lock counts on the path; one `unlock` undoes one `lock`. Raises ValueError
+        where `node` left the tree.
+        """
+        self._require_attached(node)
+        for each in node.path():
+            each.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock` of `node`.
+
+        Changes the lock counts on the path. Boundaries that nothing needs any more are merged
+        away, so `node` may leave the tree. Raises ValueError where it is not locked.
+        """
+        self._require_attached(node)
+        if node.locks == 0:
+            raise ValueError(f"{node} is not locked")
+        path = node.path()
+        for each in path:
+            each.locks -= 1
+        for each in path[1:]:
+            if each.locks == 0:
+                self._edges.settle(each)
+
+    def chain(self, node: Node, value: Any) -> list[Node]:
+        """The nodes that hold `value` from `node` down, without a gap, top down.
+
+        `node` itself is the first if it holds `value`; otherwise its child that does. Changes
+        nothing. `holders` gives all nodes of a value, also those beyond a gap.
+        """
+        found: list[Node] = []
+        for held in self._edges.holdings.of(value):
+            if held is node or held.parent is (found[-1] if found else node):
+                found.append(held)
+        return found
+
+    def holders(self, value: Any) -> list[Node]:
+        """All nodes that hold `value`, top down; they lie on one path. Changes nothing."""
+        return list(self._edges.holdings.of(value))
+
+    def retarget(self, nodes: Sequence[Node], value: Any) -> None:
+        """Let `value` hold the KV of `nodes` from now on, at the same absolute positions.
+
+        Changes the nodes; those that then continue a neighbour of the same value are merged.
+        Raises ValueError, with nothing changed, where a node is the root or left the tree, or
+        where they and the nodes that hold `value` already do not all lie on one path.
+        """
+        together = {*nodes, *self._edges.holdings.of(value)}
+        if not together:
+            return
+        path = set(max(together, key=lambda node: node.end).path()) - {self.root}
+        if not together <= path or any(node.detached for node in together):
+            raise ValueError(f"{value!r} cannot hold segments of two branches")
+        for node in dict.fromkeys(nodes):
+            self._edges.holdings.remove(node)
+            node.value = value
+            self._edges.holdings.add(node)
+        for node in {above for node in nodes if (above := node.parent)} | set(nodes):
+            self._edges.compress(node)
+
+    def live_range(self, value: Any) -> tuple[int, int] | None:
+        """The first and the last position, as [start, end), that nodes hold with `value`.
+
+        None if no node does. Tokens inside may belong to another value. O(1), changes nothing.
+        """
+        nodes = self._edges.holdings.of(value)
+        return (nodes[0].start, nodes[-1].end) if nodes else None
+
+    def lru_leaf(self) -> Node | None:
+        """The unlocked leaf used least recently, or None. Removes nothing. O(log n)."""
+        return self._edges.leaves.oldest()
+
+    def lru_checkpoint(self) -> Node | None:
+        """The unlocked node with a checkpoint used least recently, or None; may be inner.
+
+        Of equally recent ones the shallowest. Removes nothing. O(log n).
+        """
+        return self._edges.marked.oldest()
+
+    def cut(self, node: Node, position: int) -> Cut:
+        """Drop [position, end) of an unlocked leaf, and its checkpoint; say what was freed.
+
+        Changes the tree. With `position` at `node.start` the node is removed; its parent may then
+        be a leaf, or be merged into the one child of the same value that it has left.
+        Raises ValueError where `position` is outside [start, end), or where `node` is the root,
+        locked, no leaf, or no longer in the tree.
+        """
+        self._require_attached(node)
+        if node.locks or node.children or not node.start <= position < node.end:
+            raise ValueError(f"cannot cut {node} with {node.locks} locks at {position}")
+        value, end, tokens = node.value, node.end, node.end - position
+        state, nbytes = self._edges.take_checkpoint(node)
+        if position > node.start:
+            self._edges.shorten(node, position)
+        else:
+            self._edges.remove(node)
+        return Cut(value, position, end, tokens, state, nbytes)
+
+    def clear(self) -> list[Cut]:
+        """Remove everything that is not locked; return what was cut, in that order.
+
+        Changes the tree. Locked nodes and the checkpoints at them stay.
+        """
+        cuts = []
+        while (leaf := self.lru_leaf()) is not None:
+            cuts.append(self.cut(leaf, leaf.start))
+        return cuts
+
+    def check(self) -> None:
+        """Verify every invariant; raise AssertionError that says which is broken.
+
+        Changes nothing. O(tokens): for tests.
+        """
+        audit(self._edges)
+
+    def _require_attached(self, node: Node) -> None:
+        if node.detached:
+            raise ValueError(f"{node} left the tree")
+
+    def _require_room(self, value: Any, found: Match) -> None:
+        """A value that lives elsewhere than on the matched path cannot continue it."""
+        held = self._edges.holdings.of(value)
+        if held and (held[-1] not in found.nodes or held[-1].end > found.length):
+            raise ValueError(f"{value!r} holds other tokens up to {held[-1].end} already")

@@ -1,0 +1,406 @@
+"""The verbs of the prefix tree, one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mlxcache.cache.tree import Cut, PrefixTree
+
+
+class Buffer:
+    """A value: something that is itself and equal to nothing else."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+A, B, C = Buffer("A"), Buffer("B"), Buffer("C")
+
+
+def ids(*tokens: int):
+    """Token ids as the tree takes them."""
+    return np.array(tokens, dtype=np.int32)
+
+
+@pytest.fixture
+def tree():
+    """An empty tree that is checked again after the test."""
+    tree = PrefixTree(bytes_per_token=10)
+    yield tree
+    tree.check()
+
+
+def test_an_empty_tree_matches_nothing(tree):
+    """No tokens, no nodes, no spans."""
+    match = tree.match(ids(1, 2))
+    assert (match.length, match.nodes, match.checkpoints, match.spans(0)) == (0, (), (), [])
+    assert tree.match(ids()).length == 0
+
+
+def test_a_match_ends_at_the_first_different_token(tree):
+    """Also in the middle of an edge."""
+    node = tree.insert(ids(1, 2, 3, 4), A)
+    assert (node.start, node.end) == (0, 4)
+    match = tree.match(ids(1, 2, 9, 4))
+    assert (match.length, match.nodes) == (2, (node,))
+    assert match.spans(2) == [(A, 0, 2)]
+    assert match.spans(1) == [(A, 0, 1)]
+
+
+def test_spans_beyond_the_match_are_refused(tree):
+    """A span names only KV whose tokens were compared."""
+    tree.insert(ids(1, 2, 3), A)
+    with pytest.raises(ValueError, match="3 of a match of 2"):
+        tree.match(ids(1, 2)).spans(3)
+
+
+def test_a_branch_shares_its_prefix(tree):
+    """The shared tokens are held once, and stay with the value that brought them."""
+    tree.insert(ids(1, 2, 3, 4), A)
+    leaf = tree.insert(ids(1, 2, 7, 8, 9), B)
+    assert (tree.tokens, tree.segments, tree.kv_bytes) == (7, 3, 70)
+    assert (leaf.value, leaf.start, leaf.end) == (B, 2, 5)
+    assert tree.match(ids(1, 2, 7, 8, 9)).spans(5) == [(A, 0, 2), (B, 2, 5)]
+    assert tree.match(ids(1, 2, 3, 4)).spans(4) == [(A, 0, 4)]
+    assert set(tree.values()) == {A, B}
+
+
+def test_a_leaf_of_the_same_value_grows_in_place(tree):
+    """Appending to a lineage makes no chain of nodes, locked or not."""
+    leaf = tree.insert(ids(1, 2), A)
+    tree.lock(leaf)
+    assert tree.insert(ids(1, 2, 3), A) is leaf
+    assert (tree.segments, leaf.end, tree.live_range(A)) == (1, 3, (0, 3))
+
+
+def test_a_checkpoint_keeps_its_boundary(tree):
+    """A leaf with a checkpoint is continued by a new node."""
+    leaf = tree.insert(ids(1, 2), A)
+    tree.set_checkpoint(leaf, "state", 5)
+    longer = tree.insert(ids(1, 2, 3), A)
+    assert (longer.parent, tree.segments) == (leaf, 2)
+    match = tree.match(ids(1, 2, 3))
+    assert match.checkpoints == ((2, leaf),)
+    assert match.spans(3) == [(A, 0, 3)]
+
+
+def test_checkpoints_of_a_partly_matched_node_do_not_count(tree):
+    """The state at the end of an edge serves only who has all its tokens."""
+    tree.set_checkpoint(tree.insert(ids(1, 2, 3), A), "state", 5)
+    assert tree.match(ids(1, 2)).checkpoints == ()
+    assert len(tree.match(ids(1, 2, 3)).checkpoints) == 1
+
+
+def test_inserting_a_held_prefix_makes_a_boundary(tree):
+    """The node returned ends exactly there, and the lower part keeps the checkpoint."""
+    whole = tree.insert(ids(1, 2, 3), A)
+    tree.set_checkpoint(whole, "state", 5)
+    part = tree.insert(ids(1, 2), B)
+    assert (part.end, part.value, part.checkpoint) == (2, A, None)
+    assert (whole.start, whole.checkpoint, whole.parent) == (2, "state", part)
+    assert set(tree.values()) == {A}
+
+
+def test_inserting_nothing_returns_the_root(tree):
+    """The empty prefix is always present."""
+    assert tree.insert(ids(), A) is tree.root
+
+
+def test_a_value_cannot_hold_two_branches(tree):
+    """A value has one token per position; a second branch is refused and changes nothing."""
+    tree.insert(ids(1, 2, 3), A)
+    with pytest.raises(ValueError, match="holds other tokens"):
+        tree.insert(ids(1, 2, 4), A)
+    assert (tree.tokens, tree.segments) == (3, 1)
+    tree.cut(tree.match(ids(1, 2, 3)).nodes[-1], 2)
+    tree.insert(ids(1, 2, 4), A)
+    assert tree.match(ids(1, 2, 4)).spans(3) == [(A, 0, 3)]
+
+
+def test_a_value_may_continue_past_a_gap(tree):
+    """Of two that compute the same tokens the first keeps them; the second continues."""
+    tree.insert(ids(1, 2), A)
+    tree.set_checkpoint(tree.match(ids(1, 2)).nodes[-1], "state", 1)
+    tree.insert(ids(1, 2, 3), B)
+    tree.insert(ids(1, 2, 3, 4), A)
+    assert tree.match(ids(1, 2, 3, 4)).spans(4) == [(A, 0, 2), (B, 2, 3), (A, 3, 4)]
+    assert tree.live_range(A) == (0, 4)
+    assert [node.start for node in tree.chain(tree.root, A)] == [0]
+    assert [node.start for node in tree.holders(A)] == [0, 3]
+
+
+def test_edges_own_their_tokens(tree):
+    """Neither the caller's later writes nor its big array matter."""
+    tokens = np.arange(100, dtype=np.int32)
+    node = tree.insert(tokens[:10], A)
+    tokens[:] = 0
+    assert tree.match(np.arange(10, dtype=np.int32)).length == 10
+    assert node.tokens.base is None
+
+
+def test_tokens_of_another_type_are_refused(tree):
+    """A silent cast could match what is not the same."""
+    with pytest.raises(TypeError, match="int32"):
+        tree.match(np.zeros(3, dtype=np.int64))
+    with pytest.raises(OverflowError):
+        tree.insert([2**40], A)
+    assert tree.insert([1, 2], A).end == 2
+
+
+def test_split_at_makes_a_boundary(tree):
+    """The upper part is new, the lower keeps identity, checkpoint and children."""
+    node = tree.insert(ids(1, 2, 3, 4), A)
+    tree.set_checkpoint(node, "state", 5)
+    tree.lock(node)
+    upper = tree.split_at(node, 1)
+    assert (upper.start, upper.end, upper.locks, upper.used_at) == (0, 1, 1, node.used_at)
+    assert (node.start, node.end, node.checkpoint, upper.checkpoint) == (1, 4, "state", None)
+    assert tree.split_at(node, 4) is node
+    for position in (1, 5):
+        with pytest.raises(ValueError, match="cannot split"):
+            tree.split_at(node, position)
+
+
+def test_a_boundary_lasts_until_its_lock_is_released(tree):
+    """Then it serves nothing and is merged away."""
+    node = tree.insert(ids(1, 2, 3, 4), A)
+    upper = tree.split_at(node, 2)
+    tree.check()
+    tree.lock(upper)
+    tree.unlock(upper)
+    assert upper.detached
+    assert (tree.segments, node.start, upper.value) == (1, 0, None)
+
+
+def test_set_checkpoint_replaces(tree):
+    """It returns what it replaced, and the counts follow."""
+    node = tree.insert(ids(1), A)
+    assert tree.set_checkpoint(node, "old", 5) is None
+    assert tree.set_checkpoint(node, "new", 7) == "old"
+    assert (tree.checkpoints, tree.checkpoint_bytes) == (1, 7)
+    assert tree.drop_checkpoint(node) == "new"
+    assert (tree.checkpoints, tree.checkpoint_bytes) == (0, 0)
+    with pytest.raises(ValueError, match="no checkpoint"):
+        tree.drop_checkpoint(node)
+
+
+@pytest.mark.parametrize(("state", "nbytes"), [(None, 1), ("state", -1)])
+def test_a_checkpoint_is_something_of_some_size(tree, state, nbytes):
+    """None and negative bytes are refused, and so is the root."""
+    with pytest.raises(ValueError, match="no checkpoint"):
+        tree.set_checkpoint(tree.insert(ids(1), A), state, nbytes)
+    with pytest.raises(ValueError, match="no checkpoint"):
+        tree.set_checkpoint(tree.root, "state", 1)
+
+
+def test_dropping_an_inner_checkpoint_merges(tree):
+    """The KV stays, in one segment."""
+    upper = tree.insert(ids(1, 2), A)
+    tree.set_checkpoint(upper, "state", 5)
+    lower = tree.insert(ids(1, 2, 3), A)
+    tree.drop_checkpoint(upper)
+    assert (upper.detached, lower.start, tree.segments, tree.tokens) == (True, 0, 1, 3)
+
+
+def test_a_locked_boundary_is_merged_only_when_released(tree):
+    """Dropping its checkpoint leaves the node where it is."""
+    upper = tree.insert(ids(1, 2), A)
+    tree.set_checkpoint(upper, "state", 5)
+    lower = tree.insert(ids(1, 2, 3), A)
+    tree.lock(lower)
+    tree.drop_checkpoint(upper)
+    assert not upper.detached
+    tree.unlock(lower)
+    assert (upper.detached, lower.start) == (True, 0)
+
+
+def test_locks_count_on_the_whole_path(tree):
+    """Each lock is undone by one unlock; one too many is refused."""
+    tree.insert(ids(1, 2), A)
+    leaf = tree.insert(ids(1, 3), B)
+    tree.lock(leaf)
+    tree.lock(leaf)
+    assert [node.locks for node in leaf.path()] == [2, 2, 2]
+    tree.unlock(leaf)
+    with pytest.raises(ValueError, match="1 locks"):
+        tree.cut(leaf, 1)
+    tree.unlock(leaf)
+    with pytest.raises(ValueError, match="not locked"):
+        tree.unlock(leaf)
+    assert tree.cut(leaf, 1).tokens == 1
+
+
+def test_chain_follows_one_value(tree):
+    """It starts at the node itself if that holds the value, else at its child."""
+    top = tree.insert(ids(1, 2), A)
+    tree.set_checkpoint(top, "state", 1)
+    low = tree.insert(ids(1, 2, 3), A)
+    tree.insert(ids(1, 2, 4), B)
+    assert tree.chain(tree.root, A) == tree.chain(top, A) == [top, low]
+    assert tree.chain(low, A) == [low]
+    assert [node.value for node in tree.chain(top, B)] == [B]
+    assert tree.chain(tree.root, B) == tree.chain(top, C) == []
+
+
+def test_retarget_moves_a_branch_to_another_value(tree):
+    """The shared part stays with the old value."""
+    tree.insert(ids(1, 2, 3, 4), A)
+    tree.insert(ids(1, 2, 9), B)
+    leaf = tree.match(ids(1, 2, 3, 4)).nodes[-1]
+    tree.retarget(tree.chain(leaf, A), C)
+    assert tree.match(ids(1, 2, 3, 4)).spans(4) == [(A, 0, 2), (C, 2, 4)]
+    assert (tree.live_range(A), tree.live_range(C)) == ((0, 2), (2, 4))
+
+
+def test_retarget_merges_what_becomes_one(tree):
+    """Two segments of one value with nothing between them are one segment."""
+    tree.insert(ids(1, 2), A)
+    leaf = tree.insert(ids(1, 2, 3), B)
+    tree.retarget([leaf], A)
+    assert (tree.segments, leaf.start, tree.live_range(B)) == (1, 0, None)
+
+
+def test_retarget_refuses_two_branches(tree):
+    """Neither two nodes side by side nor a value that lives beside them."""
+    tree.insert(ids(1, 2), A)
+    tree.insert(ids(1, 3), B)
+    one, two = tree.match(ids(1, 2)).nodes[-1], tree.match(ids(1, 3)).nodes[-1]
+    for nodes, value in (([one, two], C), ([one], B), ([tree.root], C)):
+        with pytest.raises(ValueError, match="two branches"):
+            tree.retarget(nodes, value)
+    assert (one.value, two.value) == (A, B)
+
+
+def test_live_range_follows_cuts(tree):
+    """It shrinks with the tail and ends with the last node."""
+    leaf = tree.insert(ids(1, 2, 3), A)
+    assert tree.live_range(A) == (0, 3)
+    tree.cut(leaf, 1)
+    assert tree.live_range(A) == (0, 1)
+    tree.cut(leaf, 0)
+    assert tree.live_range(A) is None
+    assert list(tree.values()) == []
+
+
+def test_equal_values_are_not_one_value(tree):
+    """Identity tells values apart."""
+    one, other = [1], [1]
+    tree.insert(ids(1, 2), one)
+    tree.insert(ids(1, 2, 3), other)
+    assert tree.match(ids(1, 2, 3)).spans(3) == [(one, 0, 2), (other, 2, 3)]
+    assert tree.live_range(other) == (2, 3)
+
+
+def test_cut_drops_a_tail_and_its_checkpoint(tree):
+    """The checkpoint was the state at the old end."""
+    leaf = tree.insert(ids(1, 2, 3), A)
+    tree.set_checkpoint(leaf, "state", 5)
+    assert tree.cut(leaf, 1) == Cut(A, 1, 3, 2, "state", 5)
+    assert (tree.tokens, tree.checkpoints, leaf.end) == (1, 0, 1)
+    assert tree.match(ids(1, 2, 3)).length == 1
+
+
+def test_cut_removes_a_leaf(tree):
+    """Its parent is merged with the child that is left."""
+    tree.insert(ids(1, 2, 3), A)
+    other = tree.insert(ids(1, 2, 9), B)
+    assert tree.cut(other, 2) == Cut(B, 2, 3, 1, None, 0)
+    assert (other.detached, tree.segments) == (True, 1)
+    assert tree.match(ids(1, 2, 3)).spans(3) == [(A, 0, 3)]
+
+
+def test_cut_refuses_what_is_no_unlocked_leaf(tree):
+    """Inner nodes, the root, positions outside and removed nodes."""
+    tree.insert(ids(1, 2), A)
+    leaf = tree.insert(ids(1, 3), B)
+    for node, position in ((leaf.parent, 0), (tree.root, 0), (leaf, 2), (leaf, 0)):
+        with pytest.raises(ValueError, match="cannot cut"):
+            tree.cut(node, position)
+    tree.cut(leaf, 1)
+    with pytest.raises(ValueError, match="left the tree"):
+        tree.cut(leaf, 1)
+
+
+def test_the_least_recently_used_leaf_goes_first(tree):
+    """A match counts as use, a match without touch does not."""
+    tree.insert(ids(1), A)
+    tree.insert(ids(2), B)
+    tree.insert(ids(3), C)
+    tree.match(ids(1))
+    tree.match(ids(2), touch=False)
+    order = []
+    while (leaf := tree.lru_leaf()) is not None:
+        order.append(tree.cut(leaf, leaf.start).value)
+    assert order == [B, C, A]
+
+
+def test_a_parent_becomes_a_leaf(tree):
+    """Once its children are gone it can be evicted too."""
+    tree.insert(ids(1, 2), A)
+    tree.insert(ids(1, 2, 3), B)
+    leaf = tree.lru_leaf()
+    assert leaf.value is B
+    tree.cut(leaf, 2)
+    assert tree.lru_leaf().value is A
+
+
+def test_locked_nodes_are_never_offered(tree):
+    """They are again once the lock is released."""
+    leaf = tree.insert(ids(1, 2), A)
+    tree.set_checkpoint(leaf, "state", 1)
+    tree.lock(leaf)
+    assert tree.lru_leaf() is None
+    assert tree.lru_checkpoint() is None
+    tree.unlock(leaf)
+    assert tree.lru_leaf() is tree.lru_checkpoint() is leaf
+
+
+def test_the_least_recently_used_checkpoint(tree):
+    """Inner nodes too; of equally recent ones the shallowest."""
+    top = tree.insert(ids(1), A)
+    tree.set_checkpoint(top, "top", 1)
+    low = tree.insert(ids(1, 2), A)
+    tree.set_checkpoint(low, "low", 1)
+    other = tree.insert(ids(5), B)
+    tree.set_checkpoint(other, "other", 1)
+    assert tree.lru_checkpoint() is top
+    tree.match(ids(1))
+    assert tree.lru_checkpoint() is low
+    tree.match(ids(1, 2))
+    assert tree.lru_checkpoint() is other
+
+
+def test_clear_leaves_only_what_is_locked(tree):
+    """And says what was cut."""
+    tree.insert(ids(1, 2, 3), A)
+    kept = tree.insert(ids(1, 2, 9), B)
+    tree.insert(ids(7), C)
+    tree.lock(kept)
+    assert sorted((cut.start, cut.end) for cut in tree.clear()) == [(0, 1), (2, 3)]
+    assert tree.match(ids(1, 2, 9)).spans(3) == [(A, 0, 2), (B, 2, 3)]
+    assert (tree.tokens, tree.segments) == (3, 2)
+
+
+def test_a_match_is_a_snapshot(tree):
+    """Splitting its last node, as admission does, leaves its spans right."""
+    tree.insert(ids(1, 2, 3, 4), A)
+    match = tree.match(ids(1, 2, 9))
+    tree.split_at(match.nodes[-1], match.length)
+    assert match.spans(2) == [(A, 0, 2)]
+
+
+@pytest.mark.parametrize("breakage", ["start", "locks", "tokens", "checkpoint_bytes", "used_at"])
+def test_check_finds_damage(breakage):
+    """Each field out of place is an AssertionError."""
+    tree = PrefixTree(bytes_per_token=1)
+    tree.insert(ids(1, 2), A)
+    leaf = tree.insert(ids(1, 3), B)
+    tree.check()
+    damaged = {"start": 0, "locks": 1, "tokens": ids(4), "checkpoint_bytes": 3, "used_at": 99}
+    setattr(leaf, breakage, damaged[breakage])
+    with pytest.raises(AssertionError):
+        tree.check()
