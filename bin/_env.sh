@@ -1,0 +1,58 @@
+# Sourced by the scripts beside it; runs in any POSIX shell.
+#
+# `environment [EXTRA]` makes .venv on first use, installs this checkout into it (again when
+# pyproject.toml or constraints.txt change), and sets $VENV. PYTHON=... chooses the interpreter.
+
+set -eu
+ROOT=$(cd "$(dirname "$0")/.." && pwd -P)
+VENV=$ROOT/.venv
+cd "$ROOT"
+
+usable() {
+    "$1" -c 'import platform, sys
+sys.exit(sys.version_info < (3, 11) or (sys.platform == "darwin" and platform.machine() != "arm64"))
+' >/dev/null 2>&1
+}
+
+find_python() {
+    for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3 python3.14}; do
+        if usable "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    echo "mlxcache needs Python 3.11 or newer (on a Mac: one for Apple silicon)." >&2
+    echo "Install it, for example with 'brew install python' or 'apt install python3-venv'," >&2
+    echo "or say where it is: PYTHON=/path/to/python3 $0" >&2
+    return 1
+}
+
+environment() {
+    extra=${1:-}
+    wanted=$(cat pyproject.toml constraints.txt | cksum)
+    stamp=$VENV/.installed${extra:+-$extra}
+    if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+        return
+    fi
+    if ! usable "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+        python=$(find_python)
+        echo "Making $VENV with $("$python" --version), once ..." >&2
+        "$python" -m venv --clear "$VENV"
+    fi
+    echo "Installing what mlxcache${extra:+[$extra]} needs ..." >&2
+    PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip install --quiet \
+        --constraint constraints.txt --editable ".${extra:+[$extra]}" >&2
+    echo "$wanted" >"$stamp"
+}
+
+# MLX's Linux wheels bring the reference BLAS; OpenBLAS, where installed, is many times faster.
+fast_blas() {
+    [ "$(uname -s)" = Linux ] || return 0
+    for folder in "/usr/lib/$(uname -m)-linux-gnu" /usr/lib64 /usr/lib; do
+        if [ -e "$folder/libopenblas.so.0" ]; then
+            LD_PRELOAD=$folder/libopenblas.so.0${LD_PRELOAD:+:$LD_PRELOAD}
+            export LD_PRELOAD
+            return 0
+        fi
+    done
+}
