@@ -6,7 +6,6 @@
 set -eu
 ROOT=$(cd "$(dirname "$0")/.." && pwd -P)
 VENV=$ROOT/.venv
-cd "$ROOT"
 
 usable() {
     "$1" -c 'import platform, sys
@@ -29,7 +28,7 @@ find_python() {
 
 environment() {
     extra=${1:-}
-    wanted=$(cat pyproject.toml constraints.txt | cksum)
+    wanted=$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)
     stamp=$VENV/.installed${extra:+-$extra}
     if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return
@@ -41,7 +40,7 @@ environment() {
     fi
     echo "Installing what mlxcache${extra:+[$extra]} needs ..." >&2
     PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip install --quiet \
-        --constraint constraints.txt --editable ".${extra:+[$extra]}" >&2
+        --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}" >&2
     echo "$wanted" >"$stamp"
 }
 
