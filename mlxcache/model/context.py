@@ -1,0 +1,88 @@
+"""How many tokens a model can attend to, as its files say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlxcache.errors import ModelError
+
+UNSTATED = 131_072
+"""For a model whose files state no limit (recurrent ones often do not)."""
+
+_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "n_ctx",
+    "model_max_length",
+)
+_NESTED = ("text_config", "language_config", "llm_config")
+_SANE = 1 << 27  # tokenizers say 10**30 where they know no limit
+
+
+def native_length(config: Mapping[str, Any], tokenizer_length: object = None) -> int | None:
+    """The context in tokens that `config` (a parsed config.json) states, or None.
+
+    The text model's own section comes before the top level. Where RoPE is scaled and the length
+    before scaling is given, their product counts if it is larger: model cards have people add
+    YaRN without raising `max_position_embeddings` (https://arxiv.org/abs/2309.00071).
+    `tokenizer_length`, a tokenizer's `model_max_length`, serves where the config is silent.
+    """
+    for section in _sections(config):
+        stated = next((n for key in _KEYS if (n := _count(section.get(key)))), None)
+        if stated:
+            return max([stated, *_scaled(section, stated)])
+    return _count(tokenizer_length)
+
+
+def context_length(native: int | None, asked: int | None) -> int:
+    """The context to serve: `asked` if given, else what the model has.
+
+    Raises ModelError if more is asked for than the model has.
+    """
+    if asked is None:
+        return native or UNSTATED
+    if asked < 1:
+        raise ModelError(f"--context must be at least 1 token, but is {asked}.")
+    if native is not None and asked > native:
+        raise ModelError(
+            f"--context {asked} is more than the {native} tokens this model was made for. "
+            f"Ask for at most {native}, or, if the model's card describes one, add its "
+            "rope_scaling (with factor and original_max_position_embeddings) to config.json."
+        )
+    return asked
+
+
+def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for key in _NESTED:
+        if isinstance(section := config.get(key), Mapping):
+            yield section
+    yield config
+
+
+def _scaled(section: Mapping[str, Any], stated: int) -> Iterator[int]:
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = section.get(key)
+        if not isinstance(rope, Mapping):
+            continue
+        # Models with several kinds of attention have one entry for each.
+        for entry in (rope, *(v for v in rope.values() if isinstance(v, Mapping))):
+            factor = entry.get("factor")
+            original = _count(entry.get("original_max_position_embeddings"))
+            if original is None and _kind(entry) == "yarn":
+                original = stated
+            if original and isinstance(factor, int | float) and factor > 1:
+                yield int(original * factor)
+
+
+def _kind(rope: Mapping[str, Any]) -> object:
+    return rope.get("rope_type", rope.get("type"))
+
+
+def _count(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _SANE:
+        return None
+    return int(value)

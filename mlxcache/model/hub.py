@@ -1,0 +1,157 @@
+"""From what a person calls a model to the folder that holds it. No MLX; any thread."""
+
+from __future__ import annotations
+
+import errno
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+from mlxcache.errors import ModelError
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes on disk and the bytes known to be needed; the latter grows as the files
+are looked up. From any of the download's threads, never two at a time."""
+
+# A subclass comes before its base.
+_SENTENCES: tuple[tuple[type[Exception], str], ...] = (
+    (
+        GatedRepoError,
+        "{model} is gated: accept its terms at https://huggingface.co/{model}, then run "
+        "`hf auth login` (or set HF_TOKEN) and start again.",
+    ),
+    (RevisionNotFoundError, "{model} has no revision {revision} on the Hub."),
+    (
+        RepositoryNotFoundError,
+        "There is no model {model} on the Hub, and no folder of that name. Check the spelling; "
+        "if it is private, run `hf auth login` first.",
+    ),
+    (HFValidationError, "{model} is neither an existing folder nor a Hub id like owner/name."),
+    (
+        IncompleteSnapshotError,
+        "{model} was downloaded only in part, and the Hub cannot be reached to complete it. "
+        "Connect and start again, or give a folder: --model /path/to/model.",
+    ),
+    (
+        LocalEntryNotFoundError,
+        "{model} is not in the local cache ({cache}), and the Hub cannot be reached. Connect "
+        "(and unset HF_HUB_OFFLINE), or give a folder: --model /path/to/model.",
+    ),
+)
+_SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
+
+
+def resolve(model: str, revision: str | None = None, progress: Progress | None = None) -> Path:
+    """The local folder of `model`: a path, or a Hugging Face Hub id, downloaded if need be.
+
+    What mlx-lm would download is downloaded, into the Hub's own cache; an id whose files are all
+    there costs one request, or none with HF_HUB_OFFLINE=1.
+
+    Raises ModelError with what to type instead: no such folder or id, gated, no network, disk full.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(
+            f"{path} is a file. --model takes the folder with config.json and the "
+            "*.safetensors files, or a Hub id; GGUF files cannot be served."
+        )
+    if _looks_local(model):
+        raise ModelError(f"There is no folder {path}. --model takes a folder or a Hub id.")
+    return _download(model, revision, progress)
+
+
+def display_name(model: str, path: Path) -> str:
+    """The id that clients see: the Hub id, also for a folder in the Hub's cache, or the
+    folder's name."""
+    if not Path(model).expanduser().exists():
+        return model
+    path = path.resolve()
+    if path.parent.name == "snapshots" and (found := _SNAPSHOT.fullmatch(path.parent.parent.name)):
+        return f"{found['org']}/{found['name']}"
+    return path.name
+
+
+def _looks_local(model: str) -> bool:
+    return model.startswith((".", "/", "~")) or "\\" in model or model.count("/") > 1
+
+
+def _download(model: str, revision: str | None, progress: Progress | None) -> Path:
+    bar = None if progress is None else _bar(progress)
+    try:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=DEFAULT_ALLOW_PATTERNS,
+                tqdm_class=bar,
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise ModelError(_why(model, revision, error)) from error
+
+
+def _why(model: str, revision: str | None, error: Exception) -> str:
+    for kind, sentence in _SENTENCES:
+        if isinstance(error, kind):
+            return sentence.format(model=model, revision=revision, cache=constants.HF_HUB_CACHE)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"The disk is full: {model} does not fit into {constants.HF_HUB_CACHE}."
+    return f"{model} could not be downloaded: {error}"
+
+
+def _bar(progress: Progress) -> type[Any]:
+    """A progress bar class as snapshot_download takes it, reporting to `progress`.
+
+    It makes three: bytes received, bytes written, files fetched. The second is told on, since
+    its total is the sum of the files' sizes.
+    """
+    lock = threading.Lock()
+
+    class Bar:
+        format_dict: dict[str, Any] = {"rate": None}  # noqa: RUF012 read only, as tqdm's is
+
+        def __init__(self, *_: object, total: int | None = None, desc: str = "", **__: object):
+            self.n: int = 0
+            self.total = total or 0
+            self._told = desc.startswith("Reconstructing")
+
+        def update(self, n: float | None = 1) -> None:
+            with lock:
+                self.n += int(n or 0)
+                if self._told:
+                    progress(self.n, max(self.total, self.n))
+
+        def refresh(self) -> None:
+            self.update(0)
+
+        def set_description(self, *_: object, **__: object) -> None:
+            """The text is the caller's to choose."""
+
+        set_description_str = set_postfix_str = set_description
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.close()
+
+    return Bar

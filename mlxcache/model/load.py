@@ -1,0 +1,230 @@
+"""From a model's folder to a model that runs: weights, tokenizer, and what both are capable of.
+
+Sampling defaults in generation_config.json are not applied: a request gets what it asks for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+
+from mlxcache.errors import ModelError
+from mlxcache.model.context import context_length, native_length
+from mlxcache.model.hub import Progress, display_name, resolve
+from mlxcache.types import ModelInfo
+
+__all__ = ["Loaded", "ModelSpec", "Progress", "load", "resolve"]
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tokenizer_config.json",
+)
+# What reading other people's files through mlx-lm and transformers raises.
+_FAILURES = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    SyntaxError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which model to serve, and how.
+
+    `model`: a folder or a Hub id; `revision`: the Hub's branch, tag or commit. `adapter`: a folder
+    with adapter_config.json and adapters.safetensors. `trust_remote_code`: the model's folder
+    may run its own Python code. `context`: tokens, at most what the model has. `chat_template`:
+    a file or the template itself, in place of the model's. `id`: the name that clients see.
+    """
+
+    model: str
+    adapter: str | None = None
+    trust_remote_code: bool = False
+    context: int | None = None
+    revision: str | None = None
+    chat_template: str | None = None
+    id: str | None = None
+    is_demo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run. `config` is config.json as mlx-lm reads it; `path` the folder."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    info: ModelInfo
+    path: Path
+
+
+def load(spec: ModelSpec, progress: Progress | None = None) -> Loaded:
+    """Load what `spec` names. On the MLX thread, for its arrays belong to it; blocks.
+
+    A Hub id is downloaded first: call `resolve(spec.model, spec.revision, progress)` in another
+    thread beforehand to keep this one free.
+
+    Raises ModelError, a sentence that names the file at fault or what to type.
+    """
+    path = resolve(spec.model, spec.revision, progress)
+    config = _checked_config(path)
+    _check_files(path)
+    template = _template(spec.chat_template)
+    context_length(native_length(config), spec.context)  # refused before the weights are read
+    model, config = _load_weights(spec, path)
+    tokenizer = _load_tokenizer(spec, path, config, template)
+    return Loaded(model, tokenizer, config, _info(spec, path, model, tokenizer, config), path)
+
+
+def _checked_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.exists():
+        raise ModelError(f"{path} has no config.json, so it is not a model's folder.")
+    config = _read_json(file)
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{file} does not say its model_type.")
+    return config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} is not a JSON object.")
+    return value
+
+
+def _check_files(path: Path) -> None:
+    if not any(path.glob("model*.safetensors")):
+        raise ModelError(
+            f"{path} has no weights (model*.safetensors). Other formats have to be converted "
+            "first: `mlx_lm.convert --hf-path MODEL --mlx-path FOLDER`."
+        )
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        shards = _read_json(index).get("weight_map", {})
+        missing = sorted(name for name in set(shards.values()) if not (path / name).exists())
+        if missing:
+            raise ModelError(
+                f"{path} lacks {len(missing)} of its weight files, {missing[0]} first: "
+                "the download or copy is incomplete."
+            )
+    if not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ModelError(f"{path} has no tokenizer (tokenizer.json or tokenizer.model).")
+
+
+def _load_weights(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    try:
+        model, config = load_model(path, trust_remote_code=spec.trust_remote_code)
+    except _FAILURES as error:
+        raise ModelError(_why(path, error)) from error
+    if spec.adapter is None:
+        return model, config
+    adapter = Path(spec.adapter).expanduser()
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        if not (adapter / name).exists():
+            raise ModelError(f"The adapter {adapter} has no {name}.")
+    try:
+        model = load_adapters(model, str(adapter))
+    except _FAILURES as error:
+        raise ModelError(f"The adapter {adapter} does not fit {path}: {error}") from error
+    model.eval()
+    mx.eval(model.parameters())
+    return model, config
+
+
+def _why(path: Path, error: Exception) -> str:
+    text = str(error)
+    if "not supported" in text and text.startswith("Model type"):
+        return (
+            f"{path / 'config.json'}: {text} mlx-lm {version('mlx-lm')} does not know it; "
+            "a newer version of mlxcache may."
+        )
+    if "trust_remote_code" in text:
+        return (
+            f"{path} brings its own Python code ({path / 'config.json'}, model_file). If you trust "
+            "it, start with --trust-remote-code."
+        )
+    return f"The model in {path} cannot be loaded: {type(error).__name__}: {text}"
+
+
+def _load_tokenizer(
+    spec: ModelSpec, path: Path, config: Mapping[str, Any], template: str | None
+) -> TokenizerWrapper:
+    extra: dict[str, Any] = {}
+    if spec.trust_remote_code:
+        extra["trust_remote_code"] = True
+    if template is not None:
+        extra["chat_template"] = template
+    try:
+        return load_tokenizer(path, extra, eos_token_ids=_eos(config))
+    except _FAILURES as error:
+        raise ModelError(
+            f"The tokenizer in {path} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _eos(config: Mapping[str, Any]) -> list[int] | None:
+    """mlx-lm has already put generation_config.json's over config.json's; the tokenizer adds its
+    own. Vision models keep theirs in text_config."""
+    found = config.get("eos_token_id")
+    if found is None:
+        found = (config.get("text_config") or {}).get("eos_token_id")
+    if found is None:
+        return None
+    ids = found if isinstance(found, list) else [found]
+    return [i for i in ids if isinstance(i, int)]
+
+
+def _template(chat_template: str | None) -> str | None:
+    if chat_template is None or "{" in chat_template or "\n" in chat_template:
+        return chat_template
+    file = Path(chat_template).expanduser()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"The chat template {file} cannot be read: {error}") from error
+
+
+def _info(
+    spec: ModelSpec,
+    path: Path,
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    config: Mapping[str, Any],
+) -> ModelInfo:
+    native = native_length(config, getattr(tokenizer, "model_max_length", None))
+    length = context_length(native, spec.context)
+    return ModelInfo(
+        id=spec.id or display_name(spec.model, path),
+        context_length=length,
+        max_context_length=native or length,
+        weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+        architecture=str(config["model_type"]),
+        has_thinking=bool(tokenizer.has_thinking or tokenizer.response_initial_state),
+        has_tools=bool(tokenizer.has_tool_calling),
+        is_demo=spec.is_demo,
+        created=int((path / "config.json").stat().st_mtime),
+    )

@@ -1,0 +1,85 @@
+"""Which strings in a model's output open and close thinking and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxcache.model.tools import Parse, parse_json
+
+NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
+"""The states that carry text, named as in mlx-lm; text in any other state is framing."""
+
+GENERIC_START, GENERIC_END = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A model family's framing: `edges` lead from a state by a marker to the next state.
+
+    `tokens` are the markers that the vocabulary has as one token. `initial` is the state that a
+    reply begins in, where it is always the same. `parse` reads the text of a tool block.
+    """
+
+    edges: Mapping[str, Mapping[str, str]]
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    initial: str | None = None
+    parse: Parse | None = None
+    open_ended: bool = False
+    """A tool block has no closing marker: it lasts to the end of the reply."""
+
+
+def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
+    """The framing of `tokenizer`'s model family, as mlx-lm knows it.
+
+    The same edges as `mlx_lm.generate.make_text_state_machine` gives, kept as strings so that a
+    malformed block can be given back whole. Without `tools` no marker opens a tool block. With
+    `generic`, blocks are `<tool_call>{json}</tool_call>` whatever the family's own.
+    """
+    start, end, parse = tokenizer.tool_call_start, tokenizer.tool_call_end, tokenizer.tool_parser
+    if generic:
+        start, end, parse = GENERIC_START, GENERIC_END, parse_json
+    if not tools or parse is None:
+        start = end = None
+    edges = _edges(tokenizer, start, end, generic)
+    return Grammar(
+        edges=edges,
+        tokens=_single_tokens(tokenizer, edges),
+        initial=tokenizer.response_initial_state,
+        parse=parse if start else None,
+        open_ended=start is not None and not end,
+    )
+
+
+def _edges(
+    tokenizer: Any, start: str | None, end: str | None, generic: bool
+) -> dict[str, dict[str, str]]:
+    edges: dict[str, dict[str, str]] = {NORMAL: {}, TOOL: {}}
+    if tokenizer.has_thinking:
+        edges[NORMAL][tokenizer.think_start] = REASONING
+        edges[REASONING] = {tokenizer.think_end: NORMAL}
+    responses = tokenizer.response_transitions
+    if start:
+        # A response format that leads to "tool" decides where calls begin.
+        if TOOL not in {target for found in responses.values() for _, target in found}:
+            edges[NORMAL][start] = TOOL
+        # Told of a format that they were not trained on, models try it out while they think.
+        if tokenizer.has_thinking and not generic:
+            edges[REASONING][start] = TOOL
+        if end:
+            edges[TOOL][end] = NORMAL
+    edges[NORMAL].update(dict.fromkeys(tokenizer.structural_markers, NORMAL))
+    for state, found in responses.items():
+        kept = {marker: target for marker, target in found if start or target != TOOL}
+        edges.setdefault(state, {}).update(kept)
+    return edges
+
+
+def _single_tokens(tokenizer: Any, edges: Mapping[str, Mapping[str, str]]) -> dict[str, int]:
+    tokens = {}
+    for marker in {marker for found in edges.values() for marker in found}:
+        ids = tokenizer.encode(marker, add_special_tokens=False)
+        if len(ids) == 1:
+            tokens[marker] = ids[0]
+    return tokens

@@ -1,0 +1,225 @@
+"""From sampled tokens to text, thinking and tool calls. Pure Python, one parser per reply."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlxcache.model.markers import NORMAL, REASONING, TOOL, grammar
+from mlxcache.model.stops import Finder, Thought, Visible
+from mlxcache.model.tools import read_calls
+from mlxcache.types import FinishReason, Piece, Text, Thinking
+
+log = logging.getLogger(__name__)
+
+
+class OutputParser:
+    """Turns one reply's tokens into pieces, and says when the reply is over.
+
+    `tokenizer` is mlx-lm's TokenizerWrapper. `tools` None or empty: the text of tool calls is
+    text. `parallel_tools` False: the first call ends the reply. `stop`: strings that end the
+    visible text. `thinking_open`: the prompt ends inside a think block. `generic_tools`: calls
+    come as `<tool_call>{json}</tool_call>`. `stop_at_eos` False ignores the end of turn. `prime`:
+    the prompt's last tokens, for raw completions, where the first token's leading space counts.
+
+    A marker is recognised however the model spells it, in one token or in many, with two
+    exceptions for text about markers: thinking that the vocabulary opens with one token does not
+    open in the middle of visible text without it, nor does such a tool call in thinking.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        parallel_tools: bool = True,
+        stop: Sequence[str] = (),
+        thinking_open: bool = False,
+        generic_tools: bool = False,
+        stop_at_eos: bool = True,
+        prime: Sequence[int] = (),
+    ):
+        self._grammar = grammar(tokenizer, tools=bool(tools), generic=generic_tools)
+        self._finders = {state: Finder(found) for state, found in self._grammar.edges.items()}
+        self._eos = tokenizer.eos_token_ids
+        self._stop_at_eos = stop_at_eos
+        self._tools = tools or ()
+        self._parallel = parallel_tools
+        self._detokenizer = tokenizer.detokenizer
+        for token in prime:
+            self._detokenizer.add_token(token)
+        _ = self._detokenizer.last_segment  # reading it moves past the primer
+        self._state = self._grammar.initial or (REASONING if thinking_open else NORMAL)
+        self._visible = Visible(stop)
+        self._thought = Thought()
+        self._block, self._opened_by, self._opened_in = "", "", NORMAL
+        self._framing = ""
+        self._calls = 0
+        self._ids: set[str] = set()
+        self._token = -1
+        self._out: list[Piece] = []
+        self.done: FinishReason | None = None
+        """Why the reply is over; None while it goes on. Once set, `feed` ignores tokens."""
+        self.stop_sequence: str | None = None
+        """The stop string that ended the reply, if one did."""
+        self.reasoning_tokens = 0
+        """Tokens fed while a think block was open, its closing marker included."""
+
+    def feed(self, token: int) -> list[Piece]:
+        """Take the next token; the pieces it completes, in order, often none.
+
+        A token that ends the turn flushes all that was held back, as `finish("stop")` does.
+        """
+        if self.done is not None:
+            return []
+        if token in self._eos:
+            return self.finish("stop") if self._stop_at_eos else []
+        self.reasoning_tokens += self._state == REASONING
+        self._token = token
+        self._advance(self._decode(token))
+        return self._taken()
+
+    def finish(self, reason: FinishReason) -> list[Piece]:
+        """End the reply for `reason`; the pieces that were held back. Sets `done`.
+
+        A tool block left open is a call if it parses and the model ended its turn; else it is
+        text. Nothing happens if the reply is over already.
+        """
+        if self.done is not None:
+            return []
+        self._token = -1
+        self._detokenizer.finalize()
+        self._advance(self._detokenizer.last_segment)
+        if self.done is None:
+            self._carry(self._finders[self._state].flush())
+        if self.done is None and self._state == TOOL:
+            self._end_block("", complete=reason == "stop" or self._grammar.open_ended)
+        if self.done is None:
+            self._flush()
+            self.done = "tool_calls" if self._calls and reason == "stop" else reason
+        return self._taken()
+
+    def _decode(self, token: int) -> str:
+        try:
+            self._detokenizer.add_token(token)
+        except (IndexError, TypeError):
+            # Models have rows of padding that name no token.
+            log.warning("the model drew token %d, which its tokenizer does not have", token)
+            return ""
+        return str(self._detokenizer.last_segment)
+
+    def _advance(self, text: str) -> None:
+        while self.done is None:
+            safe, marker, text = self._finders[self._state].feed(text)
+            self._carry(safe)
+            if marker is None or self.done is not None:
+                return
+            if self._is_prose(marker):
+                self._carry(marker)
+            else:
+                self._cross(marker)
+
+    def _is_prose(self, marker: str) -> bool:
+        """The model writes about a marker, and does not use it."""
+        if self._grammar.tokens.get(marker, self._token) == self._token:
+            return False
+        target = self._grammar.edges[self._state][marker]
+        if self._state == NORMAL:
+            return target == REASONING and self._visible.said
+        return self._state == REASONING and target == TOOL
+
+    def _carry(self, text: str) -> None:
+        """Text of the current state."""
+        if not text:
+            return
+        if self._state == NORMAL:
+            self._say(text)
+        elif self._state == REASONING:
+            self._think(self._thought.add(text))
+        elif self._state == TOOL:
+            self._block += text
+        else:
+            self._framing += text
+
+    def _say(self, text: str) -> None:
+        if self._calls:
+            if text.strip():
+                self.done = "tool_calls"
+            return
+        self._emit(self._visible.add(text))
+        if self._visible.stop is not None:
+            self.done, self.stop_sequence = "stop_sequence", self._visible.stop
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._out.append(Text(text))
+
+    def _think(self, text: str) -> None:
+        if text:
+            self._out.append(Thinking(text))
+
+    def _cross(self, marker: str) -> None:
+        """Follow the edge that `marker` names."""
+        source, target = self._state, self._grammar.edges[self._state][marker]
+        if source == TOOL:
+            self._end_block(marker, complete=True)
+            return
+        self._framing = ""
+        self._state = target
+        if target == TOOL:
+            self._block, self._opened_by, self._opened_in = "", marker, source
+        elif target == REASONING:
+            if self._calls:
+                self.done = "tool_calls"
+                return
+            self._emit(self._visible.before_thinking())
+            self._thought = Thought()
+        elif source == REASONING:
+            self._visible.after_thinking()
+
+    def _end_block(self, marker: str, *, complete: bool) -> None:
+        """The tool block ends with `marker` ("": with the reply); `complete`: it may be a call."""
+        parse = self._grammar.parse
+        calls = []
+        if complete and parse is not None:
+            calls = read_calls(parse, self._block, self._tools, self._calls, self._ids)
+        if calls:
+            self._call(calls if self._parallel else calls[:1])
+        elif marker and self._grammar.tokens.get(marker, self._token) != self._token:
+            # Spelled out inside an argument: the token itself is still to come.
+            self._block += marker
+        else:
+            self._give_back(self._opened_by + self._block + marker)
+
+    def _call(self, calls: Sequence[Piece]) -> None:
+        self._state = NORMAL
+        if not self._calls:
+            self._emit(self._visible.before_call())
+        self._out.extend(calls)
+        self._calls += len(calls)
+        if not self._parallel:
+            self.done = "tool_calls"
+
+    def _give_back(self, text: str) -> None:
+        """A block that is no call belongs to the text, or the thinking, that it stood in."""
+        self._state = REASONING if self._opened_in == REASONING else NORMAL
+        if self._calls:
+            self._emit(text)
+            self.done = "tool_calls"
+        else:
+            self._carry(text)
+
+    def _flush(self) -> None:
+        """Let out what was held back, now that no more comes."""
+        if self._state == REASONING:
+            self._think(self._thought.flush())
+        if self._calls:
+            return
+        self._emit(self._visible.flush())
+        if not self._visible.said and self._framing.strip():
+            self._emit(self._framing)
+
+    def _taken(self) -> list[Piece]:
+        out, self._out = self._out, []
+        return out

@@ -1,0 +1,190 @@
+"""How the next token is drawn: validation, samplers, penalties, log-probabilities.
+
+Samplers take log-probabilities, processors take raw logits, both as mlx-lm's `GenerationBatch`
+calls them. All functions but `validate` run on the MLX thread.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.sample_utils import (
+    apply_min_p,
+    apply_top_k,
+    apply_top_p,
+    greedy_sampler,
+    make_repetition_penalty,
+)
+
+from mlxcache.errors import BadRequest
+from mlxcache.types import Sampling, TokenLogprob
+
+Sampler = Callable[[mx.array], mx.array]
+Processor = Callable[[mx.array, mx.array], mx.array]
+
+REPETITION_CONTEXT = 64
+"""Tokens, prompt included, that the repetition penalty looks back on."""
+
+COLDEST = 1e-4
+"""Below this temperature tokens are drawn greedily: the odds of two tokens whose
+log-probabilities differ by 0.01 are e^100 to 1, and dividing by less overflows."""
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say (OpenAI sends the same number)."""
+
+_SEED_MASK = (1 << 64) - 1
+
+
+def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
+    """Check the ranges of all fields.
+
+    `temperature` 0 to 5 (OpenAI allows 2; with min_p, local models are run hotter), `top_p` (0, 1],
+    `min_p` [0, 1], `top_k` from -1 (-1 and 0: off), presence and frequency penalties -2 to 2,
+    `repetition_penalty` 0.01 to 100, biases -100 to 100 on token ids below `vocab_size`,
+    `seed` of 64 bits, signed or not.
+
+    Raises BadRequest, its `param` naming the field; NaN and infinities are in no range.
+    """
+    _within("temperature", sampling.temperature, 0.0, 5.0)
+    _within("top_p", sampling.top_p, 0.0, 1.0)
+    if sampling.top_p == 0:
+        raise _refused("top_p", sampling.top_p, "more than 0 and at most 1")
+    _within("min_p", sampling.min_p, 0.0, 1.0)
+    _whole("top_k", sampling.top_k, -1, 2**31 - 1)
+    _within("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
+    _within("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
+    _within("repetition_penalty", sampling.repetition_penalty, 0.01, 100.0)
+    for token, bias in sampling.logit_bias:
+        _within("logit_bias", bias, -100.0, 100.0)
+        _whole("logit_bias", token, 0, (vocab_size or 2**31) - 1)
+    if sampling.seed is not None:
+        _whole("seed", sampling.seed, -(2**63), 2**64 - 1)
+
+
+def _within(field: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
+        raise _refused(field, value, f"between {low:g} and {high:g}")
+
+
+def _whole(field: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _refused(field, value, f"a whole number between {low} and {high}")
+
+
+def _refused(field: str, value: object, allowed: str) -> BadRequest:
+    return BadRequest(
+        f"{field} must be {allowed}, but is {value!r}.", param=field, code="invalid_value"
+    )
+
+
+def make_sampler(sampling: Sampling, vocab_size: int) -> Sampler:
+    """A function from log-probabilities, shape (B, V), to token ids, shape (B,).
+
+    Greedy requests all share one function, so that a batch of them is drawn in one call; any
+    other request gets an object of its own, with its own random key: the same seed draws the same
+    tokens alone or beside others. `vocab_size` is V; a top_k of V or more is off.
+    """
+    if sampling.temperature < COLDEST:
+        return greedy_sampler  # type: ignore[no-any-return]
+    return _Draw(sampling, vocab_size)
+
+
+class _Draw:
+    """Filters in mlx-lm's order (top_p, min_p, top_k), then draws with its own key."""
+
+    def __init__(self, sampling: Sampling, vocab_size: int):
+        self._sampling = sampling
+        self._top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
+        seed = sampling.seed
+        self._key = mx.random.key(
+            int.from_bytes(os.urandom(8), "little") if seed is None else seed & _SEED_MASK
+        )
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        chosen = self._sampling
+        self._key, key = mx.random.split(self._key)
+        # In half precision the scaled values and the noise would be too coarse to draw fairly.
+        logprobs = logprobs.astype(mx.float32)
+        if chosen.top_p < 1:
+            logprobs = apply_top_p(logprobs, chosen.top_p)
+        if chosen.min_p > 0:
+            logprobs = apply_min_p(logprobs, chosen.min_p)
+        if self._top_k:
+            logprobs = apply_top_k(logprobs, self._top_k)
+        return mx.random.categorical(logprobs / chosen.temperature, key=key)
+
+
+def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:
+    """Functions of (all token ids so far, shape (n,); logits, shape (1, V)) to new logits.
+
+    The repetition penalty (https://arxiv.org/abs/1909.05858) looks at the last 64 tokens, prompt
+    included. Presence and frequency penalties are OpenAI's
+    (https://platform.openai.com/docs/api-reference/chat/create): they count the tokens after
+    `prompt_len`, over the whole reply. Empty if nothing is to be done.
+    """
+    processors: list[Processor] = []
+    if sampling.repetition_penalty != 1:
+        processors.append(make_repetition_penalty(sampling.repetition_penalty, REPETITION_CONTEXT))
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        processors.append(_count_penalty(sampling, prompt_len))
+    if sampling.logit_bias:
+        processors.append(_bias(sampling))
+    return processors
+
+
+def _count_penalty(sampling: Sampling, prompt_len: int) -> Processor:
+    presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+
+    def penalise(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.shape[0] <= prompt_len:
+            return logits
+        counts = mx.zeros(logits.shape[-1]).at[tokens[prompt_len:]].add(1.0)
+        penalty = counts * frequency + (counts > 0) * presence
+        return logits - penalty.astype(logits.dtype)
+
+    return penalise
+
+
+def _bias(sampling: Sampling) -> Processor:
+    ids = mx.array([token for token, _ in sampling.logit_bias], dtype=mx.int32)
+    values = mx.array([bias for _, bias in sampling.logit_bias], dtype=mx.float32)
+
+    def bias(_: mx.array, logits: mx.array) -> mx.array:
+        return logits.at[:, ids].add(values.astype(logits.dtype))
+
+    return bias
+
+
+def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> TokenLogprob:
+    """What the API says of one sampled token: its log-probability, and the `n` likeliest's.
+
+    `logprobs` has shape (V,), natural, after penalties and bias; `n` from 0. The alternatives are
+    sorted, likeliest first. Evaluates.
+    """
+    values = logprobs.astype(mx.float32)
+    n = min(n, values.shape[0])
+    likeliest: list[int] = []
+    if n:
+        likeliest = cast(list[int], mx.argpartition(-values, kth=n - 1)[:n].tolist())
+    numbers = cast(list[float], values[mx.array([token, *likeliest])].tolist())
+    top = sorted(zip(likeliest, numbers[1:], strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return TokenLogprob(
+        token=token_text(tokenizer, token),
+        token_id=token,
+        logprob=max(numbers[0], LEAST_LOGPROB),
+        top=tuple((token_text(tokenizer, i), i, max(x, LEAST_LOGPROB)) for i, x in top),
+    )
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """One token's text on its own, leading space kept; an incomplete character is U+FFFD."""
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if piece is None:
+        return ""
+    if piece.startswith("\u2581"):  # SentencePiece decoders drop the first space
+        return str(piece.replace("\u2581", " "))
+    return str(tokenizer.decode([token]))
