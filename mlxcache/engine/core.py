@@ -1,0 +1,101 @@
+"""What lives on the MLX thread: the model, its memory and its scheduler, made together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+
+from mlxcache.cache.budget import Budget
+from mlxcache.config import Settings, machine_bytes, ram_limit
+from mlxcache.engine import cost
+from mlxcache.engine.decoder import Drawn, Row
+from mlxcache.engine.memory import Memory
+from mlxcache.engine.scheduler import Limits, Scheduler
+from mlxcache.engine.task import Task
+from mlxcache.errors import ModelError
+from mlxcache.model import device, kv
+from mlxcache.model.load import Loaded
+from mlxcache.model.output import OutputParser
+from mlxcache.model.sampling import make_processors, make_sampler, top_logprobs
+
+log = logging.getLogger("mlxcache.engine")
+
+MIN_TRANSIENT = 16 << 20
+
+
+class Core:
+    """A loaded model with all that serves it. Make and use it on the MLX thread."""
+
+    def __init__(self, loaded: Loaded, settings: Settings, ended: Callable[[Task], None]):
+        self.loaded = loaded
+        self.layout = kv.survey(loaded.model)
+        for name in self.layout.unknown:
+            log.warning("cache class %s is unknown: the model is served, nothing is cached", name)
+        limit = ram_limit(
+            settings.ram,
+            machine_bytes=machine_bytes(),
+            working_set_bytes=device.working_set_bytes(),
+            weights_bytes=loaded.info.weights_bytes,
+        )
+        pool = min(limit // 16, 1 << 30)
+        device.prepare(pool)
+        layout = self.layout
+        self.cost = cost.measure(
+            loaded.model, layout.make, layout.bytes_per_token, layout.vocab_size
+        )
+        self.transient = self._transient(limit, loaded.info.context_length)
+        budget = Budget(limit)
+        if not budget.reserve("pool", pool) or not budget.reserve("transient", self.transient):
+            raise ModelError(f"--ram {settings.ram} is too little to run this model at all")
+        self.memory = Memory(layout, budget)
+        limits = Limits(
+            concurrency=settings.concurrency,
+            prefill_chunk=settings.prefill_chunk,
+            context=loaded.info.context_length,
+            transient=self.transient,
+        )
+        self.scheduler = Scheduler(
+            loaded.model, self.memory, self.cost, limits, self._dress, ended
+        )
+
+    def _transient(self, limit: int, context: int) -> int:
+        """Bytes set aside for forward passes: an eighth, or what the longest prompt's least needs."""
+        per_token = max(1, self.layout.bytes_per_token)
+        longest = min(context, limit // per_token)
+        least = self.cost.transient(16, longest)
+        return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens could be served with nothing else held."""
+        kv_bytes = (tokens + 64) * self.layout.bytes_per_token
+        # growing or copying one array at a time needs the widest of them twice
+        arrays = max(1, sum(len(spec) for spec in self.layout.specs))
+        needed = kv_bytes + kv_bytes // arrays + 2 * self.layout.checkpoint_bytes
+        room = self.memory.largest() + (self.transient if arrays > 1 else 0)
+        return needed <= room and self.cost.transient(16, tokens) <= self.transient
+
+    def _dress(self, task: Task) -> None:
+        """Give a task its parser, its sampler and its processors."""
+        job, tokenizer = task.job, self.loaded.tokenizer
+        task.parser = OutputParser(
+            tokenizer,
+            tools=job.tools,
+            parallel_tools=job.parallel_tools,
+            stop=job.stop,
+            thinking_open=job.prompt.thinking_open,
+            generic_tools=job.prompt.generic_tools,
+        )
+        processors = make_processors(job.sampling, len(task.ids))
+        context = mx.array(np.asarray(task.ids[:-1])) if processors else None
+        sampler = make_sampler(job.sampling, self.layout.vocab_size)
+        task.row = Row(task, sampler, processors, context)
+        if job.top_logprobs is not None:
+            wanted = job.top_logprobs
+
+            def logprob(drawn: Drawn):  # type: ignore[no-untyped-def]
+                return top_logprobs(drawn.logprobs, drawn.token, wanted, tokenizer)
+
+            task.logprob = logprob

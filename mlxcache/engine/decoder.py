@@ -1,0 +1,108 @@
+"""Stepping one lineage in place, or a batch of rows. MLX thread only.
+
+The step is pipelined: when a token is handed out, the forward pass that feeds it is already
+running, so the KV always includes every token that was handed out.
+
+mlx-lm's batch caches do the batching. Its `BatchGenerator` is not used around them: it copies the
+KV three times when a row joins, and drops the token that it has sampled ahead when one leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn import Module
+
+from mlxcache.model.kv import Caches
+
+Sampler = Callable[[mx.array], mx.array]
+Processor = Callable[[mx.array, mx.array], mx.array]
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence in a decoder: how its tokens are drawn, and its owner.
+
+    `context` holds all of its tokens so far for the processors, and is kept only if there are any.
+    """
+
+    owner: Any
+    sampler: Sampler
+    processors: Sequence[Processor]
+    context: mx.array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token that was drawn, and its log-probabilities, shape (vocabulary,)."""
+
+    row: Row
+    token: int
+    logprobs: mx.array
+
+
+class Decoder:
+    """Rows that are stepped together over `caches` (one lineage's own, or merged ones)."""
+
+    def __init__(self, model: Module, rows: list[Row], caches: Caches):
+        self.model = model
+        self.rows = rows
+        self.caches = caches
+        self.pending: mx.array | None = None
+        self.logprobs: mx.array | None = None
+
+    def start(self, inputs: Sequence[int]) -> None:
+        """Feed each row's newest token, which is not in the KV yet, and draw the next one."""
+        self.pending, self.logprobs = self._advance(mx.array(list(inputs), mx.int32))
+
+    def step(self) -> list[Drawn]:
+        """Hand out the pending tokens, feeding them on the way."""
+        tokens, logprobs = self.pending, self.logprobs
+        assert tokens is not None and logprobs is not None
+        self.pending, self.logprobs = self._advance(tokens)
+        return self._drawn(tokens, logprobs)
+
+    def drain(self) -> list[Drawn]:
+        """Hand out the pending tokens without feeding them; the decoder is over."""
+        assert self.pending is not None and self.logprobs is not None
+        drawn = self._drawn(self.pending, self.logprobs)
+        self.pending = self.logprobs = None
+        return drawn
+
+    def _drawn(self, tokens: mx.array, logprobs: mx.array) -> list[Drawn]:
+        values = tokens.tolist()
+        return [
+            Drawn(row, token, logprobs[i])
+            for i, (row, token) in enumerate(zip(self.rows, values, strict=True))
+        ]
+
+    def _advance(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
+        logits = self.model(inputs[:, None], cache=self.caches)[:, -1, :]
+        if any(row.processors for row in self.rows):
+            logits = self._process(inputs, logits)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        first = self.rows[0].sampler
+        if all(row.sampler is first for row in self.rows):
+            drawn = first(logprobs)
+        else:
+            drawn = mx.concatenate(
+                [row.sampler(logprobs[i : i + 1]) for i, row in enumerate(self.rows)]
+            )
+        mx.async_eval(drawn, logprobs)
+        return drawn, logprobs
+
+    def _process(self, inputs: mx.array, logits: mx.array) -> mx.array:
+        out = []
+        for i, row in enumerate(self.rows):
+            line = logits[i : i + 1]
+            if row.processors:
+                new = inputs[i : i + 1].astype(mx.int32)
+                old = row.context
+                row.context = new if old is None else mx.concatenate([old, new])
+                for process in row.processors:
+                    line = process(row.context, line)
+            out.append(line)
+        return mx.concatenate(out)

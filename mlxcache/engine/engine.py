@@ -1,0 +1,229 @@
+"""The engine as asyncio code sees it: render, submit, figures. It never touches MLX itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from mlxcache.config import Settings
+from mlxcache.engine.core import Core
+from mlxcache.engine.figures import Totals, snapshot
+from mlxcache.engine.stream import Stream
+from mlxcache.engine.task import Task
+from mlxcache.errors import (
+    ContextLengthExceeded,
+    GenerationFailed,
+    MlxcacheError,
+    NotReady,
+    QueueFull,
+)
+from mlxcache.model import load
+from mlxcache.model.sampling import validate
+from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.types import Chat, Job, ModelInfo, Prompt, RequestRecord
+
+log = logging.getLogger("mlxcache.engine")
+
+State = Literal["loading", "ready", "failed", "stopped"]
+KEPT_RECORDS = 1000
+RENDER_THREADS = 4
+
+
+def _silent(*_: Any) -> None:
+    """The default for callbacks that nobody listens to."""
+
+
+class Engine:
+    """One model, served. Call everything from one event loop.
+
+    `on_progress(what, share)` is called from other threads while it loads (`share` from 0 to 1, or
+    None), `on_request(record)` when a request is over, on the event loop.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        on_progress: Callable[[str, float | None], None] = _silent,
+        on_request: Callable[[RequestRecord], None] = _silent,
+        *,
+        stall_s: float = 30.0,
+    ):
+        self.settings = settings
+        self.info: ModelInfo | None = None
+        self.state: State = "loading"
+        self.stall_s = stall_s
+        self._on_progress = on_progress
+        self._on_request = on_request
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._live: dict[str, tuple[Task, Stream]] = {}
+        self._totals = Totals()
+        self._figures: dict[str, Any] = {}
+        self._core: Core | None = None
+        self._builder: PromptBuilder | None = None
+        self._thread: threading.Thread | None = None
+        self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
+
+    # -- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model. Raises ModelError or ConfigError where it cannot be served."""
+        self._loop = asyncio.get_running_loop()
+        spec = load.spec_of(self.settings)
+        try:
+            path = await self._loop.run_in_executor(
+                self._pool, lambda: load.resolve(spec, progress=self._on_progress)
+            )
+            ready: asyncio.Future[None] = self._loop.create_future()
+            self._thread = threading.Thread(
+                target=self._main, args=(spec, path, ready), name="mlxcache-mlx", daemon=True
+            )
+            self._thread.start()
+            await ready
+            assert self._core is not None
+            builder = PromptBuilder(self._core.loaded.tokenizer, self.settings.chat_template_args)
+            self._builder = builder
+        except BaseException:
+            self.state = "failed"
+            raise
+        self.info = self._core.loaded.info
+        self.state = "ready"
+
+    def _main(self, spec: load.ModelSpec, path: Any, ready: asyncio.Future[None]) -> None:
+        """The MLX thread, from the first array to the last."""
+        call = self._loop.call_soon_threadsafe
+        try:
+            self._on_progress("loading the weights", None)
+            core = Core(load.load(spec, path), self.settings, self._ended)
+            self._core = core
+            self._figures = snapshot(core.memory, self._totals)
+        except BaseException as error:  # noqa: BLE001 - it is raised again in `start`
+            call(ready.set_exception, error)
+            return
+        call(ready.set_result, None)
+        try:
+            core.scheduler.run()
+        except BaseException:
+            log.exception("the MLX thread died")
+            call(self._died)
+        finally:
+            core.memory.clear()
+
+    def _died(self) -> None:
+        self.state = "failed"
+        for _, stream in list(self._live.values()):
+            stream.fail(GenerationFailed("The engine has failed; the server must be restarted."))
+        self._live.clear()
+
+    async def stop(self, timeout: float = 8.0) -> None:
+        """End every request and the MLX thread, waiting at most `timeout` seconds."""
+        if self.state == "ready":
+            self.state = "stopped"
+        thread, core = self._thread, self._core
+        if thread is not None and core is not None:
+            core.scheduler.inbox.put(core.scheduler.stop)
+            await self._loop.run_in_executor(None, thread.join, timeout)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- requests ----------------------------------------------------------------------------
+
+    async def render(self, chat: Chat, *, session: str | None = None) -> Prompt:
+        """The prompt that `chat` renders to, made in a worker thread.
+
+        Raises BadRequest or GenerationFailed where the template refuses it, NotReady before the
+        model is loaded.
+        """
+        builder = self._ready_builder()
+        return await self._loop.run_in_executor(self._pool, builder.chat, chat, session)
+
+    async def render_text(self, text: str) -> Prompt:
+        """The prompt of plain `text`, no template applied. Raises as `render`."""
+        builder = self._ready_builder()
+        return await self._loop.run_in_executor(self._pool, builder.text, text)
+
+    def _ready_builder(self) -> PromptBuilder:
+        if self.state != "ready" or self._builder is None:
+            raise NotReady(f"The model is not ready ({self.state}).", retry_after=5.0)
+        return self._builder
+
+    async def submit(self, job: Job) -> Stream:
+        """Queue `job`. Raises NotReady, QueueFull, BadRequest or ContextLengthExceeded at once."""
+        self._ready_builder()
+        assert self._core is not None
+        self._check(job, self._core)
+        record = RequestRecord(
+            id=job.id,
+            session=job.session,
+            api=job.api,
+            client=job.client,
+            status="queued",
+            created_at=time.time(),
+            prompt_tokens=len(job.prompt.ids),
+            timing={"render_s": round(job.render_s, 6)},
+        )
+        self._keep(record)
+        scheduler = self._core.scheduler
+        stream = Stream(record, lambda: scheduler.inbox.put(lambda: scheduler.cancel(task)), self.stall_s)
+        task = Task(job, stream.push, record)
+        self._live[job.id] = (task, stream)
+        scheduler.inbox.put(lambda: scheduler.submit(task))
+        return stream
+
+    def _check(self, job: Job, core: Core) -> None:
+        tokens, context = len(job.prompt.ids), core.loaded.info.context_length
+        if tokens == 0:
+            raise ContextLengthExceeded("The prompt is empty.")
+        if tokens >= context:
+            raise ContextLengthExceeded(
+                f"The prompt is {tokens} tokens long; this model's context is {context}."
+            )
+        if not core.fits(tokens):
+            raise ContextLengthExceeded(
+                f"The prompt of {tokens} tokens can never fit the memory budget (--ram "
+                f"{self.settings.ram}: {core.memory.budget.limit} bytes)."
+            )
+        validate(job.sampling, core.layout.vocab_size)
+        waiting = sum(s.record.status == "queued" for _, s in self._live.values())
+        if waiting >= self.settings.queue:
+            raise QueueFull(f"{waiting} requests are waiting already.", retry_after=5.0)
+
+    def _keep(self, record: RequestRecord) -> None:
+        self._records[record.id] = record
+        while len(self._records) > KEPT_RECORDS:
+            self._records.popitem(last=False)
+
+    def _ended(self, task: Task) -> None:
+        """On the MLX thread, when a request is over and what it held is accounted for."""
+        record = task.record
+        if task.lease is not None:
+            self._totals.add(record)
+        assert self._core is not None
+        self._figures = snapshot(self._core.memory, self._totals)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._forget, record)
+
+    def _forget(self, record: RequestRecord) -> None:
+        self._live.pop(record.id, None)
+        self._on_request(record)
+
+    # -- what others ask ---------------------------------------------------------------------
+
+    def figures(self) -> dict[str, Any]:
+        """The body of `GET /v1/cache`; empty until the model is loaded."""
+        return self._figures
+
+    def requests(self) -> list[RequestRecord]:
+        """Recent requests, newest first."""
+        return list(reversed(self._records.values()))
+
+    def request(self, id: str) -> RequestRecord | None:
+        """One recent request."""
+        return self._records.get(id)
+
+
+__all__ = ["Engine", "MlxcacheError", "Stream"]

@@ -1,0 +1,61 @@
+"""Counts for `GET /v1/cache`: kept on the MLX thread, read as a finished value from any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxcache.engine.memory import Memory
+from mlxcache.types import RequestRecord
+
+
+@dataclass(slots=True)
+class Totals:
+    """What all requests so far add up to."""
+
+    requests: dict[str, int] = field(
+        default_factory=lambda: {"total": 0, "warm": 0, "restored": 0, "cold": 0}
+    )
+    tokens: dict[str, int] = field(
+        default_factory=lambda: {"prompt": 0, "cached": 0, "generated": 0}
+    )
+    sessions: set[str] = field(default_factory=set)
+
+    def add(self, record: RequestRecord) -> None:
+        """Count a request that was admitted and is over."""
+        kind = "cold"
+        if record.cached_tokens:
+            kind = "restored" if record.restored_tokens else "warm"
+        self.requests["total"] += 1
+        self.requests[kind] += 1
+        self.tokens["prompt"] += record.prompt_tokens
+        self.tokens["cached"] += record.cached_tokens
+        self.tokens["generated"] += record.generated_tokens
+        if record.session:
+            self.sessions.add(record.session)
+
+
+def snapshot(memory: Memory, totals: Totals) -> dict[str, Any]:
+    """The body of `GET /v1/cache`. `active_bytes` is what lineages hold beyond the tree."""
+    tree, budget = memory.tree, memory.budget
+    kinds = budget.by_kind()
+    held = tree.kv_bytes + tree.checkpoint_bytes
+    live = sum(kinds.get(kind, 0) for kind in ("kv", "checkpoints", "states", "batch"))
+    return {
+        "ram": {
+            "used_bytes": held,
+            "limit_bytes": budget.limit,
+            "high_water_bytes": budget.high_water,
+        },
+        "disk": {"used_bytes": 0, "limit_bytes": 0},
+        "active_bytes": max(0, live - held),
+        "reserved_bytes": kinds.get("transient", 0) + kinds.get("pool", 0),
+        "pending_bytes": 0,
+        "sessions": len(totals.sessions),
+        "segments": tree.segments,
+        "checkpoints": tree.checkpoints,
+        "requests": dict(totals.requests),
+        "tokens": dict(totals.tokens),
+        "evictions": {"spilled": 0, "dropped": memory.dropped},
+        "restores": {"ok": 0, "corrupt": 0},
+    }

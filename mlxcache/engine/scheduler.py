@@ -1,0 +1,313 @@
+"""The MLX thread's loop: admit, prefill a chunk, decode meanwhile, commit. No locks, no asyncio."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlxcache.cache.node import common_length
+from mlxcache.engine.cost import Cost
+from mlxcache.engine.lanes import Lane, Lanes
+from mlxcache.engine.memory import Memory
+from mlxcache.engine.task import Task, checkpoint_stops
+from mlxcache.errors import ContextLengthExceeded, GenerationFailed, MlxcacheError, NotReady
+from mlxcache.model import kv
+from mlxcache.types import Admitted, FinishReason
+
+log = logging.getLogger("mlxcache.engine")
+
+COMMIT_EVERY = 1000
+"""Tokens of a reply after which it is committed while it goes on."""
+
+ALONE_S = 2.0
+BESIDE_S = 0.25
+"""How long a prefill chunk may take, alone and while others decode or wait, in seconds."""
+
+WORTH_WAITING = 256
+"""Tokens that a running prefill must be about to share for a new request to wait for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler holds requests to: see `config.Settings`."""
+
+    concurrency: int
+    prefill_chunk: int
+    context: int
+    transient: int
+
+
+class Scheduler:
+    """Everything that happens on the MLX thread, one `tick` after another."""
+
+    def __init__(
+        self,
+        model: Any,
+        memory: Memory,
+        cost: Cost,
+        limits: Limits,
+        dress: Callable[[Task], None],
+        ended: Callable[[Task], None],
+    ):
+        self.model = model
+        self.memory = memory
+        self.cost = cost
+        self.limits = limits
+        self.dress = dress
+        self.ended = ended
+        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.waiting: list[Task] = []
+        self.prefilling: list[Task] = []
+        self.lanes = Lanes(model, memory)
+        self.stopping = False
+
+    # -- the loop ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Tick until `stop` was called; then end what is left."""
+        while not self.stopping:
+            self.tick()
+        self._abort_all(NotReady("The server is stopping."))
+
+    def tick(self) -> None:
+        """Take what has arrived, then do one chunk of prefill and some steps of decoding."""
+        self._receive(block=not (self.prefilling or len(self.lanes) or self.waiting))
+        self._admit()
+        began = time.perf_counter()
+        if self.prefilling:
+            self._prefill(self._next_prefill())
+        busy_until = 2 * time.perf_counter() - began
+        self._decode_round()
+        while len(self.lanes) and time.perf_counter() < busy_until and self.inbox.empty():
+            self._decode_round()
+
+    def _receive(self, *, block: bool) -> None:
+        idle_wait = 0.05 if self.waiting and not (self.prefilling or len(self.lanes)) else None
+        try:
+            action = self.inbox.get(block or idle_wait is not None, idle_wait)
+            while True:
+                action()
+                action = self.inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def stop(self) -> None:
+        """End the loop after this tick. Call through the inbox."""
+        self.stopping = True
+
+    def submit(self, task: Task) -> None:
+        """Queue a task. Call through the inbox."""
+        self.waiting.append(task)
+
+    def cancel(self, task: Task) -> None:
+        """End a task early; what it computed is committed. Call through the inbox."""
+        if task in self.waiting:
+            self.waiting.remove(task)
+            self._close(task, "cancelled")
+        elif task in self.prefilling:
+            self.prefilling.remove(task)
+            self._finish(task, "cancelled")
+        elif (lane := self.lanes.find(task)) is not None:
+            self._guard([task], lambda: self._leave(lane, task, "cancelled"))
+
+    # -- admission ---------------------------------------------------------------------------
+
+    def _active(self) -> int:
+        return len(self.prefilling) + len(self.lanes)
+
+    def _admit(self) -> None:
+        """Start waiting tasks in order, while slots and memory last."""
+        for task in list(self.waiting):
+            if self._active() >= self.limits.concurrency:
+                return
+            if self._should_wait(task):
+                continue
+            if not self._guard([task], lambda t=task: self._start(t)):  # type: ignore[misc]
+                return
+
+    def _should_wait(self, task: Task) -> bool:
+        """Whether a running prefill is about to compute much of what `task` needs."""
+        known = self.memory.usable(self.memory.tree.match(task.ids, touch=False), len(task.ids))[0]
+        for other in self.prefilling:
+            shared = min(common_length(other.ids, task.ids), task.target)
+            if self.memory.layout.opaque:
+                shared = max((at for at in other.stops if at <= shared), default=0)
+            enough = 1 if task.deferred else WORTH_WAITING
+            if shared - known >= enough and other.held.lineage.length < shared:
+                task.deferred = self.memory.layout.cacheable
+                return task.deferred
+        return False
+
+    def _start(self, task: Task) -> bool:
+        task.phase("queue_s")
+        task.limit = min(task.limit or self.limits.context, self.limits.context - len(task.ids))
+        lease = self.memory.acquire(task.ids, task.limit)
+        if lease is None and not self._active():
+            self.memory.clear()
+            lease = self.memory.acquire(task.ids, task.limit)
+            if lease is None:
+                self.waiting.remove(task)
+                raise ContextLengthExceeded(
+                    f"The prompt of {len(task.ids)} tokens does not fit the memory budget (--ram)."
+                )
+        if lease is None:
+            return False
+        self.waiting.remove(task)
+        task.lease = lease
+        self.prefilling.append(task)
+        record = task.record
+        record.cached_tokens, record.status = lease.cached, "prefill"
+        task.phase("match_s")
+        record.timing["restore_s"] = 0.0
+        if self.memory.layout.opaque:
+            task.stops = checkpoint_stops(task.job.prompt.marks, lease.cached, len(task.ids))
+        self.dress(task)
+        task.push(Admitted(len(task.ids), lease.cached))
+        return True
+
+    # -- prefill -----------------------------------------------------------------------------
+
+    def _next_prefill(self) -> Task:
+        """The shortest first; a task that was passed over gains two chunks each time."""
+        chosen = min(
+            self.prefilling, key=lambda t: t.remaining - 2 * self.limits.prefill_chunk * t.skipped
+        )
+        for task in self.prefilling:
+            task.skipped = 0 if task is chosen else task.skipped + 1
+        return chosen
+
+    def _prefill(self, task: Task) -> None:
+        self._guard([task], lambda: self._prefill_chunk(task))
+
+    def _prefill_chunk(self, task: Task) -> bool:
+        lineage = task.held.lineage
+        if task.remaining > 0:
+            self._feed(task, self._chunk_size(task))
+        if task.remaining == 0:
+            self.prefilling.remove(task)
+            self.lanes.enter(task)
+        elif not lineage.aligned():
+            raise GenerationFailed("The model's cache does not hold what it was fed.")
+        return True
+
+    def _chunk_size(self, task: Task) -> int:
+        at = task.held.lineage.length
+        crowded = len(self.lanes) or len(self.prefilling) > 1 or self.waiting
+        size = self.cost.chunk(
+            at,
+            bytes_=self.limits.transient,
+            seconds=BESIDE_S if crowded else ALONE_S,
+            most=self.limits.prefill_chunk,
+        )
+        stop = next((s for s in task.stops if s > at), task.target)
+        return min(size, stop - at, task.remaining)
+
+    def _feed(self, task: Task, size: int) -> None:
+        lease, began = task.held, time.perf_counter()
+        lineage = lease.lineage
+        at = lineage.length
+        chunk = mx.array(task.ids[at : at + size])[None]
+        self.model(chunk, cache=lineage.caches)
+        lineage.length = at + size
+        last = task.remaining == 0
+        kv.eval_states(lineage.caches, wait=not last or lineage.length in task.stops)
+        if not last:
+            mx.clear_cache()
+            self.cost.observe(size, time.perf_counter() - began)
+        marked = lineage.length in task.stops
+        if marked or not self.memory.layout.opaque:
+            self.memory.commit(lease, task.ids, checkpoint=marked)
+        if not last:
+            task.progress()
+
+    # -- decoding ----------------------------------------------------------------------------
+
+    def _decode_round(self) -> None:
+        """One step of every lane, in turn."""
+        for lane in list(self.lanes.all):
+            self._guard(list(lane.tasks), lambda ln=lane: self._step(ln))  # type: ignore[misc]
+
+    def _step(self, lane: Lane) -> bool:
+        for task in self.lanes.make_ready(lane):
+            self._leave(lane, task, "length")
+        if not lane.tasks or lane not in self.lanes.all:
+            return True
+        owners = list(lane.tasks)
+        over: list[tuple[Task, FinishReason]] = []
+        for task, drawn in zip(owners, self.lanes.step(lane), strict=True):
+            reason = task.take(drawn)
+            if reason is not None:
+                over.append((task, reason))
+            elif len(task.out) % COMMIT_EVERY == 0:
+                self._commit_running(lane, task)
+        if over:
+            self.lanes.leave(lane, [task for task, _ in over])
+            for task, reason in over:
+                self._finish(task, reason)
+        return True
+
+    def _commit_running(self, lane: Lane, task: Task) -> None:
+        if lane.batched:
+            self.lanes.sync(lane)
+        self.memory.commit(task.held, task.tokens(), checkpoint=True)
+
+    def _leave(self, lane: Lane, task: Task, reason: FinishReason) -> bool:
+        self.lanes.leave(lane, [task])
+        self._finish(task, reason)
+        return True
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def _finish(self, task: Task, reason: FinishReason) -> None:
+        """Commit what a task computed, release what it held, and close its stream."""
+        self.memory.commit(task.held, task.tokens(), checkpoint=True)
+        self._close(task, reason)
+        self.memory.release(task.held)
+
+    def _close(self, task: Task, reason: FinishReason) -> None:
+        task.end(reason)
+        self.ended(task)
+
+    def _guard(self, tasks: list[Task], action: Callable[[], bool]) -> bool:
+        """Run `action`; if it raises, fail `tasks` and nothing else."""
+        try:
+            return action()
+        except MlxcacheError as error:
+            failure: MlxcacheError = error
+        except Exception as error:  # noqa: BLE001 - whatever a model raises ends its own requests
+            log.exception("a forward pass failed")
+            failure = GenerationFailed(f"The model failed: {error}")
+        for task in tasks:
+            self._fail(task, failure)
+        return True
+
+    def _fail(self, task: Task, error: MlxcacheError) -> None:
+        """End a task with an error; only what was committed before is kept."""
+        for group in (self.waiting, self.prefilling):
+            if task in group:
+                group.remove(task)
+        lane = self.lanes.find(task)
+        if lane is not None:
+            self.lanes.discard(lane)
+        task.record.error = str(error)
+        task.close_record("error")
+        if task.lease is not None:
+            self.memory.abandon(task.lease)
+        task.push(error)
+        self.ended(task)
+
+    def _abort_all(self, error: MlxcacheError) -> None:
+        """At shutdown: commit and close everything."""
+        for task in [*self.waiting, *self.prefilling, *(t for ln in self.lanes.all for t in ln.tasks)]:
+            self._guard([task], lambda t=task: self._abort(t, error))  # type: ignore[misc]
+
+    def _abort(self, task: Task, error: MlxcacheError) -> bool:
+        task.push(error)
+        self.cancel(task)
+        return True

@@ -1,0 +1,123 @@
+"""One reply, as asyncio code reads it. The MLX thread pushes, the event loop's thread reads."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+
+from mlxcache.errors import MlxcacheError
+from mlxcache.types import Admitted, Event, Finished, Progress, RequestRecord, Text, Thinking
+
+BACKLOG = 256
+"""Events that wait for a reader before further text is joined to the last one."""
+
+
+class Stream:
+    """A reply in progress: Admitted, Progress and pieces, then Finished.
+
+    Its queue is bounded: beyond `BACKLOG` unread events texts are merged, and a reader that takes
+    nothing for `stall_s` seconds meanwhile has its request cancelled.
+    """
+
+    def __init__(self, record: RequestRecord, cancel: Callable[[], None], stall_s: float):
+        self.record = record
+        self._loop = asyncio.get_running_loop()
+        self._cancel = cancel
+        self._stall_s = stall_s
+        self._queue: deque[Event | BaseException] = deque()
+        self._wake = asyncio.Event()
+        self._admitted = asyncio.Event()
+        self._admission: Admitted | None = None
+        self._read_at = time.monotonic()
+        self._over = False
+
+    def push(self, event: Event | BaseException) -> None:
+        """Hand over an event from any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._put, event)
+
+    def _put(self, event: Event | BaseException) -> None:
+        if isinstance(event, Admitted):
+            self._admission = event
+            self._admitted.set()
+        if isinstance(event, Finished | BaseException):
+            self._over = True
+            self._admitted.set()
+        if not self._queue:
+            self._read_at = time.monotonic()
+        if len(self._queue) < BACKLOG or not self._merged(event):
+            self._queue.append(event)
+        self._wake.set()
+        if not self._over and time.monotonic() - self._read_at > self._stall_s:
+            self._cancel()
+
+    def _merged(self, event: Event | BaseException) -> bool:
+        last = self._queue[-1]
+        if isinstance(event, Progress):
+            return True
+        if isinstance(event, Thinking) and isinstance(last, Thinking):
+            self._queue[-1] = Thinking(last.text + event.text)
+            return True
+        if isinstance(event, Text) and isinstance(last, Text):
+            self._queue[-1] = Text(last.text + event.text, last.logprobs + event.logprobs)
+            return True
+        return False
+
+    async def admitted(self, timeout: float) -> Admitted | None:
+        """Wait for the admission; None if it has not come after `timeout` seconds.
+
+        Raises the request's error if it failed before.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                await self._admitted.wait()
+        except TimeoutError:
+            return None
+        if self._admission is None:
+            for event in self._queue:
+                if isinstance(event, BaseException):
+                    raise event
+        return self._admission
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Yield events up to Finished. Raises MlxcacheError where the request failed."""
+        while True:
+            while not self._queue:
+                self._wake.clear()
+                await self._wake.wait()
+            event = self._queue.popleft()
+            self._read_at = time.monotonic()
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+            if isinstance(event, Finished):
+                return
+
+    async def aclose(self) -> None:
+        """Cancel the request unless it is over; what it computed is kept. Idempotent."""
+        if not self._over:
+            self._cancel()
+
+    def fail(self, error: MlxcacheError) -> None:
+        """End the stream with `error`, from the event loop's thread."""
+        if not self._over:
+            self._put(error)
+
+    @property
+    def over(self) -> bool:
+        """Whether the last event has been handed over."""
+        return self._over
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()

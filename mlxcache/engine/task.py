@@ -1,0 +1,168 @@
+"""One request on the MLX thread: its prompt, its lease, what it has drawn, and where that goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mlxcache.engine.decoder import Drawn, Row
+from mlxcache.engine.memory import Lease
+from mlxcache.types import (
+    Event,
+    FinishReason,
+    Finished,
+    Job,
+    Piece,
+    Progress,
+    RequestRecord,
+    Text,
+    TokenLogprob,
+    Tokens,
+)
+
+SPACING = 4096
+"""Tokens between the checkpoints of a long run that no mark divides."""
+
+RECENT_MARKS = 6
+"""Marks at a prompt's end that get a checkpoint each."""
+
+
+class Parser(Protocol):
+    """Turns tokens into pieces; see `model.output.OutputParser`."""
+
+    done: FinishReason | None
+    stop_sequence: str | None
+    reasoning_tokens: int
+
+    def feed(self, token: int) -> list[Piece]: ...
+
+    def finish(self, reason: FinishReason) -> list[Piece]: ...
+
+
+class Task:
+    """One request, from admission to its end."""
+
+    def __init__(self, job: Job, push: Callable[[Event | BaseException], None], r: RequestRecord):
+        self.job = job
+        self.push = push
+        self.record = r
+        self.ids = job.prompt.ids
+        self.out: list[int] = []
+        self.limit = job.max_tokens or 0
+        self.lease: Lease | None = None
+        self.parser: Parser | None = None
+        self.row: Row | None = None
+        self.logprob: Callable[[Drawn], TokenLogprob] | None = None
+        self.stops: tuple[int, ...] = ()
+        self.skipped = 0
+        self.deferred = False
+        self.submitted = time.perf_counter()
+        self.phase_began = self.submitted
+
+    @property
+    def held(self) -> Lease:
+        """The lease; a task has one from its admission to its end."""
+        assert self.lease is not None
+        return self.lease
+
+    @property
+    def target(self) -> int:
+        """Positions to prefill: all but the last token, which the first decode step feeds."""
+        return len(self.ids) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens still to prefill."""
+        return self.target - self.held.lineage.length
+
+    def tokens(self) -> Tokens:
+        """Prompt and reply so far, shape (n,)."""
+        return np.concatenate([self.ids, np.asarray(self.out, np.int32)])
+
+    def phase(self, name: str) -> None:
+        """Book the time since the last phase under `name`, in seconds."""
+        now = time.perf_counter()
+        self.record.timing[name] = round(now - self.phase_began, 6)
+        self.phase_began = now
+
+    def progress(self) -> None:
+        """Tell the client how far the prefill is."""
+        self.push(Progress(self.held.lineage.length, len(self.ids)))
+
+    def take(self, drawn: Drawn) -> FinishReason | None:
+        """Account for a drawn token and stream its pieces; why the reply is over, if it is."""
+        assert self.parser is not None
+        if not self.out:
+            self.record.timing["first_token_s"] = round(
+                self.job.render_s + time.perf_counter() - self.submitted, 6
+            )
+            self.phase("prefill_s")
+            self.record.status = "decode"
+        self.out.append(drawn.token)
+        pieces = self.parser.feed(drawn.token)
+        if self.logprob is not None:
+            pieces = _with_logprob(pieces, self.logprob(drawn))
+        for piece in pieces:
+            self.push(piece)
+        if self.parser.done is not None:
+            return self.parser.done
+        return "length" if len(self.out) >= self.limit else None
+
+    def end(self, reason: FinishReason) -> None:
+        """Flush what is held back and close the stream; the record is final."""
+        self.close_record(reason)
+        if self.parser is not None:
+            for piece in self.parser.finish(reason):
+                self.push(piece)
+        parser, record = self.parser, self.record
+        self.push(
+            Finished(
+                reason=reason,
+                prompt_tokens=len(self.ids),
+                cached_tokens=record.cached_tokens,
+                restored_tokens=record.restored_tokens,
+                generated_tokens=len(self.out),
+                reasoning_tokens=parser.reasoning_tokens if parser else 0,
+                stop_sequence=parser.stop_sequence if parser else None,
+            )
+        )
+
+    def close_record(self, reason: FinishReason) -> None:
+        """Write the request's last numbers."""
+        record = self.record
+        record.generated_tokens = len(self.out)
+        if self.lease is not None:
+            done = min(self.lease.lineage.length, len(self.ids))
+            record.fed_tokens = max(0, done - record.cached_tokens)
+        if self.out:
+            self.phase("decode_s")
+        record.finish_reason = reason
+        record.status = {"cancelled": "cancelled", "error": "failed"}.get(reason, "done")  # type: ignore[assignment]
+
+
+def _with_logprob(pieces: list[Piece], entry: TokenLogprob) -> list[Piece]:
+    """Carry a token's log-probability on the text it completed, or on an empty text."""
+    for i, piece in enumerate(pieces):
+        if isinstance(piece, Text):
+            return [*pieces[:i], Text(piece.text, (*piece.logprobs, entry)), *pieces[i + 1 :]]
+    return [*pieces, Text("", (entry,))]
+
+
+def checkpoint_stops(marks: Sequence[int], cached: int, length: int) -> tuple[int, ...]:
+    """Ascending positions in (cached, length) at which a prefill leaves a checkpoint.
+
+    The end of tools and system (the first mark), the newest message ends, the start of the
+    generation prompt (the last mark), and one every few thousand tokens between.
+    """
+    chosen = {*marks[:1], *marks[-RECENT_MARKS:]}
+    last = cached
+    for mark in [*marks, length]:
+        while mark - last > SPACING:
+            last += SPACING
+            chosen.add(last)
+        if mark in chosen:
+            last = max(last, mark)
+    return tuple(sorted(at for at in chosen if cached < at < length))

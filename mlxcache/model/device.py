@@ -1,0 +1,21 @@
+"""What the machine's accelerator offers, and how MLX is told to use it. MLX thread only."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+
+def working_set_bytes() -> int | None:
+    """Metal's recommended working set in bytes; None where the device reports none.
+
+    Source: https://developer.apple.com/documentation/metal/mtldevice/recommendedmaxworkingsetsize
+    """
+    size = mx.device_info().get("max_recommended_working_set_size")
+    return int(size) if size else None
+
+
+def prepare(pool_bytes: int) -> None:
+    """Wire as much memory as Metal recommends, and bound MLX's pool of freed buffers."""
+    maybe_set_recommended_wired_limit()
+    mx.set_cache_limit(pool_bytes)

@@ -1,0 +1,128 @@
+"""Lineages: who owns the KV of a conversation's newest end. Used on the MLX thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlxcache.model import kv
+from mlxcache.model.kv import Caches, Layout, State
+
+Span = tuple["Lineage", int, int]
+"""Positions [start, end) as one lineage holds them."""
+
+
+class Lineage:
+    """KV for positions [base, length) of one token sequence, in buffers of `capacity` positions.
+
+    With `base` 0 it is *whole*: the model can be fed with `caches`, which appends in place. With
+    `base` above 0 it is *compact*: its own range alone, to be sliced from. Every method evaluates
+    what it makes, one array at a time, so that the peak is one array above the result.
+    """
+
+    __slots__ = ("base", "caches", "capacity", "layout", "length", "linear", "slots", "users")
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.caches: Caches = layout.make()
+        self.slots = kv.flatten(self.caches)
+        self.linear = [self.slots[i] for i in layout.linear]
+        self.base = 0
+        self.length = 0
+        self.capacity = 0
+        self.users = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the linear slots' buffers, padding included."""
+        return self.capacity * self.layout.bytes_per_token
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model can be fed on from the newest end."""
+        return self.base == 0
+
+    def _rebuild(self, sources: Sequence[Span], capacity: int) -> None:
+        """Refill every buffer from `sources` (contiguous spans), `capacity` positions each."""
+        base, end = (sources[0][1], sources[-1][2]) if sources else (0, 0)
+        for i, slot in enumerate(self.linear):
+            arrays = []
+            for j, (heads, dim, dtype) in enumerate(self.layout.specs[i]):
+                out = mx.zeros((1, heads, capacity, dim), dtype)
+                for owner, start, stop in sources:
+                    out[..., start - base : stop - base, :] = owner.view(i, j, start, stop)
+                mx.eval(out)
+                arrays.append(out)
+            kv.set_arrays(slot, arrays, end)
+        self.base, self.length, self.capacity = base, end, capacity
+
+    def view(self, slot: int, array: int, start: int, stop: int) -> mx.array:
+        """A lazy slice of positions [start, stop); drop it before the next write."""
+        whole = kv.arrays_of(self.linear[slot])[array]
+        return whole[..., start - self.base : stop - self.base, :]
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` positions. Copies the buffers unless they have it already."""
+        if capacity > self.capacity:
+            self._rebuild([(self, 0, self.length)] if self.length else [], capacity)
+
+    def truncate(self, length: int) -> None:
+        """Forget positions from `length` on; their room is kept."""
+        self.length = length
+        for slot in self.linear:
+            kv.set_offset(slot, length)
+
+    def compact(self, start: int, end: int) -> None:
+        """Keep positions [start, end) alone, in buffers of just that size."""
+        self._rebuild([(self, start, end)], end - start)
+
+    def fill(self, sources: Sequence[Span], capacity: int) -> None:
+        """Hold copies of `sources`: contiguous spans, which may be this lineage's own.
+
+        Sources that start at 0 make it whole, with room for `capacity` positions.
+        """
+        self._rebuild(sources, capacity)
+
+    def detach(self, start: int, end: int) -> Lineage:
+        """A compact lineage with a copy of [start, end)."""
+        twin = Lineage(self.layout)
+        twin.fill([(self, start, end)], end - start)
+        return twin
+
+    def append(self, tail: Sequence[Sequence[mx.array]], count: int) -> None:
+        """Append `count` positions, arrays per linear slot, shape (1, heads, count, dim)."""
+        end = self.length + count
+        for slot, new in zip(self.linear, tail, strict=True):
+            for array, part in zip(kv.arrays_of(slot), new, strict=True):
+                array[..., self.length : end, :] = part
+            mx.eval(kv.arrays_of(slot))
+        self.truncate(end)
+
+    def capture(self) -> State:
+        """The opaque slots' state at `length`, evaluated."""
+        return kv.capture(self.slots)
+
+    def restore(self, state: State | None) -> None:
+        """Set the opaque slots to a captured state."""
+        kv.restore(self.slots, state)
+
+    def rest(self) -> None:
+        """Drop the opaque slots' live state: the tree's checkpoints hold what is worth keeping."""
+        if not self.layout.opaque:
+            return
+        kept = [kv.arrays_of(slot) for slot in self.linear]
+        self.caches = self.layout.make()
+        self.slots = kv.flatten(self.caches)
+        self.linear = [self.slots[i] for i in self.layout.linear]
+        for slot, arrays in zip(self.linear, kept, strict=True):
+            kv.set_arrays(slot, arrays, self.length)
+
+    def aligned(self) -> bool:
+        """Whether every linear slot ends at `length` (KV length equals token count)."""
+        return all(slot.offset == self.length for slot in self.linear)
+
+    def release(self) -> None:
+        """Drop every buffer now, whoever still holds this object."""
+        self.caches, self.slots, self.linear = [], [], []
+        self.capacity = 0

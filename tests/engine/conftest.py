@@ -1,0 +1,168 @@
+"""A scheduler on a toy model, driven tick by tick in the test's own thread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+
+from mlxcache.cache.budget import Budget
+from mlxcache.engine import cost
+from mlxcache.engine.decoder import Row
+from mlxcache.engine.memory import Memory
+from mlxcache.engine.scheduler import Limits, Scheduler
+from mlxcache.engine.task import Task
+from mlxcache.model import kv
+from mlxcache.model.sampling import make_processors, make_sampler
+from mlxcache.types import (
+    Admitted,
+    FinishReason,
+    Finished,
+    Job,
+    Piece,
+    Prompt,
+    RequestRecord,
+    Sampling,
+    Text,
+)
+
+
+class PlainParser:
+    """A parser that knows no text: every token is a piece of its own."""
+
+    done: FinishReason | None = None
+    stop_sequence: str | None = None
+    reasoning_tokens = 0
+
+    def feed(self, token: int) -> list[Piece]:
+        return [Text(str(token))]
+
+    def finish(self, reason: FinishReason) -> list[Piece]:
+        return []
+
+
+class Bench:
+    """A model with its scheduler; `ask` runs a request to its end, `put` only queues it."""
+
+    def __init__(self, path: Path, *, ram: int = 1 << 30, chunk: int = 64, concurrency: int = 8):
+        self.model, self.tokenizer = mlx_lm.load(str(path))
+        layout = kv.survey(self.model)
+        self.memory = Memory(layout, Budget(ram))
+        self.cost = cost.Cost(64.0, 0.0, 0.0, 1e6)
+        self.chunk = chunk
+        self.limits = Limits(concurrency, chunk, 65536, 1 << 30)
+        self.ids = itertools.count()
+        self.scheduler = Scheduler(
+            self.model, self.memory, self.cost, self.limits, self._dress, lambda task: None
+        )
+
+    def _dress(self, task: Task) -> None:
+        task.parser = PlainParser()
+        sampling = task.job.sampling
+        processors = make_processors(sampling, len(task.ids))
+        context = mx.array(task.ids[:-1]) if processors else None
+        sampler = make_sampler(sampling, self.memory.layout.vocab_size)
+        task.row = Row(task, sampler, processors, context)
+
+    def put(
+        self,
+        ids: Sequence[int],
+        *,
+        tokens: int = 12,
+        marks: Sequence[int] = (),
+        sampling: Sampling | None = None,
+    ) -> Task:
+        """Queue a request for `tokens` tokens after the prompt `ids`."""
+        prompt = Prompt(np.asarray(ids, np.int32), tuple(marks))
+        name = f"r{next(self.ids)}"
+        job = Job(name, prompt, max_tokens=tokens, sampling=sampling or Sampling())
+        record = RequestRecord(name, None, "test", None, "queued", 0.0, len(ids))
+        events: list[Any] = []
+        task = Task(job, events.append, record)
+        task.events = events  # type: ignore[attr-defined]
+        self.scheduler.submit(task)
+        return task
+
+    def run(self, *, until: Callable[[], bool] | None = None) -> None:
+        """Tick until nothing is left to do, or `until` holds."""
+        scheduler = self.scheduler
+        for _ in range(100_000):
+            if not (scheduler.waiting or scheduler.prefilling or len(scheduler.lanes)):
+                return
+            if until is not None and until():
+                return
+            scheduler.tick()
+            self.check()
+        raise AssertionError("the scheduler does not come to an end")
+
+    def ask(self, ids: Sequence[int], **kwargs: Any) -> Task:
+        """Run one request to its end; the task, whose `out` are the tokens drawn."""
+        task = self.put(ids, **kwargs)
+        self.run()
+        for event in task.events:  # type: ignore[attr-defined]
+            if isinstance(event, BaseException):
+                raise event
+        return task
+
+    def check(self) -> None:
+        """The budget is what the lineages and the tree really hold, and is kept."""
+        memory, kinds = self.memory, self.memory.budget.by_kind()
+        memory.tree.check()
+        lineages = [*memory.idle.values(), *memory.busy.values()]
+        assert kinds.get("kv", 0) == sum(x.nbytes for x in lineages)
+        assert kinds.get("checkpoints", 0) == memory.tree.checkpoint_bytes
+        assert memory.budget.used <= memory.budget.limit
+        for value in memory.tree.values():
+            start, end = memory.tree.live_range(value)  # type: ignore[misc]
+            assert id(value) in memory.idle or id(value) in memory.busy
+            assert value.base <= start
+            assert end <= value.length or id(value) in memory.busy
+
+    def cold(self, ids: Sequence[int], tokens: int = 12) -> list[int]:
+        """The greedy continuation by mlx-lm's own generator, with a cache of its own."""
+        from mlx_lm.generate import generate_step
+
+        steps = generate_step(mx.array(list(ids)), self.model, max_tokens=tokens)
+        return [int(token) for token, _ in steps]
+
+
+def finished(task: Task) -> Finished:
+    """The task's last event."""
+    event = task.events[-1]  # type: ignore[attr-defined]
+    assert isinstance(event, Finished), event
+    return event
+
+
+def admitted(task: Task) -> Admitted:
+    """The task's admission."""
+    return next(e for e in task.events if isinstance(e, Admitted))  # type: ignore[attr-defined]
+
+
+FAMILIES = ("llama", "gemma3", "qwen3_5")
+
+
+@pytest.fixture(scope="session")
+def toy_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One toy model directory per family."""
+    from mlxcache.model.toy import make_toy
+
+    root = tmp_path_factory.mktemp("engine-toys")
+    return {family: make_toy(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(params=FAMILIES)
+def bench(request: pytest.FixtureRequest, toy_paths: dict[str, Path]) -> Bench:
+    """A fresh scheduler on each family in turn."""
+    return Bench(toy_paths[request.param])
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random token ids, the same each time."""
+    return np.random.default_rng(7)
