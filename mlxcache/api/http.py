@@ -1,14 +1,12 @@
-"""From a raw request to a checked value, and what every response carries.
+"""From a raw request to a checked value, and what routes are made of.
 
-Reading a body within its limit, decoding it, request ids, the API key, and the names by which
-people tell requests apart.
+Reading a body within its limit, decoding it, request ids, and the names by which people tell
+requests apart.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import logging
 import re
 import secrets
 from collections.abc import Coroutine, Mapping
@@ -17,26 +15,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response
 
-from mlxcache.api.errors import error_response
-from mlxcache.errors import BadRequest, TooLarge, Unauthorized
+from mlxcache.errors import BadRequest, ModelError, NotReady, TooLarge
+from mlxcache.types import ModelInfo
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
 
 T = TypeVar("T")
 
-REQUEST_HEADER = "X-Mlxcache-Request"
-OPEN_PATHS = frozenset({"/health"})
-"""Paths that need no key."""
-
 _DRAIN_BYTES = 256 << 20
 _DRAIN_SECONDS = 10.0
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +150,23 @@ async def read(request: Request, type: type[T], deps: Deps) -> T:
     return decode(type, await read_body(request, deps.settings.max_body_bytes))
 
 
+def json_response(body: Any, status: int = 200) -> Response:
+    """`body` as JSON."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def serving(deps: Deps) -> ModelInfo:
+    """The model that is served. Raises NotReady before and after, ModelError if it failed."""
+    engine = deps.engine
+    if engine.state == "ready" and engine.info is not None:
+        return engine.info
+    if engine.state == "failed":
+        raise ModelError("The model could not be loaded; the server's log says why.")
+    if engine.state == "stopped":
+        raise NotReady("The server is stopping.", retry_after=10.0)
+    raise NotReady("The model is still loading.", retry_after=5.0)
+
+
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client goes away.
 
@@ -230,51 +238,3 @@ def client_name(headers: Mapping[str, str]) -> str | None:
     versioned = any(c.isdigit() for c in words[0])
     name = words[0] if versioned or len(words) < 2 or not words[1][0].isdigit() else words[:2]
     return (name if isinstance(name, str) else " ".join(name))[:80]
-
-
-class RequestMiddleware:
-    """Gives each request its id, asks for the key, and turns what nobody handled into a 500."""
-
-    def __init__(self, app: ASGIApp, settings: ApiSettings):
-        self._app = app
-        self._key = settings.api_key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One ASGI connection; anything but HTTP passes through."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        id = new_request_id()
-        scope.setdefault("state", {})["request_id"] = id
-        started = False
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                MutableHeaders(scope=message)[REQUEST_HEADER] = id
-            await send(message)
-
-        request = Request(scope)
-        try:
-            self._authorize(request)
-            await self._app(scope, receive, send_with_id)
-        except Unauthorized as error:
-            await error_response(request, error)(scope, receive, send_with_id)
-        except Exception as error:
-            log.exception("%s: %s %s failed", id, request.method, request.url.path)
-            if started:
-                raise
-            await error_response(request, error)(scope, receive, send_with_id)
-
-    def _authorize(self, request: Request) -> None:
-        if self._key is None or request.url.path in OPEN_PATHS:
-            return
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = [request.headers.get("x-api-key", "")]
-        if scheme.lower() == "bearer":
-            given.append(token.strip())
-        key = self._key.encode()
-        # A list, so that the time taken does not tell which of the two matched.
-        if not any([hmac.compare_digest(each.encode(), key) for each in given]):
-            raise Unauthorized("The API key is missing or wrong.")

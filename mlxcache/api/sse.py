@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlxcache.api.http import ApiSettings, Deps
 from mlxcache.errors import GenerationFailed, MlxcacheError, NotReady
-from mlxcache.types import Admitted, Finished, Job
+from mlxcache.types import Admitted, Event, Finished, Job, Progress
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Stream
@@ -44,6 +44,27 @@ def raw_event(text: str) -> ServerSentEvent:
 def comment(text: str) -> ServerSentEvent:
     """A line that clients skip and that keeps proxies from giving up."""
     return ServerSentEvent(comment=text, sep="\n")
+
+
+class Pulse:
+    """How far a reply has come, for the comments that fill its silences."""
+
+    def __init__(self) -> None:
+        self._words = "queued"
+
+    def see(self, event: Event) -> None:
+        """Note one event of the stream."""
+        match event:
+            case Progress(done, total):
+                self._words = f"prefill {done}/{total}"
+            case Admitted():
+                self._words = f"prefill {event.cached_tokens}/{event.prompt_tokens}"
+            case _:
+                self._words = "decode"
+
+    def ping(self) -> ServerSentEvent:
+        """A comment such as `prefill 1024/18500`; done and total are in tokens."""
+        return comment(self._words)
 
 
 async def close(stream: Stream) -> None:

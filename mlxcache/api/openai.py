@@ -1,0 +1,169 @@
+"""OpenAI's endpoints: POST /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlxcache.api import openai_reply, openai_text
+from mlxcache.api import openai_request as wire
+from mlxcache.api.errors import openai_error
+from mlxcache.api.http import (
+    Deps,
+    client_name,
+    json_response,
+    read,
+    request_id,
+    serving,
+    session_label,
+    while_connected,
+)
+from mlxcache.api.openai_reply import Frame, Reply, gather
+from mlxcache.api.openai_wire import ChatRequest, Generation, TextRequest
+from mlxcache.api.sse import Events, EventStream, Pulse, close, event, start
+from mlxcache.errors import BadRequest
+from mlxcache.types import Job
+
+if TYPE_CHECKING:
+    from mlxcache.engine.engine import Stream
+
+TEXT_MAX_TOKENS = 16
+"""What OpenAI documents for a completion that names no limit."""
+
+
+class _Whole(Protocol):
+    def __call__(self, reply: Reply, frame: Frame, *, logprobs: bool) -> dict[str, Any]: ...
+
+
+class _Chunks(Protocol):
+    def __call__(
+        self, stream: Stream, frame: Frame, pulse: Pulse, *, include_usage: bool, logprobs: bool
+    ) -> Events: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What tells the two endpoints' replies apart."""
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+    whole: _Whole
+    chunks: _Chunks
+
+
+CHAT = Endpoint(
+    "chatcmpl-",
+    "chat.completion",
+    "chat.completion.chunk",
+    openai_reply.completion,
+    openai_reply.chunks,
+)
+TEXT = Endpoint(
+    "cmpl-", "text_completion", "text_completion", openai_text.completion, openai_text.chunks
+)
+
+
+def routes(deps: Deps) -> list[Route]:
+    """The routes of this API."""
+    return [
+        Route("/v1/chat/completions", partial(chat_completions, deps), methods=["POST"]),
+        Route("/v1/completions", partial(completions, deps), methods=["POST"]),
+    ]
+
+
+async def chat_completions(deps: Deps, request: Request) -> Response:
+    """One reply to a conversation."""
+    body = await read(request, ChatRequest, deps)
+    wire.check(body)
+    chat = wire.to_chat(body)
+    fields = _fields(deps, request, body) | {
+        "tools": tuple(chat.tools) if wire.calls_wanted(body) else None,
+        "parallel_tools": body.parallel_tool_calls is not False,
+        "max_tokens": wire.max_tokens(body, deps.settings.default_max_tokens),
+        "top_logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "api": "chat",
+    }
+
+    async def job() -> Job:
+        began = time.perf_counter()
+        prompt = await deps.engine.render(chat, session=fields["session"])
+        return Job(prompt=prompt, render_s=time.perf_counter() - began, **fields)
+
+    return await _answer(deps, request, body, CHAT, job)
+
+
+async def completions(deps: Deps, request: Request) -> Response:
+    """The continuation of a text, or of token ids as they are."""
+    body = await read(request, TextRequest, deps)
+    wire.check(body)
+    given = wire.prompt_of(body)
+    fields = _fields(deps, request, body) | {
+        "max_tokens": wire.max_tokens(body, deps.settings.default_max_tokens or TEXT_MAX_TOKENS),
+        "top_logprobs": body.logprobs,
+        "api": "completions",
+    }
+
+    async def job() -> Job:
+        began = time.perf_counter()
+        prompt = await deps.engine.render_text(given) if isinstance(given, str) else given
+        if not len(prompt.ids):
+            raise BadRequest("The prompt is empty.", param="prompt")
+        return Job(prompt=prompt, render_s=time.perf_counter() - began, **fields)
+
+    return await _answer(deps, request, body, TEXT, job)
+
+
+def _fields(deps: Deps, request: Request, body: Generation) -> dict[str, Any]:
+    serving(deps)
+    return {
+        "id": request_id(request),
+        "sampling": wire.sampling(body),
+        "stop": wire.stops(body),
+        "session": session_label(request.headers, prompt_cache_key=body.prompt_cache_key),
+        "client": client_name(request.headers),
+    }
+
+
+async def _answer(
+    deps: Deps,
+    request: Request,
+    body: Generation,
+    endpoint: Endpoint,
+    make_job: Callable[[], Awaitable[Job]],
+) -> Response:
+    id = request_id(request).replace("req_", endpoint.id_prefix)
+    model = body.model or serving(deps).id
+
+    async def begin() -> tuple[Stream, bool]:
+        job = await make_job()
+        stream, _ = await start(deps, job)
+        return stream, job.top_logprobs is not None
+
+    async def whole() -> dict[str, Any]:
+        stream, logprobs = await begin()
+        try:
+            frame = Frame(id, model, endpoint.object)
+            return endpoint.whole(await gather(stream), frame, logprobs=logprobs)
+        finally:
+            await close(stream)
+
+    if not body.stream:
+        return json_response(await while_connected(request, whole()))
+    stream, logprobs = await while_connected(request, begin())
+    pulse = Pulse()
+    include_usage = bool(body.stream_options and body.stream_options.include_usage)
+    frame = Frame(id, model, endpoint.chunk_object)
+    events = endpoint.chunks(stream, frame, pulse, include_usage=include_usage, logprobs=logprobs)
+    return EventStream(stream, events, deps.settings, ping=pulse.ping, on_error=_late_error)
+
+
+def _late_error(error: Exception) -> Any:
+    return event(openai_error(error))

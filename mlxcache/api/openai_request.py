@@ -1,0 +1,262 @@
+"""From OpenAI's bodies to what the engine takes: a Chat, a Sampling, limits.
+
+Here OpenAI's field names end. Whatever is asked for and not served is a BadRequest that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mlxcache.api.openai_wire import (
+    CalledFunction,
+    ChatRequest,
+    Generation,
+    Message,
+    Part,
+    Refused,
+    TextRequest,
+    Tool,
+)
+from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.types import Chat, Prompt, Sampling, Tokens
+
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_HARMLESS: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {})
+_RESERVED_ARGS = frozenset(
+    {
+        *("messages", "conversation", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"),
+        *("return_assistant_tokens_mask", "padding", "truncation", "max_length"),
+        "tokenizer_kwargs",
+    }
+)
+"""What the server itself passes to a chat template, or what would change its result's type."""
+
+_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
+_INT32 = 2**31 - 1
+
+
+def check(body: Generation) -> None:
+    """Raise Unsupported for the first field that asks for what is not served."""
+    for field in Refused.__struct_fields__:
+        value = getattr(body, field)
+        if value not in _HARMLESS:
+            raise Unsupported(f"`{field}` is not supported.", param=field)
+    for field in ("n", "best_of"):
+        if getattr(body, field) not in (None, 1):
+            raise Unsupported(f"Only `{field}`: 1 is supported.", param=field)
+    if isinstance(body, ChatRequest):
+        _check_chat(body)
+
+
+def _check_chat(body: ChatRequest) -> None:
+    if body.response_format and body.response_format.type != "text":
+        kind = body.response_format.type
+        raise Unsupported(f"`response_format` {kind!r} is not supported.", param="response_format")
+    for kind in body.modalities or ():
+        if kind != "text":
+            raise Unsupported(f"The modality {kind!r} is not supported.", param="modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise BadRequest("`top_logprobs` needs `logprobs`: true.", param="top_logprobs")
+    if body.continue_final_message and body.messages[-1].role != "assistant":
+        raise BadRequest(
+            "`continue_final_message` needs a last message of the assistant's.",
+            param="continue_final_message",
+        )
+    for key in body.chat_template_kwargs or ():
+        if key in _RESERVED_ARGS:
+            raise BadRequest(
+                f"The template argument {key!r} is the server's own.",
+                param=f"chat_template_kwargs.{key}",
+            )
+
+
+def sampling(body: Generation) -> Sampling:
+    """How tokens are drawn. An absent temperature is 1, as OpenAI documents.
+
+    `top_p` 0 leaves only the likeliest token, which is to be greedy. A seed is taken modulo 2**63.
+    """
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return Sampling(
+        temperature=0.0 if body.top_p == 0 else temperature,
+        top_p=body.top_p or 1.0,
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}),
+        seed=None if body.seed is None else body.seed % 2**63,
+    )
+
+
+def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    for key in bias:
+        if not (key.isascii() and key.isdecimal()) or len(key) > 10 or int(key) > _INT32:
+            raise BadRequest(f"{key!r} is not a token id.", param="logit_bias")
+    return tuple((int(key), value) for key, value in bias.items())
+
+
+def stops(body: Generation) -> tuple[str, ...]:
+    """The stop strings, at most 16, none empty."""
+    given = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(given) > 16:
+        raise BadRequest("`stop` takes at most 16 strings.", param="stop")
+    if "" in given:
+        raise BadRequest("An empty `stop` string would end every reply.", param="stop")
+    return tuple(given)
+
+
+def max_tokens(body: Generation, default: int | None) -> int | None:
+    """The limit asked for, else `default`. -1 is how some clients say: no limit."""
+    asked = body.max_tokens
+    param = "max_tokens"
+    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+        asked, param = body.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        return default
+    if asked == -1:
+        return None
+    if asked < 1:
+        raise BadRequest(f"`{param}` must be at least 1.", param=param)
+    return min(asked, _INT32)
+
+
+def to_chat(body: ChatRequest) -> Chat:
+    """The conversation, its tools and its template arguments."""
+    return Chat(
+        messages=[_message(m, i) for i, m in enumerate(body.messages)],
+        tools=tuple(_tool(t, i) for i, t in enumerate(body.tools or ())),
+        template_args=_template_args(body),
+        continue_final=bool(body.continue_final_message),
+    )
+
+
+def calls_wanted(body: ChatRequest) -> bool:
+    """Whether tool calls are parsed; the tools are rendered in any case, so the prefix stays.
+
+    Raises Unsupported where `tool_choice` forces a call.
+    """
+    choice = body.tool_choice
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind in ("required", "any", "function", "tool", "custom", "allowed_tools"):
+        raise Unsupported(f"`tool_choice` {kind!r} is not supported.", param="tool_choice")
+    if kind not in (None, "auto", "none"):
+        raise BadRequest("`tool_choice` must be 'auto' or 'none'.", param="tool_choice")
+    return bool(body.tools) and kind != "none"
+
+
+def _template_args(body: ChatRequest) -> dict[str, Any]:
+    args: dict[str, Any] = {}
+    if body.reasoning_effort == "none":
+        args["enable_thinking"] = False
+    elif body.reasoning_effort:
+        args["reasoning_effort"] = _EFFORT.get(body.reasoning_effort, body.reasoning_effort)
+    if body.thinking and body.thinking.type in ("enabled", "disabled"):
+        args["enable_thinking"] = body.thinking.type == "enabled"
+    if body.enable_thinking is not None:
+        args["enable_thinking"] = body.enable_thinking
+    return args | (body.chat_template_kwargs or {})
+
+
+def _tool(tool: Tool, index: int) -> dict[str, Any]:
+    if tool.type != "function":
+        where = f"tools[{index}].type"
+        raise Unsupported(f"Tools of type {tool.type!r} are not supported.", param=where)
+    if tool.function is None:
+        raise BadRequest("A function tool needs `function`.", param=f"tools[{index}].function")
+    empty = {"type": "object", "properties": {}}
+    function = {
+        "name": tool.function.name,
+        "description": tool.function.description or "",
+        "parameters": empty if tool.function.parameters is None else tool.function.parameters,
+    }
+    return {"type": "function", "function": function}
+
+
+def _message(message: Message, index: int) -> dict[str, Any]:
+    role = "tool" if message.role == "function" else message.role
+    out: dict[str, Any] = {"role": role, "content": _content(message, index)}
+    if message.name:
+        out["name"] = message.name
+    if role == "tool" and message.tool_call_id:
+        out["tool_call_id"] = message.tool_call_id
+    if role == "assistant":
+        reasoning = message.reasoning_content or message.reasoning
+        if reasoning and isinstance(reasoning, str):
+            out["reasoning_content"] = reasoning
+        if calls := _calls(message, index):
+            out["tool_calls"] = calls
+    return out
+
+
+def _content(message: Message, index: int) -> str:
+    if isinstance(message.content, list):
+        where = f"messages[{index}].content"
+        return "".join(_text(p, f"{where}[{i}]") for i, p in enumerate(message.content))
+    return message.content or message.refusal or ""
+
+
+def _text(part: Part, where: str) -> str:
+    if part.type in _TEXT_PARTS and part.text is not None:
+        return part.text
+    if part.type == "refusal" and part.refusal is not None:
+        return part.refusal
+    if part.type in _TEXT_PARTS or part.type == "refusal":
+        raise BadRequest(f"A part of type {part.type!r} needs its text.", param=where)
+    raise Unsupported(f"Content of type {part.type!r} is not supported.", param=f"{where}.type")
+
+
+def _calls(message: Message, index: int) -> list[dict[str, Any]]:
+    calls = [(c.id, c.function) for c in message.tool_calls or ()]
+    if message.function_call and not calls:
+        calls = [(None, message.function_call)]
+    return [
+        {
+            "id": id or f"call_{index}_{i}",
+            "type": "function",
+            "function": {"name": function.name, "arguments": arguments(function)},
+        }
+        for i, (id, function) in enumerate(calls)
+    ]
+
+
+def arguments(function: CalledFunction) -> dict[str, Any]:
+    """The arguments as the object that templates take; none at all are `{}`.
+
+    Text that is not a JSON object is kept whole under the one key `_raw`.
+    """
+    text = function.arguments
+    if not isinstance(text, str):
+        return text or {}
+    if not text.strip():
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return {"_raw": text}
+
+
+def prompt_of(body: TextRequest) -> str | Prompt:
+    """The one text of a completion, to be encoded, or its token ids as they are."""
+    given: str | Sequence[str | int | list[int]] = body.prompt
+    if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
+        given = given[0]
+    if isinstance(given, str):
+        return given
+    ids = [i for i in given if isinstance(i, int)]
+    if len(ids) < len(given):
+        raise Unsupported("Only one prompt per request is supported.", param="prompt")
+    return Prompt(_ids(ids))
+
+
+def _ids(ids: Sequence[int]) -> Tokens:
+    if not ids:
+        raise BadRequest("The prompt is empty.", param="prompt")
+    if min(ids) < 0 or max(ids) > _INT32:
+        raise BadRequest("The prompt holds a number that is no token id.", param="prompt")
+    return np.array(ids, dtype=np.int32)

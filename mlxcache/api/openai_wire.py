@@ -1,0 +1,151 @@
+"""The bodies of OpenAI's Chat Completions and Completions, as far as they change an answer.
+
+Source: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create;
+`top_k`, `min_p`, `repetition_penalty`, `chat_template_kwargs` and `reasoning_content` are what
+local servers have added to them. Fields that are not named here are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+Unit = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Name = Annotated[str, Meta(min_length=1)]
+
+
+class Part(Struct):
+    """One part of a message's content; only those that hold text are served."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(Struct):
+    """A call in the history; `arguments` is JSON text, or an object from lenient clients."""
+
+    name: Name
+    arguments: str | dict[str, Any] | None = None
+
+
+class Call(Struct):
+    function: CalledFunction
+    id: str | None = None
+
+
+class Message(Struct):
+    """One turn; `function` and `function_call` are the API's older names."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+    reasoning_content: str | None = None
+    reasoning: Any = None
+    refusal: str | None = None
+
+
+class Function(Struct):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Struct):
+    type: str
+    function: Function | None = None
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class Format(Struct):
+    type: str
+
+
+class Thinking(Struct):
+    """How GLM and DeepSeek clients turn reasoning on and off."""
+
+    type: Literal["enabled", "disabled", "auto", "adaptive"]
+
+
+class Refused(Struct, kw_only=True):
+    """Fields that would change the answer and are not served: to use one is a 400."""
+
+    adapters: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    echo: Any = None
+    function_call: Any = None
+    functions: Any = None
+    grammar: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    ignore_eos: Any = None
+    json_schema: Any = None
+    min_tokens: Any = None
+    repetition_context_size: Any = None
+    role_mapping: Any = None
+    structured_outputs: Any = None
+    suffix: Any = None
+    use_beam_search: Any = None
+    web_search_options: Any = None
+    xtc_probability: Any = None
+
+
+class Generation(Refused, kw_only=True):
+    """What both endpoints have: how tokens are drawn, how many, and how they are sent."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Unit | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Unit | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    prompt_cache_key: str | None = None
+
+
+class ChatRequest(Generation, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: Format | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    modalities: list[str] | None = None
+
+
+class TextRequest(Generation, kw_only=True):
+    """The body of POST /v1/completions; `prompt` is a text, token ids, or a list of one of them."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
