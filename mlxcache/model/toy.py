@@ -1,0 +1,183 @@
+"""Tiny models with random weights, made in a second, that mlx-lm loads like any other.
+
+They speak gibberish, but each greedy token depends on the whole context, so a wrong cache shows
+as wrong text. Float32, so that greedy output does not hang on rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import _get_classes
+from tokenizers import Tokenizer
+
+from mlxcache.model import chatml
+from mlxcache.model.toy_configs import FAMILIES, Shape
+
+LOGIT_SPREAD = 3.0
+GAINS = {"lm_head": LOGIT_SPREAD, "o_proj": 3.0, "out_proj": 3.0, "down_proj": 2.0}
+"""The spread of each projection's output for inputs of spread 1; 1.3 for those not named."""
+FIRST_CANDIDATE, CANDIDATES = 8, 240  # ids of single bytes, which every vocabulary has
+NORMS = {"q_norm": 1.3, "k_norm": 1.3}
+"""What each norm multiplies by; 1 for those not named."""
+
+
+def make_toy(
+    path: Path,
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    vocab_size: int = 512,
+    hidden: int = 64,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    intermediate: int | None = None,
+    context: int = 65536,
+    window: int = 64,
+    thinking: bool = False,
+    emits: Mapping[str, int] | None = None,
+) -> Path:
+    """Write a model directory at `path` that `mlx_lm.load` loads, and return `path`.
+
+    `family` is a key of `toy_configs.FAMILIES`. `layers` must be even. `context` and `window` are
+    in tokens. `thinking` adds think tokens and a template that opens a think block.
+
+    Control tokens are never the likeliest, so greedy replies run to their limit, except those in
+    `emits`: a token's text, and after how many tokens it comes on average. `{"<|im_end|>": 20}`
+    makes a model that ends its turns.
+
+    Raises KeyError for an unknown family, ValueError for an odd number of layers.
+    """
+    if layers % 2:
+        raise ValueError("a toy needs an even number of layers: half of them are the special kind")
+    shape = Shape(
+        vocab_size, hidden, layers, heads, kv_heads, head_dim, intermediate or 2 * hidden,
+        context, window,
+    )  # fmt: skip
+    tokenizer = chatml.toy_tokenizer(vocab_size, thinking)
+    ids = Tokenizer.from_str(tokenizer)
+    config = FAMILIES[family](shape) | {"eos_token_id": ids.token_to_id(chatml.TURN_END)}
+    model = _build(config, seed)
+    _shape_head(model, ids, emits or {})
+    path.mkdir(parents=True, exist_ok=True)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    chatml.write_tokenizer(path, tokenizer, context=context, thinking=thinking)
+    return path
+
+
+def make_bench_toy(path: Path, *, seed: int = 0, vocab_size: int = 4096) -> Path:
+    """A llama-shaped toy of about 5 million parameters whose prefill takes measurable time."""
+    return make_toy(
+        path, "llama", seed=seed, vocab_size=vocab_size, hidden=256, layers=4, heads=8,
+        kv_heads=4, head_dim=32, intermediate=768, context=131072,
+    )  # fmt: skip
+
+
+def _build(config: dict[str, Any], seed: int) -> nn.Module:
+    """The family's model, its weights drawn from `seed` alone."""
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    gemma = config["model_type"].startswith("gemma")
+    parameters = sorted(tree_flatten(model.parameters()))
+    keys = mx.random.split(mx.random.key(seed), len(parameters))
+    drawn = []
+    for (name, value), key in zip(parameters, keys, strict=True):
+        new = _draw(name, value, key)
+        if gemma and "norm" in name:
+            # Gemma's norms multiply by one plus their weight, and one follows the attention
+            new = new - (0.0 if "post_attention" in name else 1.0)
+        elif gemma and "embed_tokens" in name:
+            new = new / math.sqrt(value.shape[-1])  # and its embeddings by the root of their width
+        drawn.append((name, new))
+    model.load_weights(drawn)
+    return model
+
+
+def _draw(name: str, value: mx.array, key: mx.array) -> mx.array:
+    """One parameter's random values.
+
+    Attention scores get a standard deviation near 1.7: enough that some positions weigh much more
+    than others, little enough that hundreds of them count. Decay in recurrent layers is slow, so
+    that their state remembers as many.
+    """
+    noise = mx.random.normal(value.shape, key=key)
+    owner, leaf = (*name.split("."), "")[-3:-1]
+    if leaf == "A_log":
+        return mx.random.uniform(-7.0, -3.5, value.shape, key=key)
+    if "norm" in owner:
+        return NORMS.get(owner, 1.0) + 0.1 * noise
+    if value.ndim == 1:
+        return value + 0.1 * noise
+    if owner in ("embed_tokens", "embeddings"):
+        return noise
+    fan_in = value.shape[1] if owner == "conv1d" else value.shape[-1]
+    return noise * (GAINS.get(owner, 1.3) / math.sqrt(fan_in))
+
+
+def _shape_head(model: nn.Module, ids: Tokenizer, emits: Mapping[str, int]) -> None:
+    """Give the output head its rows for control tokens and for ids that no token has.
+
+    A row of zeros gives a logit of 0, well under the best of the others. The row of a token in
+    `emits` is that of an ordinary token, scaled so that it wins as often as asked for in the
+    model's own greedy text; of many ordinary tokens, the one that least wins at a reply's start.
+    """
+    ((name, head),) = [
+        (name, value)
+        for name, value in tree_flatten(model.parameters())
+        if name.endswith("lm_head.weight")
+    ]
+    silent = [_token_id(ids, token) for token in chatml.CONTROL + chatml.MARKS]
+    silent += [row for row in map(ids.token_to_id, chatml.THINK_MARKS) if row is not None]
+    silent += range(ids.get_vocab_size(), head.shape[0])
+    head[mx.array(silent)] = 0.0
+    if emits:
+        model.load_weights([(name, head)], strict=False)
+        turn = ids.encode(f"{chatml.TURN_END}\n{chatml.TURN_START}assistant\n").ids
+        winning = np.asarray(_winning_scales(model, head.shape[0], turn))
+        at_start = winning[:8].min(axis=(0, 1))
+        ascending = np.sort(winning.reshape(-1, CANDIDATES), axis=0)
+        for token, every in emits.items():
+            often = ascending[len(ascending) // every]
+            best = int(np.argmax(at_start / often))
+            head[_token_id(ids, token)] = head[FIRST_CANDIDATE + best] * float(often[best])
+            at_start[best] = 0.0  # taken
+    model.load_weights([(name, head)], strict=False)
+
+
+def _token_id(ids: Tokenizer, token: str) -> int:
+    row = ids.token_to_id(token)
+    if row is None:
+        raise KeyError(f"the tokenizer has no token {token!r}")
+    return int(row)
+
+
+def _winning_scales(model: nn.Module, vocab_size: int, turn: list[int]) -> mx.array:
+    """By how much each candidate row must be scaled to win, shape (64, 16, CANDIDATES).
+
+    Over 16 greedy texts of 64 tokens that follow a random prompt and `turn`.
+    """
+    prompt = mx.random.randint(0, vocab_size, (16, 48), key=mx.random.key(1))
+    tokens = mx.concatenate([prompt, mx.broadcast_to(mx.array(turn), (16, len(turn)))], axis=1)
+    cache = make_prompt_cache(model)
+    scales = []
+    for _ in range(64):
+        logits = model(tokens, cache=cache)[:, -1]
+        own = logits[:, FIRST_CANDIDATE : FIRST_CANDIDATE + CANDIDATES]
+        tokens = mx.argmax(logits, axis=-1, keepdims=True)
+        best = mx.take_along_axis(logits, tokens, axis=-1)
+        scales.append(mx.where(own > 0, best / own, 1e3))
+        mx.eval(tokens, scales[-1])
+    return mx.stack(scales)

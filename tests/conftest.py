@@ -1,0 +1,45 @@
+"""Tiny models, made once per session, for every test that needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ToyMaker = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> ToyMaker:
+    """`toy(family, **options)` is the directory of such a toy, made at its first use."""
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", **options: Any) -> Path:
+        key = f"{family} {sorted(options.items())}"
+        if key not in made:
+            from mlxcache.model.toy import make_toy
+
+            made[key] = make_toy(tmp_path_factory.mktemp(family) / "toy", family, **options)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def toy_llama(toy: ToyMaker) -> Path:
+    """Dense attention: every layer's cache can be cut at any token."""
+    return toy("llama")
+
+
+@pytest.fixture(scope="session")
+def toy_gemma3(toy: ToyMaker) -> Path:
+    """Sliding windows of 64 tokens and full attention in turn."""
+    return toy("gemma3")
+
+
+@pytest.fixture(scope="session")
+def toy_qwen3_5(toy: ToyMaker) -> Path:
+    """Recurrent layers and full attention in turn."""
+    return toy("qwen3_5")
