@@ -1,0 +1,157 @@
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens.
+
+Source: https://docs.anthropic.com/en/api/messages. Query strings and `anthropic-beta` headers
+change
+nothing here.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sse_starlette.event import ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlxcache.api import anthropic_wire as wire
+from mlxcache.api import http, sse
+from mlxcache.api.anthropic_chat import to_chat
+from mlxcache.api.anthropic_reply import Blocks, WireEvent, ending, message, usage
+from mlxcache.api.errors import anthropic_error
+from mlxcache.types import Admitted, Finished, Job, Sampling, Text, Thinking, ToolCall
+
+if TYPE_CHECKING:
+    from mlxcache.engine.engine import Stream
+
+
+def routes(deps: http.Deps) -> list[Route]:
+    """The two endpoints, over `deps`."""
+
+    async def messages(request: Request) -> Response:
+        body = await http.read(request, wire.Request, deps)
+        if body.stream:
+            return await _streamed(request, body, deps)
+        return _json(await http.while_connected(request, _whole(request, body, deps)))
+
+    async def count_tokens(request: Request) -> Response:
+        body = await http.read(request, wire.Conversation, deps)
+        chat, _ = to_chat(body, strict=False)
+        prompt = await deps.engine.render(chat, session=_label(request, body))
+        return _json({"input_tokens": len(prompt.ids)})
+
+    return [
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    ]
+
+
+async def _whole(request: Request, body: wire.Request, deps: http.Deps) -> dict[str, Any]:
+    job = await _job(request, body, deps)
+    blocks = _blocks(body)
+    last: Finished | None = None
+    async with await deps.engine.submit(job) as stream:
+        async for event in stream:
+            if isinstance(event, Text | Thinking | ToolCall):
+                for _ in blocks.feed(event):
+                    pass
+            elif isinstance(event, Finished):
+                last = event
+    for _ in blocks.close():
+        pass
+    last = sse.finished_or_raise(last)
+    counts = usage(job.prompt, last.cached_tokens, last.generated_tokens)
+    reply = message(_message_id(job), body.model, counts)
+    return reply | {"content": blocks.content} | ending(last)
+
+
+async def _streamed(request: Request, body: wire.Request, deps: http.Deps) -> Response:
+    job = await http.while_connected(request, _job(request, body, deps))
+    stream, admitted = await http.while_connected(request, sse.start(deps, job))
+    return sse.EventStream(
+        stream,
+        _events(stream, job, body, admitted),
+        deps.settings,
+        ping=lambda: _event({"type": "ping"}),
+        on_error=lambda error: _event(anthropic_error(error, job.id)),
+    )
+
+
+async def _events(
+    stream: Stream, job: Job, body: wire.Request, admitted: Admitted | None
+) -> sse.Events:
+    cached = admitted.cached_tokens if admitted else 0
+    start = message(_message_id(job), body.model, usage(job.prompt, cached))
+    yield _event({"type": "message_start", "message": start})
+    yield _event({"type": "ping"})
+    blocks = _blocks(body)
+    last: Finished | None = None
+    async for event in stream:
+        if isinstance(event, Text | Thinking | ToolCall):
+            for item in blocks.feed(event):
+                yield _event(item)
+        elif isinstance(event, Finished):
+            last = event
+    last = sse.finished_or_raise(last)
+    for item in blocks.close():
+        yield _event(item)
+    counts = usage(job.prompt, last.cached_tokens, last.generated_tokens)
+    yield _event({"type": "message_delta", "delta": ending(last), "usage": counts})
+    yield _event({"type": "message_stop"})
+
+
+async def _job(request: Request, body: wire.Request, deps: http.Deps) -> Job:
+    chat, tools = to_chat(body)
+    session = _label(request, body)
+    begun = time.perf_counter()
+    prompt = await deps.engine.render(chat, session=session)
+    choice = body.tool_choice or wire.ToolChoice("auto")
+    return Job(
+        id=http.request_id(request),
+        prompt=prompt,
+        sampling=_sampling(body),
+        max_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences or ()),
+        tools=tools if tools and choice.type != "none" else None,
+        parallel_tools=not choice.disable_parallel_tool_use,
+        session=session,
+        client=http.client_name(request.headers),
+        api="messages",
+        render_s=time.perf_counter() - begun,
+    )
+
+
+def _sampling(body: wire.Request) -> Sampling:
+    top_p = 1.0 if body.top_p is None else body.top_p
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=top_p or 1.0,
+        # A nucleus of no mass holds the likeliest token alone, and 0 would mean that top_p is off.
+        top_k=(body.top_k or 0) if top_p else 1,
+    )
+
+
+def _blocks(body: wire.Request) -> Blocks:
+    omitted = body.thinking is not None and body.thinking.display == "omitted"
+    return Blocks(show_thinking=not omitted)
+
+
+def _message_id(job: Job) -> str:
+    return "msg_" + job.id.removeprefix("req_")
+
+
+def _label(request: Request, body: wire.Conversation) -> str | None:
+    user = (body.metadata or {}).get("user_id")
+    return http.session_label(
+        request.headers, metadata_user_id=user if isinstance(user, str) else None
+    )
+
+
+def _event(data: WireEvent) -> ServerSentEvent:
+    return sse.event(data, name=data["type"])
+
+
+def _json(data: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(data), media_type="application/json")

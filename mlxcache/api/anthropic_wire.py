@@ -1,0 +1,229 @@
+"""The bodies of Anthropic's Messages API, as far as they change an answer.
+
+Source: https://docs.anthropic.com/en/api/messages. Fields that are not named here are ignored.
+A message's blocks stay plain objects until `block` reads one, so that an error can name the block
+and its type.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mlxcache.errors import BadRequest, Unsupported
+
+T = TypeVar("T")
+
+RawBlock = dict[str, Any]
+Content = str | list[RawBlock]
+
+
+class Text(Struct):
+    text: str
+    cache_control: Any = None
+
+
+class Thinking(Struct):
+    thinking: str = ""
+    signature: str | None = None
+
+
+class RedactedThinking(Struct):
+    """Reasoning that only its maker can read: it is not rendered."""
+
+
+class ToolUse(Struct):
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+    cache_control: Any = None
+
+
+class ToolReference(Struct):
+    tool_name: str
+    cache_control: Any = None
+
+
+class ToolResult(Struct):
+    tool_use_id: str
+    content: Content | None = None
+    is_error: bool | None = None
+    cache_control: Any = None
+
+
+class Source(Struct):
+    type: str = ""
+    data: str = ""
+    content: Content = ""
+
+
+class Document(Struct):
+    source: Source
+    title: str | None = None
+    context: str | None = None
+    cache_control: Any = None
+
+
+class SearchResult(Struct):
+    content: list[RawBlock]
+    source: str = ""
+    title: str = ""
+    cache_control: Any = None
+
+
+class ServerToolUse(Struct):
+    name: str
+    input: Any = None
+    cache_control: Any = None
+
+
+class ServerToolResult(Struct):
+    type: str
+    content: Any = None
+    cache_control: Any = None
+
+
+class Compaction(Struct):
+    content: str | None = None
+    cache_control: Any = None
+
+
+class ToolChange(Struct):
+    """`tool`: a reference to a tool by name, or a `tool_definition` that holds one."""
+
+    type: str
+    tool: dict[str, Any]
+    cache_control: Any = None
+
+
+class Fallback(Struct):
+    """Where one model took over from another: it is not rendered."""
+
+
+Block = (
+    Text
+    | Thinking
+    | RedactedThinking
+    | ToolUse
+    | ToolReference
+    | ToolResult
+    | Document
+    | SearchResult
+    | ServerToolUse
+    | ServerToolResult
+    | Compaction
+    | ToolChange
+    | Fallback
+)
+
+_BLOCKS: dict[str, type[Block]] = {
+    "text": Text,
+    "thinking": Thinking,
+    "redacted_thinking": RedactedThinking,
+    "tool_use": ToolUse,
+    "tool_reference": ToolReference,
+    "tool_result": ToolResult,
+    "document": Document,
+    "search_result": SearchResult,
+    "server_tool_use": ServerToolUse,
+    "mcp_tool_use": ServerToolUse,
+    "web_search_tool_result": ServerToolResult,
+    "web_fetch_tool_result": ServerToolResult,
+    "code_execution_tool_result": ServerToolResult,
+    "bash_code_execution_tool_result": ServerToolResult,
+    "text_editor_code_execution_tool_result": ServerToolResult,
+    "tool_search_tool_result": ServerToolResult,
+    "mcp_tool_result": ServerToolResult,
+    "compaction": Compaction,
+    "tool_addition": ToolChange,
+    "tool_removal": ToolChange,
+    "fallback": Fallback,
+}
+
+
+class Message(Struct):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class Tool(Struct):
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+    cache_control: Any = None
+
+
+class ToolChoice(Struct):
+    type: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Struct):
+    type: str
+    display: str | None = None
+
+
+class OutputConfig(Struct):
+    format: Any = None
+
+
+class Conversation(Struct, kw_only=True):
+    """What a prompt is rendered from: the body of `count_tokens`."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    system: Content | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: Any = None
+    mcp_servers: list[Any] | None = None
+    compaction: Any = None
+    thread: Any = None
+    cache_control: Any = None
+    metadata: dict[str, Any] | None = None
+
+
+class Request(Conversation, kw_only=True):
+    """The body of `POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    stream: bool | None = None
+    stop_sequences: list[Annotated[str, Meta(min_length=1)]] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+
+
+def block(raw: RawBlock, where: str) -> Block:
+    """One content block, read by its type. `where` is its path in the body, for errors.
+
+    Raises:
+        Unsupported: the type is not one that can be rendered, such as an image.
+        BadRequest: there is no type, or a field is missing or of the wrong type.
+    """
+    kind = raw.get("type")
+    if not isinstance(kind, str):
+        raise BadRequest(f"{where}.type: a string is required.", param=where)
+    shape = _BLOCKS.get(kind)
+    if shape is None:
+        raise Unsupported(f"{where}: content of type {kind[:64]!r} is not supported.", param=where)
+    return _convert(raw, shape, where)
+
+
+def tool(raw: Any, where: str) -> Tool:
+    """One entry of `tools`. Raises BadRequest where a field is of the wrong type."""
+    return _convert(raw, Tool, where)
+
+
+def _convert(raw: Any, shape: type[T], where: str) -> T:
+    try:
+        return msgspec.convert(raw, shape)
+    except msgspec.ValidationError as error:
+        text = str(error).replace("`$", f"`{where}")
+        raise BadRequest(f"{where}: {text}.", param=where) from error
