@@ -71,12 +71,12 @@ class Memory:
         """
         match = self.tree.match(ids)
         cached, state = self.usable(match, len(ids))
-        capacity = min(room(len(ids)), (len(ids) + reply + 63) // 64 * 64)
+        least = (len(ids) + min(reply, STEP) + 63) // 64 * 64
         anchor = match.nodes[-1] if match.nodes else None
         if anchor is not None:
             self.tree.lock(anchor)
         try:
-            lease = self._lease(match, cached, capacity)
+            lease = self._lease(match, cached, least)
         finally:
             if anchor is not None:
                 self.tree.unlock(anchor)
@@ -95,15 +95,15 @@ class Memory:
         lease.state_bytes = bytes_
         return True
 
-    def _lease(self, match: Match, cached: int, capacity: int) -> Lease | None:
+    def _lease(self, match: Match, cached: int, least: int) -> Lease | None:
         spans: list[Span] = match.spans(cached) if cached else []
         owner = spans[-1][0] if spans else None
         if owner is not None and owner.users == 0 and self.layout.specs:
             held = self.tree.live_range(owner)
             tail = (held[1] if held else cached) - cached
             if tail <= cached and self._part(match, owner, cached, tail):
-                return self._take(match, spans, cached, capacity)
-        return self._fresh(spans, cached, capacity)
+                return self._take(match, spans, cached, least)
+        return self._fresh(spans, cached, least)
 
     def _part(self, match: Match, owner: Lineage, cached: int, tail: int) -> bool:
         """Move what `owner` holds beyond `cached` into a lineage of its own."""
@@ -126,12 +126,22 @@ class Memory:
                 return node.parent
         raise ValueError(f"no node of the match reaches {position}")
 
-    def _take(self, match: Match, spans: list[Span], cached: int, capacity: int) -> Lease | None:
+    def _room(self, held: int, least: int) -> int | None:
+        """Reserve a buffer of `least` positions, with room to grow if that fits; its capacity."""
+        for capacity in (room(least), least):
+            if self._reserve_kv(capacity - held, capacity):
+                return capacity
+        return None
+
+    def _take(self, match: Match, spans: list[Span], cached: int, least: int) -> Lease | None:
         """Go on in the last span's own buffers: in place if it is whole and has the room."""
         owner = spans[-1][0]
-        more = max(0, capacity - owner.capacity)
-        if not self._reserve_kv(more, capacity if more else 0):
-            return None
+        capacity = owner.capacity
+        if not owner.whole or capacity < least:
+            found = self._room(capacity, least)
+            if found is None:
+                return None
+            capacity = found
         self.idle.pop(id(owner))
         owner.users += 1
         self.busy[id(owner)] = owner
@@ -139,14 +149,15 @@ class Memory:
             owner.truncate(cached)
             owner.grow(capacity)
         else:
-            owner.fill(spans, max(capacity, owner.capacity))
+            owner.fill(spans, capacity)
         node = self._boundary(match, cached)
         self.tree.lock(node)
         return Lease(owner, cached, node)
 
-    def _fresh(self, spans: list[Span], cached: int, capacity: int) -> Lease | None:
+    def _fresh(self, spans: list[Span], cached: int, least: int) -> Lease | None:
         """A new lineage with copies of `spans`."""
-        if not self._reserve_kv(capacity, capacity):
+        capacity = self._room(0, least)
+        if capacity is None:
             return None
         lineage = Lineage(self.layout)
         lineage.fill(spans, capacity)
@@ -163,13 +174,10 @@ class Memory:
         lineage = lease.lineage
         if length <= lineage.capacity or not self.layout.specs:
             return True
-        capacity = room(length)
-        if not self._reserve_kv(capacity - lineage.capacity, capacity):
-            capacity = (length + 63) // 64 * 64
-            if not self._reserve_kv(capacity - lineage.capacity, capacity):
-                return False
-        lineage.grow(capacity)
-        return True
+        capacity = self._room(lineage.capacity, (length + 63) // 64 * 64)
+        if capacity is not None:
+            lineage.grow(capacity)
+        return capacity is not None
 
     def commit(self, lease: Lease, ids: Tokens, *, checkpoint: bool) -> None:
         """Put the first `lineage.length` of `ids` into the tree, with the state there if asked."""
