@@ -62,6 +62,8 @@ class Recency:
         """Raise AssertionError unless each member has one entry, none of them too young."""
         entered = [entry[3] for entry in self._heap if entry[3] in self._members]
         assert len(entered) == len(self._members), "a node has no entry in the heap, or two"
+        for node in self._members:
+            assert not node.detached, f"{node} left the tree and is still remembered"
         for index, (used_at, _, _, node) in enumerate(self._heap):
             assert used_at <= node.used_at, f"{node} is keyed younger than it is"
             assert self._heap[(index - 1) // 2][:3] <= self._heap[index][:3] or index == 0, (

@@ -97,9 +97,8 @@ class Match:
         for value, start, end in self.segments:
             if start >= upto:
                 break
-            if found and found[-1][0] is value:
-                start = found.pop()[1]  # noqa: PLW2901 - the neighbour's span grows
-            found.append((value, start, min(end, upto)))
+            first = found.pop()[1] if found and found[-1][0] is value else start
+            found.append((value, first, min(end, upto)))
         return found
 
 

@@ -206,6 +206,16 @@ def test_dropping_an_inner_checkpoint_merges(tree):
     assert (upper.detached, lower.start, tree.segments, tree.tokens) == (True, 0, 1, 3)
 
 
+def test_asking_for_a_boundary_does_not_outlive_its_checkpoint(tree):
+    """Without the checkpoint it serves nothing, though it was asked for again meanwhile."""
+    upper = tree.insert(ids(1, 2), A)
+    tree.set_checkpoint(upper, "state", 5)
+    tree.insert(ids(1, 2, 3), A)
+    assert tree.insert(ids(1, 2), A) is upper
+    tree.drop_checkpoint(upper)
+    assert (upper.detached, tree.segments) == (True, 1)
+
+
 def test_a_locked_boundary_is_merged_only_when_released(tree):
     """Dropping its checkpoint leaves the node where it is."""
     upper = tree.insert(ids(1, 2), A)
