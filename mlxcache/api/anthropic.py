@@ -1,8 +1,7 @@
 """Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens.
 
 Source: https://docs.anthropic.com/en/api/messages. Query strings and `anthropic-beta` headers
-change
-nothing here.
+change nothing here.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
@@ -34,13 +32,14 @@ def routes(deps: http.Deps) -> list[Route]:
         body = await http.read(request, wire.Request, deps)
         if body.stream:
             return await _streamed(request, body, deps)
-        return _json(await http.while_connected(request, _whole(request, body, deps)))
+        return http.json_response(await http.while_connected(request, _whole(request, body, deps)))
 
     async def count_tokens(request: Request) -> Response:
         body = await http.read(request, wire.Conversation, deps)
         chat, _ = to_chat(body, strict=False)
-        prompt = await deps.engine.render(chat, session=_label(request, body))
-        return _json({"input_tokens": len(prompt.ids)})
+        http.serving(deps)
+        prompt = await deps.engine.render(chat)  # no session: a count is no turn of one
+        return http.json_response({"input_tokens": len(prompt.ids)})
 
     return [
         Route("/v1/messages", messages, methods=["POST"]),
@@ -52,16 +51,17 @@ async def _whole(request: Request, body: wire.Request, deps: http.Deps) -> dict[
     job = await _job(request, body, deps)
     blocks = _blocks(body)
     last: Finished | None = None
-    async with await deps.engine.submit(job) as stream:
+    stream = await deps.engine.submit(job)
+    try:
         async for event in stream:
             if isinstance(event, Text | Thinking | ToolCall):
-                for _ in blocks.feed(event):
-                    pass
+                blocks.feed(event)
             elif isinstance(event, Finished):
                 last = event
-    for _ in blocks.close():
-        pass
+    finally:
+        await sse.close(stream)
     last = sse.finished_or_raise(last)
+    blocks.close()
     counts = usage(job.prompt, last.cached_tokens, last.generated_tokens)
     reply = message(_message_id(job), body.model, counts)
     return reply | {"content": blocks.content} | ending(last)
@@ -104,6 +104,7 @@ async def _events(
 
 async def _job(request: Request, body: wire.Request, deps: http.Deps) -> Job:
     chat, tools = to_chat(body)
+    http.serving(deps)
     session = _label(request, body)
     begun = time.perf_counter()
     prompt = await deps.engine.render(chat, session=session)
@@ -151,7 +152,3 @@ def _label(request: Request, body: wire.Conversation) -> str | None:
 
 def _event(data: WireEvent) -> ServerSentEvent:
     return sse.event(data, name=data["type"])
-
-
-def _json(data: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(data), media_type="application/json")

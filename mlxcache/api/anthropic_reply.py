@@ -42,22 +42,22 @@ class Blocks:
         self._text = ""
         self._started = False
 
-    def feed(self, piece: Piece) -> Iterator[WireEvent]:
+    def feed(self, piece: Piece) -> list[WireEvent]:
         """The events that `piece` adds.
 
         Raises GenerationFailed where a tool call's arguments are not a JSON object.
         """
         if isinstance(piece, ToolCall):
-            yield from self.close()
-            yield from self._tool_use(piece)
-            return
-        if type(piece) is not self._kind:
-            yield from self.close()
-            self._kind = type(piece)
-        yield from self._grow(piece.text)
+            return [*self.close(), *self._tool_use(piece)]
+        ended = [] if type(piece) is self._kind else self.close()
+        self._kind = type(piece)
+        return [*ended, *self._grow(piece.text)]
 
-    def close(self) -> Iterator[WireEvent]:
+    def close(self) -> list[WireEvent]:
         """The events that end the block that is open, if one is."""
+        return list(self._end())
+
+    def _end(self) -> Iterator[WireEvent]:
         text, started = self._text, self._started
         thinks = self._kind is Thinking
         self._kind, self._text, self._started = None, "", False

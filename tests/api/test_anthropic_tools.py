@@ -1,0 +1,74 @@
+"""Which tools the head describes, and which a reference loads."""
+
+import pytest
+
+from mlxcache.api.anthropic_tools import Toolbox
+from mlxcache.api.anthropic_wire import Tool
+from mlxcache.errors import BadRequest, Unsupported
+
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+
+
+def tool(name: str, *, deferred: bool | None = None) -> Tool:
+    return Tool(name, description=f"Does {name}.", input_schema=SCHEMA, defer_loading=deferred)
+
+
+def test_tools_keep_their_order_and_their_schema() -> None:
+    box = Toolbox([tool("B"), tool("A")])
+    assert [f["function"]["name"] for f in box.head] == ["B", "A"]
+    assert box.head[0] == {
+        "type": "function",
+        "function": {"name": "B", "description": "Does B.", "parameters": SCHEMA},
+    }
+
+
+def test_a_deferred_tool_may_be_called_but_is_not_in_the_head() -> None:
+    box = Toolbox([tool("A"), tool("B", deferred=True)])
+    assert [f["function"]["name"] for f in box.head] == ["A"]
+    assert [f["function"]["name"] for f in box.all] == ["A", "B"]
+
+
+def test_loading_a_deferred_tool_gives_its_name_description_and_schema() -> None:
+    text = Toolbox([tool("B", deferred=True)]).loaded("B")
+    assert '"name": "B"' in text
+    assert "Does B." in text
+    assert '"path": {"type": "string"}' in text
+
+
+def test_a_reference_to_a_tool_of_the_head_does_not_describe_it_twice() -> None:
+    text = Toolbox([tool("A", deferred=False)]).loaded("A")
+    assert "A can be called" in text
+    assert "Does A." not in text
+
+
+def test_a_reference_to_an_unknown_tool_says_so() -> None:
+    assert "not available" in Toolbox([]).loaded("Gone")
+
+
+@pytest.mark.parametrize(
+    ("type", "name", "field"),
+    [
+        ("bash_20250124", "bash", "restart"),
+        ("text_editor_20250728", "str_replace_based_edit_tool", "old_str"),
+        ("text_editor_20250124", "str_replace_editor", "view_range"),
+        ("memory_20250818", "memory", "old_path"),
+    ],
+)
+def test_a_client_tool_without_a_schema_gets_its_documented_one(
+    type: str, name: str, field: str
+) -> None:
+    (function,) = Toolbox([Tool(name, type=type)]).head
+    assert function["function"]["name"] == name
+    assert field in function["function"]["parameters"]["properties"]
+
+
+@pytest.mark.parametrize("type", ["web_search_20250305", "computer_20250124", "mcp_toolset", "x"])
+def test_a_tool_that_only_anthropic_can_run_is_refused_by_name(type: str) -> None:
+    with pytest.raises(Unsupported, match=rf"tools\[1\].*{type}"):
+        Toolbox([tool("A"), Tool("it", type=type)])
+
+
+@pytest.mark.parametrize("bad", [Tool("A"), Tool(input_schema=SCHEMA)])
+def test_a_tool_without_a_name_or_a_schema_is_a_bad_request(bad: Tool) -> None:
+    with pytest.raises(BadRequest, match=r"tools\[0\].*required"):
+        Toolbox([bad])
