@@ -30,7 +30,8 @@ environment() {
     extra=${1:-}
     wanted=$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)
     stamp=$VENV/.installed${extra:+-$extra}
-    if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    # Without an extra, any stamp will do: each extra brings all that the server needs.
+    if [ -x "$VENV/bin/python" ] && grep -qsxF "$wanted" "$stamp"*; then
         return
     fi
     if ! usable "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
