@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn import Module
 
 from mlxcache.model.kv import Caches
@@ -65,19 +66,9 @@ class Decoder:
         self.pending, self.logprobs = self._advance(tokens)
         return self._drawn(tokens, logprobs)
 
-    def drain(self) -> list[Drawn]:
-        """Hand out the pending tokens without feeding them; the decoder is over."""
-        assert self.pending is not None and self.logprobs is not None
-        drawn = self._drawn(self.pending, self.logprobs)
-        self.pending = self.logprobs = None
-        return drawn
-
     def _drawn(self, tokens: mx.array, logprobs: mx.array) -> list[Drawn]:
-        values = tokens.tolist()
-        return [
-            Drawn(row, token, logprobs[i])
-            for i, (row, token) in enumerate(zip(self.rows, values, strict=True))
-        ]
+        values = np.asarray(tokens).tolist()
+        return [Drawn(row, values[i], logprobs[i]) for i, row in enumerate(self.rows)]
 
     def _advance(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
         logits = self.model(inputs[:, None], cache=self.caches)[:, -1, :]

@@ -23,7 +23,7 @@ from mlxcache.errors import (
     NotReady,
     QueueFull,
 )
-from mlxcache.model import load
+from mlxcache.model import demo, load
 from mlxcache.model.sampling import validate
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.types import Chat, Job, ModelInfo, Prompt, RequestRecord
@@ -74,14 +74,11 @@ class Engine:
     async def start(self) -> None:
         """Load the model. Raises ModelError or ConfigError where it cannot be served."""
         self._loop = asyncio.get_running_loop()
-        spec = load.spec_of(self.settings)
         try:
-            path = await self._loop.run_in_executor(
-                self._pool, lambda: load.resolve(spec, progress=self._on_progress)
-            )
+            spec = await self._loop.run_in_executor(self._pool, self._spec)
             ready: asyncio.Future[None] = self._loop.create_future()
             self._thread = threading.Thread(
-                target=self._main, args=(spec, path, ready), name="mlxcache-mlx", daemon=True
+                target=self._main, args=(spec, ready), name="mlxcache-mlx", daemon=True
             )
             self._thread.start()
             await ready
@@ -94,12 +91,32 @@ class Engine:
         self.info = self._core.loaded.info
         self.state = "ready"
 
-    def _main(self, spec: load.ModelSpec, path: Any, ready: asyncio.Future[None]) -> None:
+    def _spec(self) -> load.ModelSpec:
+        """What to load, downloaded if need be."""
+        settings = self.settings
+        if settings.model is None:
+            self._on_progress("making the demo model", None)
+            return load.ModelSpec(
+                str(demo.materialise()), context=settings.context, id=demo.DEMO_ID, is_demo=True
+            )
+
+        def downloading(done: int, total: int) -> None:
+            self._on_progress(f"downloading {settings.model}", done / total if total else None)
+
+        load.resolve(settings.model, progress=downloading)
+        return load.ModelSpec(
+            settings.model,
+            adapter=settings.adapter,
+            trust_remote_code=settings.trust_remote_code,
+            context=settings.context,
+        )
+
+    def _main(self, spec: load.ModelSpec, ready: asyncio.Future[None]) -> None:
         """The MLX thread, from the first array to the last."""
         call = self._loop.call_soon_threadsafe
         try:
             self._on_progress("loading the weights", None)
-            core = Core(load.load(spec, path), self.settings, self._ended)
+            core = Core(load.load(spec), self.settings, self._ended)
             self._core = core
             self._figures = snapshot(core.memory, self._totals)
         except BaseException as error:  # noqa: BLE001 - it is raised again in `start`

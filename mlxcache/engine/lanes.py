@@ -137,7 +137,7 @@ class Lanes:
 
     def sync(self, lane: Lane) -> list[Task]:
         """Append a batch's new positions to its rows' lineages; returns tasks with no room."""
-        starved = []
+        starved: list[Task] = []
         if not lane.ahead:
             return starved
         for i, task in enumerate(lane.tasks):

@@ -113,11 +113,12 @@ class Task:
 
     def end(self, reason: FinishReason) -> None:
         """Flush what is held back and close the stream; the record is final."""
-        self.close_record(reason)
-        if self.parser is not None:
-            for piece in self.parser.finish(reason):
-                self.push(piece)
         parser, record = self.parser, self.record
+        if parser is not None:
+            for piece in parser.finish(reason):
+                self.push(piece)
+            reason = parser.done or reason
+        self.close_record(reason)
         self.push(
             Finished(
                 reason=reason,

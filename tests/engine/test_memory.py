@@ -1,0 +1,82 @@
+"""Leases: in place where possible, copied where not, and never beyond the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine.conftest import Bench, admitted
+
+
+@pytest.fixture
+def dense(toy_paths: dict[str, Path]) -> Bench:
+    return Bench(toy_paths["llama"])
+
+
+def prompt(rng: np.random.Generator, n: int) -> list[int]:
+    return [int(t) for t in rng.integers(10, 400, n)]
+
+
+def test_a_linear_turn_goes_on_in_the_same_buffer(dense: Bench, rng: np.random.Generator) -> None:
+    ids = prompt(rng, 300)
+    first = dense.ask(ids)
+    (lineage,) = dense.memory.idle.values()
+    buffer = lineage.linear[0].keys
+    dense.ask(ids + first.out + prompt(rng, 20))
+    assert list(dense.memory.idle.values()) == [lineage]
+    assert lineage.linear[0].keys is buffer
+
+
+def test_a_differing_tail_is_set_aside_and_the_buffer_goes_on(
+    dense: Bench, rng: np.random.Generator
+) -> None:
+    ids = prompt(rng, 300)
+    dense.ask(ids, tokens=20)
+    (lineage,) = dense.memory.idle.values()
+    task = dense.ask(ids + prompt(rng, 20))
+    assert admitted(task).cached_tokens == 300
+    assert len(dense.memory.idle) == 2
+    tail = next(x for x in dense.memory.idle.values() if x is not lineage)
+    assert (tail.base, tail.length, tail.capacity) == (300, 320, 20)
+
+
+def test_a_branch_near_the_front_copies_the_prefix(dense: Bench, rng: np.random.Generator) -> None:
+    head = prompt(rng, 100)
+    dense.ask(head + prompt(rng, 500))
+    task = dense.ask(head + prompt(rng, 50))
+    assert admitted(task).cached_tokens == 100
+    assert sorted(x.base for x in dense.memory.idle.values()) == [0, 0]
+
+
+def test_only_the_latest_few_keep_more_than_their_own(
+    dense: Bench, rng: np.random.Generator
+) -> None:
+    head = prompt(rng, 1500)
+    for _ in range(10):
+        dense.ask(head + prompt(rng, 60), tokens=4)
+    spare = [x for x in dense.memory.idle.values() if x.whole]
+    assert len(spare) <= 5
+    assert dense.memory.tree.tokens == 1500 + 10 * 64
+    compact = next(x for x in dense.memory.idle.values() if not x.whole)
+    assert compact.base == 1500
+
+
+def test_a_compacted_session_is_made_whole_again(dense: Bench, rng: np.random.Generator) -> None:
+    head = prompt(rng, 1500)
+    chats = [head + prompt(rng, 60) for _ in range(10)]
+    tasks = [dense.ask(ids, tokens=4) for ids in chats]
+    ids = chats[2] + tasks[2].out + prompt(rng, 10)
+    task = dense.ask(ids)
+    assert admitted(task).cached_tokens == len(ids) - 10
+    assert task.out == dense.cold(ids)
+
+
+def test_an_empty_engine_holds_nothing(bench: Bench, rng: np.random.Generator) -> None:
+    for _ in range(3):
+        bench.ask(prompt(rng, 200), marks=[100])
+    bench.memory.clear()
+    assert bench.memory.budget.used == 0
+    assert not bench.memory.idle
+    assert bench.memory.tree.tokens == 0

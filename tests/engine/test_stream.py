@@ -1,0 +1,74 @@
+"""A stream's queue: order, bounds, stalled readers, errors."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mlxcache.engine.stream import BACKLOG, Stream
+from mlxcache.errors import GenerationFailed
+from mlxcache.types import Admitted, Finished, RequestRecord, Text, Thinking, ToolCall
+
+DONE = Finished("stop", 3, 0, 0, 1)
+
+
+def make(stall_s: float = 30.0) -> tuple[Stream, list[str]]:
+    cancels: list[str] = []
+    record = RequestRecord("r", None, "test", None, "queued", 0.0)
+    return Stream(record, lambda: cancels.append("cancel"), stall_s), cancels
+
+
+async def test_events_come_in_order_and_end_with_finished() -> None:
+    stream, cancels = make()
+    events = [Admitted(3, 0), Text("a"), ToolCall(0, "c", "f", "{}"), DONE]
+    await asyncio.to_thread(lambda: [stream.push(e) for e in events])
+    assert [e async for e in stream] == events
+    await stream.aclose()
+    assert cancels == []
+
+
+async def test_an_unread_stream_joins_texts_and_loses_none() -> None:
+    stream, _ = make()
+    texts = [str(i) for i in range(BACKLOG * 4)]
+    for text in texts:
+        stream.push(Text(text))
+    stream.push(Thinking("x"))
+    stream.push(DONE)
+    await asyncio.sleep(0)
+    assert len(stream._queue) <= BACKLOG + 2
+    read = [e async for e in stream]
+    assert "".join(e.text for e in read if isinstance(e, Text)) == "".join(texts)
+    assert read[-2:] == [Thinking("x"), DONE]
+
+
+async def test_a_reader_that_stalls_is_cancelled() -> None:
+    stream, cancels = make(stall_s=0.05)
+    stream.push(Text("a"))
+    await asyncio.sleep(0.1)
+    stream.push(Text("b"))
+    await asyncio.sleep(0.01)
+    assert cancels == ["cancel"]
+
+
+async def test_admission_is_awaited_with_a_bound() -> None:
+    stream, _ = make()
+    assert await stream.admitted(0.01) is None
+    stream.push(Admitted(5, 2))
+    assert await stream.admitted(1) == Admitted(5, 2)
+
+
+async def test_an_error_reaches_whoever_waits() -> None:
+    stream, _ = make()
+    stream.push(GenerationFailed("no"))
+    with pytest.raises(GenerationFailed):
+        await stream.admitted(1)
+    with pytest.raises(GenerationFailed):
+        [e async for e in stream]
+
+
+async def test_leaving_the_context_cancels_what_runs() -> None:
+    stream, cancels = make()
+    async with stream:
+        stream.push(Text("a"))
+    assert cancels == ["cancel"]
