@@ -1,0 +1,53 @@
+"""Messages bodies, and the chats they are read as, for the tests of their conversion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from mlxcache.api import anthropic_wire as wire
+from mlxcache.api.anthropic_chat import to_chat
+from mlxcache.types import Chat
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+
+
+def text(words: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **more}
+
+
+def user(*blocks: dict[str, Any] | str) -> dict[str, Any]:
+    return {"role": "user", "content": [text(b) if isinstance(b, str) else b for b in blocks]}
+
+
+def assistant(*blocks: dict[str, Any] | str) -> dict[str, Any]:
+    return user(*blocks) | {"role": "assistant"}
+
+
+def use(id: str = "toolu_1", name: str = "Read", **input: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id, "name": name, "input": input}
+
+
+def result(content: Any = "done", id: str = "toolu_1", **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": id, "content": content, **more}
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "description": f"Does {name}.", "input_schema": SCHEMA, **more}
+
+
+def convert(body: dict[str, Any], *, strict: bool = True) -> tuple[Chat, tuple[Any, ...]]:
+    """The chat and the tools of a body as it comes off the wire."""
+    return to_chat(msgspec.convert(body, wire.Conversation), strict=strict)
+
+
+def read(*messages: dict[str, Any], strict: bool = True, **body: Any) -> Chat:
+    request = {"model": "m", "messages": list(messages) or [user("hi")], **body}
+    return convert(request, strict=strict)[0]
+
+
+def rendered(chat: Chat) -> tuple[Any, ...]:
+    """All that a prompt is made of, apart from where its breakpoint lies."""
+    return chat.messages, chat.tools, chat.template_args, chat.continue_final
