@@ -1,0 +1,49 @@
+"""The command `mlxcache`. Exit status: 0 done, 1 failed, 2 wrong usage."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import typer
+
+from mlxcache import __version__
+from mlxcache.cli.serve import serve
+
+app = typer.Typer(
+    name="mlxcache",
+    help="A session server for local coding agents on MLX: every turn starts warm.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # it prints local variables, and so keys and prompts
+    rich_markup_mode="rich",
+)
+app.command()(serve)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(f"mlxcache {__version__}")
+
+
+def main() -> None:
+    """The entry point of the wheel and of bin/mlxcache."""
+    try:
+        app()
+    except SystemExit as end:
+        _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+
+
+def _leave(status: int) -> None:
+    """Exit without waiting for threads: a download or a load in one cannot be interrupted."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if threading.active_count() > 1:
+        os._exit(status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The flags of `mlxcache serve`.
+
+All are read as text and checked by `mlxcache.config`, so that a flag, its environment variable
+and its key in config.toml are held to the same rules and fail with the same sentence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+MODEL, MEMORY, SERVER, OTHER = "Model", "Memory and speed", "Server", "Other"
+
+
+def _value(panel: str, metavar: str, help: str, default: str | None = None) -> Any:
+    if default is not None:
+        help += f" Default: {default}."
+    return typer.Option(metavar=metavar, help=help, show_default=False, rich_help_panel=panel)
+
+
+def _switch(name: str, panel: str, help: str) -> Any:
+    return typer.Option(name, metavar="", help=help, show_default=False, rich_help_panel=panel)
+
+
+Model = Annotated[
+    str | None,
+    _value(
+        MODEL,
+        "PATH|HUB_ID",
+        "A model's folder, or its id on the Hugging Face Hub.",
+        "a built-in demo",
+    ),
+]
+Adapter = Annotated[str | None, _value(MODEL, "PATH", "The folder of a LoRA adapter.")]
+TemplateArgs = Annotated[
+    str | None,
+    _value(MODEL, "JSON", "For the chat template, such as '{\"enable_thinking\": false}'."),
+]
+TrustRemoteCode = Annotated[
+    bool | None,
+    _switch("--trust-remote-code", MODEL, "Let the model's folder run its own Python code."),
+]
+Ram = Annotated[
+    str | None,
+    _value(
+        MEMORY,
+        "SIZE|PERCENT|auto",
+        "All memory beside the weights: 8GB, 25%, auto.",
+        "auto",
+    ),
+]
+Context = Annotated[
+    str | None,
+    _value(MEMORY, "N", "Tokens in a prompt and its reply.", "the model's own"),
+]
+MaxTokens = Annotated[
+    str | None,
+    _value(MEMORY, "N", "Reply tokens where a request names none.", "what the context leaves"),
+]
+Concurrency = Annotated[str | None, _value(MEMORY, "N", "Requests computed at once.", "8")]
+Queue = Annotated[
+    str | None, _value(MEMORY, "N", "Requests that may wait; then the answer is 503.", "64")
+]
+PrefillChunk = Annotated[
+    str | None, _value(MEMORY, "N", "Most prompt tokens computed in one step.", "2048")
+]
+Host = Annotated[str | None, _value(SERVER, "HOST", "The address to listen on.", "127.0.0.1")]
+Port = Annotated[
+    str | None, _value(SERVER, "PORT", "The port to listen on; 0 picks a free one.", "8081")
+]
+ApiKey = Annotated[
+    str | None,
+    _value(SERVER, "KEY", "Ask every client for this key. Safer in MLXCACHE_API_KEY than here."),
+]
+Insecure = Annotated[
+    bool | None, _switch("--insecure", SERVER, "Listen beyond this machine without a key.")
+]
+CacheDir = Annotated[
+    str | None, _value(OTHER, "DIR", "Where the server keeps its files.", "the user's cache folder")
+]
+LogLevel = Annotated[str | None, _value(OTHER, "LEVEL", "debug, info, warning or error.", "info")]
+Config = Annotated[
+    Path | None, _value(OTHER, "FILE", "Settings in TOML; flags and variables win over it.")
+]
+Canonicalise = Annotated[bool | None, typer.Option("--canonicalise/--no-canonicalise", hidden=True)]
+Reserved = Annotated[str | None, typer.Option(hidden=True)]
+"""Accepted by the parser, so that `mlxcache.config` can say that it is not supported yet."""

@@ -1,0 +1,128 @@
+"""What the person at the terminal sees: progress, a line per request, errors.
+
+A terminal gets colour and a moving bar; a file or a pipe gets plain lines.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+from mlxcache.errors import ConfigError, MlxcacheError
+from mlxcache.types import RequestRecord
+
+_STEP = 0.1
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console for lines that are meant to be read as they are."""
+    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Turn what mlxcache raises on purpose into a sentence and an exit status (2: wrong usage)."""
+    try:
+        yield
+    except MlxcacheError as error:
+        console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(error)))
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
+
+
+class Loading:
+    """Shows what is being loaded; call it with what and the share done, from any thread.
+
+    A share is from 0 to 1, or None where nobody knows.
+    """
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._shown: tuple[str, int] | None = None
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, what: str, share: float | None) -> None:
+        """Show one step; on a plain output at most one line per tenth."""
+        if self._console.is_terminal:
+            total = None if share is None else 1.0
+            self._bar.update(self._task, description=what, total=total, completed=share or 0.0)
+            return
+        step = (what, 0 if share is None else int(share / _STEP))
+        if step != self._shown:
+            self._shown = step
+            percent = "" if share is None else f" {share:.0%}"
+            self._console.print(f"{what}{percent}")
+
+
+class ConsoleHandler(logging.Handler):
+    """Log records as lines of the console, so that a bar and a log share one terminal."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self._console = console
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print `record`; a warning or worse says so."""
+        style = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}.get(record.levelname, "")
+        text = self.format(record)
+        if style:
+            time, _, rest = text.partition(" ")
+            text = f"{time} {record.levelname.lower()}: {rest}"
+        self._console.print(Text(text, style))
+
+
+def configure_logging(console: Console, level: str) -> None:
+    """Log mlxcache from `level` on, and warnings of everything else."""
+    logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler(console)], force=True)
+    logging.getLogger("mlxcache").setLevel(level.upper())
+
+
+def log_line(record: RequestRecord) -> str:
+    """One request in one line: who, what was reused, how fast, how it ended."""
+    first, decode = record.timing.get("first_token_s"), record.timing.get("decode_s")
+    # decode_s begins with the first token, so it measures the steps after it
+    steps = record.generated_tokens - 1
+    speed = f"{steps / decode:.1f} tok/s" if decode and steps > 0 else "- tok/s"
+    end = record.finish_reason if record.status == "done" else record.status
+    fields = [
+        f"session {(record.session or '-')[-8:]}",
+        f"prompt {record.prompt_tokens}",
+        f"cached {record.cached_tokens}",
+        f"fed {record.fed_tokens}",
+        f"first token {'-' if first is None else f'{first:.2f} s'}",
+        speed,
+        f"generated {record.generated_tokens}",
+        str(end),
+    ]
+    if record.error:
+        fields.append(" ".join(record.error.split()))
+    return "  ".join(fields)

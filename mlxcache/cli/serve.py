@@ -1,0 +1,55 @@
+"""`mlxcache serve`: from flags to settings to a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import typer
+
+from mlxcache.cli import options
+from mlxcache.cli.output import configure_logging, console, reporting
+from mlxcache.config import load_settings
+
+
+def serve(
+    ctx: typer.Context,
+    *,
+    model: options.Model = None,
+    adapter: options.Adapter = None,
+    chat_template_args: options.TemplateArgs = None,
+    trust_remote_code: options.TrustRemoteCode = None,
+    ram: options.Ram = None,
+    context: options.Context = None,
+    max_tokens: options.MaxTokens = None,
+    concurrency: options.Concurrency = None,
+    queue: options.Queue = None,
+    prefill_chunk: options.PrefillChunk = None,
+    host: options.Host = None,
+    port: options.Port = None,
+    api_key: options.ApiKey = None,
+    insecure: options.Insecure = None,
+    cache_dir: options.CacheDir = None,
+    log_level: options.LogLevel = None,
+    config: options.Config = None,
+    canonicalise: options.Canonicalise = None,
+    disk: options.Reserved = None,
+    kv_bits: options.Reserved = None,
+    draft_model: options.Reserved = None,
+) -> None:
+    """Serve a model to coding agents, over the OpenAI and the Anthropic API.
+
+    Without --model a small built-in demo is served.
+
+    Every flag can also be set in the environment or in config.toml:
+    --max-tokens is MLXCACHE_MAX_TOKENS in the one, max_tokens in the other.
+    """
+    with reporting():
+        flags = {name: value for name, value in ctx.params.items() if name != "config"}
+        settings = load_settings(flags, os.environ, config)
+        out = console()
+        configure_logging(out, settings.log_level)
+        # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
+        from mlxcache.cli.server import run  # noqa: PLC0415
+
+        asyncio.run(run(settings, out))

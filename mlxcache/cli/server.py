@@ -1,0 +1,111 @@
+"""One process, one event loop: the port, the engine behind it, and a clean end.
+
+The port answers from the first moment (503 while the model loads). The first Ctrl-C or SIGTERM
+ends every reply, keeps what was computed, and closes; a second one ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from rich.console import Console
+
+from mlxcache.api.app import create_app
+from mlxcache.api.http import ApiSettings
+from mlxcache.cli.connect import base_url
+from mlxcache.cli.listen import listen
+from mlxcache.cli.output import Loading, log_line
+from mlxcache.cli.welcome import welcome
+from mlxcache.config import Settings
+from mlxcache.engine.engine import Engine
+from mlxcache.types import RequestRecord
+
+STOP_SECONDS = 7
+"""How long the engine and the connections may take to end; the whole stays below ten seconds."""
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections, so that none reuses one that has just been closed."""
+
+log = logging.getLogger("mlxcache.requests")
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to `run`, which ends the engine's replies first."""
+        yield
+
+
+def _log_request(record: RequestRecord) -> None:
+    log.info("%s", log_line(record))
+
+
+async def run(settings: Settings, console: Console) -> None:
+    """Serve until a signal. Raises CannotListen, ModelError or ConfigError if that cannot be."""
+    sockets = listen(settings.host, settings.port)
+    url = base_url(settings.host, sockets[0].getsockname()[1])
+    stop = asyncio.Event()
+    _on_signals(stop, console)
+    with Loading(console) as progress:
+        engine = Engine(settings, progress, _log_request)
+        api = ApiSettings(api_key=settings.api_key, default_max_tokens=settings.max_tokens)
+        server = _Server(_config(create_app(engine, api)))
+        serving = asyncio.create_task(server.serve(sockets))
+        try:
+            loaded = await _load(engine, stop)
+        except BaseException:
+            await _end(server, serving, engine)
+            raise
+    if loaded and engine.info is not None:
+        ram = engine.figures()["ram"]["limit_bytes"]
+        welcome(console, url, engine.info, ram, has_key=settings.api_key is not None)
+        await stop.wait()
+    await _end(server, serving, engine)
+
+
+def _config(app: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type] # uvicorn's own type is stricter than ASGI's
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=STOP_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )
+
+
+async def _load(engine: Engine, stop: asyncio.Event) -> bool:
+    """Start `engine`; False if `stop` came first. Raises ModelError or ConfigError."""
+    loading = asyncio.create_task(engine.start())
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if loading.done():
+        await loading
+        return True
+    loading.cancel()
+    return False
+
+
+async def _end(server: uvicorn.Server, serving: asyncio.Task[None], engine: Engine) -> None:
+    server.should_exit = True
+    await asyncio.gather(engine.stop(STOP_SECONDS), serving)
+
+
+def _on_signals(stop: asyncio.Event, console: Console) -> None:
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(1)  # asked for twice: nothing that could hang is waited for
+        console.print("Stopping; once more to end at once.")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)

@@ -1,0 +1,48 @@
+"""What is said once the model serves: where, what, how much memory, and how to connect."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from mlxcache.cli.connect import anyclaude, claude_code
+from mlxcache.config import format_size
+from mlxcache.model.demo import DEMO_NOTICE
+from mlxcache.types import ModelInfo
+
+
+def welcome(console: Console, url: str, info: ModelInfo, ram_bytes: int, *, has_key: bool) -> None:
+    """Print the address, the model, its context, the budget, and the lines to paste.
+
+    The lines stand outside of any frame, each unbroken, so that a copy of one is the command.
+    """
+    facts = _facts(url, info, ram_bytes)
+    if console.is_terminal:
+        console.print(Panel.fit(facts, title="mlxcache", padding=(0, 2)), soft_wrap=False)
+    else:
+        console.print(facts)
+    if has_key:
+        console.print("\nThese lines take the key from the variable MLXCACHE_API_KEY.")
+    context = info.context_length
+    for name, line in (
+        ("Claude Code", claude_code(url, info.id, context, has_key=has_key)),
+        ("anyclaude", anyclaude(url, context, has_key=has_key)),
+        ("Others", f"the OpenAI API at {url}/v1, the Anthropic API at {url}"),
+    ):
+        console.print(Text.assemble("\n", (name, "bold"), "\n", line))
+    console.print()
+
+
+def _facts(url: str, info: ModelInfo, ram_bytes: int) -> Text:
+    context = f"{info.context_length:,} tokens"
+    if info.context_length < info.max_context_length:
+        context += f" (the model has {info.max_context_length:,})"
+    lines = (
+        ("Address", url),
+        ("Model", info.id),
+        ("Context", context),
+        ("RAM", f"{format_size(ram_bytes)}, beside the model's {format_size(info.weights_bytes)}"),
+    )
+    text = Text("\n").join(Text.assemble((f"{name:<9}", "bold"), value) for name, value in lines)
+    return text.append(f"\n\n{DEMO_NOTICE}", "yellow") if info.is_demo else text

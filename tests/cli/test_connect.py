@@ -1,0 +1,69 @@
+"""The lines to paste work in a POSIX shell and hold no key."""
+
+import subprocess
+
+import pytest
+
+from mlxcache.cli.connect import anyclaude, base_url, claude_code
+
+
+def variables(line: str, command: str, environ: dict[str, str] | None = None) -> dict[str, str]:
+    """What `command` would find in its environment if a shell ran `line`."""
+    assert line.endswith(f" {command}")
+    line = line.removesuffix(command) + "env"
+    base = {"PATH": "/usr/bin:/bin", **(environ or {})}
+    done = subprocess.run(["sh", "-c", line], env=base, capture_output=True, text=True, check=True)
+    return dict(pair.split("=", 1) for pair in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8081"),
+        ("localhost", "http://localhost:8081"),
+        ("0.0.0.0", "http://127.0.0.1:8081"),
+        ("::", "http://[::1]:8081"),
+        ("::1", "http://[::1]:8081"),
+        ("192.168.1.7", "http://192.168.1.7:8081"),
+    ],
+)
+def test_the_address_is_one_that_a_client_here_can_use(host, url):
+    """Wildcards are no address to connect to."""
+    assert base_url(host, 8081) == url
+
+
+def test_claude_code_is_pointed_at_the_server_and_told_its_context():
+    """The Anthropic SDK adds /v1 itself."""
+    found = variables(claude_code("http://127.0.0.1:1", "org/m", 4096, has_key=False), "claude")
+    assert found["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"
+    assert found["ANTHROPIC_MODEL"] == "org/m"
+    assert found["ANTHROPIC_AUTH_TOKEN"]
+    assert found["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
+    assert found["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
+
+
+def test_anyclaude_gets_both_families_of_variables():
+    """Older versions read MLX_LM_*, newer ones LOCAL_*."""
+    found = variables(anyclaude("http://127.0.0.1:1", 4096, has_key=False), "anyclaude")
+    assert found["ANYCLAUDE_MODE"] == "mlx-lm"
+    for family in ("MLX_LM", "LOCAL"):
+        assert found[f"{family}_URL"] == "http://127.0.0.1:1/v1"
+        assert found[f"{family}_MODEL"] == "current-model"
+        assert found[f"{family}_API_KEY"]
+    assert found["LOCAL_CONTEXT_LENGTH"] == "4096"
+
+
+def test_names_with_spaces_and_quotes_survive_the_shell():
+    """A model may be a folder with any name."""
+    name = "my models/it's $HOME"
+    line = claude_code("http://127.0.0.1:1", name, 1, has_key=False)
+    assert variables(line, "claude")["ANTHROPIC_MODEL"] == name
+
+
+def test_a_key_comes_from_the_variable_and_not_from_the_line():
+    """The line is printed, and the key must not be."""
+    environ = {"MLXCACHE_API_KEY": "a key"}
+    line = claude_code("http://127.0.0.1:1", "m", 1, has_key=True)
+    assert variables(line, "claude", environ)["ANTHROPIC_AUTH_TOKEN"] == "a key"
+    line = anyclaude("http://127.0.0.1:1", 1, has_key=True)
+    assert variables(line, "anyclaude", environ)["MLX_LM_API_KEY"] == "a key"

@@ -1,0 +1,65 @@
+"""The command line from outside: help, version, wrong usage."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from mlxcache import __version__
+from mlxcache.cli.main import app
+from mlxcache.config.sources import READERS
+
+RUN = CliRunner()
+WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
+
+
+def test_version():
+    """Name and number, for bug reports."""
+    assert RUN.invoke(app, ["version"]).output == f"mlxcache {__version__}\n"
+
+
+def test_help_shows_every_flag_that_can_succeed():
+    """Flags that could only fail, or that change nothing yet, are accepted but not advertised."""
+    shown = set(re.findall(r"--([a-z-]+)", RUN.invoke(app, ["serve", "--help"], env=WIDE).output))
+    hidden = {"disk", "canonicalise"}
+    assert {name.replace("_", "-") for name in READERS} - hidden <= shown
+    assert not shown & {"kv-bits", "draft-model", *hidden}
+
+
+def test_help_fits_a_terminal_of_80_columns():
+    """And says what happens without any flag."""
+    output = RUN.invoke(app, ["serve", "--help"], env={"COLUMNS": "80", "NO_COLOR": "1"}).output
+    assert max(len(line) for line in output.splitlines()) <= 80
+    assert "Without --model" in output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "--nope"],
+        ["serve", "--port", "eighty"],
+        ["serve", "--ram", "lots"],
+        ["serve", "--kv-bits", "4"],
+        ["serve", "--disk", "8GB"],
+        ["serve", "--host", "0.0.0.0"],
+        ["serve", "--config", "no-such-file.toml"],
+        ["nonsense"],
+    ],
+)
+def test_wrong_usage_ends_with_2_and_a_sentence(arguments):
+    """Before anything is loaded or listens."""
+    result = RUN.invoke(app, arguments, env=WIDE)
+    assert result.exit_code == 2
+    assert "Error" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_help_is_quick_because_it_imports_no_model():
+    """MLX and the tokenizers are imported only to serve."""
+    code = (
+        "import sys; import mlxcache.cli.main; "
+        "sys.exit(any(name in sys.modules for name in ('mlx', 'mlx_lm', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

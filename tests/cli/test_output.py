@@ -1,0 +1,112 @@
+"""Plain lines for a pipe, one per request, and errors with their exit status."""
+
+import io
+import logging
+
+import pytest
+import typer
+from rich.console import Console
+
+from mlxcache.cli.output import ConsoleHandler, Loading, log_line, reporting
+from mlxcache.errors import ConfigError, ModelError
+from mlxcache.types import RequestRecord
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), highlight=False, markup=False, soft_wrap=True)
+
+
+def written(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def record(**values: object) -> RequestRecord:
+    base = {
+        "id": "req_1",
+        "session": "5f0c1f5e-0000-4000-8000-3f2a9c1e7d54",
+        "api": "anthropic",
+        "client": "claude-cli/2.1.329",
+        "status": "done",
+        "created_at": 0.0,
+    }
+    return RequestRecord(**(base | values))  # type: ignore[arg-type]
+
+
+def test_a_request_is_one_line_with_every_figure():
+    """Speed is that of the steps after the first token, which decode_s measures."""
+    line = log_line(
+        record(
+            prompt_tokens=18532,
+            cached_tokens=18400,
+            fed_tokens=132,
+            generated_tokens=101,
+            timing={"first_token_s": 0.314, "decode_s": 2.5},
+            finish_reason="tool_calls",
+        )
+    )
+    assert line == (
+        "session 9c1e7d54  prompt 18532  cached 18400  fed 132  first token 0.31 s  "
+        "40.0 tok/s  generated 101  tool_calls"
+    )
+
+
+def test_a_request_that_never_ran_has_dashes():
+    """No figure is made up."""
+    line = log_line(record(session=None, status="rejected", error="no\nroom"))
+    assert line == (
+        "session -  prompt 0  cached 0  fed 0  first token -  - tok/s  generated 0  "
+        "rejected  no room"
+    )
+
+
+def test_one_token_has_no_speed():
+    """There is no step to measure."""
+    line = log_line(record(generated_tokens=1, timing={"first_token_s": 1.0, "decode_s": 0.0}))
+    assert "- tok/s" in line
+
+
+def test_progress_on_a_pipe_is_a_line_per_tenth():
+    """A log file must not fill with a thousand lines of a download."""
+    console = plain()
+    with Loading(console) as progress:
+        for n in range(1001):
+            progress("downloading org/model", n / 1000)
+        progress("loading the weights", None)
+    lines = written(console)
+    assert len(lines) == 12
+    assert lines[0] == "downloading org/model 0%"
+    assert lines[-2:] == ["downloading org/model 100%", "loading the weights"]
+
+
+def test_progress_on_a_terminal_moves_and_leaves_nothing_behind():
+    """The bar is gone when the welcome is printed."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with Loading(console) as progress:
+        progress("downloading org/model", 0.5)
+        progress("loading the weights", None)
+    assert isinstance(console.file, io.StringIO)
+    assert "loading the weights" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(("error", "status"), [(ConfigError, 2), (ModelError, 1)])
+def test_errors_become_a_sentence_and_a_status(error, status, capsys):
+    """Wrong usage is 2, failure is 1, and neither is a traceback."""
+    with pytest.raises(typer.Exit) as raised, reporting():
+        raise error("port [bold]1[/bold] is wrong")
+    assert raised.value.exit_code == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "Error: port [bold]1[/bold] is wrong\n"
+
+
+def test_log_records_are_plain_lines_with_their_level_where_it_matters():
+    """What looks like markup is text."""
+    console = plain()
+    logger = logging.Logger("a")
+    logger.addHandler(ConsoleHandler(console))
+    logger.info("session [red]x[/red]")
+    logger.warning("careful")
+    first, second = written(console)
+    assert first.split(" ", 1)[1] == "session [red]x[/red]"
+    assert second.split(" ", 1)[1] == "warning: careful"
