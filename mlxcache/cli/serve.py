@@ -9,7 +9,7 @@ import typer
 
 from mlxcache.cli import options
 from mlxcache.cli.output import configure_logging, console, reporting
-from mlxcache.config import load_settings
+from mlxcache.config import Settings, load_settings
 
 
 def serve(
@@ -46,10 +46,13 @@ def serve(
     """
     with reporting():
         flags = {name: value for name, value in ctx.params.items() if name != "config"}
-        settings = load_settings(flags, os.environ, config)
-        out = console()
-        configure_logging(out, settings.log_level)
-        # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
-        from mlxcache.cli.server import run  # noqa: PLC0415
+        _run(load_settings(flags, os.environ, config))
 
-        asyncio.run(run(settings, out))
+
+def _run(settings: Settings) -> None:
+    out = console()
+    configure_logging(out, settings.log_level)
+    # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
+    from mlxcache.cli.server import run  # noqa: PLC0415
+
+    asyncio.run(run(settings, out))
