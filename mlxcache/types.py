@@ -206,6 +206,6 @@ class RequestRecord:
     fed_tokens: int = 0
     generated_tokens: int = 0
     timing: dict[str, float] = field(default_factory=dict)
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     error: str | None = None
     lost: dict[str, Any] | None = None

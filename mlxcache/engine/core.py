@@ -29,7 +29,13 @@ MIN_TRANSIENT = 16 << 20
 class Core:
     """A loaded model with all that serves it. Make and use it on the MLX thread."""
 
-    def __init__(self, loaded: Loaded, settings: Settings, ended: Callable[[Task], None]):
+    def __init__(
+        self,
+        loaded: Loaded,
+        settings: Settings,
+        ended: Callable[[Task], None],
+        ticked: Callable[[], None],
+    ):
         self.loaded = loaded
         self.layout = kv.survey(loaded.model)
         for name in self.layout.unknown:
@@ -58,11 +64,17 @@ class Core:
             transient=self.transient,
         )
         self.scheduler = Scheduler(
-            loaded.model, self.memory, self.cost, limits, self._dress, ended
+            loaded.model,
+            self.memory,
+            self.cost,
+            limits,
+            dress=self._dress,
+            ended=ended,
+            ticked=ticked,
         )
 
     def _transient(self, limit: int, context: int) -> int:
-        """Bytes set aside for forward passes: an eighth, or what the longest prompt's least needs."""
+        """Bytes set aside for forward passes: an eighth, or what the longest prompt needs."""
         per_token = max(1, self.layout.bytes_per_token)
         longest = min(context, limit // per_token)
         least = self.cost.transient(16, longest)

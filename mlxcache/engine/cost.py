@@ -80,6 +80,5 @@ def measure(model: Any, make: Callable[[], kv.Caches], per_kv: int, vocab: int) 
     per_pair = max(0.0, (last - first) / (PROBE * 4 * PROBE))
     per_token = max(first / PROBE - per_pair * PROBE, 64.0)
     logits = 6.0 * 4 * vocab
-    del caches
     mx.clear_cache()
     return Cost(per_token + per_kv, per_pair, logits + (1 << 20), PROBE / max(seconds, 1e-6))

@@ -62,9 +62,25 @@ class Decoder:
     def step(self) -> list[Drawn]:
         """Hand out the pending tokens, feeding them on the way."""
         tokens, logprobs = self.pending, self.logprobs
-        assert tokens is not None and logprobs is not None
+        assert tokens is not None
+        assert logprobs is not None
         self.pending, self.logprobs = self._advance(tokens)
         return self._drawn(tokens, logprobs)
+
+    def absorb(self, other: Decoder) -> None:
+        """Take in the rows of `other`; both must be over batch caches."""
+        for mine, theirs in zip(self.caches, other.caches, strict=True):
+            mine.extend(theirs)
+        self.pending = _joined(self.pending, other.pending)
+        self.logprobs = _joined(self.logprobs, other.logprobs)
+        self.rows += other.rows
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows alone; the caches are the caller's to filter."""
+        chosen = mx.array(rows)
+        if self.pending is not None and self.logprobs is not None:
+            self.pending, self.logprobs = self.pending[chosen], self.logprobs[chosen]
+        self.rows = [self.rows[i] for i in rows]
 
     def _drawn(self, tokens: mx.array, logprobs: mx.array) -> list[Drawn]:
         values = np.asarray(tokens).tolist()
@@ -82,7 +98,7 @@ class Decoder:
             drawn = mx.concatenate(
                 [row.sampler(logprobs[i : i + 1]) for i, row in enumerate(self.rows)]
             )
-        mx.async_eval(drawn, logprobs)
+        mx.async_eval(drawn, logprobs)  # type: ignore[no-untyped-call]
         return drawn, logprobs
 
     def _process(self, inputs: mx.array, logits: mx.array) -> mx.array:
@@ -97,3 +113,10 @@ class Decoder:
                     line = process(row.context, line)
             out.append(line)
         return mx.concatenate(out)
+
+
+def _joined(mine: mx.array | None, theirs: mx.array | None) -> mx.array:
+    """Both rows' arrays in one; they must have been started."""
+    if mine is None or theirs is None:
+        raise ValueError("only decoders that were started can be joined")
+    return mx.concatenate([mine, theirs])

@@ -116,9 +116,9 @@ class Engine:
         call = self._loop.call_soon_threadsafe
         try:
             self._on_progress("loading the weights", None)
-            core = Core(load.load(spec), self.settings, self._ended)
+            core = Core(load.load(spec), self.settings, self._ended, self._publish)
             self._core = core
-            self._figures = snapshot(core.memory, self._totals)
+            self._publish()
         except BaseException as error:  # noqa: BLE001 - it is raised again in `start`
             call(ready.set_exception, error)
             return
@@ -137,14 +137,14 @@ class Engine:
             stream.fail(GenerationFailed("The engine has failed; the server must be restarted."))
         self._live.clear()
 
-    async def stop(self, timeout: float = 8.0) -> None:
-        """End every request and the MLX thread, waiting at most `timeout` seconds."""
+    async def stop(self, seconds: float = 8.0) -> None:
+        """End every request and the MLX thread, waiting at most `seconds`."""
         if self.state == "ready":
             self.state = "stopped"
         thread, core = self._thread, self._core
         if thread is not None and core is not None:
             core.scheduler.inbox.put(core.scheduler.stop)
-            await self._loop.run_in_executor(None, thread.join, timeout)
+            await self._loop.run_in_executor(None, thread.join, seconds)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # -- requests ----------------------------------------------------------------------------
@@ -185,7 +185,9 @@ class Engine:
         )
         self._keep(record)
         scheduler = self._core.scheduler
-        stream = Stream(record, lambda: scheduler.inbox.put(lambda: scheduler.cancel(task)), self.stall_s)
+        stream = Stream(
+            record, lambda: scheduler.inbox.put(lambda: scheduler.cancel(task)), self.stall_s
+        )
         task = Task(job, stream.push, record)
         self._live[job.id] = (task, stream)
         scheduler.inbox.put(lambda: scheduler.submit(task))
@@ -219,10 +221,14 @@ class Engine:
         record = task.record
         if task.lease is not None:
             self._totals.add(record)
-        assert self._core is not None
-        self._figures = snapshot(self._core.memory, self._totals)
+        self._publish()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._forget, record)
+
+    def _publish(self) -> None:
+        """On the MLX thread: let other threads see the figures as they are now."""
+        assert self._core is not None
+        self._figures = snapshot(self._core.memory, self._totals)
 
     def _forget(self, record: RequestRecord) -> None:
         self._live.pop(record.id, None)

@@ -88,13 +88,7 @@ class Lanes:
             return False
         first = self._as_batch(lane)
         second = self._as_batch(new)
-        for mine, theirs in zip(first.caches, second.caches, strict=True):
-            mine.extend(theirs)
-        assert first.pending is not None and second.pending is not None
-        assert first.logprobs is not None and second.logprobs is not None
-        first.pending = mx.concatenate([first.pending, second.pending])
-        first.logprobs = mx.concatenate([first.logprobs, second.logprobs])
-        first.rows += second.rows
+        first.absorb(second)
         kv.eval_states(first.caches)
         self.memory.budget.release("batch", lane.bytes)
         lane.decoder, lane.batched = first, True
@@ -161,10 +155,7 @@ class Lanes:
             self._free(lane)
             return
         decoder = lane.decoder
-        assert decoder.pending is not None and decoder.logprobs is not None
-        rows = mx.array(keep)
-        decoder.pending, decoder.logprobs = decoder.pending[rows], decoder.logprobs[rows]
-        decoder.rows = [decoder.rows[i] for i in keep]
+        decoder.keep(keep)
         lane.tasks = [lane.tasks[i] for i in keep]
         if len(keep) > 1:
             for cache in decoder.caches:

@@ -194,13 +194,28 @@ class Memory:
 
     def _checkpoint(self, lease: Lease, node: Node) -> None:
         size = self.layout.checkpoint_bytes
-        while self.tree.checkpoint_bytes + size > self.budget.limit // 2 and self._drop_checkpoint():
+        while (
+            self.tree.checkpoint_bytes + size > self.budget.limit // 2 and self._drop_checkpoint()
+        ):
             pass
         if self.make_room(size) and self.budget.reserve("checkpoints", size):
             self.tree.set_checkpoint(node, lease.lineage.capture(), size)
 
+    def _spare_checkpoint(self) -> Node | None:
+        """The least recently used checkpoint; of one path's, not the first: that is the head's."""
+        first = self.tree.lru_checkpoint()
+        below = list(first.children.values()) if first else []
+        while first is not None and below:
+            node = below.pop()
+            if node.used_at != first.used_at:
+                continue
+            if node.checkpoint is not None and not node.locks:
+                return node
+            below += node.children.values()
+        return first
+
     def _drop_checkpoint(self) -> bool:
-        node = self.tree.lru_checkpoint()
+        node = self._spare_checkpoint()
         if node is None:
             return False
         self.budget.release("checkpoints", node.checkpoint_bytes)
@@ -208,7 +223,7 @@ class Memory:
         return True
 
     def release(self, lease: Lease) -> None:
-        """The request is over: its lineage goes idle, or is dropped if the tree needs none of it."""
+        """The request is over: its lineage goes idle, or goes if the tree needs none of it."""
         lineage = lease.lineage
         if lease.node is not None:
             self.tree.unlock(lease.node)

@@ -52,8 +52,10 @@ class Scheduler:
         memory: Memory,
         cost: Cost,
         limits: Limits,
+        *,
         dress: Callable[[Task], None],
         ended: Callable[[Task], None],
+        ticked: Callable[[], None] = lambda: None,
     ):
         self.model = model
         self.memory = memory
@@ -61,6 +63,7 @@ class Scheduler:
         self.limits = limits
         self.dress = dress
         self.ended = ended
+        self.ticked = ticked
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.waiting: list[Task] = []
         self.prefilling: list[Task] = []
@@ -73,6 +76,7 @@ class Scheduler:
         """Tick until `stop` was called; then end what is left."""
         while not self.stopping:
             self.tick()
+            self.ticked()
         self._abort_all(NotReady("The server is stopping."))
 
     def tick(self) -> None:
@@ -171,6 +175,10 @@ class Scheduler:
         task.push(Admitted(len(task.ids), lease.cached))
         return True
 
+    def idle(self) -> bool:
+        """Whether there is nothing to compute and nobody waits."""
+        return not (self.waiting or self.prefilling or len(self.lanes))
+
     # -- prefill -----------------------------------------------------------------------------
 
     def _next_prefill(self) -> Task:
@@ -268,11 +276,13 @@ class Scheduler:
         """Commit what a task computed, release what it held, and close its stream."""
         self.memory.commit(task.held, task.tokens(), checkpoint=True)
         self._close(task, reason)
-        self.memory.release(task.held)
 
     def _close(self, task: Task, reason: FinishReason) -> None:
-        task.end(reason)
+        task.flush(reason)
+        if task.lease is not None:
+            self.memory.release(task.lease)
         self.ended(task)
+        task.end()
 
     def _guard(self, tasks: list[Task], action: Callable[[], bool]) -> bool:
         """Run `action`; if it raises, fail `tasks` and nothing else."""
@@ -280,7 +290,7 @@ class Scheduler:
             return action()
         except MlxcacheError as error:
             failure: MlxcacheError = error
-        except Exception as error:  # noqa: BLE001 - whatever a model raises ends its own requests
+        except Exception as error:
             log.exception("a forward pass failed")
             failure = GenerationFailed(f"The model failed: {error}")
         for task in tasks:
@@ -299,12 +309,16 @@ class Scheduler:
         task.close_record("error")
         if task.lease is not None:
             self.memory.abandon(task.lease)
-        task.push(error)
         self.ended(task)
+        task.push(error)
 
     def _abort_all(self, error: MlxcacheError) -> None:
         """At shutdown: commit and close everything."""
-        for task in [*self.waiting, *self.prefilling, *(t for ln in self.lanes.all for t in ln.tasks)]:
+        for task in [
+            *self.waiting,
+            *self.prefilling,
+            *(t for ln in self.lanes.all for t in ln.tasks),
+        ]:
             self._guard([task], lambda t=task: self._abort(t, error))  # type: ignore[misc]
 
     def _abort(self, task: Task, error: MlxcacheError) -> bool:

@@ -66,13 +66,13 @@ class Stream:
             return True
         return False
 
-    async def admitted(self, timeout: float) -> Admitted | None:
-        """Wait for the admission; None if it has not come after `timeout` seconds.
+    async def admitted(self, seconds: float) -> Admitted | None:
+        """Wait for the admission; None if it has not come after `seconds`.
 
         Raises the request's error if it failed before.
         """
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(seconds):
                 await self._admitted.wait()
         except TimeoutError:
             return None

@@ -12,8 +12,8 @@ from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.memory import Lease
 from mlxcache.types import (
     Event,
-    FinishReason,
     Finished,
+    FinishReason,
     Job,
     Piece,
     Progress,
@@ -111,17 +111,20 @@ class Task:
             return self.parser.done
         return "length" if len(self.out) >= self.limit else None
 
-    def end(self, reason: FinishReason) -> None:
-        """Flush what is held back and close the stream; the record is final."""
-        parser, record = self.parser, self.record
-        if parser is not None:
-            for piece in parser.finish(reason):
+    def flush(self, reason: FinishReason) -> None:
+        """Stream what the parser held back, and make the record final."""
+        if self.parser is not None:
+            for piece in self.parser.finish(reason):
                 self.push(piece)
-            reason = parser.done or reason
+            reason = self.parser.done or reason
         self.close_record(reason)
+
+    def end(self) -> None:
+        """Push the last event. Everything that the request did must be accounted for."""
+        parser, record = self.parser, self.record
         self.push(
             Finished(
-                reason=reason,
+                reason=record.finish_reason or "stop",
                 prompt_tokens=len(self.ids),
                 cached_tokens=record.cached_tokens,
                 restored_tokens=record.restored_tokens,

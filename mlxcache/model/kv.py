@@ -40,6 +40,7 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
     """
 
     step = 256
+    offset: int
 
     def __init__(self, max_size: int):
         super().__init__(max_size=max_size, keep=0)
@@ -189,7 +190,7 @@ def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
     if wait:
         mx.eval(arrays)
     else:
-        mx.async_eval(arrays)
+        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
 
 
 def merge(rows: Sequence[Caches]) -> Caches:
@@ -204,7 +205,8 @@ class Layout:
     `bytes_per_token` covers every linear slot; `checkpoint_bytes` all opaque slots at one position.
     `linear` are the indices of the linear slots that the model fills, `specs` the (heads, dim,
     dtype) of each one's arrays. `window` is the smallest sliding window in tokens, or None.
-    `unknown` names classes that are not cached. `vocab_size` is the number of logits. `make` gives empty caches for one sequence.
+    `unknown` names classes that are not cached. `vocab_size` is the number of logits. `make`
+    gives empty caches for one sequence.
     """
 
     make: Callable[[], Caches]

@@ -22,8 +22,8 @@ from mlxcache.model import kv
 from mlxcache.model.sampling import make_processors, make_sampler
 from mlxcache.types import (
     Admitted,
-    FinishReason,
     Finished,
+    FinishReason,
     Job,
     Piece,
     Prompt,
@@ -59,7 +59,12 @@ class Bench:
         self.limits = Limits(concurrency, chunk, 65536, 1 << 30)
         self.ids = itertools.count()
         self.scheduler = Scheduler(
-            self.model, self.memory, self.cost, self.limits, self._dress, lambda task: None
+            self.model,
+            self.memory,
+            self.cost,
+            self.limits,
+            dress=self._dress,
+            ended=lambda task: None,
         )
 
     def _dress(self, task: Task) -> None:

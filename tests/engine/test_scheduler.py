@@ -126,7 +126,12 @@ def test_a_small_budget_is_never_exceeded(
 
     small.memory = Memory(layout, Budget(ram))
     small.scheduler = Scheduler(
-        small.model, small.memory, small.cost, small.limits, small._dress, lambda t: None
+        small.model,
+        small.memory,
+        small.cost,
+        small.limits,
+        dress=small._dress,
+        ended=lambda t: None,
     )
     chats = [prompt(rng, 50) for _ in range(5)]
     for _ in range(4):
