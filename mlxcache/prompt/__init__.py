@@ -1,0 +1,1 @@
+"""Rendering and tokenising conversations: `builder.PromptBuilder`. No MLX."""

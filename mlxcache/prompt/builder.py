@@ -1,0 +1,117 @@
+"""From a conversation to the token ids that it renders to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from mlxcache.errors import MlxcacheError
+from mlxcache.prompt.check import incremental_holds
+from mlxcache.prompt.codec import Codec
+from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.marks import learn_openers, marks
+from mlxcache.prompt.recent import Anchors, Tokenised, Tokeniser
+from mlxcache.prompt.renderer import Rendered, Renderer
+from mlxcache.prompt.template import Template
+from mlxcache.prompt.tokenizer import ChatTokenizer, added_tokens, backend_of, control_tokens
+from mlxcache.prompt.traits import U, probe
+from mlxcache.types import Chat, Prompt
+
+log = logging.getLogger(__name__)
+
+
+class PromptBuilder:
+    """Renders and tokenises conversations for one model. Safe in any thread.
+
+    `template_args` go to the chat template of every conversation; a conversation's own win.
+    What the template takes, and whether its tokenizer can work incrementally, is found out
+    here, by rendering and encoding small conversations; that takes tens of milliseconds.
+    `incremental`: only what changed since a session's last turn is tokenised.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, template_args: Mapping[str, Any] | None = None):
+        args = dict(template_args or {})
+        template = Template(tokenizer)
+        if not template.exists:
+            log.warning("the model has no chat template: conversations are written as plain text")
+        self._think = (tokenizer.think_start, tokenizer.think_end)
+        thinking = [mark for mark in self._think if mark]
+        added = added_tokens(tokenizer)
+        controls = control_tokens(added, template.source, [*thinking, *_tool_marks(tokenizer)])
+        escape = Escape([token.text for token in controls], thinking)
+        self.traits = probe(template, args)
+        self._renderer = Renderer(template, self.traits, escape, args)
+        self._codec = Codec(tokenizer, added, controls, escape)
+        anchors = Anchors(added, controls, normalizer=_normalizes(tokenizer))
+        self._tokeniser = Tokeniser(self._codec, anchors, incremental=self._codec.direct)
+        self._openers = learn_openers(self._renderer, anchors)
+        self.incremental = self._codec.direct and incremental_holds(
+            self._tokeniser, controls, self._sample()
+        )
+        self._tokeniser.incremental = self.incremental
+        if not self.incremental:
+            log.warning(
+                "this tokenizer cannot begin at a special token: every turn is encoded whole"
+            )
+
+    def text(self, text: str) -> Prompt:
+        """The prompt of a bare text, in which control tokens are control tokens.
+
+        Raises BadRequest if the text is not Unicode.
+        """
+        return Prompt(self._codec.raw(text))
+
+    def chat(self, chat: Chat, session: str | None = None) -> Prompt:
+        """The prompt of a conversation.
+
+        `session` is a label under which texts are remembered, so that the next turn's is
+        tokenised from where it differs; it never changes the result. Raises BadRequest for a
+        conversation that cannot be rendered, GenerationFailed if the template breaks.
+        """
+        rendered = self._renderer.render(chat)
+        prompt = self._tokeniser.encode(rendered.text, session)
+        generation = self._tokeniser.position(prompt, rendered.generation)
+        placed = marks(prompt, self._openers, generation)
+        return Prompt(
+            ids=prompt.ids,
+            marks=placed,
+            breakpoint=self._breakpoint(chat, prompt, generation),
+            thinking_open=self._thinking(rendered, prompt, placed),
+            generic_tools=bool(chat.tools) and not self.traits.tools,
+        )
+
+    def _breakpoint(self, chat: Chat, prompt: Tokenised, generation: int) -> int | None:
+        """The token position of a conversation's breakpoint."""
+        leading = chat.breakpoint
+        if leading is None:
+            return None
+        if leading >= len(chat.messages):
+            return generation
+        shared = self._renderer.shared(chat, leading, prompt.text)
+        if len(prompt.at):
+            return prompt.floor(shared)
+        return self._tokeniser.position(prompt, shared)
+
+    def _thinking(self, rendered: Rendered, prompt: Tokenised, placed: tuple[int, ...]) -> bool:
+        """Whether the text after the last mark opens a think block and does not close it."""
+        start, end = self._think
+        if not start or not end:
+            return False
+        tail = rendered.text[min(rendered.generation, prompt.char(placed[-1] if placed else 0)) :]
+        return tail.rfind(start) > tail.rfind(end)
+
+    def _sample(self) -> str:
+        try:
+            return self._renderer.probe([{"role": "user", "content": U}], tools=True)
+        except MlxcacheError:
+            return ""
+
+
+def _normalizes(tokenizer: ChatTokenizer) -> bool:
+    return getattr(backend_of(tokenizer), "normalizer", None) is not None
+
+
+def _tool_marks(tokenizer: ChatTokenizer) -> list[str]:
+    names = ("tool_call_start", "tool_call_end")
+    return [mark for name in names if isinstance(mark := getattr(tokenizer, name, None), str)]

@@ -1,0 +1,211 @@
+"""From rendered text to token ids, with escaped text kept plain."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+from mlxcache.errors import BadRequest
+from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.tokenizer import Added, ChatTokenizer, any_of, backend_of
+from mlxcache.types import Tokens
+
+_PROBES = (
+    "plain words, twice  spaced\n\n\tand indented\n",
+    "don't 1234567 x=3.14; naïve café \u65e5\u672c\u8a9e \U0001f980e\u0301",
+    " leading and trailing ",
+)
+
+
+class Codec:
+    """Encodes rendered text, which may hold sentinels of `escape`. Safe in any thread.
+
+    `direct`: the Rust tokenizer is called itself; else the transformers object, whose class
+    changes the text on its way or has no Rust tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        added: Sequence[Added],
+        controls: Sequence[Added],
+        escape: Escape,
+    ):
+        self._tokenizer = tokenizer
+        self._escape = escape
+        backend = backend_of(tokenizer)
+        texts = [*_PROBES, *(f"a {token.text} b\n{token.text}1" for token in controls[:16])]
+        self._backend = backend if backend is not None and self._agrees(backend, texts) else None
+        self.direct = self._backend is not None
+        self._plain = None
+        if self.direct:
+            self._plain = _Plain.of(self._backend, added, controls, texts)
+
+    def encode(self, text: str) -> Tokens:
+        """The ids of a rendered text, shape (n,); no token is added at its ends.
+
+        Raises BadRequest if the text is not Unicode (a lone surrogate).
+        """
+        try:
+            return np.asarray(self._encode(text), dtype=np.int32)
+        except UnicodeEncodeError as error:
+            raise BadRequest("text holds half of a surrogate pair", param="messages") from error
+
+    def raw(self, text: str) -> Tokens:
+        """The ids of a text as it is, with the tokens that the tokenizer adds at its ends.
+
+        None is added at the start where the text begins with it already. Raises BadRequest if
+        the text is not Unicode.
+        """
+        bos = getattr(self._tokenizer, "bos_token", None)
+        add = not (bos and text.startswith(bos))
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=add)
+        except UnicodeEncodeError as error:
+            raise BadRequest("text holds half of a surrogate pair", param="prompt") from error
+        return np.asarray(ids, dtype=np.int32)
+
+    def _encode(self, text: str) -> Any:
+        if not self._escape.holds(text):
+            return self._ordinary(text)
+        pieces = self._escape.pieces(text)
+        if self._plain is not None:
+            return self._plain.encode(pieces)
+        return self._broken(pieces)
+
+    def _ordinary(self, text: str) -> Any:
+        if self._backend is not None:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _broken(self, pieces: list[tuple[str, bool]]) -> list[int]:
+        """Without a tokenizer that knows no control tokens, each is cut after one character."""
+        ids: list[int] = []
+        run = ""
+        for text, escaped in pieces:
+            if not escaped:
+                run += text
+                continue
+            ids += self._ordinary(run + text[:1])
+            run = text[1:]
+        return ids + list(self._ordinary(run))
+
+    def _agrees(self, backend: Any, texts: Sequence[str]) -> bool:
+        return all(
+            backend.encode(text, add_special_tokens=False).ids
+            == list(self._tokenizer.encode(text, add_special_tokens=False))
+            for text in texts
+        )
+
+
+class _Plain:
+    """A second tokenizer over the same model, in which control tokens go by private names.
+
+    A text whose own control tokens are renamed encodes there as it would in the first one, and
+    what looks like a control token in it is text. The model is shared, not copied, unless its
+    vocabulary itself turns the text of a control token into its id.
+    """
+
+    def __init__(self, tokenizer: Any, table: Tokens, names: dict[str, str]):
+        self._tokenizer = tokenizer
+        self._table = table
+        self._names = names
+        self._pattern = any_of(names)
+
+    @classmethod
+    def of(
+        cls, backend: Any, added: Sequence[Added], controls: Sequence[Added], texts: Sequence[str]
+    ) -> _Plain | None:
+        """The first way that gives the same ids for `texts` and none for a control's text."""
+        nonce = f"{secrets.randbelow(10**20):020d}"
+        names = {token.text: f"<{nonce}{i}>" for i, token in enumerate(controls)}
+        for model in (backend.model, None):
+            base = _sharing(backend, model) if model is not None else _renaming(backend, names)
+            if base is None:
+                continue
+            plain = cls(base, _add_tokens(base, backend, added, names), names)
+            if plain._holds_up(backend, controls, texts):
+                return plain
+        return None
+
+    def encode(self, pieces: list[tuple[str, bool]]) -> Tokens:
+        """Ids of (text, escaped) pieces, shape (n,), in the first tokenizer's numbering."""
+        text = "".join(
+            piece if escaped else self._pattern.sub(self._name, piece) for piece, escaped in pieces
+        )
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._table[np.asarray(ids, dtype=np.int32)]
+
+    def _name(self, match: re.Match[str]) -> str:
+        return self._names[match.group()]
+
+    def _holds_up(self, backend: Any, controls: Sequence[Added], texts: Sequence[str]) -> bool:
+        same = all(
+            self.encode([(text, False)]).tolist()
+            == backend.encode(text, add_special_tokens=False).ids
+            for text in texts
+        )
+        if not same:
+            return False
+        joined = "".join(f" {token.text}\n{token.text}" for token in controls)
+        ids = self.encode([(joined, True)])
+        return not np.isin(ids, [token.id for token in controls]).any()
+
+
+def _sharing(backend: Any, model: Any) -> Any:
+    """A tokenizer over the same model object, without added tokens."""
+    base = Tokenizer(model)
+    _like(base, backend)
+    return base
+
+
+def _renaming(backend: Any, names: dict[str, str]) -> Any:
+    """A tokenizer over a copy of the model in which control tokens' entries are renamed."""
+    spec = json.loads(backend.to_str())
+    spec["added_tokens"] = []
+    spec["post_processor"] = spec["truncation"] = spec["padding"] = None
+    vocabulary = spec["model"].get("vocab")
+    if isinstance(vocabulary, list):
+        spec["model"]["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
+    elif isinstance(vocabulary, dict):
+        merges = spec["model"].get("merges") or ()
+        if any(names.keys() & {*merge, "".join(merge)} for merge in merges):
+            return None
+        spec["model"]["vocab"] = {names.get(text, text): i for text, i in vocabulary.items()}
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def _like(base: Any, backend: Any) -> None:
+    if backend.normalizer is not None:
+        base.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        base.pre_tokenizer = backend.pre_tokenizer
+
+
+def _add_tokens(base: Any, backend: Any, added: Sequence[Added], names: dict[str, str]) -> Tokens:
+    """Add the added tokens under their names; returns new id -> id, shape (vocabulary,)."""
+    taken = base.get_vocab(with_added_tokens=False)
+    top = max(taken.values(), default=-1)
+    # New ids count from the vocabulary's size: fill its holes, so that none is an id in use.
+    base.add_tokens([f"<{secrets.token_hex(10)}>" for _ in range(top + 1 - len(taken))])
+    originals = backend.get_added_tokens_decoder()
+    table = np.arange(top + 2 + len(added), dtype=np.int32)
+    for token in added:
+        flags = originals[token.id]
+        twin = AddedToken(
+            names.get(token.text, token.text),
+            single_word=flags.single_word,
+            lstrip=flags.lstrip,
+            rstrip=flags.rstrip,
+            normalized=flags.normalized,
+            special=flags.special,
+        )
+        (base.add_special_tokens if flags.special else base.add_tokens)([twin])
+        table[base.token_to_id(twin.content)] = token.id
+    return table

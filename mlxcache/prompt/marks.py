@@ -1,0 +1,82 @@
+"""Where in a prompt a checkpoint is worth its bytes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from mlxcache.errors import MlxcacheError
+from mlxcache.prompt.recent import Anchors, Tokenised
+from mlxcache.prompt.renderer import Renderer
+from mlxcache.prompt.template import Message
+from mlxcache.prompt.traits import A2, LONG_ID, NAME, R2, S2, U2, A, R, S, U
+
+APART = 8
+"""Tokens that two marks are at least apart; a checkpoint saves nothing over a closer one."""
+
+
+def learn_openers(renderer: Renderer, anchors: Anchors) -> frozenset[int]:
+    """The ids of the control tokens with which the template opens a message.
+
+    Between the words of two neighbours in a rendered conversation, a message is opened by the
+    token that the generation prompt starts with, if that stands there, else by the last one.
+    Empty if the template has no such tokens.
+    """
+    prompt = renderer.generation_prompt()
+    first = next((anchors.id_of(match) for match in anchors.scan(prompt)), None)
+    openers: set[int] = set()
+    for words, messages, tools in _conversations():
+        try:
+            text = renderer.probe(messages, tools=tools)
+        except MlxcacheError:
+            continue
+        for before, after in pairwise(words):
+            start, end = text.find(before), text.find(after)
+            if not 0 <= start < end:
+                continue
+            found = [anchors.id_of(match) for match in anchors.scan(text[start:end])]
+            if found:
+                openers.add(first if first in found and first is not None else found[-1])
+    return frozenset(openers)
+
+
+def _conversations() -> list[tuple[tuple[str, ...], list[Message], bool]]:
+    def call(number: int) -> Message:
+        function = {"name": NAME, "arguments": {}}
+        return {"id": f"{LONG_ID}{number}", "type": "function", "function": function}
+
+    def result(number: int, text: str) -> Message:
+        return {"role": "tool", "content": text, "tool_call_id": f"{LONG_ID}{number}"}
+
+    user, reply = {"role": "user", "content": U}, {"role": "assistant", "content": A}
+    system, again = {"role": "system", "content": S}, {"role": "user", "content": U2}
+    calls = {"role": "assistant", "content": A2, "tool_calls": [call(1), call(2)]}
+    last: Message = {"role": "system", "content": S2}
+    done = {"role": "assistant", "content": A}
+    return [
+        ((S, U, A, U2), [system, user, reply, again], False),
+        ((S, U, A, U2), [system, user, reply, again], True),
+        ((U, S2, A), [user, last, reply], False),
+        ((U, A2, R, R2, A), [user, calls, result(1, R), result(2, R2), done], True),
+    ]
+
+
+def marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -> tuple[int, ...]:
+    """Ascending token positions: each message's start, and last the generation prompt's.
+
+    None is 0, among the tokens that only begin the text, or the prompt's length.
+    """
+    ids = prompt.ids
+    opens = np.isin(ids[prompt.at], list(openers)) if openers else np.zeros(0, dtype=bool)
+    found = prompt.at[opens].tolist() if openers else []
+    lead = 0
+    while lead < len(prompt.at) and prompt.at[lead] == lead:
+        lead += 1
+    kept: list[int] = []
+    for position in found:
+        if position >= max(lead, 1) and (not kept or position >= kept[-1] + APART):
+            kept.append(position)
+    if 0 < generation_at < len(ids):
+        kept = [p for p in kept if p + APART <= generation_at] + [generation_at]
+    return tuple(p for p in kept if p < len(ids))

@@ -1,0 +1,248 @@
+"""Tokenising only what changed since a text like it was last tokenised."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxcache.prompt.codec import Codec
+from mlxcache.prompt.tokenizer import Added, any_of
+from mlxcache.types import Tokens
+
+log = logging.getLogger(__name__)
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokenised:
+    """A rendered text with its ids, and where its anchors are.
+
+    An anchor is a control token of the template's own. `starts` and `ends` are character
+    offsets, ascending, `at` the same anchors' positions in `ids`; shapes (anchors,).
+    """
+
+    text: str
+    ids: Tokens
+    starts: Ints
+    ends: Ints
+    at: Ints
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, the text's at four a character."""
+        return 4 * len(self.text) + self.ids.nbytes + 3 * self.starts.nbytes
+
+    def floor(self, char: int) -> int:
+        """The position of the last anchor that starts at or before a character; else 0."""
+        i = int(np.searchsorted(self.starts, char, side="right")) - 1
+        return int(self.at[i]) if i >= 0 else 0
+
+    def char(self, position: int) -> int:
+        """The character at which the last anchor at or before a token position starts; else 0."""
+        i = int(np.searchsorted(self.at, position, side="right")) - 1
+        return int(self.starts[i]) if i >= 0 else 0
+
+
+class Anchors:
+    """Finds the control tokens that cut a text into pieces tokenised independently.
+
+    Those are matched on the raw text, before any normaliser sees it, and without a look at
+    their neighbours. All added tokens so matched compete for the text, so all are looked for.
+    """
+
+    def __init__(self, added: Sequence[Added], controls: Sequence[Added], *, normalizer: bool):
+        raw = [t for t in added if not t.single_word and not (t.normalized and normalizer)]
+        chosen = {token.id for token in controls}
+        self._ids = {token.text: token.id for token in raw if token.id in chosen}
+        self._pattern = any_of(token.text for token in raw)
+        self.longest = max((len(token.text) for token in raw), default=0)
+        top = max(chosen, default=0)
+        self._is_anchor = np.zeros(top + 2, dtype=bool)
+        self._is_anchor[list(self._ids.values())] = True
+
+    def scan(self, text: str, start: int = 0) -> list[re.Match[str]]:
+        """The anchors in a text from a character on, leftmost and longest first."""
+        return [m for m in self._pattern.finditer(text, start) if m.group() in self._ids]
+
+    def id_of(self, match: re.Match[str]) -> int:
+        return self._ids[match.group()]
+
+    def positions(self, ids: Tokens) -> Ints:
+        """Where ids are anchors, shape (k,)."""
+        clipped = np.minimum(ids, len(self._is_anchor) - 1)
+        return np.flatnonzero(self._is_anchor[clipped])
+
+    def align(self, ids: Tokens, matches: Sequence[re.Match[str]]) -> Ints | None:
+        """The position of each match in ids, by order; None if they do not correspond."""
+        at = self.positions(ids)
+        found = [self._ids[match.group()] for match in matches]
+        if len(at) != len(found) or ids[at].tolist() != found:
+            return None
+        return at
+
+
+def common_prefix(a: str, b: str) -> int:
+    """The number of leading characters that two texts share; O(n) in compiled comparisons."""
+    low, high = 0, min(len(a), len(b))
+    step = 4096
+    while low < high and a[low : low + step] == b[low : low + step]:
+        low, step = min(low + step, high), step * 2
+    high = min(low + step, high)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class Tokeniser:
+    """Encodes rendered texts, reusing the ids of texts that begin alike. Safe in any thread.
+
+    A new text is compared with the last few of its session and of all; the ids up to the last
+    shared anchor are reused, and the text is encoded again *from that anchor on*, whose id is
+    dropped then: a cut beside a special token is not the same for tokens that strip blanks, nor
+    for vocabularies that mark the start of a text.
+    """
+
+    def __init__(self, codec: Codec, anchors: Anchors, *, incremental: bool = True):
+        self._codec = codec
+        self._anchors = anchors
+        self.incremental = incremental
+        self._recent = Recent()
+
+    def encode(self, text: str, session: str | None = None) -> Tokenised:
+        """Tokenise a rendered text (with sentinels) and remember it.
+
+        Raises BadRequest if the text is not Unicode.
+        """
+        if not self.incremental:
+            return self.full(text)
+        old, shared = self._recent.nearest(text, session)
+        new = self.extend(old, shared, text) if old is not None else None
+        if new is None:
+            new = self.full(text)
+        if len(new.at):
+            follows = old is not None and shared >= _SAME * len(old.text)
+            self._recent.add(new, session, old if follows else None)
+        return new
+
+    def full(self, text: str) -> Tokenised:
+        """Tokenise all of a text, whatever is remembered."""
+        ids = self._codec.encode(text)
+        matches = self._anchors.scan(text)
+        at = self._anchors.align(ids, matches)
+        if at is None:
+            matches, at = [], np.zeros(0, dtype=np.int64)
+        return Tokenised(text, ids, _starts(matches), _ends(matches), at)
+
+    def extend(self, old: Tokenised, shared: int, text: str) -> Tokenised | None:
+        """Tokenise a text whose first `shared` characters are also old's; None if it can't be."""
+        # An anchor counts as shared if no longer token could start at or before it in either.
+        sure = int(np.searchsorted(old.starts, shared - self._anchors.longest, side="right")) - 1
+        first = max(sure, 0)
+        matches = self._anchors.scan(text, int(old.starts[sure]) if sure >= 0 else 0)
+        same = 0
+        while (
+            same < len(matches)
+            and first + same < len(old.starts)
+            and matches[same].start() == old.starts[first + same]
+            and matches[same].end() == old.ends[first + same] <= shared
+        ):
+            same += 1
+        if not same:
+            return None
+        keep = first + same - 1
+        tail = matches[same - 1 :]
+        ids = self._codec.encode(text[tail[0].start() :])
+        at = self._anchors.align(ids, tail)
+        if at is None or at[0] != 0:
+            return None
+        cut = int(old.at[keep])
+        return Tokenised(
+            text,
+            np.concatenate((old.ids[:cut], ids)),
+            np.concatenate((old.starts[:keep], _starts(tail))),
+            np.concatenate((old.ends[:keep], _ends(tail))),
+            np.concatenate((old.at[:keep], at + cut)),
+        )
+
+    def position(self, prompt: Tokenised, char: int) -> int:
+        """The number of ids that a prompt shares with its text cut at a character."""
+        if char >= len(prompt.text):
+            return len(prompt.ids)
+        i = int(np.searchsorted(prompt.starts, char, side="right")) - 1
+        start, at = (int(prompt.starts[i]), int(prompt.at[i])) if i >= 0 else (0, 0)
+        if start == char:
+            return at
+        cut = self._codec.encode(prompt.text[start:char])
+        same = cut[: len(prompt.ids) - at] == prompt.ids[at : at + len(cut)]
+        return at + (len(same) if same.all() else int(np.argmin(same)))
+
+
+_SAME = 0.75
+"""A text that shares this much of an older one takes its place: it is the next turn of it."""
+
+
+def _starts(matches: Sequence[re.Match[str]]) -> Ints:
+    return np.fromiter((m.start() for m in matches), dtype=np.int64, count=len(matches))
+
+
+def _ends(matches: Sequence[re.Match[str]]) -> Ints:
+    return np.fromiter((m.end() for m in matches), dtype=np.int64, count=len(matches))
+
+
+class Recent:
+    """The last few tokenised texts, of each session and of all; bounded in count and bytes.
+
+    Safe in any thread; nothing is computed under the lock but sums.
+    """
+
+    def __init__(self, *, count: int = 128, each: int = 4, latest: int = 8, limit: int = 64 << 20):
+        self._count, self._each, self._latest, self._limit = count, each, latest, limit
+        self._lock = Lock()
+        self._held: tuple[tuple[str | None, Tokenised], ...] = ()
+
+    def nearest(self, text: str, session: str | None) -> tuple[Tokenised | None, int]:
+        """The remembered text with the longest common prefix, and its length in characters."""
+        held = self._held
+        latest = held[-self._latest :]
+        near = [h for h in held[: -self._latest] if session is not None and h[0] == session]
+        best: Tokenised | None = None
+        shared = 0
+        for _, candidate in reversed((*near, *latest)):
+            length = common_prefix(candidate.text, text)
+            if length > shared:
+                best, shared = candidate, length
+        return best, shared
+
+    def add(self, new: Tokenised, session: str | None, continues: Tokenised | None = None) -> None:
+        """Remember a text, in the place of one of its session that it continues.
+
+        What was remembered first is forgotten first.
+        """
+        with self._lock:
+            held = [h for h in self._held if h != (session, continues)]
+            mine = [h for h in held if h[0] == session]
+            if len(mine) >= (self._latest if session is None else self._each):
+                held.remove(mine[0])
+            held.append((session, new))
+            size = sum(kept.nbytes for _, kept in held)
+            while held and (len(held) > self._count or size > self._limit):
+                size -= held.pop(0)[1].nbytes
+            self._held = tuple(held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the remembered texts hold."""
+        return sum(kept.nbytes for _, kept in self._held)

@@ -1,0 +1,153 @@
+"""A conversation as the text that its template makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxcache.errors import BadRequest, MlxcacheError
+from mlxcache.prompt.adapt import adapt
+from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.recent import common_prefix
+from mlxcache.prompt.template import RESERVED, Message, Template
+from mlxcache.prompt.traits import NAME, SHORT_ID, TOOL, A, R, Traits, U
+from mlxcache.types import Chat
+
+_USER: Message = {"role": "user", "content": U}
+_REPLY: Message = {"role": "assistant", "content": A}
+_CALL = {"id": SHORT_ID, "type": "function", "function": {"name": NAME, "arguments": {}}}
+_AFTER: dict[str, list[Message]] = {
+    "user": [_USER],
+    "tool": [
+        _USER,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "content": R, "tool_call_id": SHORT_ID},
+    ],
+}
+_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A text with sentinels, and the character at which its generation prompt starts.
+
+    That is the text's length where there is none, as when a message is to be continued.
+    """
+
+    text: str
+    generation: int
+
+
+class Renderer:
+    """Escapes, adapts and renders conversations. Safe in any thread."""
+
+    def __init__(self, template: Template, traits: Traits, escape: Escape, args: Mapping[str, Any]):
+        self._template, self._traits, self._escape, self._args = template, traits, escape, args
+        self._generations: dict[str, str | None] = {}
+
+    def render(self, chat: Chat) -> Rendered:
+        """Raises BadRequest for a conversation that the template refuses, GenerationFailed."""
+        if not chat.messages:
+            raise BadRequest("there are no messages", param="messages")
+        args, tools = self._arguments(chat), self._tools(chat)
+        messages = self._messages(chat, len(chat.messages))
+        if chat.continue_final:
+            text = self._open(messages, tools, args)
+            return Rendered(text, len(text))
+        text = self._text(messages, tools, args, generation=True)
+        prompt = self._generation(str(messages[-1]["role"]), args)
+        if prompt is not None and text.endswith(prompt):
+            return Rendered(text, len(text) - len(prompt))
+        return Rendered(text, self._shared(text, messages, tools, args))
+
+    def shared(self, chat: Chat, leading: int, text: str) -> int:
+        """The characters that a conversation's text shares with that of its leading messages.
+
+        0 leading messages stand for the tools and the system text alone.
+        """
+        args, tools = self._arguments(chat), self._tools(chat)
+        if leading == 0:
+            roles = [message.get("role") for message in chat.messages]
+            while leading < len(roles) and roles[leading] in ("system", "developer"):
+                leading += 1
+        return self._shared(text, self._messages(chat, leading), tools, args)
+
+    def generation_prompt(self) -> str:
+        """What the template appends to ask for a reply; empty where that is not known."""
+        return self._generation("user", dict(self._args)) or ""
+
+    def probe(self, messages: Sequence[Message], *, tools: bool, generation: bool = False) -> str:
+        """Render messages of our own. Raises as `render` does."""
+        adapted = adapt(messages, (), self._traits)
+        listed = [TOOL] if tools and self._traits.tools else None
+        return self._text(adapted, listed, self._args, generation=generation)
+
+    def _shared(
+        self, text: str, messages: list[Message], tools: Any, args: Mapping[str, Any]
+    ) -> int:
+        """The common prefix with messages rendered alone, or before any other if they cannot be."""
+        follower = _REPLY if messages and messages[-1]["role"] == "user" else _USER
+        for shown in ([*messages], [*messages, follower]):
+            if not shown:
+                continue
+            try:
+                return common_prefix(text, self._text(shown, tools, args, generation=False))
+            except MlxcacheError:
+                continue
+        return 0
+
+    def _generation(self, role: str, args: Mapping[str, Any]) -> str | None:
+        """What `add_generation_prompt` appends after a message of a role; None if not known."""
+        key = f"{role} {json.dumps(args, sort_keys=True, default=repr)}"
+        if key not in self._generations:
+            if len(self._generations) >= _KEPT:
+                self._generations.clear()
+            self._generations[key] = self._find_generation(role, args)
+        return self._generations.get(key)
+
+    def _find_generation(self, role: str, args: Mapping[str, Any]) -> str | None:
+        if role not in _AFTER:
+            return None
+        messages = adapt(_AFTER[role], (), self._traits)
+        try:
+            bare = self._text(messages, None, args, generation=False)
+            full = self._text(messages, None, args, generation=True)
+        except MlxcacheError:
+            return None
+        return full[len(bare) :] if full.startswith(bare) else None
+
+    def _open(self, messages: list[Message], tools: Any, args: Mapping[str, Any]) -> str:
+        """The text up to the end of the last message's content."""
+        last = messages[-1]
+        if last["role"] != "assistant" or last.get("tool_calls"):
+            raise BadRequest(
+                "only an assistant message without tool calls can be continued", param="messages"
+            )
+        last = {**last, "content": str(last.get("content") or "") + self._escape.end}
+        text = self._text([*messages[:-1], last], tools, args, generation=False)
+        end = text.rfind(self._escape.end)
+        if end < 0:
+            raise BadRequest(
+                "the model's chat template cannot continue a message", param="messages"
+            )
+        return text[:end]
+
+    def _messages(self, chat: Chat, count: int) -> list[Message]:
+        messages = [self._escape.message(message) for message in chat.messages[:count]]
+        return adapt(messages, self._escape.value(chat.tools), self._traits)
+
+    def _tools(self, chat: Chat) -> list[Any] | None:
+        return self._escape.value(list(chat.tools)) if chat.tools and self._traits.tools else None
+
+    def _arguments(self, chat: Chat) -> dict[str, Any]:
+        own = set(chat.template_args) & RESERVED
+        if own:
+            raise BadRequest(f"not a template argument: {min(own)}", param="chat_template_kwargs")
+        return {**self._args, **self._escape.value(dict(chat.template_args))}
+
+    def _text(
+        self, messages: list[Message], tools: Any, args: Mapping[str, Any], *, generation: bool
+    ) -> str:
+        return self._template.render(messages, tools=tools, generation=generation, args=args)

@@ -1,0 +1,192 @@
+"""What a chat template takes, found out by rendering small conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxcache.errors import MlxcacheError
+from mlxcache.prompt.template import Message, Template
+
+S, S2, U, U2 = "zqsys7", "zqsysb7", "zquser7", "zquserb7"
+A, A2, R, R2 = "zqreply7", "zqreplyb7", "zqresult7", "zqresultb7"
+"""Words that no template writes by itself."""
+
+NAME, KEY, VALUE = "zqtool7", "zqkey7", "zqvalue7"
+LONG_ID, SHORT_ID = "call_zq7zq7zq7zq7zq7", "zq7zq7zq7"
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "A probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {KEY: {"type": "string", "description": "A word."}},
+            "required": [KEY],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a chat template renders whole and in place; the rest is rewritten before it.
+
+    `system`: a system message at the start. `system_anywhere`: also between and after turns.
+    `developer`: that role, by name. `alternates`: two user or two assistant messages in a row
+    are refused. `tools`, `tool_calls`, `tool_role`: descriptions, calls and results of tools.
+    `user_after_tool`: a user message may follow a result. `string_arguments`: a call's
+    arguments are JSON text. `calls_at_once`: several calls in a message. `text_with_calls`:
+    text beside calls. `absent_content`: a message of calls alone must have no content.
+    `short_ids`: call ids have nine letters or digits.
+    """
+
+    system: bool = True
+    system_anywhere: bool = True
+    developer: bool = False
+    alternates: bool = False
+    tools: bool = False
+    tool_calls: bool = False
+    tool_role: bool = False
+    user_after_tool: bool = True
+    string_arguments: bool = False
+    calls_at_once: bool = True
+    text_with_calls: bool = True
+    absent_content: bool = False
+    short_ids: bool = False
+
+
+def probe(template: Template, args: Mapping[str, Any]) -> Traits:
+    """Render small conversations and see what comes out. Raises nothing."""
+    if not template.exists:
+        return Traits()
+    look = _Look(template, args)
+    system = look.shows([_m("system", S), _m("user", U)], S, U)
+    passes_any_role = look.shows([_m("zqrole", S), _m("user", U)], S, U)
+    tools = look.shows([_m("user", U)], U, tools=True) and look.shows_tool()
+    calls = _probe_calls(look)
+    results = calls is not None and look.shows(
+        [_m("user", U), calls.message(), calls.result(R), _m("assistant", A)], U, NAME, R, A
+    )
+    call = calls or _Calls()
+    return Traits(
+        system=system,
+        system_anywhere=system and _system_anywhere(look),
+        developer=look.shows([_m("developer", S), _m("user", U)], S, U)
+        and (not passes_any_role or "developer" in (template.source or "")),
+        alternates=_alternates(look),
+        tools=tools,
+        tool_calls=calls is not None,
+        tool_role=results and (tools or not passes_any_role),
+        user_after_tool=results and _user_after_tool(look, call),
+        string_arguments=call.string,
+        calls_at_once=calls is None or look.shows([_m("user", U), call.message(n=2)], NAME, NAME),
+        text_with_calls=calls is None
+        or look.shows([_m("user", U), call.message(content=A)], A, NAME),
+        absent_content=call.absent,
+        short_ids=call.short,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """A way to write an assistant's calls."""
+
+    string: bool = False
+    absent: bool = False
+    short: bool = False
+
+    def message(self, *, n: int = 1, content: str = "") -> Message:
+        arguments: Any = {KEY: VALUE}
+        if self.string:
+            arguments = json.dumps(arguments)
+        ids = [self.id, self.id[::-1]][:n]
+        message: Message = {"role": "assistant"}
+        if content or not self.absent:
+            message["content"] = content
+        message["tool_calls"] = [
+            {"id": i, "type": "function", "function": {"name": NAME, "arguments": arguments}}
+            for i in ids
+        ]
+        return message
+
+    def result(self, text: str) -> Message:
+        return {"role": "tool", "content": text, "tool_call_id": self.id, "name": NAME}
+
+    @property
+    def id(self) -> str:
+        return SHORT_ID if self.short else LONG_ID
+
+
+class _Look:
+    """Renders probes; a template's refusal is an answer too."""
+
+    def __init__(self, template: Template, args: Mapping[str, Any]):
+        self._template, self._args = template, args
+
+    def text(self, messages: Sequence[Message], *, tools: bool = False) -> str:
+        try:
+            return self._template.render(
+                messages, tools=[TOOL] if tools else None, generation=False, args=self._args
+            )
+        except MlxcacheError:
+            return ""
+
+    def shows(self, messages: Sequence[Message], *words: str, tools: bool = False) -> bool:
+        """Whether the words come out, in this order."""
+        text, at = self.text(messages, tools=tools), 0
+        for word in words:
+            at = text.find(word, at) + len(word)
+            if at < len(word):
+                return False
+        return True
+
+    def shows_tool(self) -> bool:
+        return any(
+            all(word in self.text(messages, tools=True) for word in (NAME, KEY))
+            for messages in ([_m("user", U)], [_m("system", S), _m("user", U)])
+        )
+
+
+def _m(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _system_anywhere(look: _Look) -> bool:
+    user, reply, system = _m("user", U), _m("assistant", A), _m("system", S2)
+    start = [_m("system", S), user]
+    return (
+        look.shows([*start, system], S, U, S2)
+        and look.shows([*start, system, reply, _m("user", U2)], S, U, S2, A, U2)
+        and look.shows([*start, reply, system, _m("user", U2)], S, U, A, S2, U2)
+        and look.shows([user, system, reply], U, S2, A)
+    )
+
+
+def _alternates(look: _Look) -> bool:
+    users = [_m("user", U), _m("user", U2), _m("assistant", A)]
+    replies = [_m("user", U), _m("assistant", A), _m("assistant", A2), _m("user", U2)]
+    return not (look.shows(users, U, U2, A) and look.shows(replies, U, A, A2, U2))
+
+
+def _probe_calls(look: _Look) -> _Calls | None:
+    """The first way of writing a call that comes out as JSON-like text, not as Python's."""
+    for short in (False, True):
+        for absent in (False, True):
+            for string in (False, True):
+                calls = _Calls(string=string, absent=absent, short=short)
+                messages = [_m("user", U), calls.message(), calls.result(R)]
+                for shown in (messages, messages[:2]):
+                    text = look.text(shown)
+                    whole = all(word in text for word in (NAME, KEY, VALUE))
+                    if whole and repr(KEY) not in text and f'\\"{KEY}' not in text:
+                        return calls
+    return None
+
+
+def _user_after_tool(look: _Look, calls: _Calls) -> bool:
+    messages = [_m("user", U), calls.message(), calls.result(R), _m("user", U2)]
+    return look.shows(messages, U, NAME, R, U2)
