@@ -109,8 +109,6 @@ def speaks_anthropic(request: Request) -> bool:
 
 def error_response(request: Request, error: Exception) -> Response:
     """The response for `error`, in the shape of the API that the request speaks."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)
     id = request.scope.get("state", {}).get("request_id")
     body = anthropic_error(error, id) if speaks_anthropic(request) else openai_error(error)
     headers = dict(getattr(error, "headers", None) or {})
@@ -131,9 +129,15 @@ async def _handle(request: Request, error: Exception) -> Response:
     return error_response(request, error)
 
 
+async def _gone(request: Request, _: Exception) -> Response:
+    """Nobody reads this: it ends the exchange for the server's sake."""
+    log.info("%s: the client went away", request.scope.get("state", {}).get("request_id"))
+    return Response(status_code=499)
+
+
 HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
     errors.MlxcacheError: _handle,
     HTTPException: _handle,
-    ClientDisconnect: _handle,
+    ClientDisconnect: _gone,
 }
 """What the application gives Starlette; all other exceptions are the middleware's."""

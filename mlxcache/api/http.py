@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MAX_DEPTH = 100
+"""Levels of nesting that a body may have."""
+
 _DRAIN_BYTES = 256 << 20
 _DRAIN_SECONDS = 10.0
 
@@ -116,11 +119,11 @@ def decode(type: type[T], body: bytes) -> T:
     """
     try:
         try:
-            return msgspec.json.decode(body, type=type)
+            value = msgspec.json.decode(body, type=type)
         except msgspec.DecodeError as error:
             if isinstance(error, msgspec.ValidationError) or b"\\u" not in body:
                 raise
-            return msgspec.json.decode(_SURROGATE.sub(_mended, body), type=type)
+            value = msgspec.json.decode(_SURROGATE.sub(_mended, body), type=type)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
         param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
@@ -132,6 +135,27 @@ def decode(type: type[T], body: bytes) -> T:
         raise BadRequest(f"The body is not valid UTF-8: {error}.") from error
     except RecursionError as error:
         raise BadRequest("The body is nested too deeply.") from error
+    if not _shallow(value):
+        raise BadRequest(f"The body is nested more than {MAX_DEPTH} levels deep.")
+    return value
+
+
+def _shallow(value: object) -> bool:
+    """Whether what comes after, template engines among it, can recurse through `value`."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[object] = []
+        for node in level:
+            if isinstance(node, dict):
+                below.extend(node.values())
+            elif isinstance(node, list):
+                below.extend(node)
+            elif isinstance(node, msgspec.Struct):
+                below.extend(getattr(node, field) for field in node.__struct_fields__)
+        if not below:
+            return True
+        level = below
+    return False
 
 
 _SURROGATE = re.compile(

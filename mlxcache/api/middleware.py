@@ -63,6 +63,7 @@ class RequestMiddleware:
         if scheme.lower() == "bearer":
             given.append(token.strip())
         key = self._key.encode()
+        # Header values are bytes, read as latin-1.
         # A list, so that the time taken does not tell which of the two matched.
-        if not any([hmac.compare_digest(each.encode(), key) for each in given]):
+        if not any([hmac.compare_digest(each.encode("latin-1"), key) for each in given]):
             raise Unauthorized("The API key is missing or wrong.")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from mlxcache.api.http import decode
 from mlxcache.api.openai_wire import (
     CalledFunction,
     ChatRequest,
@@ -236,8 +236,8 @@ def arguments(function: CalledFunction) -> dict[str, Any]:
     if not text.strip():
         return {}
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
+        return decode(dict[str, Any], text.encode())
+    except BadRequest:
         return {"_raw": text}
 
 

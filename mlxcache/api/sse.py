@@ -114,7 +114,7 @@ class EventStream(EventSourceResponse):
     ):
         """`ping` makes what is sent in a silence, `on_error` the last event of a failed reply."""
         self._stream = stream
-        self._stopping = anyio.Event()
+        self.stopping = anyio.Event()
         super().__init__(
             _guarded(events, on_error),
             sep="\n",
@@ -122,7 +122,7 @@ class EventStream(EventSourceResponse):
             ping=0.9 * settings.ping_seconds,
             ping_message_factory=ping,
             send_timeout=settings.send_timeout,
-            shutdown_event=self._stopping,
+            shutdown_event=self.stopping,
             shutdown_grace_period=SHUTDOWN_GRACE,
         )
 
@@ -139,7 +139,7 @@ class EventStream(EventSourceResponse):
             await close(self._stream)
 
     async def _close_on_shutdown(self) -> None:
-        await self._stopping.wait()
+        await self.stopping.wait()
         await self._stream.aclose()
 
 

@@ -1,0 +1,273 @@
+"""The application as clients meet it: keys, ids, limits, and sockets that misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from mlxcache.api.http import ApiSettings
+from mlxcache.types import Text
+from tests.api.conftest import FakeEngine, eventually, reply
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+MESSAGE: dict[str, Any] = CHAT | {"model": "m", "max_tokens": 5}
+CHAT_PATH, MESSAGE_PATH = "/v1/chat/completions", "/v1/messages"
+BOTH = pytest.mark.parametrize(
+    ("path", "body"), [(CHAT_PATH, CHAT), (MESSAGE_PATH, MESSAGE)], ids=["openai", "anthropic"]
+)
+ID = re.compile(r"req_[0-9a-f]{24}")
+
+
+@contextlib.contextmanager
+def connected(url: str, receive_buffer: int | None = None) -> Iterator[socket.socket]:
+    """A raw connection to the server at `url`."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.socket() as connection:
+        if receive_buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(5)
+        connection.connect((host, int(port)))
+        yield connection
+
+
+def raw(path: str, body: Any) -> bytes:
+    """An HTTP request with `body` as JSON."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+def alive(url: str) -> bool:
+    return httpx.get(f"{url}/health").status_code == 200
+
+
+class TestEveryResponse:
+    @pytest.mark.parametrize("path", ["/health", "/v1/models", "/nothing", "/v1/requests/x"])
+    async def test_carries_the_requests_id(self, client: httpx.AsyncClient, path: str) -> None:
+        ids = {(await client.get(path)).headers["x-mlxcache-request"] for _ in range(2)}
+        assert len(ids) == 2
+        assert all(ID.fullmatch(id) for id in ids)
+
+    @BOTH
+    async def test_carries_the_id_that_the_engine_knows(
+        self, client: httpx.AsyncClient, engine: FakeEngine, path: str, body: Any
+    ) -> None:
+        for stream in (False, True):
+            response = await client.post(path, json=body | {"stream": stream})
+            assert response.status_code == 200
+            assert response.headers["x-mlxcache-request"] == engine.jobs[-1].id
+
+    async def test_lets_no_other_origin_in(self, client: httpx.AsyncClient) -> None:
+        headers = {"origin": "https://example.com", "access-control-request-method": "POST"}
+        for response in (
+            await client.post(CHAT_PATH, json=CHAT | {"stream": True}, headers=headers),
+            await client.options(CHAT_PATH, headers=headers),
+        ):
+            assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+class TestKey:
+    @pytest.fixture
+    def settings(self) -> ApiSettings:
+        return ApiSettings(api_key="clé")
+
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            {"authorization": "Bearer clé"},
+            {"authorization": "bearer  clé"},
+            {"x-api-key": "clé"},
+            {"x-api-key": "clé", "authorization": "Bearer other"},
+            {"x-api-key": "other", "authorization": "Bearer clé"},
+        ],
+    )
+    async def test_the_right_key_opens(
+        self, client: httpx.AsyncClient, headers: dict[str, str]
+    ) -> None:
+        given = {name: value.encode() for name, value in headers.items()}
+        assert (await client.post(CHAT_PATH, json=CHAT, headers=given)).status_code == 200
+
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            {},
+            {"authorization": "Bearer"},
+            {"authorization": "Basic clé"},
+            {"authorization": "clé"},
+            {"x-api-key": ""},
+            {"x-api-key": "clé2"},
+        ],
+    )
+    async def test_any_other_does_not(
+        self, client: httpx.AsyncClient, engine: FakeEngine, headers: dict[str, str]
+    ) -> None:
+        given = {name: value.encode() for name, value in headers.items()}
+        for path in (CHAT_PATH, MESSAGE_PATH):
+            response = await client.post(path, json=MESSAGE, headers=given)
+            assert response.status_code == 401
+            assert response.json()["error"]["type"] == "authentication_error"
+            assert ID.fullmatch(response.headers["x-mlxcache-request"])
+        assert engine.jobs == []
+
+    async def test_only_health_is_open(self, client: httpx.AsyncClient) -> None:
+        assert (await client.get("/health")).status_code == 200
+        for path in ("/v1/models", "/v1/cache", "/v1/requests", "/nothing", "/health/"):
+            assert (await client.get(path)).status_code in (401, 307)
+
+
+class TestLimit:
+    @pytest.fixture
+    def settings(self) -> ApiSettings:
+        return ApiSettings(max_body_bytes=1000)
+
+    @BOTH
+    async def test_a_body_beyond_the_limit_is_a_413(
+        self, client: httpx.AsyncClient, path: str, body: Any
+    ) -> None:
+        content = json.dumps(body | {"padding": "x" * 1000})
+        response = await client.post(path, content=content)
+        assert response.status_code == 413
+        assert "1000 bytes" in response.json()["error"]["message"]
+
+        async def chunks() -> Any:
+            yield content[:500].encode()
+            yield content[500:].encode()
+
+        assert (await client.post(path, content=chunks())).status_code == 413
+
+
+class TestSockets:
+    """On a real socket, because these are what a socket does."""
+
+    @BOTH
+    def test_a_hundred_megabytes_are_answered_and_the_server_goes_on(
+        self, live: str, path: str, body: Any
+    ) -> None:
+        content = json.dumps(body | {"padding": "x" * 100_000_000})
+        response = httpx.post(live + path, content=content, timeout=30)
+        assert response.status_code == 413
+        assert alive(live)
+
+    @BOTH
+    def test_a_client_that_leaves_cancels_its_streamed_reply(
+        self, live: str, engine: FakeEngine, path: str, body: Any
+    ) -> None:
+        engine.script = [*reply("Hello")[:2], 60.0]
+        with httpx.stream("POST", live + path, json=body | {"stream": True}) as response:
+            assert next(line for line in response.iter_lines() if "Hello" in line)
+            assert not engine.streams[0].closed.is_set()
+        assert engine.streams[0].closed.wait(5)
+        assert engine.streams[0].cancelled
+
+    @BOTH
+    def test_a_client_that_leaves_cancels_its_whole_reply(
+        self, live: str, engine: FakeEngine, path: str, body: Any
+    ) -> None:
+        engine.script = [60.0]
+        with connected(live) as connection:
+            connection.sendall(raw(path, body))
+            eventually(lambda: engine.streams)
+        assert engine.streams[0].closed.wait(5)
+        assert engine.streams[0].cancelled
+        assert alive(live)
+
+    @BOTH
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_client_that_leaves_while_it_waits_in_the_queue_is_cancelled(
+        self, live: str, engine: FakeEngine, path: str, body: Any, stream: bool
+    ) -> None:
+        engine.queue_s = 60.0
+        with connected(live) as connection:
+            connection.sendall(raw(path, body | {"stream": stream}))
+            eventually(lambda: engine.streams)
+        assert engine.streams[0].closed.wait(5)
+
+    @pytest.mark.parametrize("sent", [b"", b"POST", b"half a body"])
+    def test_half_closed_sockets_do_no_harm(
+        self, live: str, engine: FakeEngine, sent: bytes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        request = raw(CHAT_PATH, CHAT)
+        with connected(live) as connection:
+            connection.sendall(request[:-5] if sent == b"half a body" else sent)
+            connection.shutdown(socket.SHUT_WR)
+            assert b" 500 " not in connection.recv(4096)
+        with connected(live) as connection:
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+            assert b" 500 " not in connection.recv(4096)
+        assert alive(live)
+        assert "Traceback" not in caplog.text
+
+    def test_binary_garbage_gets_a_400_and_the_server_goes_on(self, live: str) -> None:
+        with connected(live) as connection:
+            connection.sendall(b"\x16\x03\x01\x00\xff" * 100 + b"\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 400")
+        assert alive(live)
+
+    def test_two_hundred_idle_connections_keep_nobody_out(self, live: str) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                stack.enter_context(connected(live))
+            response = httpx.post(live + CHAT_PATH, json=CHAT)
+            assert response.status_code == 200
+
+
+class TestImpatience:
+    @pytest.fixture
+    def settings(self) -> ApiSettings:
+        return ApiSettings(ping_seconds=0.1, send_timeout=0.3, queue_grace=0.2)
+
+    def test_a_reader_that_stalls_is_cancelled_and_holds_up_nobody(
+        self, live: str, engine: FakeEngine
+    ) -> None:
+        engine.script = reply(*[Text("x" * 100_000)] * 1000)
+        with connected(live, receive_buffer=4096) as connection:
+            connection.sendall(raw(CHAT_PATH, CHAT | {"stream": True}))
+            eventually(lambda: engine.streams)
+            stalled = engine.streams[0]
+            assert httpx.post(live + CHAT_PATH, json=CHAT | {"stream": True}).status_code == 200
+            assert stalled.closed.wait(5)
+        assert stalled.cancelled
+        assert stalled.yielded < 1000
+
+    def test_openais_silence_is_filled_with_progress(self, live: str, engine: FakeEngine) -> None:
+        engine.script = [*reply("x")[:1], 0.25, *reply("Hello")[1:]]
+        text = httpx.post(live + CHAT_PATH, json=CHAT | {"stream": True}).text
+        assert ": prefill 0/3\n\n" in text.partition("Hello")[0]
+
+    def test_anthropics_silence_is_filled_with_ping_events(
+        self, live: str, engine: FakeEngine
+    ) -> None:
+        engine.script = [*reply("x")[:1], 0.35, *reply("Hello")[1:]]
+        text = httpx.post(live + MESSAGE_PATH, json=MESSAGE | {"stream": True}).text
+        before = text.partition("Hello")[0]
+        assert before.count('event: ping\ndata: {"type":"ping"}\n\n') >= 2
+
+    @BOTH
+    def test_a_stream_that_waits_in_the_queue_begins_after_the_grace(
+        self, live: str, engine: FakeEngine, path: str, body: Any
+    ) -> None:
+        engine.queue_s = 0.6
+        began = time.monotonic()
+        with httpx.stream("POST", live + path, json=body | {"stream": True}) as response:
+            headers_s = time.monotonic() - began
+            text = "\n".join(response.iter_lines())
+        assert 0.2 <= headers_s < 0.55
+        assert time.monotonic() - began >= 0.6
+        assert "ping" in text or ": queued" in text
+        assert "world" in text
+
+
+async def test_create_app_gives_each_its_own(app: Starlette, engine: FakeEngine) -> None:
+    assert isinstance(app, Starlette)
+    paths = {getattr(route, "path", None) for route in app.routes}
+    assert {CHAT_PATH, MESSAGE_PATH, "/v1/completions", "/v1/models", "/health"} <= paths

@@ -1,0 +1,189 @@
+"""Streams: silences are filled, and whatever ends a stream closes the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import numpy as np
+import pytest
+from sse_starlette.event import ServerSentEvent
+
+from mlxcache.api.http import ApiSettings, Deps
+from mlxcache.api.sse import EventStream, Pulse, comment, event, finished_or_raise, raw_event, start
+from mlxcache.errors import GenerationFailed, NotReady
+from mlxcache.types import Admitted, Finished, Job, Progress, Prompt, Text, Thinking
+from tests.api.conftest import FakeEngine, FakeStream, reply, soon
+
+SETTINGS = ApiSettings()
+JOB = Job("req_1", Prompt(np.arange(3, dtype=np.int32)))
+
+
+async def opened(engine: FakeEngine) -> FakeStream:
+    return await engine.submit(JOB)
+
+
+def response(stream: FakeStream, settings: ApiSettings = SETTINGS) -> EventStream:
+    async def events() -> AsyncGenerator[ServerSentEvent, None]:
+        async for item in stream:
+            if isinstance(item, Text):
+                yield raw_event(item.text)
+
+    return EventStream(
+        stream,  # type: ignore[arg-type]
+        events(),
+        settings,
+        ping=lambda: comment("ping"),
+        on_error=lambda error: raw_event(f"failed: {error}"),
+    )
+
+
+class Wire:
+    """The client's end: what was sent, when it goes away, and how slowly it reads."""
+
+    def __init__(self, *, read_s: float = 0.0, fail_start: bool = False):
+        self.body = b""
+        self.gone = asyncio.Event()
+        self.ended = False
+        self._read_s = read_s
+        self._fail_start = fail_start
+
+    async def receive(self) -> Any:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if self._fail_start:
+                raise OSError("gone")
+            return
+        await asyncio.sleep(self._read_s)
+        self.body += message["body"]
+        self.ended = not message["more_body"]
+
+
+async def play(answer: EventStream, wire: Wire) -> None:
+    await answer({"type": "http", "method": "POST"}, wire.receive, wire.send)
+
+
+async def test_a_stream_is_sent_and_closed(engine: FakeEngine) -> None:
+    stream, wire = await opened(engine), Wire()
+    await play(response(stream), wire)
+    assert wire.body == b"data: Hello\n\ndata: , \n\ndata: world\n\n"
+    assert wire.ended
+    assert stream.closed.is_set()
+    assert not stream.cancelled
+
+
+async def test_silence_is_filled_with_pings(engine: FakeEngine) -> None:
+    engine.script = [0.25, *reply("Hi")]
+    wire = Wire()
+    await play(response(await opened(engine), ApiSettings(ping_seconds=0.1)), wire)
+    before = wire.body.partition(b"data:")[0]
+    assert before.count(b": ping\n\n") == 2
+
+
+async def test_a_client_that_leaves_cancels_its_stream(engine: FakeEngine) -> None:
+    engine.script = [*reply("Hi")[:2], 60.0, *reply("there")]
+    stream, wire = await opened(engine), Wire()
+    task = asyncio.create_task(play(response(stream), wire))
+    await soon(lambda: b"Hi" in wire.body)
+    wire.gone.set()
+    await asyncio.wait_for(task, 2)
+    assert stream.cancelled
+
+
+async def test_a_client_that_left_before_the_first_event_cancels_too(engine: FakeEngine) -> None:
+    stream = await opened(engine)
+    with pytest.raises(OSError, match="gone"):
+        await play(response(stream), Wire(fail_start=True))
+    assert stream.cancelled
+
+
+async def test_a_reader_that_stalls_is_cancelled(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream, wire = await opened(engine), Wire(read_s=60.0)
+    await asyncio.wait_for(play(response(stream, ApiSettings(send_timeout=0.1)), wire), 2)
+    assert stream.cancelled
+    assert "reads nothing" in caplog.text
+
+
+async def test_a_stream_is_closed_when_its_task_is_cancelled(engine: FakeEngine) -> None:
+    engine.script = [60.0]
+    stream = await opened(engine)
+    task = asyncio.create_task(play(response(stream), Wire()))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stream.cancelled
+
+
+async def test_an_error_after_the_beginning_is_the_last_event(engine: FakeEngine) -> None:
+    engine.script = [*reply("Hi")[:2], GenerationFailed("no")]
+    stream, wire = await opened(engine), Wire()
+    await play(response(stream), wire)
+    assert wire.body == b"data: Hi\n\ndata: failed: no\n\n"
+    assert wire.ended
+    assert stream.closed.is_set()
+
+
+async def test_when_the_server_stops_the_engines_stream_is_ended(engine: FakeEngine) -> None:
+    engine.script = [*reply("Hi")[:2], 60.0, *reply("there")]
+    stream, wire = await opened(engine), Wire()
+    answer = response(stream)
+    task = asyncio.create_task(play(answer, wire))
+    await soon(lambda: b"Hi" in wire.body)
+    answer.stopping.set()
+    await asyncio.wait_for(task, 2)
+    assert wire.ended
+    assert stream.cancelled
+
+
+async def test_start_waits_for_admission_only_so_long(engine: FakeEngine) -> None:
+    deps = Deps(engine, ApiSettings(queue_grace=0.05))  # type: ignore[arg-type]
+    engine.cached_tokens = 2
+    _, admitted = await start(deps, JOB)
+    assert admitted == Admitted(3, 2)
+    engine.queue_s = 60.0
+    _, admitted = await asyncio.wait_for(start(deps, JOB), 2)
+    assert admitted is None
+
+
+async def test_start_closes_its_stream_when_it_is_cancelled(engine: FakeEngine) -> None:
+    engine.queue_s = 60.0
+    task = asyncio.create_task(start(Deps(engine, ApiSettings()), JOB))  # type: ignore[arg-type]
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.streams[0].cancelled
+
+
+def test_a_pulse_tells_how_far_the_reply_is() -> None:
+    pulse = Pulse()
+    assert pulse.ping().encode() == b": queued\n\n"
+    for seen, words in [
+        (Admitted(18500, 512), b": prefill 512/18500\n\n"),
+        (Progress(1024, 18500), b": prefill 1024/18500\n\n"),
+        (Thinking("Hm"), b": decode\n\n"),
+    ]:
+        pulse.see(seen)
+        assert pulse.ping().encode() == words
+
+
+def test_events_are_one_line_of_json_each() -> None:
+    assert event({"a": "é\n\u2028"}).encode() == 'data: {"a":"é\\n\u2028"}\n\n'.encode()
+    assert event({}, name="ping").encode() == b"event: ping\ndata: {}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"), [("cancelled", NotReady), ("error", GenerationFailed)]
+)
+def test_an_end_that_is_no_end_raises(reason: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        finished_or_raise(Finished(reason, 1, 0, 0, 0))
+    with pytest.raises(NotReady):
+        finished_or_raise(None)

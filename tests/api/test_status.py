@@ -1,0 +1,147 @@
+"""Health, models, the cache's figures and recent requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+
+from tests.api.conftest import INFO, FakeEngine
+
+
+async def ask(client: httpx.AsyncClient, content: str = "Hi") -> str:
+    body = {"messages": [{"role": "user", "content": content}]}
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    return response.headers["x-mlxcache-request"]
+
+
+async def test_health_is_200_only_when_the_model_can_serve(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    response = await client.get("/health")
+    assert (response.status_code, response.json()["status"]) == (200, "ok")
+    for state in ("loading", "failed", "stopped"):
+        engine.state = state
+        response = await client.get("/health")
+        assert (response.status_code, response.json()["status"]) == (503, state)
+
+
+async def test_models_are_not_listed_before_they_serve(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.state, engine.info = "loading", None
+    for path in ("/v1/models", "/v1/models/x", "/api/v0/models", "/v1/api/v0/models/x"):
+        response = await client.get(path)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "5"
+
+
+async def test_the_model_tells_its_lengths(client: httpx.AsyncClient) -> None:
+    body = (await client.get("/v1/models")).json()
+    assert body["object"] == "list"
+    (model,) = body["data"]
+    assert model["id"] == INFO.id
+    assert model["object"] == "model"
+    assert model["context_length"] == model["loaded_context_length"] == 8192
+    assert model["max_context_length"] == 32768
+
+
+@pytest.mark.parametrize("name", ["org/model-4bit", "claude-opus-4", "current-model", "a/b/c"])
+async def test_any_name_is_the_one_that_is_served(client: httpx.AsyncClient, name: str) -> None:
+    body = (await client.get(f"/v1/models/{name}")).json()
+    assert (body["id"], body["context_length"]) == (name, 8192)
+    body = (await client.get(f"/api/v0/models/{name}")).json()
+    assert (body["id"], body["loaded_context_length"]) == (name, 8192)
+
+
+async def test_both_sdks_read_the_list(app: Any) -> None:
+    transport = httpx2.ASGITransport(app)
+    http_client = httpx2.AsyncClient(transport=transport)
+    async with openai.AsyncOpenAI(
+        base_url="http://test/v1", api_key="x", http_client=http_client
+    ) as client:
+        assert [m.id async for m in client.models.list()] == [INFO.id]
+    http_client = httpx2.AsyncClient(transport=transport)
+    async with anthropic.AsyncAnthropic(
+        base_url="http://test", api_key="x", http_client=http_client
+    ) as client:
+        assert [m.id async for m in client.models.list()] == [INFO.id]
+
+
+@pytest.mark.parametrize("path", ["/api/v0/models", "/v1/api/v0/models"])
+async def test_lm_studios_list(client: httpx.AsyncClient, path: str) -> None:
+    body = (await client.get(path)).json()
+    assert body["object"] == "list"
+    (model,) = body["data"]
+    assert set(model) == {
+        "id",
+        "object",
+        "type",
+        "publisher",
+        "arch",
+        "compatibility_type",
+        "quantization",
+        "state",
+        "max_context_length",
+        "loaded_context_length",
+    }
+    assert (model["id"], model["publisher"], model["arch"]) == (INFO.id, "org", "llama")
+    assert (model["type"], model["compatibility_type"], model["state"]) == ("llm", "mlx", "loaded")
+    assert (model["max_context_length"], model["loaded_context_length"]) == (32768, 8192)
+
+
+async def test_the_caches_figures_are_the_engines(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    await ask(client)
+    assert (await client.get("/v1/cache")).json() == engine.figures()
+
+
+async def test_a_request_is_found_under_the_id_that_its_response_carried(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.cached_tokens = 1
+    id = await ask(client, "one two three")
+    body = (await client.get(f"/v1/requests/{id}")).json()
+    assert body["id"] == id
+    assert (body["prompt_tokens"], body["cached_tokens"], body["fed_tokens"]) == (5, 1, 4)
+    assert body["status"] == "done"
+    assert list(body["timing"]) == [
+        "queue_s",
+        "render_s",
+        "match_s",
+        "restore_s",
+        "prefill_s",
+        "first_token_s",
+        "decode_s",
+    ]
+    assert body["timing"]["render_s"] >= 0
+    assert body["timing"]["decode_s"] is None
+    assert body["lost"] is None
+
+
+async def test_requests_come_newest_first_and_as_many_as_asked_for(
+    client: httpx.AsyncClient,
+) -> None:
+    ids = [await ask(client) for _ in range(3)]
+    body = (await client.get("/v1/requests")).json()
+    assert body["object"] == "list"
+    assert [r["id"] for r in body["data"]] == ids[::-1]
+    body = (await client.get("/v1/requests?limit=1")).json()
+    assert [r["id"] for r in body["data"]] == ids[-1:]
+
+
+@pytest.mark.parametrize("limit", ["-1", "x", "", "1e3", "9" * 50, "٣"])
+async def test_a_limit_that_is_no_number_is_refused(client: httpx.AsyncClient, limit: str) -> None:
+    response = await client.get("/v1/requests", params={"limit": limit})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "limit"
+
+
+async def test_a_request_that_nobody_made_is_not_found(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/v1/requests/req_0")).status_code == 404
