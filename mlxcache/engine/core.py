@@ -13,7 +13,8 @@ from mlxcache.config import Settings, machine_bytes, ram_limit
 from mlxcache.engine import cost
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.memory import Memory
-from mlxcache.engine.scheduler import Limits, Scheduler
+from mlxcache.engine.prefill import Limits
+from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Task
 from mlxcache.errors import ModelError
 from mlxcache.model import device, kv
@@ -86,7 +87,7 @@ class Core:
         # growing or copying one array at a time needs the widest of them twice
         arrays = max(1, sum(len(spec) for spec in self.layout.specs))
         needed = kv_bytes + kv_bytes // arrays + 2 * self.layout.checkpoint_bytes
-        room = self.memory.largest() + (self.transient if arrays > 1 else 0)
+        room = self.memory.room.largest() + (self.transient if arrays > 1 else 0)
         return needed <= room and self.cost.transient(16, tokens) <= self.transient
 
     def _dress(self, task: Task) -> None:

@@ -129,7 +129,7 @@ class Engine:
             log.exception("the MLX thread died")
             call(self._died)
         finally:
-            core.memory.clear()
+            core.memory.room.clear()
 
     def _died(self) -> None:
         self.state = "failed"

@@ -56,6 +56,6 @@ def snapshot(memory: Memory, totals: Totals) -> dict[str, Any]:
         "checkpoints": tree.checkpoints,
         "requests": dict(totals.requests),
         "tokens": dict(totals.tokens),
-        "evictions": {"spilled": 0, "dropped": memory.dropped},
+        "evictions": {"spilled": 0, "dropped": memory.room.dropped},
         "restores": {"ok": 0, "corrupt": 0},
     }

@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlxcache.engine.decoder import Decoder, Drawn
-from mlxcache.engine.memory import STEP, Memory
+from mlxcache.engine.memory import Memory
+from mlxcache.engine.room import STEP
 from mlxcache.engine.task import Task
 from mlxcache.model import kv
 
@@ -123,7 +124,9 @@ class Lanes:
             starved = self.sync(lane)
         if lane.length() + 1 > lane.capacity:
             more = len(lane.tasks) * STEP * self.memory.layout.bytes_per_token
-            if not self.memory.make_room(more) or not self.memory.budget.reserve("batch", more):
+            if not self.memory.room.make_room(more) or not self.memory.budget.reserve(
+                "batch", more
+            ):
                 return [lane.tasks[0]]
             lane.bytes += more
             lane.capacity += STEP

@@ -9,19 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 from mlxcache.cache.budget import Budget
 from mlxcache.cache.tree import Match, Node, PrefixTree
+from mlxcache.engine.room import STEP, Room
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage, Span
 from mlxcache.types import Tokens
-
-STEP = 256
-"""Positions that a buffer grows by at least."""
-
-WARM_LINEAGES = 4
-"""Idle lineages that may keep a whole buffer although the tree holds part of it elsewhere."""
 
 
 @dataclass(slots=True)
@@ -34,12 +27,6 @@ class Lease:
     state_bytes: int = 0
 
 
-def room(tokens: int) -> int:
-    """Capacity for `tokens` positions: one growth step more, in whole steps."""
-    slack = max(STEP, tokens // 16)
-    return (tokens + slack + STEP - 1) // STEP * STEP
-
-
 class Memory:
     """The RAM tier of one model."""
 
@@ -47,9 +34,8 @@ class Memory:
         self.layout = layout
         self.budget = budget
         self.tree = PrefixTree(layout.bytes_per_token)
-        self.idle: dict[int, Lineage] = {}
-        self.busy: dict[int, Lineage] = {}
-        self.dropped = 0
+        self.room = Room(layout, budget, self.tree)
+        self.idle, self.busy = self.room.idle, self.room.busy
 
     # -- acquiring ---------------------------------------------------------------------------
 
@@ -90,7 +76,7 @@ class Memory:
 
     def _reserve_state(self, lease: Lease) -> bool:
         bytes_ = self.layout.checkpoint_bytes
-        if not self.make_room(bytes_) or not self.budget.reserve("states", bytes_):
+        if not self.room.make_room(bytes_) or not self.budget.reserve("states", bytes_):
             return False
         lease.state_bytes = bytes_
         return True
@@ -109,7 +95,7 @@ class Memory:
         """Move what `owner` holds beyond `cached` into a lineage of its own."""
         if not tail:
             return True
-        if not self._reserve_kv(tail, owner.capacity):
+        if not self.room.reserve_kv(tail, owner.capacity):
             return False
         self._boundary(match, cached)
         twin = owner.detach(cached, cached + tail)
@@ -126,19 +112,12 @@ class Memory:
                 return node.parent
         raise ValueError(f"no node of the match reaches {position}")
 
-    def _room(self, held: int, least: int) -> int | None:
-        """Reserve a buffer of `least` positions, with room to grow if that fits; its capacity."""
-        for capacity in (room(least), least):
-            if self._reserve_kv(capacity - held, capacity):
-                return capacity
-        return None
-
     def _take(self, match: Match, spans: list[Span], cached: int, least: int) -> Lease | None:
         """Go on in the last span's own buffers: in place if it is whole and has the room."""
         owner = spans[-1][0]
         capacity = owner.capacity
         if not owner.whole or capacity < least:
-            found = self._room(capacity, least)
+            found = self.room.fit(capacity, least)
             if found is None:
                 return None
             capacity = found
@@ -156,7 +135,7 @@ class Memory:
 
     def _fresh(self, spans: list[Span], cached: int, least: int) -> Lease | None:
         """A new lineage with copies of `spans`."""
-        capacity = self._room(0, least)
+        capacity = self.room.fit(0, least)
         if capacity is None:
             return None
         lineage = Lineage(self.layout)
@@ -174,7 +153,7 @@ class Memory:
         lineage = lease.lineage
         if length <= lineage.capacity or not self.layout.specs:
             return True
-        capacity = self._room(lineage.capacity, (length + 63) // 64 * 64)
+        capacity = self.room.fit(lineage.capacity, (length + 63) // 64 * 64)
         if capacity is not None:
             lineage.grow(capacity)
         return capacity is not None
@@ -195,32 +174,12 @@ class Memory:
     def _checkpoint(self, lease: Lease, node: Node) -> None:
         size = self.layout.checkpoint_bytes
         while (
-            self.tree.checkpoint_bytes + size > self.budget.limit // 2 and self._drop_checkpoint()
+            self.tree.checkpoint_bytes + size > self.budget.limit // 2
+            and self.room.drop_checkpoint()
         ):
             pass
-        if self.make_room(size) and self.budget.reserve("checkpoints", size):
+        if self.room.make_room(size) and self.budget.reserve("checkpoints", size):
             self.tree.set_checkpoint(node, lease.lineage.capture(), size)
-
-    def _spare_checkpoint(self) -> Node | None:
-        """The least recently used checkpoint; of one path's, not the first: that is the head's."""
-        first = self.tree.lru_checkpoint()
-        below = list(first.children.values()) if first else []
-        while first is not None and below:
-            node = below.pop()
-            if node.used_at != first.used_at:
-                continue
-            if node.checkpoint is not None and not node.locks:
-                return node
-            below += node.children.values()
-        return first
-
-    def _drop_checkpoint(self) -> bool:
-        node = self._spare_checkpoint()
-        if node is None:
-            return False
-        self.budget.release("checkpoints", node.checkpoint_bytes)
-        self.tree.drop_checkpoint(node)
-        return True
 
     def release(self, lease: Lease) -> None:
         """The request is over: its lineage goes idle, or goes if the tree needs none of it."""
@@ -234,8 +193,8 @@ class Memory:
         del self.busy[id(lineage)]
         self.idle[id(lineage)] = lineage
         lineage.rest()
-        self._shrink(lineage, force=False)
-        self._settle()
+        self.room.shrink(lineage, force=False)
+        self.room.settle()
 
     def abandon(self, lease: Lease) -> None:
         """Release a lineage whose last forward pass failed: only what was committed is kept."""
@@ -243,86 +202,3 @@ class Memory:
         held = self.tree.live_range(lineage)
         lineage.truncate(held[1] if held else 0)
         self.release(lease)
-
-    def _settle(self) -> None:
-        """Let only the latest few idle lineages hold more than the tree needs of them."""
-        spare = [x for x in self.idle.values() if self._spare(x)]
-        for lineage in spare[:-WARM_LINEAGES]:
-            self._shrink(lineage, force=True)
-
-    def _spare(self, lineage: Lineage) -> bool:
-        """Whether a lineage holds well more than the tree needs of it (padding aside)."""
-        start, end = self.tree.live_range(lineage) or (0, 0)
-        return lineage.capacity - (end - start) > max(STEP, lineage.capacity // 8)
-
-    def _shrink(self, lineage: Lineage, *, force: bool) -> int:
-        """Give back what the tree does not hold through `lineage`; returns the bytes freed."""
-        held = self.tree.live_range(lineage)
-        before = lineage.nbytes
-        if held is None:
-            self.idle.pop(id(lineage), None)
-            lineage.release()
-        elif force and self.layout.specs and held[1] - held[0] < lineage.capacity:
-            if not self._transient(held[1] - held[0]):
-                return 0
-            lineage.compact(*held)
-        freed = before - lineage.nbytes
-        if freed:
-            self.budget.release("kv", freed)
-            mx.clear_cache()
-        return freed
-
-    # -- making room --------------------------------------------------------------------------
-
-    def _transient(self, capacity: int) -> bool:
-        """Whether one array of `capacity` positions fits while the old one is still there."""
-        arrays = sum(len(spec) for spec in self.layout.specs)
-        widest = max((h * d * t.size for s in self.layout.specs for h, d, t in s), default=0)
-        return not arrays or capacity * widest <= self.budget.free + self._kind("transient")
-
-    def _reserve_kv(self, tokens: int, rebuilt: int) -> bool:
-        """Reserve `tokens` positions, and see that rebuilding `rebuilt` of them has the room."""
-        size = tokens * self.layout.bytes_per_token
-        if not self.make_room(size) or not self._transient(rebuilt):
-            return False
-        return self.budget.reserve("kv", size)
-
-    def make_room(self, size: int) -> bool:
-        """Free budget until `size` bytes fit: first spare copies, then the least recently used."""
-        for lineage in list(self.idle.values()):
-            if self.budget.free >= size:
-                return True
-            if self._spare(lineage):
-                self._shrink(lineage, force=True)
-        while self.budget.free < size:
-            if not self._evict(size - self.budget.free):
-                return False
-        return True
-
-    def _evict(self, needed: int) -> bool:
-        leaf = self.tree.lru_leaf()
-        if leaf is None:
-            return False
-        length = leaf.end - leaf.start
-        per_token = self.layout.bytes_per_token
-        cut = length
-        if per_token and not self.layout.opaque:
-            cut = min(length, max(-(-needed // per_token), length // 4, STEP))
-        self.dropped += 1
-        gone = self.tree.cut(leaf, leaf.end - cut)
-        self.budget.release("checkpoints", gone.checkpoint_bytes)
-        if id(gone.value) in self.idle:
-            self._shrink(gone.value, force=True)
-        return True
-
-    def _kind(self, name: str) -> int:
-        return self.budget.by_kind().get(name, 0)
-
-    def largest(self) -> int:
-        """Bytes that a single request could have if nothing else were held."""
-        return self.budget.limit - self._kind("transient") - self._kind("pool")
-
-    def clear(self) -> None:
-        """Drop everything that no request uses."""
-        while self._evict(self.budget.limit):
-            pass

@@ -6,10 +6,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-
-import mlx.core as mx
 
 from mlxcache.cache.node import common_length
 from mlxcache.engine.cost import Cost
@@ -17,7 +14,6 @@ from mlxcache.engine.lanes import Lane, Lanes
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task, checkpoint_stops
 from mlxcache.errors import ContextLengthExceeded, GenerationFailed, MlxcacheError, NotReady
-from mlxcache.model import kv
 from mlxcache.types import Admitted, FinishReason
 
 log = logging.getLogger("mlxcache.engine")
@@ -25,22 +21,8 @@ log = logging.getLogger("mlxcache.engine")
 COMMIT_EVERY = 1000
 """Tokens of a reply after which it is committed while it goes on."""
 
-ALONE_S = 2.0
-BESIDE_S = 0.25
-"""How long a prefill chunk may take, alone and while others decode or wait, in seconds."""
-
 WORTH_WAITING = 256
 """Tokens that a running prefill must be about to share for a new request to wait for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the scheduler holds requests to: see `config.Settings`."""
-
-    concurrency: int
-    prefill_chunk: int
-    context: int
-    transient: int
 
 
 class Scheduler:
@@ -59,7 +41,6 @@ class Scheduler:
     ):
         self.model = model
         self.memory = memory
-        self.cost = cost
         self.limits = limits
         self.dress = dress
         self.ended = ended
@@ -67,6 +48,7 @@ class Scheduler:
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.waiting: list[Task] = []
         self.prefilling: list[Task] = []
+        self.prefill = Prefill(model, memory, cost, limits)
         self.lanes = Lanes(model, memory)
         self.stopping = False
 
@@ -85,7 +67,7 @@ class Scheduler:
         self._admit()
         began = time.perf_counter()
         if self.prefilling:
-            self._prefill(self._next_prefill())
+            self._prefill_one()
         busy_until = 2 * time.perf_counter() - began
         self._decode_round()
         while len(self.lanes) and time.perf_counter() < busy_until and self.inbox.empty():
@@ -153,7 +135,7 @@ class Scheduler:
         task.limit = min(task.limit or self.limits.context, self.limits.context - len(task.ids))
         lease = self.memory.acquire(task.ids, task.limit)
         if lease is None and not self._active():
-            self.memory.clear()
+            self.memory.room.clear()
             lease = self.memory.acquire(task.ids, task.limit)
             if lease is None:
                 self.waiting.remove(task)
@@ -181,58 +163,18 @@ class Scheduler:
 
     # -- prefill -----------------------------------------------------------------------------
 
-    def _next_prefill(self) -> Task:
-        """The shortest first; a task that was passed over gains two chunks each time."""
-        chosen = min(
-            self.prefilling, key=lambda t: t.remaining - 2 * self.limits.prefill_chunk * t.skipped
-        )
-        for task in self.prefilling:
-            task.skipped = 0 if task is chosen else task.skipped + 1
-        return chosen
-
-    def _prefill(self, task: Task) -> None:
+    def _prefill_one(self) -> None:
+        """One chunk of the request whose turn it is; into a lane with it if that was the last."""
+        task = self.prefill.next(self.prefilling)
         self._guard([task], lambda: self._prefill_chunk(task))
 
     def _prefill_chunk(self, task: Task) -> bool:
-        lineage = task.held.lineage
-        if task.remaining > 0:
-            self._feed(task, self._chunk_size(task))
+        crowded = bool(len(self.lanes) or len(self.prefilling) > 1 or self.waiting)
+        self.prefill.chunk(task, crowded=crowded)
         if task.remaining == 0:
             self.prefilling.remove(task)
             self.lanes.enter(task)
-        elif not lineage.aligned():
-            raise GenerationFailed("The model's cache does not hold what it was fed.")
         return True
-
-    def _chunk_size(self, task: Task) -> int:
-        at = task.held.lineage.length
-        crowded = len(self.lanes) or len(self.prefilling) > 1 or self.waiting
-        size = self.cost.chunk(
-            at,
-            bytes_=self.limits.transient,
-            seconds=BESIDE_S if crowded else ALONE_S,
-            most=self.limits.prefill_chunk,
-        )
-        stop = next((s for s in task.stops if s > at), task.target)
-        return min(size, stop - at, task.remaining)
-
-    def _feed(self, task: Task, size: int) -> None:
-        lease, began = task.held, time.perf_counter()
-        lineage = lease.lineage
-        at = lineage.length
-        chunk = mx.array(task.ids[at : at + size])[None]
-        self.model(chunk, cache=lineage.caches)
-        lineage.length = at + size
-        last = task.remaining == 0
-        kv.eval_states(lineage.caches, wait=not last or lineage.length in task.stops)
-        if not last:
-            mx.clear_cache()
-            self.cost.observe(size, time.perf_counter() - began)
-        marked = lineage.length in task.stops
-        if marked or not self.memory.layout.opaque:
-            self.memory.commit(lease, task.ids, checkpoint=marked)
-        if not last:
-            task.progress()
 
     # -- decoding ----------------------------------------------------------------------------
 

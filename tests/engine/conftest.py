@@ -16,7 +16,8 @@ from mlxcache.cache.budget import Budget
 from mlxcache.engine import cost
 from mlxcache.engine.decoder import Row
 from mlxcache.engine.memory import Memory
-from mlxcache.engine.scheduler import Limits, Scheduler
+from mlxcache.engine.prefill import Limits
+from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Task
 from mlxcache.model import kv
 from mlxcache.model.sampling import make_processors, make_sampler

@@ -76,7 +76,7 @@ def test_a_compacted_session_is_made_whole_again(dense: Bench, rng: np.random.Ge
 def test_an_empty_engine_holds_nothing(bench: Bench, rng: np.random.Generator) -> None:
     for _ in range(3):
         bench.ask(prompt(rng, 200), marks=[100])
-    bench.memory.clear()
+    bench.memory.room.clear()
     assert bench.memory.budget.used == 0
     assert not bench.memory.idle
     assert bench.memory.tree.tokens == 0

@@ -1,0 +1,83 @@
+"""Feeding prompts in chunks: whose turn it is, how long a chunk may be. MLX thread only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlxcache.engine.cost import Cost
+from mlxcache.engine.memory import Memory
+from mlxcache.engine.task import Task
+from mlxcache.errors import GenerationFailed
+from mlxcache.model import kv
+
+ALONE_S = 2.0
+BESIDE_S = 0.25
+"""How long a chunk may take, alone and while others decode or wait, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler holds requests to: see `config.Settings`."""
+
+    concurrency: int
+    prefill_chunk: int
+    context: int
+    transient: int
+
+
+class Prefill:
+    """Feeds chunks of prompts, and commits what they leave."""
+
+    def __init__(self, model: Any, memory: Memory, cost: Cost, limits: Limits):
+        self.model = model
+        self.memory = memory
+        self.cost = cost
+        self.limits = limits
+
+    def next(self, tasks: list[Task]) -> Task:
+        """The shortest first; a task that was passed over gains two chunks each time."""
+        bonus = 2 * self.limits.prefill_chunk
+        chosen = min(tasks, key=lambda t: t.remaining - bonus * t.skipped)
+        for task in tasks:
+            task.skipped = 0 if task is chosen else task.skipped + 1
+        return chosen
+
+    def chunk(self, task: Task, *, crowded: bool) -> None:
+        """Feed one chunk; `crowded` keeps it short for the sake of others.
+
+        Raises GenerationFailed where the model's cache does not grow by what it was fed.
+        """
+        if task.remaining > 0:
+            self._feed(task, self._size(task, BESIDE_S if crowded else ALONE_S))
+        if not task.held.lineage.aligned():
+            raise GenerationFailed("The model's cache does not hold what it was fed.")
+
+    def _size(self, task: Task, seconds: float) -> int:
+        at = task.held.lineage.length
+        size = self.cost.chunk(
+            at, bytes_=self.limits.transient, seconds=seconds, most=self.limits.prefill_chunk
+        )
+        stop = next((s for s in task.stops if s > at), task.target)
+        return min(size, stop - at, task.remaining)
+
+    def _feed(self, task: Task, size: int) -> None:
+        lease, began = task.held, time.perf_counter()
+        lineage = lease.lineage
+        at = lineage.length
+        chunk = mx.array(task.ids[at : at + size])[None]
+        self.model(chunk, cache=lineage.caches)
+        lineage.length = at + size
+        last = task.remaining == 0
+        kv.eval_states(lineage.caches, wait=not last or lineage.length in task.stops)
+        if not last:
+            mx.clear_cache()
+            self.cost.observe(size, time.perf_counter() - began)
+        marked = lineage.length in task.stops
+        if marked or not self.memory.layout.opaque:
+            self.memory.commit(lease, task.ids, checkpoint=marked)
+        if not last:
+            task.progress()

@@ -1,0 +1,149 @@
+"""The bytes that lineages and checkpoints take, and how room is made for more. MLX thread only."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlxcache.cache.budget import Budget
+from mlxcache.cache.tree import Node, PrefixTree
+from mlxcache.model.kv import Layout
+from mlxcache.model.lineage import Lineage
+
+STEP = 256
+"""Positions that a buffer grows by at least."""
+
+WARM_LINEAGES = 4
+"""Idle lineages that may keep a whole buffer although the tree holds part of it elsewhere."""
+
+
+def with_slack(tokens: int) -> int:
+    """Capacity for `tokens` positions: one growth step more, in whole steps."""
+    slack = max(STEP, tokens // 16)
+    return (tokens + slack + STEP - 1) // STEP * STEP
+
+
+class Room:
+    """Every lineage, idle or busy, charged to one budget; the tree says what each is good for.
+
+    `dropped` counts evictions.
+    """
+
+    def __init__(self, layout: Layout, budget: Budget, tree: PrefixTree):
+        self.layout = layout
+        self.budget = budget
+        self.tree = tree
+        self.idle: dict[int, Lineage] = {}
+        self.busy: dict[int, Lineage] = {}
+        self.dropped = 0
+        arrays = [h * d * t.size for spec in layout.specs for h, d, t in spec]
+        self.widest = max(arrays, default=0)
+
+    def fit(self, held: int, least: int) -> int | None:
+        """Reserve a buffer of `least` positions, with room to grow if that fits; its capacity."""
+        for capacity in (with_slack(least), least):
+            if self.reserve_kv(capacity - held, capacity):
+                return capacity
+        return None
+
+    def _transient(self, capacity: int) -> bool:
+        """Whether one array of `capacity` positions fits while the old one is still there."""
+        return capacity * self.widest <= self.budget.free + self._kind("transient")
+
+    def reserve_kv(self, tokens: int, rebuilt: int) -> bool:
+        """Reserve `tokens` positions, and see that rebuilding `rebuilt` of them has the room."""
+        size = tokens * self.layout.bytes_per_token
+        if not self.make_room(size) or not self._transient(rebuilt):
+            return False
+        if size < 0:
+            self.budget.release("kv", -size)
+            return True
+        return self.budget.reserve("kv", size)
+
+    def make_room(self, size: int) -> bool:
+        """Free budget until `size` bytes fit: first spare copies, then the least recently used."""
+        for lineage in list(self.idle.values()):
+            if self.budget.free >= size:
+                return True
+            if self._spare(lineage):
+                self.shrink(lineage, force=True)
+        while self.budget.free < size:
+            if not self._evict(size - self.budget.free):
+                return False
+        return True
+
+    def _evict(self, needed: int) -> bool:
+        leaf = self.tree.lru_leaf()
+        if leaf is None:
+            return False
+        length = leaf.end - leaf.start
+        per_token = self.layout.bytes_per_token
+        cut = length
+        if per_token and not self.layout.opaque:
+            cut = min(length, max(-(-needed // per_token), length // 4, STEP))
+        self.dropped += 1
+        gone = self.tree.cut(leaf, leaf.end - cut)
+        self.budget.release("checkpoints", gone.checkpoint_bytes)
+        if id(gone.value) in self.idle:
+            self.shrink(gone.value, force=True)
+        return True
+
+    def settle(self) -> None:
+        """Let only the latest few idle lineages hold more than the tree needs of them."""
+        spare = [x for x in self.idle.values() if self._spare(x)]
+        for lineage in spare[:-WARM_LINEAGES]:
+            self.shrink(lineage, force=True)
+
+    def _spare(self, lineage: Lineage) -> bool:
+        """Whether a lineage holds well more than the tree needs of it (padding aside)."""
+        start, end = self.tree.live_range(lineage) or (0, 0)
+        return lineage.capacity - (end - start) > max(STEP, lineage.capacity // 8)
+
+    def shrink(self, lineage: Lineage, *, force: bool) -> int:
+        """Give back what the tree does not hold through `lineage`; returns the bytes freed."""
+        held = self.tree.live_range(lineage)
+        before = lineage.nbytes
+        if held is None:
+            self.idle.pop(id(lineage), None)
+            lineage.release()
+        elif force and self.layout.specs and held[1] - held[0] < lineage.capacity:
+            if not self._transient(held[1] - held[0]):
+                return 0
+            lineage.compact(*held)
+        freed = before - lineage.nbytes
+        if freed:
+            self.budget.release("kv", freed)
+            mx.clear_cache()
+        return freed
+
+    def _spare_checkpoint(self) -> Node | None:
+        """The least recently used checkpoint; of one path's, not the first: that is the head's."""
+        first = self.tree.lru_checkpoint()
+        below = list(first.children.values()) if first else []
+        while first is not None and below:
+            node = below.pop()
+            if node.used_at != first.used_at:
+                continue
+            if node.checkpoint is not None and not node.locks:
+                return node
+            below += node.children.values()
+        return first
+
+    def drop_checkpoint(self) -> bool:
+        node = self._spare_checkpoint()
+        if node is None:
+            return False
+        self.budget.release("checkpoints", node.checkpoint_bytes)
+        self.tree.drop_checkpoint(node)
+        return True
+
+    def _kind(self, name: str) -> int:
+        return self.budget.by_kind().get(name, 0)
+
+    def largest(self) -> int:
+        """Bytes that a single request could have if nothing else were held."""
+        return self.budget.limit - self._kind("transient") - self._kind("pool")
+
+    def clear(self) -> None:
+        """Drop everything that no request uses."""
+        while self._evict(self.budget.limit):
+            pass
