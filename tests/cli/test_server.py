@@ -1,0 +1,132 @@
+"""The server as a process: it starts, says what it is, logs, and ends cleanly."""
+
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.served import served
+
+KEY = "swordfish-0001"
+CHAT = {"messages": [{"role": "user", "content": "Tell me about caches."}], "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def server(toy_llama, tmp_path_factory):
+    """One server for the tests that leave it running."""
+    home = tmp_path_factory.mktemp("home")
+    environ = {"MLXCACHE_API_KEY": KEY}
+    with served("--model", str(toy_llama), "--ram", "100MB", home=home, environ=environ) as running:
+        running.wait_for("Anthropic API")
+        yield running
+
+
+def post(server, **extra):
+    headers = {"Authorization": f"Bearer {KEY}", "X-Session-Id": "my-session-1234abcd"}
+    return httpx.post(f"{server.url}/v1/chat/completions", json=CHAT | extra, headers=headers)
+
+
+def test_the_welcome_says_where_what_and_how_to_connect(server):
+    """Address, model, context, budget, and a line for each client."""
+    assert "100 MB" in server.output
+    assert "65,536 tokens" in server.output
+    assert f"ANTHROPIC_BASE_URL={server.url} " in server.output
+    assert f"MLX_LM_URL={server.url}/v1 " in server.output
+
+
+def test_a_pipe_gets_no_escape_codes(server):
+    """Colour is for terminals."""
+    assert "\x1b" not in server.output
+
+
+def test_each_request_is_one_line_of_the_log(server):
+    """With the session's last characters and the tokens that were reused."""
+    assert post(server).status_code == 200
+    first = server.wait_for(r"session 1234abcd  prompt (\d+)  cached (\d+)  fed (\d+)  .*  length$")
+    assert int(first[1]) == int(first[2]) + int(first[3])
+    assert post(server).status_code == 200
+    pattern = r"(session 1234abcd .*\n(?:.*\n)*.*session 1234abcd  prompt \d+  cached [1-9])"
+    assert server.wait_for(pattern)
+
+
+def test_the_key_is_asked_for_and_never_shown(server):
+    """Not in the welcome, not in the log, not in the lines to paste."""
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 401
+    assert KEY not in server.output
+    assert "MLXCACHE_API_KEY" in server.output
+
+
+def test_the_port_answers_503_while_the_model_loads(toy_llama, tmp_path):
+    """A client that waits for the server sees a server, and not a refused connection."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    seen = set()
+    with served("--model", str(toy_llama), "--port", str(port), home=tmp_path) as running:
+        end = time.monotonic() + 60
+        while 200 not in seen and time.monotonic() < end:
+            try:
+                seen.add(httpx.get(f"http://127.0.0.1:{port}/health").status_code)
+            except httpx.TransportError:
+                time.sleep(0.005)
+        assert seen == {200, 503}
+        assert running.url.endswith(f":{port}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_running_reply_and_the_server_within_ten_seconds(
+    number, toy_llama, tmp_path
+):
+    """The client is told, the log has the line, the status is 0."""
+    received = bytearray()
+    with served("--model", str(toy_llama), home=tmp_path) as running:
+        body = CHAT | {"max_tokens": 50_000, "stream": True}
+
+        def read() -> None:
+            with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body) as reply:
+                for piece in reply.iter_raw():
+                    received.extend(piece)
+
+        client = threading.Thread(target=read)
+        running.wait_for("Anthropic API")
+        client.start()
+        while not received:
+            time.sleep(0.01)
+        assert running.stop(number) == 0
+        client.join(5)
+        assert b'"error"' in received[-400:]
+        assert "cancelled" in running.output
+        assert "Traceback" not in running.output
+
+
+def test_a_port_in_use_is_a_failure_with_advice(toy_llama, tmp_path):
+    """Exit status 1, before the model is loaded."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with served("--model", str(toy_llama), "--port", port, home=tmp_path) as running:
+            assert running.process.wait(30) == 1
+            running.wait_for(f"Error: port {port} .* in use .*--port N")
+
+
+def test_a_model_that_does_not_exist_is_a_failure_with_a_sentence(tmp_path):
+    """Exit status 1 and no traceback."""
+    with served("--model", str(tmp_path / "nothing"), home=tmp_path) as running:
+        assert running.process.wait(60) == 1
+        running.wait_for("Error: .*nothing")
+        assert "Traceback" not in running.output
+
+
+def test_the_built_in_demo_is_served_without_a_model(tmp_path):
+    """And it says that it is one, and what to type for a real model."""
+    with served("--ram", "100MB", home=tmp_path) as running:
+        running.wait_for("Anthropic API")
+        assert "demo" in running.output
+        assert "--model" in running.output
+        reply = httpx.post(f"{running.url}/v1/chat/completions", json=CHAT, timeout=60)
+        assert reply.status_code == 200
+        assert running.stop() == 0

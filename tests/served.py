@@ -1,0 +1,80 @@
+"""A server in a process of its own, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+READY_SECONDS = 90.0
+
+
+class Served:
+    """A running `mlxcache serve`; `lines` is what it has printed so far."""
+
+    def __init__(self, arguments: tuple[str, ...], home: Path, environ: dict[str, str]):
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLXCACHE_", "XDG_"))}
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlxcache.cli.main", "serve", "--port", "0", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=kept | {"HOME": str(home), "PYTHONUNBUFFERED": "1"} | environ,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def output(self) -> str:
+        """All lines so far."""
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern: str, seconds: float = READY_SECONDS) -> re.Match[str]:
+        """The first match of `pattern` in the output. Raises AssertionError if none comes."""
+        end = time.monotonic() + seconds
+        while (found := re.search(pattern, self.output, re.MULTILINE)) is None:
+            if self.process.poll() is not None:
+                self._reader.join(5)
+                found = re.search(pattern, self.output, re.MULTILINE)
+                assert found, f"the server ended: {self.output}"
+                return found
+            assert time.monotonic() < end, f"no {pattern!r} in: {self.output}"
+            time.sleep(0.02)
+        return found
+
+    @property
+    def url(self) -> str:
+        """The address, once the model serves."""
+        return self.wait_for(r"^Address +(\S+)$")[1]
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 10.0) -> int:
+        """Send a signal and wait for the end; returns the exit status."""
+        self.process.send_signal(number)
+        status = self.process.wait(seconds)
+        self._reader.join(5)
+        return status
+
+
+@contextmanager
+def served(*arguments: str, home: Path, environ: dict[str, str] | None = None) -> Iterator[Served]:
+    """Start a server on a free port and see to its end."""
+    server = Served(arguments, home, environ or {})
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
