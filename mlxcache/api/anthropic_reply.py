@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from mlxcache.api.anthropic_chat import ID_PREFIX
+from mlxcache.api.http import decode
 from mlxcache.api.thinking import sign
-from mlxcache.errors import GenerationFailed
+from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, ToolCall
 
 WireEvent = dict[str, Any]
@@ -89,11 +90,7 @@ class Blocks:
         return self._begin({"type": "thinking", "thinking": "", "signature": ""})
 
     def _tool_use(self, call: ToolCall) -> Iterator[WireEvent]:
-        raw = call.arguments or "{}"
-        try:
-            arguments = msgspec.json.decode(raw, type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise GenerationFailed(f"The call of {call.name} is not a JSON object.") from error
+        raw, arguments = _arguments(call)
         block = {"type": "tool_use", "id": f"{ID_PREFIX}{call.id}", "name": call.name}
         yield self._begin(block | {"input": {}})
         yield self._delta({"type": "input_json_delta", "partial_json": raw})
@@ -108,6 +105,20 @@ class Blocks:
     def _stop(self, block: dict[str, Any]) -> Iterator[WireEvent]:
         yield {"type": "content_block_stop", "index": len(self.content)}
         self.content.append(block)
+
+
+def _arguments(call: ToolCall) -> tuple[str, dict[str, Any]]:
+    raw = call.arguments or "{}"
+    try:
+        return raw, msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.DecodeError:
+        pass  # half of an escaped surrogate pair is what strict readers refuse: mended below
+    try:
+        mended = decode(dict[str, Any], raw.encode())
+    except BadRequest as error:
+        message = f"The arguments of {call.name} are not a JSON object."
+        raise GenerationFailed(message) from error
+    return msgspec.json.encode(mended).decode(), mended
 
 
 def usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, int]:

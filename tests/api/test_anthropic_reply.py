@@ -116,6 +116,12 @@ def test_omitted_thinking_is_sent_in_the_signature_alone() -> None:
     assert recover("", thinking["signature"]) == "so it is"
 
 
+def test_half_an_emoji_in_a_call_is_mended_in_both_forms() -> None:
+    events, blocks = play([ToolCall(0, "1", "Write", '{"text": "\\ud83d and more"}')])
+    assert blocks.content[0]["input"] == {"text": "\ufffd and more"}
+    assert rebuilt(events) == blocks.content
+
+
 def test_arguments_that_are_no_json_object_fail_the_reply() -> None:
     with pytest.raises(GenerationFailed, match="Read"):
         play([ToolCall(0, "1", "Read", "[1]")])

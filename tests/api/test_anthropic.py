@@ -1,0 +1,387 @@
+"""Anthropic's endpoints, read by Anthropic's own client and, where the wire matters, raw."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import pytest
+
+from mlxcache.api.http import ApiSettings
+from mlxcache.errors import ContextLengthExceeded, GenerationFailed, QueueFull
+from mlxcache.types import Text, Thinking, ToolCall
+from tests.api.bodies import MARK, assistant, result, text, tool, use, user
+from tests.api.conftest import FakeEngine, eventually, reply
+
+HELLO: Any = [{"role": "user", "content": "Hi there"}]
+WEATHER: Any = tool("weather")
+CALL = ToolCall(0, "call_1", "weather", '{"city": "Oslo"}')
+OMITTED: Any = {"type": "adaptive", "display": "omitted"}
+
+
+@pytest.fixture
+async def sdk(app: Any) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    http_client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+    async with anthropic.AsyncAnthropic(
+        base_url="http://test", api_key="any", http_client=http_client, max_retries=0
+    ) as client:
+        yield client
+
+
+async def post(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    whole = {"model": "m", "max_tokens": 9, "messages": HELLO} | body
+    return await client.post("/v1/messages?beta=true", json=whole)
+
+
+def events(stream: str) -> list[tuple[str, dict[str, Any]]]:
+    """Each event's name and data."""
+    found = []
+    for chunk in stream.replace("\r\n", "\n").strip().split("\n\n"):
+        name, data = chunk.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
+
+
+class TestReplies:
+    async def test_a_whole_reply(self, sdk: anthropic.AsyncAnthropic, engine: FakeEngine) -> None:
+        engine.cached_tokens = 2
+        answer = await sdk.messages.create(model="claude-any", max_tokens=9, messages=HELLO)
+        assert answer.id.startswith("msg_")
+        assert (answer.type, answer.role, answer.model) == ("message", "assistant", "claude-any")
+        assert [b.model_dump(exclude_none=True) for b in answer.content] == [
+            {"type": "text", "text": "Hello, world"}
+        ]
+        assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+        counts = answer.usage
+        assert (counts.input_tokens, counts.cache_creation_input_tokens) == (2, 0)
+        assert (counts.cache_read_input_tokens, counts.output_tokens) == (2, 3)
+        assert engine.streams[0].closed.is_set()
+        assert not engine.streams[0].cancelled
+
+    async def test_a_streamed_reply_is_the_whole_one(
+        self, sdk: anthropic.AsyncAnthropic, engine: FakeEngine
+    ) -> None:
+        engine.script = reply(Thinking("Hm"), Thinking("m"), "Let ", "me see.", CALL, cached=0)
+        asked: Any = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": [WEATHER]}
+        whole = await sdk.messages.create(**asked)
+        async with sdk.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        blocks = [[b.model_dump(exclude_none=True) for b in m.content] for m in (streamed, whole)]
+        assert blocks[0] == blocks[1]
+        assert streamed.usage == whole.usage
+        assert streamed.stop_reason == whole.stop_reason == "tool_use"
+        assert [b.type for b in whole.content] == ["thinking", "text", "tool_use"]
+
+    async def test_the_events_come_in_anthropics_order(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        engine.script = reply(Thinking("Hm"), "Yes", CALL)
+        response = await post(client, stream=True, tools=[WEATHER])
+        assert response.headers["content-type"].startswith("text/event-stream")
+        found = events(response.text)
+        assert all(name == data["type"] for name, data in found)
+        block = ["content_block_start", "content_block_delta", "content_block_stop"]
+        thinking = [block[0], block[1], block[1], block[2]]
+        ends = ["message_delta", "message_stop"]
+        assert [n for n, _ in found if n != "ping"] == [
+            "message_start",
+            *thinking,
+            *block,
+            *block,
+            *ends,
+        ]
+        start = found[0][1]["message"]
+        assert start["id"] == "msg_" + response.headers["x-mlxcache-request"].removeprefix("req_")
+        assert (start["content"], start["stop_reason"]) == ([], None)
+        assert {d["index"] for _, d in found if "index" in d} == {0, 1, 2}
+
+    async def test_usage_is_exact_from_the_start_and_whole_at_the_end(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        engine.cached_tokens = 1
+        marked = [user("one"), user(text("two", **MARK))]
+        response = await post(client, stream=True, messages=marked)
+        found = dict(events(response.text))
+        expected = {
+            "input_tokens": 3,
+            "cache_creation_input_tokens": 1,
+            "cache_read_input_tokens": 1,
+        }
+        assert found["message_start"]["message"]["usage"] == expected | {"output_tokens": 0}
+        assert found["message_delta"]["usage"] == expected | {"output_tokens": 3}
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_an_empty_reply_has_no_content(
+        self, client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+    ) -> None:
+        engine.script = reply(Text(""))
+        response = await post(client, stream=stream)
+        if stream:
+            names = [name for name, _ in events(response.text) if name != "ping"]
+            assert names == ["message_start", "message_delta", "message_stop"]
+        else:
+            assert response.json()["content"] == []
+
+    @pytest.mark.parametrize(
+        ("reason", "expected"),
+        [("stop", "end_turn"), ("length", "max_tokens"), ("stop_sequence", "stop_sequence")],
+    )
+    async def test_why_it_stopped(
+        self, client: httpx.AsyncClient, engine: FakeEngine, reason: Any, expected: str
+    ) -> None:
+        stop = "END" if reason == "stop_sequence" else None
+        engine.script = reply("a", reason=reason, stop_sequence=stop)
+        answer = (await post(client)).json()
+        assert (answer["stop_reason"], answer["stop_sequence"]) == (expected, stop)
+
+    async def test_a_tool_call_and_its_result_make_the_next_turn(
+        self, sdk: anthropic.AsyncAnthropic, engine: FakeEngine
+    ) -> None:
+        engine.script = reply(Thinking("Weather."), CALL)
+        asked: Any = {"model": "m", "max_tokens": 9, "tools": [WEATHER], "thinking": OMITTED}
+        first = await sdk.messages.create(messages=HELLO, **asked)
+        call = first.content[1]
+        assert call.type == "tool_use"
+        assert (call.name, call.input) == ("weather", {"city": "Oslo"})
+        history: Any = [
+            *HELLO,
+            {"role": "assistant", "content": first.content},
+            user(result("Rain", call.id)),
+        ]
+        await sdk.messages.create(messages=history, **asked)
+        _, turn, outcome = engine.chats[1].messages
+        assert turn["reasoning_content"] == "Weather."
+        assert turn["tool_calls"][0]["id"] == outcome["tool_call_id"] == "call_1"
+        assert turn["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
+
+    async def test_omitted_thinking_is_never_on_the_wire(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        engine.script = reply(Thinking("a secret thought"), "Yes")
+        response = await post(client, stream=True, thinking=OMITTED)
+        assert "a secret thought" not in response.text
+        kinds = [
+            d["delta"]["type"] for _, d in events(response.text) if "index" in d and "delta" in d
+        ]
+        assert kinds == ["signature_delta", "text_delta"]
+
+
+class TestJobs:
+    async def test_what_is_asked_reaches_the_engine(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        await post(
+            client,
+            tools=[WEATHER, tool("later", defer_loading=True)],
+            temperature=0.5,
+            top_p=0.9,
+            top_k=40,
+            stop_sequences=["END"],
+            tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        )
+        (job,) = engine.jobs
+        assert (job.max_tokens, job.stop, job.api) == (9, ("END",), "messages")
+        assert (job.sampling.temperature, job.sampling.top_p, job.sampling.top_k) == (0.5, 0.9, 40)
+        assert [t["function"]["name"] for t in job.tools or ()] == ["weather", "later"]
+        assert not job.parallel_tools
+        assert job.render_s > 0
+
+    async def test_what_is_not_said_is_as_anthropic_documents_it(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        await post(client)
+        (job,) = engine.jobs
+        assert (job.sampling.temperature, job.sampling.top_p, job.sampling.top_k) == (1.0, 1.0, 0)
+        assert (job.tools, job.stop, job.parallel_tools) == (None, (), True)
+
+    async def test_a_nucleus_of_no_mass_is_the_likeliest_token(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        await post(client, top_p=0)
+        assert (engine.jobs[0].sampling.top_k, engine.jobs[0].sampling.top_p) == (1, 1.0)
+
+    async def test_no_tool_is_called_where_none_may_be_and_the_head_stays(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        await post(client, tools=[WEATHER], tool_choice={"type": "none"})
+        assert engine.jobs[0].tools is None
+        assert len(engine.chats[0].tools) == 1
+
+    async def test_the_session_and_the_client_are_named(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        client.headers["user-agent"] = "claude-cli/2.1.329 (external, cli)"
+        await post(client, metadata={"user_id": json.dumps({"session_id": "from-metadata"})})
+        client.headers["x-claude-code-session-id"] = "from-header"
+        await post(client, metadata={"user_id": json.dumps({"session_id": "from-metadata"})})
+        assert [job.session for job in engine.jobs] == ["from-metadata", "from-header"]
+        assert engine.sessions == ["from-metadata", "from-header"]
+        assert engine.jobs[0].client == "claude-cli/2.1.329"
+
+
+class TestCounting:
+    async def test_tokens_are_counted_without_generation(
+        self, sdk: anthropic.AsyncAnthropic, engine: FakeEngine
+    ) -> None:
+        count = await sdk.messages.count_tokens(model="m", messages=HELLO, system="Be brief")
+        assert count.input_tokens == 7
+        assert engine.jobs == []
+
+    async def test_the_count_is_the_prompts_length(self, client: httpx.AsyncClient) -> None:
+        body = {"model": "m", "messages": [user("a b", "c")], "system": [text("s", **MARK)]}
+        counted = (await client.post("/v1/messages/count_tokens?beta=true", json=body)).json()
+        answer = (await client.post("/v1/messages", json=body | {"max_tokens": 1})).json()
+        parts = {k: v for k, v in answer["usage"].items() if k != "output_tokens"}
+        assert counted == {"input_tokens": sum(parts.values())}
+
+    async def test_fifty_at_once(self, client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        bodies = [{"model": "m", "messages": [user("word " * n)]} for n in range(50)]
+        path = "/v1/messages/count_tokens"
+        answers = await asyncio.gather(*(client.post(path, json=body) for body in bodies))
+        assert [a.json()["input_tokens"] for a in answers] == [n + 2 for n in range(50)]
+        assert engine.jobs == []
+
+    async def test_a_conversation_that_could_not_be_continued_is_counted(
+        self, client: httpx.AsyncClient
+    ) -> None:
+        body = {"model": "m", "messages": [user("a"), assistant(use())]}
+        assert (await client.post("/v1/messages/count_tokens", json=body)).status_code == 200
+        assert (await post(client, messages=body["messages"])).status_code == 400
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"max_tokens": None}, "max_tokens"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "robot", "content": "a"}]}, "role"),
+            ({"messages": [user({"type": "image"})]}, "image"),
+            ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+            ({"tool_choice": {"type": "any"}}, "tool_choice"),
+            ({"temperature": 3}, "temperature"),
+            ({"stop_sequences": [""]}, "stop_sequences"),
+        ],
+    )
+    async def test_a_wrong_field_is_named(
+        self, client: httpx.AsyncClient, engine: FakeEngine, change: Any, named: str
+    ) -> None:
+        response = await post(client, **change)
+        assert response.status_code == 400
+        body = response.json()
+        assert body["type"] == "error"
+        assert body["error"]["type"] == "invalid_request_error"
+        assert named in body["error"]["message"]
+        assert engine.jobs == []
+
+    @pytest.mark.parametrize("field", ["model", "max_tokens", "messages"])
+    async def test_a_missing_field_is_named(self, client: httpx.AsyncClient, field: str) -> None:
+        body = {"model": "m", "max_tokens": 1, "messages": HELLO}
+        del body[field]
+        response = await client.post("/v1/messages", json=body)
+        assert response.status_code == 400
+        assert field in response.json()["error"]["message"]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_what_the_engine_refuses_has_its_status_before_any_stream(
+        self, sdk: anthropic.AsyncAnthropic, engine: FakeEngine, stream: bool
+    ) -> None:
+        asked: Any = {"model": "m", "max_tokens": 9, "messages": HELLO, "stream": stream}
+        engine.submit_error = ContextLengthExceeded("5 tokens of 4.")
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            await sdk.messages.create(**asked)
+        engine.submit_error = QueueFull("Busy.", retry_after=3)
+        with pytest.raises(anthropic.APIStatusError) as busy:
+            await sdk.messages.create(**asked)
+        assert busy.value.status_code == 503
+        assert busy.value.response.headers["retry-after"] == "3"
+
+    async def test_a_model_that_still_loads_says_so(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        engine.state, engine.info = "loading", None
+        assert (await post(client)).status_code == 503
+        path = "/v1/messages/count_tokens"
+        counted = await client.post(path, json={"model": "m", "messages": HELLO})
+        assert counted.status_code == 503
+
+    async def test_a_failure_in_a_whole_reply_is_a_500(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        engine.script = [Text("a"), GenerationFailed("It broke.")]
+        response = await post(client)
+        assert response.status_code == 500
+        assert response.json()["error"] == {"type": "api_error", "message": "It broke."}
+
+    async def test_a_failure_in_a_stream_is_its_last_event(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        engine.script = [Text("a"), GenerationFailed("It broke.")]
+        name, data = events((await post(client, stream=True)).text)[-1]
+        assert name == "error"
+        assert data["error"] == {"type": "api_error", "message": "It broke."}
+
+    @pytest.mark.parametrize("reason", ["cancelled", "error"])
+    async def test_a_reply_that_was_cut_short_never_claims_its_end(
+        self, client: httpx.AsyncClient, engine: FakeEngine, reason: Any
+    ) -> None:
+        engine.script = reply("half a sen", reason=reason)
+        assert (await post(client)).status_code >= 500
+        found = events((await post(client, stream=True)).text)
+        assert found[-1][0] == "error"
+        assert "message_stop" not in dict(found)
+
+
+class TestWaiting:
+    @pytest.fixture
+    def settings(self) -> ApiSettings:
+        return ApiSettings(ping_seconds=0.1, queue_grace=0.05)
+
+    async def test_a_stream_that_waits_begins_and_pings(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        engine.queue_s, engine.cached_tokens = 0.4, 1
+        found = events((await post(client, stream=True)).text)
+        names = [name for name, _ in found]
+        assert names[0] == "message_start"
+        assert names[: names.index("content_block_start")].count("ping") >= 3
+        begun = found[0][1]["message"]["usage"]
+        assert (begun["input_tokens"], begun["cache_read_input_tokens"]) == (4, 0)
+        ended = dict(found)["message_delta"]["usage"]
+        assert (ended["input_tokens"], ended["cache_read_input_tokens"]) == (3, 1)
+
+    async def test_reasoning_that_is_not_shown_is_filled_with_pings(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        engine.script = [Thinking("a"), 0.15, Thinking("b"), 0.15, *reply("Yes")]
+        found = events((await post(client, stream=True, thinking=OMITTED)).text)
+        names = [name for name, _ in found]
+        assert (
+            "ping" in names[names.index("content_block_start") : names.index("content_block_delta")]
+        )
+
+    def test_a_client_that_gives_up_on_a_whole_reply_cancels_it(
+        self, live: str, engine: FakeEngine
+    ) -> None:
+        engine.script = [Text("a"), 30.0, *reply("b")]
+        body = {"model": "m", "max_tokens": 9, "messages": HELLO}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{live}/v1/messages", json=body, timeout=0.5)
+        eventually(lambda: engine.streams and engine.streams[0].closed.is_set())
+        assert engine.streams[0].cancelled
+
+    def test_a_client_that_leaves_a_stream_cancels_it(self, live: str, engine: FakeEngine) -> None:
+        engine.script = [Text("a"), 30.0, *reply("b")]
+        body = {"model": "m", "max_tokens": 9, "messages": HELLO, "stream": True}
+        with httpx.stream("POST", f"{live}/v1/messages", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines) == "event: message_start"
+            assert not engine.streams[0].closed.is_set()
+        eventually(engine.streams[0].closed.is_set)
+        assert engine.streams[0].cancelled
