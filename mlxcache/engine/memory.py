@@ -173,10 +173,8 @@ class Memory:
 
     def _checkpoint(self, lease: Lease, node: Node) -> None:
         size = self.layout.checkpoint_bytes
-        while (
-            self.tree.checkpoint_bytes + size > self.budget.limit // 2
-            and self.room.drop_checkpoint()
-        ):
+        most = self.budget.limit // 2 - size
+        while self.tree.checkpoint_bytes > most and self.room.drop_checkpoint():
             pass
         if self.room.make_room(size) and self.budget.reserve("checkpoints", size):
             self.tree.set_checkpoint(node, lease.lineage.capture(), size)

@@ -12,6 +12,7 @@ from mlxcache.cache.node import common_length
 from mlxcache.engine.cost import Cost
 from mlxcache.engine.lanes import Lane, Lanes
 from mlxcache.engine.memory import Memory
+from mlxcache.engine.prefill import Limits, Prefill
 from mlxcache.engine.task import Task, checkpoint_stops
 from mlxcache.errors import ContextLengthExceeded, GenerationFailed, MlxcacheError, NotReady
 from mlxcache.types import Admitted, FinishReason
