@@ -28,6 +28,20 @@ def version() -> None:
     print(f"mlxcache {__version__}")
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(ctx: typer.Context) -> None:
+    """Measure this server, and others beside it, as a client sees them."""
+    # Here and not above: it imports MLX, which takes seconds.
+    from mlxcache.bench.command import bench as command  # noqa: PLC0415
+
+    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    inner.command()(command)
+    inner(args=ctx.args, prog_name="mlxcache bench")
+
+
 def main() -> None:
     """The entry point of the wheel and of bin/mlxcache."""
     try:
