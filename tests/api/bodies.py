@@ -1,9 +1,11 @@
-"""Messages bodies, and the chats they are read as, for the tests of their conversion."""
+"""Messages bodies, the chats they are read as, and the events that come back."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import httpx
 import msgspec
 
 from mlxcache.api import anthropic_wire as wire
@@ -11,6 +13,7 @@ from mlxcache.api.anthropic_chat import to_chat
 from mlxcache.types import Chat
 
 MARK = {"cache_control": {"type": "ephemeral"}}
+HELLO: Any = [{"role": "user", "content": "Hi there"}]
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 
 
@@ -51,3 +54,17 @@ def read(*messages: dict[str, Any], strict: bool = True, **body: Any) -> Chat:
 def rendered(chat: Chat) -> tuple[Any, ...]:
     """All that a prompt is made of, apart from where its breakpoint lies."""
     return chat.messages, chat.tools, chat.template_args, chat.continue_final
+
+
+async def post(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    whole = {"model": "m", "max_tokens": 9, "messages": HELLO} | body
+    return await client.post("/v1/messages?beta=true", json=whole)
+
+
+def events(stream: str) -> list[tuple[str, dict[str, Any]]]:
+    """Each event's name and data."""
+    found = []
+    for chunk in stream.replace("\r\n", "\n").strip().split("\n\n"):
+        name, data = chunk.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
