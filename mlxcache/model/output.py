@@ -126,7 +126,7 @@ class OutputParser:
             return False
         target = self._grammar.edges[self._state][marker]
         if self._state == NORMAL:
-            return target == REASONING and self._visible.said
+            return target == REASONING and self._visible.begun
         return self._state == REASONING and target == TOOL
 
     def _carry(self, text: str) -> None:
@@ -152,11 +152,15 @@ class OutputParser:
             self.done, self.stop_sequence = "stop_sequence", self._visible.stop
 
     def _emit(self, text: str) -> None:
-        if text:
+        if self._out and isinstance(last := self._out[-1], Text):
+            self._out[-1] = Text(last.text + text)
+        elif text:
             self._out.append(Text(text))
 
     def _think(self, text: str) -> None:
-        if text:
+        if self._out and isinstance(last := self._out[-1], Thinking):
+            self._out[-1] = Thinking(last.text + text)
+        elif text:
             self._out.append(Thinking(text))
 
     def _cross(self, marker: str) -> None:
@@ -217,7 +221,7 @@ class OutputParser:
         if self._calls:
             return
         self._emit(self._visible.flush())
-        if not self._visible.said and self._framing.strip():
+        if not self._visible.begun and self._framing.strip():
             self._emit(self._framing)
 
     def _taken(self) -> list[Piece]:

@@ -65,8 +65,9 @@ class Visible:
         self._finder = Finder(stop)
         self._held = ""
         self._after_thinking = False
-        self.said = False
-        """Something other than white space has been let out."""
+        self._said = False
+        self.begun = False
+        """There is text other than white space, let out or still held."""
         self.stop: str | None = None
         """The stop string that ended the text."""
 
@@ -75,11 +76,12 @@ class Visible:
         if self._after_thinking:
             text = text.lstrip("\n")
             self._after_thinking = not text
+        self.begun = self.begun or bool(text.strip())
         safe, self.stop, _ = self._finder.feed(text)
         text = self._held + safe
         self._held = ""
         if self.stop is None:
-            if not self.said and not text.strip():
+            if not self._said and not text.strip():
                 self._held, text = text, ""
             elif text.endswith("\n"):
                 self._held, text = "\n", text[:-1]
@@ -88,7 +90,7 @@ class Visible:
     def before_thinking(self) -> str:
         """The text still held, now that a think block begins; none if it is blank."""
         text = self.flush()
-        return text if self.said else ""
+        return text if self._said else ""
 
     def after_thinking(self) -> None:
         """A think block ended: newlines that follow are the template's."""
@@ -104,7 +106,7 @@ class Visible:
         return self._out(text)
 
     def _out(self, text: str) -> str:
-        self.said = self.said or bool(text.strip())
+        self._said = self._said or bool(text.strip())
         return text
 
 

@@ -47,7 +47,8 @@ def read_calls(
     try:
         parsed = parse(text, known)
         found = parsed if isinstance(parsed, list) else [parsed]
-        calls = [_call(raw, first + i, taken) for i, raw in enumerate(found)]
+        ids = set(taken)
+        calls = [_call(raw, first + i, ids) for i, raw in enumerate(found)]
         _refuse_guess(text, calls, known)
     except _MALFORMED as error:
         log.warning(
@@ -57,7 +58,7 @@ def read_calls(
             str(error)[:200],
         )
         return []
-    taken.update(call.id for call in calls)
+    taken.update(ids)
     return calls
 
 
@@ -79,6 +80,7 @@ def _call(raw: Any, index: int, taken: set[str]) -> ToolCall:
     given = raw.get("id")
     if not isinstance(given, str) or not given or given in taken:
         given = f"call_{secrets.token_hex(12)}"
+    taken.add(given)
     return ToolCall(index=index, id=given, name=name.strip(), arguments=arguments)
 
 

@@ -1,0 +1,185 @@
+"""From a name to a folder: local paths, the Hub, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx2
+import pytest
+from huggingface_hub import constants, errors
+
+from mlxcache.errors import ModelError
+from mlxcache.model import hub
+from mlxcache.model.hub import display_name, resolve
+
+
+def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absolute, relative, or under the home directory."""
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (str(tmp_path / "model"), "model", "./model", "~/model"):
+        assert resolve(name).resolve() == tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./nothing", "~/nothing", "a/b/c", "c:\\models\\x"])
+def test_a_path_that_is_not_there_is_not_looked_up(name: str) -> None:
+    """A typing error in a path must not become a request to the Hub."""
+    with pytest.raises(ModelError, match="no folder"):
+        resolve(name)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    """People try GGUF files."""
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(ModelError, match="takes the folder"):
+        resolve(str(tmp_path / "x.gguf"))
+
+
+def test_offline_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence says where was looked and what to type."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"not in the local cache.*--model /path") as caught:
+        resolve("owner/name")
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_name_that_the_hub_would_not_take() -> None:
+    """It is told before any request."""
+    with pytest.raises(ModelError, match="neither an existing folder nor a Hub id"):
+        resolve("what is this?")
+
+
+def _response(status: int) -> httpx2.Response:
+    return httpx2.Response(status, request=httpx2.Request("GET", "https://huggingface.co/x"))
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (errors.GatedRepoError("", response=_response(403)), "accept its terms.*hf auth login"),
+        (errors.RepositoryNotFoundError("", response=_response(404)), "no model owner/name"),
+        (errors.RevisionNotFoundError("", response=_response(404)), "no revision v9"),
+        (errors.IncompleteSnapshotError("", snapshot_path="x"), "only in part"),
+        (errors.HfHubHTTPError("500 down", response=_response(500)), "downloaded: 500 down"),
+        (OSError(errno.ENOSPC, "no space"), "disk is full"),
+        (ConnectionResetError("reset"), "could not be downloaded: reset"),
+    ],
+)
+def test_what_the_hub_answers_becomes_a_sentence(
+    error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each failure says what to do."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    with pytest.raises(ModelError, match=sentence) as caught:
+        resolve("owner/name", "v9")
+    assert caught.value.__cause__ is error
+
+
+def test_the_name_that_clients_see(tmp_path: Path) -> None:
+    """The Hub id, or the folder's name; the Hub's cache has the id in its paths."""
+    folder = tmp_path / "my-model"
+    cached = tmp_path / "models--owner--some-name" / "snapshots" / "0123abcd"
+    folder.mkdir()
+    cached.mkdir(parents=True)
+    assert display_name(str(folder) + "/", folder) == "my-model"
+    assert display_name("owner/name", cached) == "owner/name"
+    assert display_name(str(cached), cached) == "owner/some-name"
+
+
+SHA = "0" * 39 + "1"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": bytes(range(256)) * 4096,
+    "pytorch_model.bin": b"not wanted",
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the Hub as one download needs."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == f"/api/models/owner/name/tree/{SHA}":
+            tree = [
+                {"type": "file", "path": n, "size": len(b), "oid": hashlib.sha1(b).hexdigest()}
+                for n, b in FILES.items()
+            ]
+            self._send(json.dumps(tree).encode())
+        elif path.startswith("/api/models/owner/name"):
+            self._send(json.dumps({"id": "owner/name", "sha": SHA}).encode())
+        else:
+            self._send(FILES[path.rpartition("/")[2]])
+
+    def _send(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", SHA)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Tests are quiet."""
+
+
+@pytest.fixture
+def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """A Hub on this machine; calling the fixture shuts it down."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def stop() -> None:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+    yield stop
+    if thread.is_alive():
+        stop()
+
+
+def test_a_download_reports_its_bytes(
+    local_hub: Callable[[], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Through the Hub's own client: what mlx-lm needs arrives, and progress ends at the total."""
+    seen: list[tuple[int, int]] = []
+    path = resolve("owner/name", progress=lambda done, total: seen.append((done, total)))
+    assert (path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert not (path / "pytorch_model.bin").exists()
+    wanted = len(FILES["config.json"]) + len(FILES["model.safetensors"])
+    assert seen[-1] == (wanted, wanted)
+    assert all(done <= total for done, total in seen)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert capfd.readouterr().err == ""
+    assert display_name(str(path), path) == "owner/name"
+
+
+def test_what_was_downloaded_serves_without_the_hub(local_hub: Callable[[], None]) -> None:
+    """The second start needs no network."""
+    path = resolve("owner/name")
+    local_hub()
+    assert resolve("owner/name") == path

@@ -1,0 +1,203 @@
+"""Loading a model from its folder, and saying what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxcache.errors import ModelError
+from mlxcache.model.load import ModelSpec, load
+
+
+@pytest.fixture
+def folder(toy_llama: Path, tmp_path: Path) -> Path:
+    """A toy's folder to spoil."""
+    return Path(shutil.copytree(toy_llama, tmp_path / "broken"))
+
+
+def edit(file: Path, **changes: Any) -> None:
+    value = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(value | changes))
+
+
+def test_a_toy_loads_and_runs(toy_llama: Path) -> None:
+    """The model computes, the tokenizer round-trips, and the figures are the files' own."""
+    loaded = load(ModelSpec(str(toy_llama)))
+    logits = loaded.model(mx.array([[1, 2, 3]]))
+    assert logits.shape[:2] == (1, 3)
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("hello")) == "hello"
+    info = loaded.info
+    assert (info.id, info.architecture) == (toy_llama.name, "llama")
+    assert info.context_length == info.max_context_length == 65536
+    weights = mx.load(str(toy_llama / "model.safetensors"))
+    assert isinstance(weights, dict)
+    assert info.weights_bytes == sum(w.nbytes for w in weights.values())
+    assert (info.has_thinking, info.has_tools, info.is_demo) == (False, True, False)
+    assert loaded.path == toy_llama
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+def test_families_load(toy: Callable[..., Path], family: str) -> None:
+    """Nested configs state their context too."""
+    assert load(ModelSpec(str(toy(family)))).info.context_length == 65536
+
+
+def test_what_was_asked_for_is_served(toy: Callable[..., Path]) -> None:
+    """A shorter context, a name of one's own, a thinking model."""
+    spec = ModelSpec(str(toy("llama", thinking=True)), context=1000, id="mine", is_demo=True)
+    info = load(spec).info
+    assert (info.context_length, info.max_context_length) == (1000, 65536)
+    assert (info.id, info.is_demo, info.has_thinking) == ("mine", True, True)
+
+
+def test_more_context_than_the_model_has_is_refused(toy_llama: Path) -> None:
+    """Positions that it was not trained for give nonsense."""
+    with pytest.raises(ModelError, match="65536"):
+        load(ModelSpec(str(toy_llama), context=65537))
+
+
+def test_a_template_of_ones_own(toy_llama: Path, tmp_path: Path) -> None:
+    """As text or as a file, in place of the model's; its markers decide the tool format."""
+    text = "{{ messages[0].content }}<arg_key>"
+    file = tmp_path / "template.jinja"
+    file.write_text(text)
+    for given in (text, str(file)):
+        tokenizer = load(ModelSpec(str(toy_llama), chat_template=given)).tokenizer
+        assert tokenizer.chat_template == text
+        assert tokenizer.tool_parser.__module__.endswith("glm47")
+    with pytest.raises(ModelError, match="chat template"):
+        load(ModelSpec(str(toy_llama), chat_template=str(tmp_path / "none.jinja")))
+
+
+def test_ends_of_turn_come_from_every_file(folder: Path) -> None:
+    """generation_config.json before config.json, and the tokenizer's own besides."""
+    own = load(ModelSpec(str(folder))).tokenizer.eos_token_id
+    edit(folder / "config.json", eos_token_id=7)
+    assert load(ModelSpec(str(folder))).tokenizer.eos_token_ids == {own, 7}
+    edit(folder / "generation_config.json", eos_token_id=[8, 9], temperature=0.7)
+    assert load(ModelSpec(str(folder))).tokenizer.eos_token_ids == {own, 8, 9}
+
+
+def test_ends_of_turn_of_a_nested_config(folder: Path) -> None:
+    """Where the top level names none."""
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("eos_token_id")
+    (folder / "config.json").write_text(json.dumps(config | {"text_config": {"eos_token_id": 11}}))
+    loaded = load(ModelSpec(str(folder)))
+    assert loaded.tokenizer.eos_token_ids == {loaded.tokenizer.eos_token_id, 11}
+
+
+def spoil_nothing_left(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def spoil_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def spoil_config_list(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+def spoil_type(folder: Path) -> None:
+    edit(folder / "config.json", model_type=None)
+
+
+def spoil_unknown(folder: Path) -> None:
+    edit(folder / "config.json", model_type="no_such_type")
+
+
+def spoil_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def spoil_bytes(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def spoil_shards(folder: Path) -> None:
+    edit(
+        folder / "model.safetensors.index.json",
+        weight_map={"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"},
+    )
+
+
+def spoil_shape(folder: Path) -> None:
+    edit(folder / "config.json", num_hidden_layers=6)
+
+
+def spoil_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def spoil_tokenizer_bytes(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+
+
+def spoil_remote(folder: Path) -> None:
+    edit(folder / "config.json", model_file="model.py")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (spoil_nothing_left, "no config.json"),
+        (spoil_config, "config.json cannot be read"),
+        (spoil_config_list, "config.json is not a JSON object"),
+        (spoil_type, "config.json does not say its model_type"),
+        (spoil_unknown, "config.json.*no_such_type.*mlx-lm 0"),
+        (spoil_weights, r"no weights.*mlx_lm\.convert"),
+        (spoil_bytes, "cannot be loaded"),
+        (spoil_shards, "lacks 1 of its weight files, model-00002-of-00002"),
+        (spoil_shape, "cannot be loaded.*Missing"),
+        (spoil_tokenizer, "has no tokenizer"),
+        (spoil_tokenizer_bytes, "tokenizer in .* cannot be loaded"),
+        (spoil_remote, "--trust-remote-code"),
+    ],
+)
+def test_what_is_wrong_is_said(folder: Path, spoil: Callable[[Path], None], sentence: str) -> None:
+    """One sentence, with the folder in it, and no traceback of another library."""
+    spoil(folder)
+    with pytest.raises(ModelError, match=f"(?s){sentence}") as caught:
+        load(ModelSpec(str(folder)))
+    assert str(folder) in str(caught.value)
+
+
+def make_adapter(folder: Path, **weights: mx.array) -> Path:
+    folder.mkdir(exist_ok=True)
+    lora = {"rank": 2, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    edit(folder / "adapter_config.json", num_layers=1, lora_parameters=lora)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    return folder
+
+
+def test_an_adapter_changes_what_is_computed(toy_llama: Path, tmp_path: Path) -> None:
+    """It is applied to the layers that it names, and counted."""
+    plain = load(ModelSpec(str(toy_llama)))
+    name = "model.layers.3.self_attn.q_proj"
+    width = plain.model.layers[3].self_attn.q_proj.weight.shape
+    adapter = make_adapter(
+        tmp_path / "adapter",
+        **{f"{name}.lora_a": mx.ones((width[1], 2)), f"{name}.lora_b": mx.ones((2, width[0]))},
+    )
+    adapted = load(ModelSpec(str(toy_llama), adapter=str(adapter)))
+    assert adapted.info.weights_bytes == plain.info.weights_bytes + 4 * 2 * sum(width)
+    tokens = mx.array([[1, 2, 3]])
+    assert not mx.allclose(adapted.model(tokens), plain.model(tokens)).item()
+
+
+def test_what_is_wrong_with_an_adapter_is_said(toy_llama: Path, tmp_path: Path) -> None:
+    """A file that is missing, or tensors of another model."""
+    with pytest.raises(ModelError, match=r"has no adapter_config\.json"):
+        load(ModelSpec(str(toy_llama), adapter=str(tmp_path / "none")))
+    alien = make_adapter(tmp_path / "alien", **{"other.lora_a": mx.ones((2, 2))})
+    with pytest.raises(ModelError, match="does not fit"):
+        load(ModelSpec(str(toy_llama), adapter=str(alien)))

@@ -1,0 +1,815 @@
+"""From tokens to text, thinking and tool calls."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import make_text_state_machine
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    NaiveStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+)
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mlxcache.model.markers import grammar
+from mlxcache.model.output import OutputParser
+from mlxcache.types import Piece, Text, Thinking, ToolCall
+
+TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    },
+)
+EOS = "<|im_end|>"
+
+
+def byte_tokenizer(marks: Sequence[str], kind: str = "bpe") -> PreTrainedTokenizerFast:
+    """A token for each byte, `EOS`, and one for each of `marks`."""
+    if kind == "spm":
+        vocab = {"<unk>": 0, "\u2581": 1} | {f"<0x{b:02X}>": b + 2 for b in range(256)}
+        core = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        core.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    else:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        core = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        core.decoder = decoders.ByteLevel()
+    core.add_tokens([AddedToken(m, normalized=False, special=False) for m in (EOS, *marks)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+DETOKENIZERS: dict[str, Callable[..., Any]] = {
+    "bpe": BPEStreamingDetokenizer,
+    "naive": NaiveStreamingDetokenizer,
+    "spm": lambda tokenizer: SPMStreamingDetokenizer(tokenizer, trim_space=False),
+}
+
+
+def wrapped(
+    family: str | None = None, marks: Sequence[str] = (), kind: str = "bpe", **options: Any
+) -> TokenizerWrapper:
+    """A tokenizer as mlx-lm wraps it, with the tool parser of `family`."""
+    if family is not None:
+        module = importlib.import_module(f"mlx_lm.tool_parsers.{family}")
+        options["tool_parser"] = module.parse_tool_call
+        options["tool_call_start"] = module.tool_call_start
+        options["tool_call_end"] = module.tool_call_end
+    return TokenizerWrapper(byte_tokenizer(marks, kind), DETOKENIZERS[kind], **options)
+
+
+def run(
+    tokenizer: Any, text: str, reason: Any = "stop", **options: Any
+) -> tuple[list[Piece], OutputParser]:
+    """All pieces of a reply, neighbours of a kind joined, and the parser that made them."""
+    parser = OutputParser(tokenizer, **options)
+    pieces: list[Piece] = []
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if parser.done is not None:
+            break
+        pieces += parser.feed(token)
+    pieces += parser.finish(reason)
+    return joined(pieces), parser
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    out: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, Text) and out and isinstance(out[-1], Text):
+            out[-1] = Text(out[-1].text + piece.text)
+        elif isinstance(piece, Thinking) and out and isinstance(out[-1], Thinking):
+            out[-1] = Thinking(out[-1].text + piece.text)
+        else:
+            out.append(piece)
+    return out
+
+
+def call(pieces: Sequence[Piece], at: int = 0) -> tuple[str, Any]:
+    """The name and the parsed arguments of the call numbered `at`."""
+    (found,) = [p for p in pieces if isinstance(p, ToolCall) and p.index == at]
+    return found.name, json.loads(found.arguments)
+
+
+THINK = ("<think>", "</think>")
+QWEN = (*THINK, "<tool_call>", "</tool_call>")
+LOOK = '<tool_call>\n{"name": "look", "arguments": {"city": "Aix"}}\n</tool_call>'
+
+
+@pytest.fixture(params=["one token", "spelled"])
+def qwen(request: pytest.FixtureRequest) -> TokenizerWrapper:
+    """A thinking model with JSON calls, its tool markers in the vocabulary or not."""
+    return wrapped("json_tools", QWEN if request.param == "one token" else THINK)
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=40), st.sampled_from(["bpe", "naive", "spm"]))
+def test_text_comes_out_as_it_was_encoded(text: str, kind: str) -> None:
+    """Characters of several bytes are whole, whatever the detokenizer; nothing is lost."""
+    tokenizer = PLAIN[kind]
+    # mlx-lm's byte-level detokenizer drops the space that a reply begins with
+    prime = tokenizer.encode("x", add_special_tokens=False)
+    parser = OutputParser(tokenizer, prime=prime)
+    pieces: list[Piece] = []
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for token in ids:
+        pieces += parser.feed(token)
+    pieces += parser.finish("length")
+    assert all("\ufffd" not in p.text for p in pieces if isinstance(p, Text)) or "\ufffd" in text
+    assert joined(pieces) == ([Text(text)] if text else [])
+
+
+PLAIN = {kind: wrapped(kind=kind) for kind in DETOKENIZERS}
+
+
+@pytest.mark.parametrize("kind", list(DETOKENIZERS))
+def test_a_character_cut_off_is_marked(kind: str) -> None:
+    """A reply that ends within a character shows the replacement character, once."""
+    tokenizer = wrapped(kind=kind)
+    parser = OutputParser(tokenizer)
+    pieces: list[Piece] = []
+    for token in tokenizer.encode("hi 🎉", add_special_tokens=False)[:-1]:
+        pieces += parser.feed(token)
+    assert all("\ufffd" not in p.text for p in pieces if isinstance(p, Text))
+    text = joined(pieces + parser.finish("length"))[0]
+    assert isinstance(text, Text)
+    assert text.text.rstrip("\ufffd") == "hi "
+    assert text.text.endswith("\ufffd")
+
+
+def test_the_end_of_turn_is_never_text(qwen: TokenizerWrapper) -> None:
+    """The eos token ends the reply, flushes it, and what comes after is ignored."""
+    pieces, parser = run(qwen, f"hello\n{EOS}more")
+    assert (pieces, parser.done) == ([Text("hello\n")], "stop")
+    assert parser.feed(0) == []
+    assert parser.finish("length") == []
+    assert parser.done == "stop"
+
+
+def test_the_end_of_turn_can_be_ignored(qwen: TokenizerWrapper) -> None:
+    """Then it is neither an end nor text."""
+    pieces, parser = run(qwen, f"hello{EOS} more", "length", stop_at_eos=False)
+    assert (pieces, parser.done) == ([Text("hello more")], "length")
+
+
+def test_a_token_without_a_name_is_no_text() -> None:
+    """Padded output heads can draw ids beyond the vocabulary."""
+    tokenizer = wrapped(kind="spm")
+    parser = OutputParser(tokenizer)
+    pieces = [*parser.feed(10_000), *run_on(parser, tokenizer, "hi"), *parser.finish("length")]
+    assert joined(pieces) == [Text("hi")]
+
+
+def run_on(parser: OutputParser, tokenizer: Any, text: str) -> list[Piece]:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return [piece for token in ids for piece in parser.feed(token)]
+
+
+def test_two_replies_at_once_do_not_mix(qwen: TokenizerWrapper) -> None:
+    """Parsers of one tokenizer share nothing that changes."""
+    one, two = OutputParser(qwen), OutputParser(qwen)
+    out: list[list[Piece]] = [[], []]
+    for a, b in zip(qwen.encode("first é"), qwen.encode("other è"), strict=True):
+        out[0] += one.feed(a)
+        out[1] += two.feed(b)
+    assert [joined(o) for o in out] == [[Text("first é")], [Text("other è")]]
+
+
+# --- stop strings ---------------------------------------------------------------------------------
+
+
+def test_a_stop_string_ends_the_text_and_is_not_in_it(qwen: TokenizerWrapper) -> None:
+    """Also when its letters come in tokens of their own, and in thinking it is only text."""
+    pieces, parser = run(qwen, "<think>STOP</think>one STOP two", stop=("STOP", "two"))
+    assert pieces == [Thinking("STOP"), Text("one ")]
+    assert (parser.done, parser.stop_sequence) == ("stop_sequence", "STOP")
+
+
+def test_a_stop_string_half_written_is_let_out_at_the_end(qwen: TokenizerWrapper) -> None:
+    """What was held back was text after all."""
+    pieces, parser = run(qwen, "one ST", "length", stop=("STOP",))
+    assert (pieces, parser.done, parser.stop_sequence) == ([Text("one ST")], "length", None)
+
+
+def test_a_stop_string_of_newlines_stops_a_completion(qwen: TokenizerWrapper) -> None:
+    """Leading newlines are text where nobody thought before; after thinking they are framing."""
+    pieces, parser = run(qwen, "\nrest", stop=("\n",))
+    assert (pieces, parser.stop_sequence) == ([], "\n")
+    pieces, parser = run(qwen, "<think>\na\n</think>\n\nb\nc", stop=("\n",))
+    assert pieces == [Thinking("a"), Text("b")]
+
+
+def test_a_stop_string_does_not_end_a_tool_call(qwen: TokenizerWrapper) -> None:
+    """Its arguments are not visible text."""
+    pieces, parser = run(qwen, LOOK, stop=("Aix", "look"), tools=TOOLS)
+    assert call(pieces) == ("look", {"city": "Aix"})
+    assert parser.done == "tool_calls"
+
+
+def test_a_stop_string_is_found_in_a_block_given_back(qwen: TokenizerWrapper) -> None:
+    """Text that turned out to be visible is searched like any other, across its borders."""
+    pieces, parser = run(qwen, "say <tool_call>x</tool_call>!", stop=("l>!",), tools=TOOLS)
+    assert pieces == [Text("say <tool_call>x</tool_cal")]
+    assert parser.stop_sequence == "l>!"
+
+
+# --- thinking -------------------------------------------------------------------------------------
+
+
+def test_thinking_is_apart_and_its_framing_gone(qwen: TokenizerWrapper) -> None:
+    """Markers and the template's newlines are in neither; inner blank lines stay."""
+    pieces, parser = run(qwen, "<think>\na\n\nb\n</think>\n\nhello\n\nyou")
+    assert pieces == [Thinking("a\n\nb"), Text("hello\n\nyou")]
+    assert parser.reasoning_tokens == len("\na\n\nb\n") + 1
+
+
+def test_thinking_that_the_prompt_opened(qwen: TokenizerWrapper) -> None:
+    """The reply begins inside the block."""
+    pieces, parser = run(qwen, "a\n</think>\n\nhello", thinking_open=True)
+    assert pieces == [Thinking("a"), Text("hello")]
+    assert parser.reasoning_tokens == len("a\n") + 1
+
+
+@pytest.mark.parametrize("inside", ["", "\n", "\n\n", "\n\n\n\n"])
+def test_an_empty_block_is_no_thinking(qwen: TokenizerWrapper, inside: str) -> None:
+    """Models that were told not to think write one."""
+    pieces, _ = run(qwen, f"<think>{inside}</think>\n\nhello")
+    assert pieces == [Text("hello")]
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "cancelled"])
+def test_thinking_that_never_ends_is_kept(qwen: TokenizerWrapper, reason: Any) -> None:
+    """To the last newline, and half a closing marker."""
+    pieces, parser = run(qwen, "<think>\na\n</thi", reason)
+    assert (pieces, parser.done) == ([Thinking("a\n</thi")], reason)
+
+
+def test_a_closing_marker_spelled_out_closes(qwen: TokenizerWrapper) -> None:
+    """Not in one token, and not leaked."""
+    parser = OutputParser(qwen, thinking_open=True)
+    spelled = [qwen.encode(c, add_special_tokens=False)[0] for c in "a</think>b"]
+    pieces = [p for token in spelled for p in parser.feed(token)] + parser.finish("stop")
+    assert joined(pieces) == [Thinking("a"), Text("b")]
+
+
+def test_text_about_think_markers_is_text(qwen: TokenizerWrapper) -> None:
+    """In the middle of a reply only the token itself opens a block, not its spelling."""
+    parser = OutputParser(qwen)
+    spelled = [qwen.encode(c, add_special_tokens=False)[0] for c in "The <think> tag."]
+    pieces = [p for token in spelled for p in parser.feed(token)] + parser.finish("stop")
+    assert joined(pieces) == [Text("The <think> tag.")]
+    pieces, _ = run(qwen, "One moment. <think>a</think>Two.")
+    assert pieces == [Text("One moment. "), Thinking("a"), Text("Two.")]
+
+
+def test_a_model_that_does_not_think_may_say_the_word() -> None:
+    """Markers are those of the vocabulary."""
+    pieces, _ = run(wrapped(), "<think>a</think>")
+    assert pieces == [Text("<think>a</think>")]
+
+
+# --- tool calls -----------------------------------------------------------------------------------
+
+
+def test_a_call_after_text(qwen: TokenizerWrapper) -> None:
+    """One newline before it is the template's; the id is ours."""
+    pieces, parser = run(qwen, f"Let me look.\n{LOOK}{EOS}", tools=TOOLS)
+    text, found = pieces
+    assert text == Text("Let me look.")
+    assert isinstance(found, ToolCall)
+    assert found.id.startswith("call_")
+    assert len(found.id) == 29
+    assert (found.index, found.name, found.arguments) == (0, "look", '{"city": "Aix"}')
+    assert parser.done == "tool_calls"
+
+
+def test_several_calls_in_one_turn(qwen: TokenizerWrapper) -> None:
+    """Numbered, with ids of their own, blank text between them dropped."""
+    pieces, parser = run(qwen, f"\n\n{LOOK}\n{LOOK} \n{EOS}", tools=TOOLS)
+    calls = [p for p in pieces if isinstance(p, ToolCall)]
+    assert len(pieces) == len(calls) == 2
+    assert [c.index for c in calls] == [0, 1]
+    assert calls[0].id != calls[1].id
+    assert parser.done == "tool_calls"
+
+
+def test_the_turn_ends_where_anything_but_a_call_follows(qwen: TokenizerWrapper) -> None:
+    """The model would make up the result; its first letter ends the reply."""
+    pieces, parser = run(qwen, f"{LOOK}\n<tool_response>sunny", tools=TOOLS)
+    assert [type(p) for p in pieces] == [ToolCall]
+    assert parser.done == "tool_calls"
+    pieces, parser = run(qwen, f"{LOOK}\n<think>done", tools=TOOLS)
+    assert [type(p) for p in pieces] == [ToolCall]
+    assert parser.done == "tool_calls"
+
+
+def test_one_call_is_enough_where_the_client_wants_one(qwen: TokenizerWrapper) -> None:
+    """The closing marker of the first ends the reply."""
+    parser = OutputParser(qwen, tools=TOOLS, parallel_tools=False)
+    pieces = run_on(parser, qwen, LOOK)
+    assert [type(p) for p in pieces] == [ToolCall]
+    assert parser.done == "tool_calls"
+
+
+def test_without_tools_a_call_is_text(qwen: TokenizerWrapper) -> None:
+    """Markers and all."""
+    for tools in (None, ()):
+        pieces, parser = run(qwen, f"a\n{LOOK}", tools=tools)
+        assert (pieces, parser.done) == ([Text(f"a\n{LOOK}")], "stop")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "<tool_call>\nnot json\n</tool_call>",
+        '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": "no object"}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": {"x": NaN}}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        "<tool_call>[]</tool_call>",
+        "<tool_call>7</tool_call>",
+        "<tool_call>null</tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>" + "[" * 3000 + "</tool_call>",
+    ],
+)
+def test_a_malformed_call_comes_back_as_text(qwen: TokenizerWrapper, block: str) -> None:
+    """Whole, with its markers, between the text around it; the reply goes on."""
+    pieces, parser = run(qwen, f"a\n{block}\nb", tools=TOOLS)
+    assert (pieces, parser.done) == ([Text(f"a\n{block}\nb")], "stop")
+
+
+@pytest.mark.parametrize("reason", ["length", "cancelled"])
+@pytest.mark.parametrize("keep", [5, 20, len(LOOK) - 1])
+def test_a_call_cut_off_comes_back_as_text(qwen: TokenizerWrapper, reason: Any, keep: int) -> None:
+    """A reply that ran into its limit must not run a tool with half the arguments."""
+    spelled = [t for c in f"a\n{LOOK[:keep]}" for t in qwen.encode(c, add_special_tokens=False)]
+    parser = OutputParser(qwen, tools=TOOLS)
+    pieces = [p for token in spelled for p in parser.feed(token)] + parser.finish(reason)
+    assert joined(pieces) == [Text(f"a\n{LOOK[:keep]}")]
+    assert parser.done == reason
+
+
+def test_a_call_without_its_closing_marker_counts_at_the_end_of_turn(
+    qwen: TokenizerWrapper,
+) -> None:
+    """The model ended its turn, so the block is complete if it parses."""
+    pieces, parser = run(qwen, LOOK.removesuffix("</tool_call>") + EOS, tools=TOOLS)
+    assert call(pieces) == ("look", {"city": "Aix"})
+    assert parser.done == "tool_calls"
+
+
+def test_a_malformed_second_call_is_not_lost(qwen: TokenizerWrapper) -> None:
+    """It follows the first as text, and ends the turn."""
+    pieces, parser = run(qwen, f"{LOOK}\n<tool_call>{{</tool_call>\n", tools=TOOLS)
+    assert [type(p) for p in pieces] == [ToolCall, Text]
+    assert pieces[1] == Text("<tool_call>{</tool_call>")
+    assert parser.done == "tool_calls"
+
+
+def test_a_closing_marker_inside_an_argument(qwen: TokenizerWrapper) -> None:
+    """Spelled out in a file's text it does not end a block that the token itself will end."""
+    inner = "x</tool_call>y"
+    body = json.dumps({"name": "look", "arguments": {"city": inner}})
+    start, end = (qwen.encode(m, add_special_tokens=False) for m in ("<tool_call>", "</tool_call>"))
+    tokens = [*start, *(qwen.encode(c, add_special_tokens=False)[0] for c in body), *end]
+    parser = OutputParser(qwen, tools=TOOLS)
+    pieces = [p for token in tokens for p in parser.feed(token)] + parser.finish("stop")
+    if len(end) == 1:
+        assert call(pieces) == ("look", {"city": inner})
+    else:
+        assert joined(pieces) == [Text(f"<tool_call>{body}</tool_call>")]
+
+
+def test_a_call_within_thinking(qwen: TokenizerWrapper) -> None:
+    """A model that forgot to close its block is understood; the thinking before it is kept."""
+    pieces, parser = run(qwen, f"<think>\nhm\n{LOOK}", tools=TOOLS)
+    assert pieces[0] == Thinking("hm")
+    assert call(pieces) == ("look", {"city": "Aix"})
+    assert parser.done == "tool_calls"
+
+
+def test_a_malformed_call_within_thinking_stays_there(qwen: TokenizerWrapper) -> None:
+    """Thinking about calls is not visible text."""
+    pieces, _ = run(qwen, "<think>a <tool_call> b</tool_call> c</think>d", tools=TOOLS)
+    assert pieces == [Thinking("a <tool_call> b</tool_call> c"), Text("d")]
+
+
+def test_calls_that_were_never_taught() -> None:
+    """A model without a tool format is told of one, and its vocabulary knows no markers."""
+    pieces, parser = run(wrapped(), f"ok\n{LOOK}", tools=TOOLS, generic_tools=True)
+    assert pieces[0] == Text("ok")
+    assert call(pieces) == ("look", {"city": "Aix"})
+    mistral = wrapped("mistral")
+    pieces, parser = run(mistral, f"{LOOK} and so on", tools=TOOLS, generic_tools=True)
+    assert (len(pieces), parser.done) == (1, "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ('{"name": "look"}', {}),
+        ('{"name": "look", "arguments": null}', {}),
+        ('{"name": "look", "arguments": ""}', {}),
+        ('{"name": "look", "arguments": "{\\"city\\": \\"Aix\\"}"}', {"city": "Aix"}),
+        ('{"name": "look", "parameters": {"days": 2}}', {"days": 2}),
+        ('{"type": "function", "function": {"name": "look", "arguments": {}}}', {}),
+        ('{"name": " look ", "arguments": {"city": "é\\n\\ud83d\\ude00"}}', {"city": "é\n😀"}),
+        ('{"name": "look", "arguments": {"city": "\\ud83d"}}', {"city": "\ud83d"}),
+    ],
+)
+def test_spellings_of_a_call(qwen: TokenizerWrapper, body: str, arguments: Any) -> None:
+    """What models make of the format; the arguments are always a JSON object that can be sent."""
+    pieces, _ = run(qwen, f"<tool_call>{body}</tool_call>", tools=TOOLS)
+    assert call(pieces) == ("look", arguments)
+    (found,) = pieces
+    assert isinstance(found, ToolCall)
+    assert found.arguments.encode()
+
+
+def test_a_call_of_an_unknown_tool_is_a_call(qwen: TokenizerWrapper) -> None:
+    """The client tells the model so."""
+    pieces, _ = run(qwen, LOOK.replace("look", "fly"), tools=TOOLS)
+    assert call(pieces)[0] == "fly"
+
+
+# --- families -------------------------------------------------------------------------------------
+
+Q = '<|"|>'
+FAMILIES = {
+    "json_tools": LOOK.replace('"Aix"', '"Aix", "days": 2'),
+    "qwen3_coder": (
+        "<tool_call>\n<function=look>\n<parameter=city>\nAix\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "mistral": '[TOOL_CALLS]look[ARGS]{"city": "Aix", "days": 2}',
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+        '<|tool_call_argument_begin|>{"city": "Aix", "days": 2}<|tool_call_end|>'
+        "<|tool_calls_section_end|>"
+    ),
+    "kimi_k3": (
+        '<|open|>tools<|sep|><|open|>call tool="look" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>Aix<|close|>argument<|sep|>'
+        '<|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>"
+    ),
+    "glm47": (
+        "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Aix</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+    ),
+    "laguna": (
+        "<tool_call>look<arg_key>city</arg_key><arg_value>Aix</arg_value>"
+        "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>"
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="look">\n<parameter name="city">Aix</parameter>\n'
+        '<parameter name="days">2</parameter>\n</invoke>\n</minimax:tool_call>'
+    ),
+    "minicpm5": (
+        '<function name="look"><param name="city">Aix</param>'
+        '<param name="days">2</param></function>'
+    ),
+    "pythonic": '<|tool_call_start|>[look(city="Aix", days=2)]<|tool_call_end|>',
+    "function_gemma": (
+        "<start_function_call>call:look{city:<escape>Aix<escape>,days:2}<end_function_call>"
+    ),
+    "gemma4": f"<|tool_call>call:look{{city:{Q}Aix{Q},days:2}}<tool_call|>",
+    "longcat": (
+        "<longcat_tool_call>look\n<longcat_arg_key>city</longcat_arg_key>\n"
+        "<longcat_arg_value>Aix</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
+        "<longcat_arg_value>2</longcat_arg_value>\n</longcat_tool_call>"
+    ),
+    "muse_spark": (
+        '<atem:function_calls><atem:invoke name="look"><atem:parameter name="city">Aix'
+        '</atem:parameter><atem:parameter name="days">2</atem:parameter></atem:invoke>'
+        "</atem:function_calls>"
+    ),
+}
+
+
+def markers_of(family: str) -> list[str]:
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{family}")
+    return [m for m in (module.tool_call_start, module.tool_call_end) if m]
+
+
+def test_every_parser_of_mlx_lm_is_tested() -> None:
+    """A family that a new mlx-lm brings must get its example here."""
+    import pkgutil
+
+    from mlx_lm import tool_parsers
+
+    assert {m.name for m in pkgutil.iter_modules(tool_parsers.__path__)} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_well_formed_call_of_each_family(family: str, spelled: bool) -> None:
+    """Text before it, the call, the end of turn; markers in one token or in many."""
+    tokenizer = wrapped(family, () if spelled else markers_of(family))
+    pieces, parser = run(tokenizer, f"I look.\n{FAMILIES[family]}{EOS}", tools=TOOLS)
+    assert pieces[0] == Text("I look.")
+    assert len(pieces) == 2
+    assert call(pieces) == ("look", {"city": "Aix", "days": 2})
+    assert parser.done == "tool_calls"
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_each_family_without_tools(family: str) -> None:
+    """All is text where the request has no tools."""
+    tokenizer = wrapped(family, markers_of(family))
+    pieces, parser = run(tokenizer, f"a\n{FAMILIES[family]}{EOS}")
+    assert (pieces, parser.done) == ([Text(f"a\n{FAMILIES[family]}")], "stop")
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_each_family_cut_off_anywhere(family: str) -> None:
+    """Nothing is made up and nothing lost: text, or the call where it is complete."""
+    tokenizer = wrapped(family, markers_of(family))
+    ids = tokenizer.encode(FAMILIES[family], add_special_tokens=False)
+    for length in range(0, len(ids) + 1, 3):
+        parser = OutputParser(tokenizer, tools=TOOLS)
+        pieces = [p for token in ids[:length] for p in parser.feed(token)]
+        pieces = joined(pieces + parser.finish("length"))
+        if any(isinstance(p, ToolCall) for p in pieces):
+            assert call(pieces) == ("look", {"city": "Aix", "days": 2})
+            assert length > len(ids) - 3
+        else:
+            assert "".join(p.text for p in pieces if isinstance(p, Text)) == tokenizer.decode(
+                ids[:length]
+            )
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@settings(max_examples=25, deadline=None)
+@given(junk=st.text(st.sampled_from('{}[]()<>"=:,/|\\ax1\n'), max_size=40))
+def test_garbage_in_a_block_never_raises(family: str, junk: str) -> None:
+    """Whatever the parser makes of it, the reply is text or a well-formed call."""
+    tokenizer = TOKENIZERS[family]
+    start, *end = markers_of(family)
+    block = start + junk + "".join(end)
+    pieces, parser = run(tokenizer, block, tools=TOOLS)
+    assert parser.done in ("stop", "tool_calls")
+    for piece in pieces:
+        if isinstance(piece, ToolCall):
+            assert isinstance(json.loads(piece.arguments), dict)
+            assert piece.name
+    if parser.done == "stop":
+        assert pieces == [Text(block)]
+
+
+TOKENIZERS = {family: wrapped(family) for family in FAMILIES}
+
+
+def test_several_calls_in_one_block() -> None:
+    """Ids that the model gave are kept, and kept apart."""
+    one = '<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"city": "A"}'
+    two = one.replace('"A"', '"B"')
+    block = (
+        f"<|tool_calls_section_begin|>{one}<|tool_call_end|>{two}<|tool_call_end|>"
+        "<|tool_calls_section_end|>"
+    )
+    pieces, parser = run(wrapped("kimi_k2"), block, tools=TOOLS)
+    ids = [p.id for p in pieces if isinstance(p, ToolCall)]
+    assert ids[0] == "functions.look:0"
+    assert len(set(ids)) == 2
+    assert (call(pieces, 0)[1], call(pieces, 1)[1]) == ({"city": "A"}, {"city": "B"})
+    pieces, parser = run(wrapped("kimi_k2"), block, tools=TOOLS, parallel_tools=False)
+    assert (len(pieces), parser.done) == (1, "tool_calls")
+
+
+def test_a_call_of_mistral_cut_off_is_text() -> None:
+    """It has no closing marker: only parsing tells whether it is complete."""
+    tokenizer = wrapped("mistral")
+    text = '[TOOL_CALLS]look[ARGS]{"city": "A'
+    pieces, parser = run(tokenizer, text, "length", tools=TOOLS)
+    assert (pieces, parser.done) == ([Text(text)], "length")
+    pieces, parser = run(tokenizer, text + 'ix"}', "length", tools=TOOLS)
+    assert call(pieces) == ("look", {"city": "Aix"})
+
+
+def test_prose_between_the_markers_of_glm_is_text() -> None:
+    """Its parser makes a call out of anything."""
+    for prose in ("is how a call begins", ""):
+        block = f"<tool_call>{prose}</tool_call>"
+        assert run(wrapped("glm47"), block, tools=TOOLS)[0] == [Text(block)]
+    bare = ({"type": "function", "function": {"name": "look"}},)
+    pieces, _ = run(wrapped("longcat"), FAMILIES["longcat"], tools=bare)
+    assert call(pieces)[0] == "look"
+
+
+MUSE = importlib.import_module("mlx_lm.chat_templates.muse_spark").RESPONSE_FORMAT
+XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+CHANNEL = ("<|channel>", "<channel|>")
+
+
+def test_a_channel_for_thought() -> None:
+    """Gemma 4's markers are a token and a word."""
+    tokenizer = wrapped("gemma4", (*CHANNEL, *markers_of("gemma4")))
+    text = f"<|channel>thought\nhm\n<channel|>{FAMILIES['gemma4']}"
+    pieces, _ = run(tokenizer, text, tools=TOOLS)
+    assert pieces[0] == Thinking("hm")
+    assert call(pieces) == ("look", {"city": "Aix", "days": 2})
+
+
+def test_structural_markers_are_framing() -> None:
+    """Kimi K3 wraps each part of a message."""
+    tokenizer = wrapped("kimi_k3", XTML)
+    text = (
+        "<|open|>think<|sep|>hm<|close|>think<|sep|><|open|>response<|sep|>Hello"
+        "<|close|>response<|sep|><|close|>message<|sep|>"
+    )
+    assert run(tokenizer, text, tools=TOOLS)[0] == [Thinking("hm"), Text("Hello")]
+
+
+def test_a_format_with_headers() -> None:
+    """Muse Spark names the reader of each part first; a reply without a header is not lost."""
+    tokenizer = wrapped("muse_spark", response_format=MUSE)
+    text = " to=self<|message|>hm<|eom|> to=user<|message|>Hello<|eom|>"
+    pieces, _ = run(tokenizer, text + FAMILIES["muse_spark"], tools=TOOLS)
+    assert pieces[:2] == [Thinking("hm"), Text("Hello")]
+    assert call(pieces) == ("look", {"city": "Aix", "days": 2})
+    assert run(tokenizer, "Hello", tools=TOOLS)[0] == [Text("Hello")]
+
+
+def edges_of_mlx_lm(tokenizer: TokenizerWrapper) -> dict[str, dict[str, str]]:
+    """The edges inside mlx-lm's own state machine, read back from its tries."""
+
+    def walk(node: dict[Any, Any]) -> list[tuple[str, int]]:
+        found = []
+        if "__match__" in node:
+            pattern, index = node["__match__"]
+            found.append(("".join(pattern), index))
+        for key, child in node.items():
+            if key not in ("__match__", "__fail__"):
+                found += walk(child)
+        return found
+
+    states = make_text_state_machine(tokenizer)._states
+    return {
+        state: {pattern: targets[i] for pattern, i in walk(trie)}
+        for state, (trie, targets) in states.items()
+        if targets
+    }
+
+
+@pytest.mark.parametrize("marks", [(), THINK, CHANNEL, XTML], ids=str)
+@pytest.mark.parametrize("family", [None, *FAMILIES])
+def test_the_framing_is_that_of_mlx_lm(family: str | None, marks: Any) -> None:
+    """Ours is kept as strings; the edges must be the same, or a new mlx-lm knows better."""
+    form = MUSE if family == "muse_spark" else None
+    tokenizer = wrapped(family, marks, response_format=form)
+    ours = grammar(tokenizer, tools=True, generic=False).edges
+    assert {s: dict(e) for s, e in ours.items() if e} == edges_of_mlx_lm(tokenizer)
+
+
+# --- any cut --------------------------------------------------------------------------------------
+
+
+def cut(text: str, cuts: Sequence[int]) -> list[str]:
+    """`text` in pieces, cut at `cuts` modulo its length."""
+    places = sorted({c % (len(text) + 1) for c in cuts} | {0, len(text)})
+    return [text[a:b] for a, b in pairwise(places)]
+
+
+class Chunks:
+    """A tokenizer whose tokens are given pieces of text."""
+
+    def __init__(self, base: TokenizerWrapper, pieces: Sequence[str]):
+        self._base, self._pieces = base, pieces
+        self.eos_token_ids: set[int] = set()
+
+    @property
+    def detokenizer(self) -> Any:
+        class Detokenizer:
+            def add_token(inner, token: int) -> None:
+                inner.last_segment = self._pieces[token]
+
+            def finalize(inner) -> None:
+                inner.last_segment = ""
+
+            last_segment = ""
+
+        return Detokenizer()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+FRAGMENTS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", LOOK, '{"name": "look"}', "</"),
+    *("think>", "<", "a", "\n", "\n\n", " ", "stop", "st", "op", "é"),
+)
+replies = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
+BASE = wrapped("json_tools")
+THINKER = wrapped("json_tools", THINK)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=replies,
+    cuts=st.lists(st.integers(0, 200), max_size=20),
+    stop=st.lists(st.sampled_from(["stop", "st", "a\n", "\n", "op<", "</think>"]), max_size=2),
+    thinking_open=st.booleans(),
+    tools=st.sampled_from([None, TOOLS]),
+    parallel=st.booleans(),
+    reason=st.sampled_from(["stop", "length", "cancelled"]),
+)
+def test_the_cut_into_tokens_changes_nothing(
+    text: str, cuts: list[int], stop: list[str], reason: Any, **options: Any
+) -> None:
+    """Pieces, end and stop string are those of the whole text fed at once."""
+    options = {
+        "stop": tuple(stop),
+        "tools": options["tools"],
+        "parallel_tools": options["parallel"],
+        "thinking_open": options["thinking_open"],
+    }
+    results = []
+    for split in (cut(text, cuts), [text], list(text)):
+        parser = OutputParser(Spelled(THINKER, split), **options)
+        out: list[Piece] = []
+        for token in range(len(split)):
+            out += parser.feed(token)
+        out += parser.finish(reason)
+        results.append((without_ids(out), parser.done, parser.stop_sequence))
+    assert results[0] == results[1] == results[2]
+
+
+class Spelled(Chunks):
+    """No marker is a token of its own."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [-2] * len(text)
+
+
+def without_ids(pieces: Sequence[Piece]) -> list[Any]:
+    return [
+        (p.index, p.name, p.arguments) if isinstance(p, ToolCall) else p for p in joined(pieces)
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=replies, cuts=st.lists(st.integers(0, 200), max_size=20))
+def test_pieces_put_together_are_the_reply(text: str, cuts: list[int]) -> None:
+    """Without stops and tools nothing is lost but markers and newlines beside them."""
+    split = cut(text, cuts)
+    parser = OutputParser(Spelled(THINKER, split))
+    out: list[Piece] = [p for token in range(len(split)) for p in parser.feed(token)]
+    out += parser.finish("length")
+    said = "".join(p.text for p in out if isinstance(p, Text | Thinking))
+    bare = text.replace("\n", "").replace("<think>", "").replace("</think>", "")
+    assert said.replace("\n", "").replace("<think>", "").replace("</think>", "").strip() == (
+        bare.strip()
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text("abs\n ", max_size=40),
+    cuts=st.lists(st.integers(0, 200), max_size=20),
+    stop=st.lists(st.text("abs\n ", min_size=1, max_size=4), max_size=4),
+)
+def test_streamed_text_stops_where_a_search_finds_the_stop(
+    text: str, cuts: list[int], stop: list[str]
+) -> None:
+    """The reference looks at the whole text: the shortest prefix that ends in a stop string."""
+    split = cut(text, cuts)
+    parser = OutputParser(Chunks(BASE, split), stop=stop)
+    out: list[Piece] = [p for token in range(len(split)) for p in parser.feed(token)]
+    out += parser.finish("length")
+    expected, found = text, None
+    for end in range(1, len(text) + 1):
+        ends = [s for s in stop if text[:end].endswith(s)]
+        if ends:
+            found = max(ends, key=len)
+            expected = text[: end - len(found)]
+            break
+    assert "".join(p.text for p in out if isinstance(p, Text)) == expected
+    assert parser.stop_sequence == found
+    assert parser.done == ("length" if found is None else "stop_sequence")

@@ -1,0 +1,287 @@
+"""Drawing tokens: ranges, filters, seeds, penalties, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import GenerationBatch, StopSequences
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxcache.errors import BadRequest
+from mlxcache.model.load import ModelSpec, load
+from mlxcache.model.sampling import (
+    LEAST_LOGPROB,
+    REPETITION_CONTEXT,
+    make_processors,
+    make_sampler,
+    top_logprobs,
+    validate,
+)
+from mlxcache.types import Sampling
+
+V = 32
+
+
+def logprobs(rows: int = 1, seed: int = 0) -> mx.array:
+    logits = 2 * mx.random.normal((rows, V), key=mx.random.key(seed))
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def draws(sampling: Sampling, n: int, values: mx.array | None = None) -> list[int]:
+    sampler = make_sampler(sampling, V)
+    values = logprobs() if values is None else values
+    return [int(sampler(values).item()) for _ in range(n)]
+
+
+def test_the_defaults_are_valid_and_greedy() -> None:
+    """A request that says nothing about sampling is served."""
+    validate(Sampling(), V)
+    assert draws(Sampling(), 3) == [int(mx.argmax(logprobs()).item())] * 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 5.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", True),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_k", 2**40),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", -math.inf),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.nan),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
+        ("logit_bias", ((V, 1.0),)),
+        ("logit_bias", ((-1, 1.0),)),
+        ("logit_bias", ((1, 101.0),)),
+        ("logit_bias", ((1, math.nan),)),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(field: str, value: Any) -> None:
+    """The client learns which field is wrong."""
+    with pytest.raises(BadRequest, match=field) as caught:
+        validate(replace(Sampling(), **{field: value}), V)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=5, top_p=1, min_p=1, top_k=-1),
+        Sampling(temperature=1e-9, top_p=1e-9, top_k=2**31 - 1),
+        Sampling(presence_penalty=-2, frequency_penalty=2, repetition_penalty=0.01),
+        Sampling(temperature=1, seed=-(2**63), logit_bias=((V - 1, -100.0), (0, 100.0))),
+        Sampling(temperature=1, seed=2**64 - 1, repetition_penalty=100),
+    ],
+)
+def test_the_ends_of_each_range_draw_a_token(sampling: Sampling) -> None:
+    """What validation lets through neither raises nor becomes NaN."""
+    validate(sampling, V)
+    logits = logprobs()
+    for process in make_processors(sampling, 1):
+        logits = process(mx.array([1, 2, 2, 3]), logits)
+    assert bool(mx.all(mx.isfinite(logits)).item())
+    for token in draws(sampling, 5, logits - mx.logsumexp(logits, axis=-1, keepdims=True)):
+        assert 0 <= token < V
+
+
+def test_greedy_requests_share_one_function() -> None:
+    """A batch of greedy rows is drawn in one call, which mlx-lm does if the object is the same."""
+    assert make_sampler(Sampling(), V) is make_sampler(Sampling(temperature=0, seed=3), 99)
+    assert make_sampler(Sampling(temperature=1), V) is not make_sampler(Sampling(temperature=1), V)
+
+
+def test_a_seed_repeats_and_its_absence_does_not() -> None:
+    """Same seed, same tokens; without one, two requests differ."""
+    plain = Sampling(temperature=1.5)
+    assert draws(replace(plain, seed=7), 40) == draws(replace(plain, seed=7), 40)
+    assert draws(replace(plain, seed=7), 40) != draws(replace(plain, seed=8), 40)
+    assert draws(plain, 40) != draws(plain, 40)
+
+
+def test_seeded_draws_do_not_depend_on_the_global_generator() -> None:
+    """Other requests draw in between; only a request's own key counts."""
+    sampler = make_sampler(Sampling(temperature=1.5, seed=7), V)
+    mixed = []
+    for _ in range(20):
+        mx.random.uniform(shape=(3,))
+        mixed.append(int(sampler(logprobs()).item()))
+    assert mixed == draws(Sampling(temperature=1.5, seed=7), 20)
+
+
+def test_draws_follow_the_distribution() -> None:
+    """At temperature 2 the observed frequencies match softmax(logprobs / 2)."""
+    values = logprobs()
+    expected = mx.softmax(values / 2, axis=-1)[0].tolist()
+    sampler = make_sampler(Sampling(temperature=2, seed=1), V)
+    counts = [0] * V
+    for token in sampler(mx.broadcast_to(values, (20_000, V))).tolist():
+        counts[token] += 1
+    for seen, p in zip(counts, expected, strict=True):
+        assert seen / 20_000 == pytest.approx(p, abs=5 * math.sqrt(p / 20_000) + 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_filters_leave_only_what_they_allow(dtype: mx.Dtype) -> None:
+    """top_k, top_p and min_p cut the tail, in every dtype that models compute in."""
+    values = logprobs()
+    order = mx.argsort(-values[0]).tolist()
+    probabilities = mx.exp(values[0]).tolist()
+    hot = Sampling(temperature=5, seed=1)
+    values = values.astype(dtype)
+    assert set(draws(replace(hot, top_k=3), 200, values)) == set(order[:3])
+    assert set(draws(replace(hot, top_k=1), 20, values)) == {order[0]}
+    floor = 0.2 * probabilities[order[0]]
+    allowed = {t for t in range(V) if probabilities[t] >= floor}
+    assert set(draws(replace(hot, min_p=0.2), 300, values)) == allowed
+    nucleus, mass = set(), 0.0
+    for token in order:
+        nucleus.add(token)
+        if (mass := mass + probabilities[token]) >= 0.6:
+            break
+    assert set(draws(replace(hot, top_p=0.6), 300, values)) == nucleus
+
+
+def test_a_top_k_of_the_whole_vocabulary_is_off() -> None:
+    """mlx-lm's filter refuses it; a client that sends a large number means no filter."""
+    free = Sampling(temperature=2, seed=3)
+    assert draws(replace(free, top_k=V), 30) == draws(free, 30)
+    assert draws(replace(free, top_k=-1), 30) == draws(free, 30)
+
+
+def test_a_whole_batch_may_share_a_sampler() -> None:
+    """Shape (B, V) gives B tokens."""
+    sampler = make_sampler(Sampling(temperature=1, top_p=0.9, top_k=5, min_p=0.01), V)
+    assert sampler(logprobs(4)).shape == (4,)
+
+
+def test_presence_and_frequency_count_the_reply_alone() -> None:
+    """OpenAI's formula over the tokens after the prompt, the whole reply, in the logits' dtype."""
+    (process,) = make_processors(Sampling(presence_penalty=0.5, frequency_penalty=0.25), 3)
+    logits = mx.zeros((1, V), mx.bfloat16)
+    assert process(mx.array([1, 1, 2]), logits).tolist() == logits.tolist()
+    out = process(mx.array([1, 1, 2, 4, 4, 5] + [6] * 100), logits)
+    assert out.dtype == mx.bfloat16
+    row = out[0].tolist()
+    assert (row[1], row[2], row[4], row[5]) == (0, 0, -1.0, -0.75)
+    assert row[6] == pytest.approx(-25.5, rel=0.01)
+
+
+def test_the_repetition_penalty_forgets_old_tokens() -> None:
+    """Seen tokens get less likely whatever their sign; those out of the window do not."""
+    (process,) = make_processors(Sampling(repetition_penalty=2.0), 0)
+    logits = mx.array([[4.0, -4.0, 4.0, 1.0]])
+    tokens = [2] + [0, 1] * (REPETITION_CONTEXT // 2)
+    assert process(mx.array(tokens), logits).tolist() == [[2.0, -8.0, 4.0, 1.0]]
+
+
+def test_the_bias_is_added_and_the_rest_left() -> None:
+    """Two biases on one token add up."""
+    (process,) = make_processors(Sampling(logit_bias=((1, 2.0), (3, -100.0), (1, 0.5))), 0)
+    assert process(mx.array([0]), mx.zeros((1, 4))).tolist() == [[0.0, 2.5, 0.0, -100.0]]
+
+
+def test_no_wish_no_processor() -> None:
+    """Without penalties the batch keeps its fast path."""
+    assert make_processors(Sampling(temperature=1, top_p=0.5, seed=1), 10) == []
+
+
+class Letters:
+    """A tokenizer of one token per letter, spelled as SentencePiece or as bytes would."""
+
+    def convert_ids_to_tokens(self, token: int) -> str | None:
+        return {0: "\u2581a", 1: "b"}.get(token)
+
+    def decode(self, ids: list[int]) -> str:
+        return "ab"[ids[0]]
+
+
+def test_top_logprobs_are_sorted_and_exact() -> None:
+    """The likeliest first, the sampled token's own beside them, minus infinity as a number."""
+    values = mx.log(mx.array([0.25, 0.7, 0.05, 0.0]))
+    found = top_logprobs(values, 3, 2, Letters())
+    assert (found.token, found.token_id, found.logprob) == ("", 3, LEAST_LOGPROB)
+    assert [(text, i) for text, i, _ in found.top] == [("b", 1), (" a", 0)]
+    assert [x for *_, x in found.top] == pytest.approx([math.log(0.7), math.log(0.25)], rel=1e-5)
+    assert top_logprobs(values, 1, 0, Letters()).top == ()
+    assert len(top_logprobs(values, 1, 20, Letters()).top) == 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, V), st.integers(0, V - 1))
+def test_top_logprobs_agree_with_sorting(seed: int, n: int, token: int) -> None:
+    """Partial sorting finds the same tokens as sorting all of them."""
+    values = logprobs(seed=seed)[0]
+    found = top_logprobs(values, token, n, Letters100())
+    rows: list[float] = values.tolist()
+    best = sorted(range(V), key=lambda i: -rows[i])[:n]
+    assert [i for _, i, _ in found.top] == best
+    assert found.logprob == pytest.approx(rows[token])
+
+
+class Letters100(Letters):
+    def convert_ids_to_tokens(self, token: int) -> str | None:
+        return "b"
+
+    def decode(self, ids: list[int]) -> str:
+        return str(ids[0])
+
+
+def test_a_seeded_row_draws_alike_alone_and_in_a_batch(toy_llama: Any) -> None:
+    """mlx-lm's own batch calls each row's sampler with that row alone."""
+    loaded = load(ModelSpec(str(toy_llama)))
+    prompt = [5, 6, 7, 8]
+    wishes = [
+        Sampling(temperature=1, seed=1, presence_penalty=1.0),
+        Sampling(),
+        Sampling(temperature=1, seed=1, presence_penalty=1.0),
+        Sampling(temperature=2, seed=2, top_k=40, logit_bias=((9, 3.0),)),
+    ]
+    together = generate(loaded.model, prompt, wishes)
+    for wish, tokens in zip(wishes, together, strict=True):
+        assert generate(loaded.model, prompt, [wish]) == [tokens]
+    assert together[0] == together[2]
+    assert together[0] != together[1]
+
+
+def generate(model: Any, prompt: list[int], wishes: list[Sampling]) -> list[list[int]]:
+    caches = [make_prompt_cache(model) for _ in wishes]
+    for cache in caches:
+        model(mx.array([prompt[:-1]]), cache=cache)
+    merged = [layer[0].merge(list(layer)) for layer in zip(*caches, strict=True)]
+    n = len(wishes)
+    batch = GenerationBatch(
+        model,
+        list(range(n)),
+        mx.array([prompt[-1]] * n),
+        merged,
+        [prompt[:-1] for _ in wishes],
+        [make_sampler(w, 512) for w in wishes],
+        make_sampler(Sampling(), 512),
+        [make_processors(w, len(prompt)) for w in wishes],  # type: ignore[arg-type]
+        [StopSequences() for _ in wishes],
+        [100] * n,
+    )
+    out: list[list[int]] = [[] for _ in wishes]
+    for _ in range(12):
+        for response in batch.next():
+            out[response.uid].append(response.token)
+    return out
