@@ -77,11 +77,11 @@ async def test_a_stream_is_sent_and_closed(engine: FakeEngine) -> None:
 
 
 async def test_silence_is_filled_with_pings(engine: FakeEngine) -> None:
-    engine.script = [0.25, *reply("Hi")]
+    engine.script = [0.5, *reply("Hi")]
     wire = Wire()
     await play(response(await opened(engine), ApiSettings(ping_seconds=0.1)), wire)
     before = wire.body.partition(b"data:")[0]
-    assert before.count(b": ping\n\n") == 2
+    assert before.count(b": ping\n\n") >= 2
 
 
 async def test_a_client_that_leaves_cancels_its_stream(engine: FakeEngine) -> None:
