@@ -6,238 +6,23 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import TypeVar
 
 import httpx
-import numpy as np
+import httpx2
+import openai
 import pytest
 import uvicorn
 from starlette.applications import Starlette
 
 from mlxcache.api.app import create_app
 from mlxcache.api.http import ApiSettings
-from mlxcache.errors import MlxcacheError
-from mlxcache.types import (
-    Admitted,
-    Chat,
-    Event,
-    Finished,
-    FinishReason,
-    Job,
-    ModelInfo,
-    Piece,
-    Progress,
-    Prompt,
-    RequestRecord,
-    Text,
-    Thinking,
-    ToolCall,
-)
+from tests.api.fake import INFO, FakeEngine, FakeStream, reply
+
+__all__ = ["INFO", "FakeEngine", "FakeStream", "eventually", "reply", "soon"]
 
 T = TypeVar("T")
-
-Step = Event | MlxcacheError | RuntimeError | float
-"""An event to yield, an error to raise, or seconds to wait."""
-
-INFO = ModelInfo(
-    id="org/model-4bit",
-    context_length=8192,
-    max_context_length=32768,
-    weights_bytes=1000,
-    architecture="llama",
-    has_thinking=True,
-    has_tools=True,
-    created=1_700_000_000,
-)
-
-
-def reply(
-    *pieces: Piece | str,
-    reason: FinishReason = "stop",
-    cached: int = 0,
-    stop_sequence: str | None = None,
-) -> list[Step]:
-    """A script: progress, then the pieces (a string is a Text), then the end.
-
-    The prompt's length is put in when it is known; each piece counts as one token.
-    """
-    parts: list[Piece] = [Text(p) if isinstance(p, str) else p for p in pieces]
-    reasoning = sum(isinstance(p, Thinking) for p in parts)
-    calls = any(isinstance(p, ToolCall) for p in parts)
-    end = Finished(
-        reason="tool_calls" if calls and reason == "stop" else reason,
-        prompt_tokens=0,
-        cached_tokens=cached,
-        restored_tokens=0,
-        generated_tokens=len(parts),
-        reasoning_tokens=reasoning,
-        stop_sequence=stop_sequence,
-    )
-    return [Progress(cached, 0), *parts, end]
-
-
-class FakeStream:
-    """One scripted reply; `closed` tells whether it was closed, `cancelled` whether too early."""
-
-    def __init__(
-        self, record: RequestRecord, steps: Sequence[Step], admitted: Admitted, wait: float
-    ):
-        self.record = record
-        self.closed = threading.Event()
-        self.cancelled = False
-        self.yielded = 0
-        self._steps = list(steps)
-        self._admitted = admitted
-        self._ready_at = time.monotonic() + wait
-        self._closing = asyncio.Event()
-        self._done = False
-
-    async def admitted(self, timeout: float) -> Admitted | None:  # noqa: ASYNC109 (the facade has it)
-        left = self._ready_at - time.monotonic()
-        if left > timeout:
-            await self._sleep(timeout)
-            return None
-        await self._sleep(left)
-        return self._admitted
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        await self._sleep(self._ready_at - time.monotonic())
-        yield self._admitted
-        for step in self._steps:
-            if self._closing.is_set():
-                yield self._finished("cancelled")
-                return
-            if isinstance(step, float):
-                await self._sleep(step)
-            elif isinstance(step, Exception):
-                self._done = True
-                self.record.status = "failed"
-                raise step
-            else:
-                await asyncio.sleep(0)
-                self.yielded += 1
-                self._done = isinstance(step, Finished)
-                yield self._counted(step)
-
-    async def aclose(self) -> None:
-        await asyncio.sleep(0)
-        if not self.closed.is_set():
-            self.cancelled = not self._done
-            self.record.status = "done" if self._done else "cancelled"
-        self._closing.set()
-        self.closed.set()
-
-    async def __aenter__(self) -> FakeStream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def _sleep(self, seconds: float) -> None:
-        if seconds > 0:
-            try:
-                await asyncio.wait_for(self._closing.wait(), seconds)
-            except TimeoutError:
-                return
-
-    def _counted(self, event: Event) -> Event:
-        total = self._admitted.prompt_tokens
-        if isinstance(event, Progress) and not event.total:
-            return Progress(event.done, total)
-        if isinstance(event, Finished) and not event.prompt_tokens:
-            return self._finished(event.reason, event)
-        return event
-
-    def _finished(self, reason: FinishReason, event: Finished | None = None) -> Finished:
-        return Finished(
-            reason=reason,
-            prompt_tokens=self._admitted.prompt_tokens,
-            cached_tokens=self._admitted.cached_tokens,
-            restored_tokens=self._admitted.restored_tokens,
-            generated_tokens=event.generated_tokens if event else 0,
-            reasoning_tokens=event.reasoning_tokens if event else 0,
-            stop_sequence=event.stop_sequence if event else None,
-        )
-
-
-class FakeEngine:
-    """The engine's facade over a script.
-
-    `script` is what every reply plays. `queue_s` is how long a request waits to be admitted.
-    `render_error` and `submit_error` are raised where they are set. `chats`, `texts`, `jobs`
-    and `streams` are what came in.
-    """
-
-    def __init__(self) -> None:
-        self.info: ModelInfo | None = INFO
-        self.state: Literal["loading", "ready", "failed", "stopped"] = "ready"
-        self.script: Sequence[Step] = reply("Hello", ", ", "world")
-        self.cached_tokens = 0
-        self.restored_tokens = 0
-        self.queue_s = 0.0
-        self.render_error: Exception | None = None
-        self.submit_error: Exception | None = None
-        self.chats: list[Chat] = []
-        self.texts: list[str] = []
-        self.sessions: list[str | None] = []
-        self.jobs: list[Job] = []
-        self.streams: list[FakeStream] = []
-        self.records: list[RequestRecord] = []
-
-    async def render(self, chat: Chat, *, session: str | None = None) -> Prompt:
-        """One token per message and per word of its content."""
-        self.chats.append(chat)
-        self.sessions.append(session)
-        if self.render_error:
-            raise self.render_error
-        for message in chat.messages:
-            assert isinstance(message["content"], str)
-            message["content"].encode()  # as a tokenizer would
-        length = sum(1 + len(m["content"].split()) for m in chat.messages)
-        at = chat.breakpoint
-        return Prompt(np.arange(length + 1, dtype=np.int32), breakpoint=at and min(at, length))
-
-    async def render_text(self, text: str) -> Prompt:
-        """One token per word."""
-        self.texts.append(text)
-        if self.render_error:
-            raise self.render_error
-        return Prompt(np.arange(len(text.split()), dtype=np.int32))
-
-    async def submit(self, job: Job) -> FakeStream:
-        """A stream that plays the script."""
-        self.jobs.append(job)
-        if self.submit_error:
-            raise self.submit_error
-        record = RequestRecord(
-            id=job.id,
-            session=job.session,
-            api=job.api,
-            client=job.client,
-            status="queued",
-            created_at=time.time(),
-            prompt_tokens=len(job.prompt.ids),
-            cached_tokens=self.cached_tokens,
-            fed_tokens=len(job.prompt.ids) - self.cached_tokens,
-            timing={"render_s": job.render_s},
-        )
-        self.records.insert(0, record)
-        admitted = Admitted(len(job.prompt.ids), self.cached_tokens, self.restored_tokens)
-        self.streams.append(FakeStream(record, self.script, admitted, self.queue_s))
-        return self.streams[-1]
-
-    def figures(self) -> dict[str, Any]:
-        """A recognisable body."""
-        return {"ram": {"used_bytes": 1, "limit_bytes": 2}, "sessions": len(self.jobs)}
-
-    def requests(self) -> list[RequestRecord]:
-        """Newest first."""
-        return self.records
-
-    def request(self, id: str) -> RequestRecord | None:
-        """By id."""
-        return next((r for r in self.records if r.id == id), None)
 
 
 @pytest.fixture
@@ -261,6 +46,18 @@ async def client(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
     """In process; a streamed answer arrives whole, at its end."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+@pytest.fixture
+async def openai_sdk(app: Starlette) -> AsyncIterator[openai.AsyncOpenAI]:
+    transport = httpx2.ASGITransport(app)
+    async with openai.AsyncOpenAI(
+        base_url="http://test/v1",
+        api_key="any",
+        http_client=httpx2.AsyncClient(transport=transport),
+        max_retries=0,
+    ) as client:
         yield client
 
 

@@ -1,0 +1,43 @@
+"""Chat bodies, and what comes back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+from mlxcache.types import ToolCall
+
+USER = [{"role": "user", "content": "Hi there"}]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = ToolCall(0, "call_1", "weather", '{"city": "Oslo"}')
+
+
+async def chat(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    return await client.post("/v1/chat/completions", json={"messages": USER} | body)
+
+
+def events(text: str) -> list[Any]:
+    """The data of each event; comments are left out."""
+    return [
+        data if data == "[DONE]" else json.loads(data)
+        for line in text.splitlines()
+        if line.startswith("data: ") and (data := line.removeprefix("data: "))
+    ]
+
+
+async def refused(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await chat(client, **body)
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return error

@@ -1,0 +1,299 @@
+"""What an OpenAI body becomes, and what of it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import FakeEngine
+from tests.api.openai_bodies import USER, WEATHER, chat, refused
+
+
+class TestRequests:
+    async def test_every_role_is_taken_and_content_becomes_a_string(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        messages = [
+            {"role": "system", "content": "S"},
+            {"role": "developer", "content": [{"type": "text", "text": "D"}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "why",
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": '{"b": 1, "a": [2.5]}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "r"}]},
+            {"role": "user", "content": "U", "name": "ann"},
+        ]
+        assert (await chat(client, messages=messages)).status_code == 200
+        call = {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "f", "arguments": {"b": 1, "a": [2.5]}},
+        }
+        assert engine.chats[0].messages == [
+            {"role": "system", "content": "S"},
+            {"role": "developer", "content": "D"},
+            {"role": "user", "content": "ab"},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": "why",
+                "tool_calls": [call],
+            },
+            {"role": "tool", "content": "r", "tool_call_id": "c1"},
+            {"role": "user", "content": "U", "name": "ann"},
+        ]
+        sent = engine.chats[0].messages[3]["tool_calls"][0]["function"]["arguments"]
+        assert list(sent) == ["b", "a"]
+
+    async def test_the_older_function_messages_become_tool_messages(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        messages = [
+            *USER,
+            {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+            {"role": "function", "name": "f", "content": "r"},
+        ]
+        assert (await chat(client, messages=messages)).status_code == 200
+        _, call, result = engine.chats[0].messages
+        assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+        assert result == {"role": "tool", "name": "f", "content": "r"}
+
+    @pytest.mark.parametrize(
+        ("text", "arguments"),
+        [
+            ("", {}),
+            (None, {}),
+            ({"a": 1}, {"a": 1}),
+            ("{oops", {"_raw": "{oops"}),
+            ("[1]", {"_raw": "[1]"}),
+            ("[" * 100_000, {"_raw": "[" * 100_000}),
+        ],
+        ids=["empty", "null", "object", "malformed", "list", "deep"],
+    )
+    async def test_arguments_that_are_no_object_are_kept_whole(
+        self, client: httpx.AsyncClient, engine: FakeEngine, text: Any, arguments: Any
+    ) -> None:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+        messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+        assert (await chat(client, messages=messages)).status_code == 200
+        assert engine.chats[0].messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+    async def test_a_string_and_a_list_of_it_are_the_same_chat_with_or_without_cache_control(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        part = {"type": "text", "text": "Hi there"}
+        marked = part | {"cache_control": {"type": "ephemeral"}}
+        for content in ("Hi there", [part], [marked]):
+            await chat(client, messages=[{"role": "user", "content": content}])
+        assert engine.chats[0] == engine.chats[1] == engine.chats[2]
+
+    async def test_sampling_fields_reach_the_engine(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        await chat(
+            client,
+            temperature=0.5,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.05,
+            repetition_penalty=1.1,
+            presence_penalty=0.2,
+            frequency_penalty=-0.2,
+            logit_bias={"42": -100},
+            seed=-1,
+            stop="END",
+            max_completion_tokens=7,
+            max_tokens=9,
+        )
+        job = engine.jobs[0]
+        drawn = job.sampling
+        assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.min_p) == (0.5, 0.9, 40, 0.05)
+        assert (drawn.repetition_penalty, drawn.presence_penalty) == (1.1, 0.2)
+        assert drawn.frequency_penalty == -0.2
+        assert drawn.logit_bias == ((42, -100.0),)
+        assert drawn.seed == 2**63 - 1
+        assert (job.stop, job.max_tokens) == (("END",), 7)
+
+    async def test_what_is_absent_takes_openais_defaults(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        await chat(client)
+        job = engine.jobs[0]
+        assert (job.sampling.temperature, job.sampling.top_p) == (1.0, 1.0)
+        assert (job.sampling.seed, job.max_tokens, job.stop) == (None, None, ())
+        assert (job.tools, job.top_logprobs, job.api) == (None, None, "chat")
+
+    async def test_top_p_0_is_greedy(self, client: httpx.AsyncClient, engine: FakeEngine) -> None:
+        await chat(client, top_p=0, temperature=1)
+        assert engine.jobs[0].sampling.temperature == 0.0
+
+    @pytest.mark.parametrize(("asked", "given"), [(-1, None), (10**30, 2**31 - 1), (5, 5)])
+    async def test_limits_from_minus_one_to_absurd(
+        self, client: httpx.AsyncClient, engine: FakeEngine, asked: int, given: int | None
+    ) -> None:
+        await chat(client, max_tokens=asked)
+        assert engine.jobs[0].max_tokens == given
+
+    async def test_tool_choice_none_renders_the_tools_and_parses_no_calls(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        await chat(client, tools=[WEATHER], tool_choice="none")
+        await chat(client, tools=[WEATHER], tool_choice={"type": "auto"})
+        assert engine.chats[0].tools == engine.chats[1].tools == (WEATHER,)
+        assert engine.jobs[0].tools is None
+        assert engine.jobs[1].tools == (WEATHER,)
+        assert engine.jobs[1].parallel_tools is True
+
+    async def test_parallel_calls_can_be_switched_off(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        await chat(client, tools=[WEATHER], parallel_tool_calls=False)
+        assert engine.jobs[0].parallel_tools is False
+
+    async def test_a_tool_without_description_or_parameters_gets_empty_ones(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        bare = {"type": "function", "function": {"name": "f", "strict": True}}
+        await chat(client, tools=[bare])
+        assert engine.chats[0].tools[0]["function"] == {
+            "name": "f",
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        }
+
+    @pytest.mark.parametrize(
+        ("body", "arguments"),
+        [
+            ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+            ({"reasoning_effort": "minimal"}, {"reasoning_effort": "low"}),
+            ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+            ({"enable_thinking": True}, {"enable_thinking": True}),
+            ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+            ({"chat_template_kwargs": {"x": [1]}}, {"x": [1]}),
+        ],
+    )
+    async def test_reasoning_and_template_arguments(
+        self, client: httpx.AsyncClient, engine: FakeEngine, body: Any, arguments: Any
+    ) -> None:
+        await chat(client, **body)
+        assert engine.chats[0].template_args == arguments
+
+    async def test_the_label_and_the_client_are_recorded(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        client.headers["user-agent"] = "OpenAI/Python 3.52.0"
+        await chat(client, prompt_cache_key="mine")
+        assert engine.sessions == ["mine"]
+        assert (engine.jobs[0].session, engine.jobs[0].client) == ("mine", "OpenAI/Python 3.52.0")
+        assert engine.jobs[0].render_s >= 0
+
+    async def test_harmless_fields_are_ignored(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        response = await chat(
+            client,
+            store=False,
+            metadata={"a": "b"},
+            user="me",
+            service_tier="auto",
+            modalities=["text"],
+            prediction={"type": "content", "content": "x"},
+            verbosity="low",
+            cache_prompt=True,
+            safety_identifier="x",
+            response_format={"type": "text"},
+            n=1,
+            functions=None,
+            audio=None,
+            ignore_eos=False,
+            whatever={"deep": [1]},
+        )
+        assert response.status_code == 200
+
+    async def test_a_message_of_the_assistants_can_be_continued(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        messages = [*USER, {"role": "assistant", "content": "Well"}]
+        await chat(client, messages=messages, continue_final_message=True)
+        await chat(client, messages=messages)
+        assert [c.continue_final for c in engine.chats] == [True, False]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("body", "param"),
+        [
+            ({"n": 2}, "n"),
+            ({"audio": {"voice": "x"}}, "audio"),
+            ({"functions": [{"name": "f"}]}, "functions"),
+            ({"web_search_options": {"a": 1}}, "web_search_options"),
+            ({"modalities": ["text", "audio"]}, "modalities"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"response_format": {"type": "json_schema"}}, "response_format"),
+            ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+            ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
+            ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+            ({"grammar": "root ::= x"}, "grammar"),
+        ],
+    )
+    async def test_what_is_not_served_is_named(
+        self, client: httpx.AsyncClient, body: Any, param: str
+    ) -> None:
+        error = await refused(client, **body)
+        assert (error["code"], error["param"]) == ("unsupported", param)
+
+    async def test_an_image_is_named(self, client: httpx.AsyncClient) -> None:
+        image = {"type": "image_url", "image_url": {"url": "data:"}}
+        messages = [{"role": "user", "content": [{"type": "text", "text": "See"}, image]}]
+        error = await refused(client, messages=messages)
+        assert error["param"] == "messages[0].content[1].type"
+        assert "image_url" in error["message"]
+
+    @pytest.mark.parametrize(
+        ("body", "param"),
+        [
+            ({"messages": []}, "messages"),
+            ({"messages": None}, "messages"),
+            ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+            ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+                "messages[0].content[0]",
+            ),
+            ({"temperature": -1}, "temperature"),
+            ({"temperature": "hot"}, "temperature"),
+            ({"top_p": 1.5}, "top_p"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"max_tokens": 1.5}, "max_tokens"),
+            ({"stop": ""}, "stop"),
+            ({"stop": ["a"] * 17}, "stop"),
+            ({"logit_bias": {"x": 1}}, "logit_bias"),
+            ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+            ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+            ({"top_logprobs": 2}, "top_logprobs"),
+            ({"tool_choice": 7}, "tool_choice"),
+            ({"tools": [{"type": "function"}]}, "tools[0].function"),
+            ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+            ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+            ({"continue_final_message": True}, "continue_final_message"),
+            ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ],
+    )
+    async def test_what_is_wrong_is_named(
+        self, client: httpx.AsyncClient, body: Any, param: str
+    ) -> None:
+        assert (await refused(client, **body))["param"] == param
