@@ -116,25 +116,25 @@ class _Placed:
     def _assistant(self, message: Message) -> None:
         traits = self._traits
         calls = [self._call(call) for call in message.pop("tool_calls", None) or ()]
-        text = message["content"]
-        if calls and not self._callable(calls, text):
+        if calls and not self._callable(calls):
             for call in calls:
-                text = _joined(text, _written(call), "\n")
+                message["content"] = _joined(message["content"], _written(call), "\n")
             calls = []
-        message["content"] = text
-        groups = [calls] if traits.calls_at_once else [[call] for call in calls]
-        if calls and text and not traits.text_with_calls:
+        groups = [calls] if traits.calls_at_once else [[call] for call in calls] or [[]]
+        if calls and message["content"] and not traits.text_with_calls:
             groups.insert(0, [])
-        for i, group in enumerate(groups or [[]]):
+        if len(groups) > 1 and traits.alternates:
+            # Such a template writes calls without the text beside them, and so they stay calls.
+            message, groups = {**message, "content": ""}, groups[1:]
+        for i, group in enumerate(groups):
             part = message if i == 0 else {"role": "assistant", "content": ""}
             self._reply({**part, "tool_calls": group} if group else part)
 
-    def _callable(self, calls: list[Message], text: str) -> bool:
+    def _callable(self, calls: list[Message]) -> bool:
         """Whether the template takes these calls as calls."""
         traits = self._traits
-        parts = len(calls) > 1 and not traits.calls_at_once
-        parts = parts or (bool(text) and not traits.text_with_calls)
-        return traits.tool_calls and not (parts and traits.alternates)
+        single = traits.calls_at_once or not traits.alternates or len(calls) == 1
+        return traits.tool_calls and single
 
     def _reply(self, message: Message) -> None:
         if self._last_role == "assistant" and self._traits.alternates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlxcache.errors import MlxcacheError
@@ -39,11 +39,16 @@ class PromptBuilder:
         thinking = [mark for mark in self._think if mark]
         added = added_tokens(tokenizer)
         controls = control_tokens(added, template.source, [*thinking, *_tool_marks(tokenizer)])
-        escape = Escape([token.text for token in controls], thinking)
+        escape = Escape(
+            [token.text for token in controls],
+            thinking,
+            [token.text for token in controls if token.normalized],
+            normalize=_normalizer(tokenizer),
+        )
         self.traits = probe(template, args)
         self._renderer = Renderer(template, self.traits, escape, args)
         self._codec = Codec(tokenizer, added, controls, escape)
-        anchors = Anchors(added, controls, normalizer=_normalizes(tokenizer))
+        anchors = Anchors(added, controls, normalizer=_normalizer(tokenizer) is not None)
         self._tokeniser = Tokeniser(self._codec, anchors, incremental=self._codec.direct)
         self._openers = learn_openers(self._renderer, anchors)
         self.incremental = self._codec.direct and incremental_holds(
@@ -108,8 +113,9 @@ class PromptBuilder:
             return ""
 
 
-def _normalizes(tokenizer: ChatTokenizer) -> bool:
-    return getattr(backend_of(tokenizer), "normalizer", None) is not None
+def _normalizer(tokenizer: ChatTokenizer) -> Callable[[str], str] | None:
+    normalizer = getattr(backend_of(tokenizer), "normalizer", None)
+    return None if normalizer is None else normalizer.normalize_str
 
 
 def _tool_marks(tokenizer: ChatTokenizer) -> list[str]:

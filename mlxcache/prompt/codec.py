@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -47,15 +48,18 @@ class Codec:
         if self.direct:
             self._plain = _Plain.of(self._backend, added, controls, texts)
 
+    @property
+    def escapes_whole(self) -> bool:
+        """Whether escaped tokens are encoded as any text; if not, they are cut in two."""
+        return self._plain is not None
+
     def encode(self, text: str) -> Tokens:
         """The ids of a rendered text, shape (n,); no token is added at its ends.
 
         Raises BadRequest if the text is not Unicode (a lone surrogate).
         """
-        try:
+        with _unicode_only(text, "messages"):
             return np.asarray(self._encode(text), dtype=np.int32)
-        except UnicodeEncodeError as error:
-            raise BadRequest("text holds half of a surrogate pair", param="messages") from error
 
     def raw(self, text: str) -> Tokens:
         """The ids of a text as it is, with the tokens that the tokenizer adds at its ends.
@@ -65,11 +69,9 @@ class Codec:
         """
         bos = getattr(self._tokenizer, "bos_token", None)
         add = not (bos and text.startswith(bos))
-        try:
+        with _unicode_only(text, "prompt"):
             ids = self._tokenizer.encode(text, add_special_tokens=add)
-        except UnicodeEncodeError as error:
-            raise BadRequest("text holds half of a surrogate pair", param="prompt") from error
-        return np.asarray(ids, dtype=np.int32)
+            return np.asarray(ids, dtype=np.int32)
 
     def _encode(self, text: str) -> Any:
         if not self._escape.holds(text):
@@ -102,6 +104,17 @@ class Codec:
             == list(self._tokenizer.encode(text, add_special_tokens=False))
             for text in texts
         )
+
+
+@contextmanager
+def _unicode_only(text: str, param: str) -> Iterator[None]:
+    """Tell a lone surrogate, which tokenizers meet with errors of their own, from other errors."""
+    try:
+        yield
+    except (TypeError, UnicodeError):
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise BadRequest("text holds half of a surrogate pair", param=param) from None
+        raise
 
 
 class _Plain:

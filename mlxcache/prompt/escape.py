@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mlxcache.prompt.tokenizer import any_of
@@ -28,10 +28,20 @@ class Escape:
     template writes JSON in ASCII, both the sentinel and what it stands for come out escaped.
 
     `controls` are the texts to keep out; those of `passing` may stand in an assistant's text.
+    Where a tokenizer looks for some of them in text that its normaliser changed, `normalize`
+    is that and `normalized` are those: a text that comes to hold one is replaced as a whole.
     """
 
-    def __init__(self, controls: Iterable[str], passing: Iterable[str] = ()):
+    def __init__(
+        self,
+        controls: Iterable[str],
+        passing: Iterable[str] = (),
+        normalized: Iterable[str] = (),
+        normalize: Callable[[str], str] | None = None,
+    ):
         texts = {text for text in controls if text}
+        self._normalize = normalize if normalized else None
+        self._normal = any_of({normalize(text) for text in normalized} if normalize else ())
         self._all = _Finder(texts)
         self._assistant = _Finder(texts - set(passing))
         self._nonce = f"{secrets.randbelow(10**20):020d}"
@@ -89,6 +99,10 @@ class Escape:
         return out
 
     def _replace(self, text: str, finder: _Finder) -> str:
+        if self._normalize is not None:
+            sound = text.encode("utf-8", "replace").decode()
+            if self._normal.search(self._normalize(sound)):
+                return self._sentinel_of(text)
         head, tail = finder.cut(text)
         if not head and not tail and finder.pattern.search(text) is None:
             return text

@@ -52,7 +52,7 @@ class Renderer:
         if not chat.messages:
             raise BadRequest("there are no messages", param="messages")
         args, tools = self._arguments(chat), self._tools(chat)
-        messages = self._messages(chat, len(chat.messages))
+        messages = self._messages(chat, len(chat.messages), tools)
         if chat.continue_final:
             text = self._open(messages, tools, args)
             return Rendered(text, len(text))
@@ -72,7 +72,7 @@ class Renderer:
             roles = [message.get("role") for message in chat.messages]
             while leading < len(roles) and roles[leading] in ("system", "developer"):
                 leading += 1
-        return self._shared(text, self._messages(chat, leading), tools, args)
+        return self._shared(text, self._messages(chat, leading, tools), tools, args)
 
     def generation_prompt(self) -> str:
         """What the template appends to ask for a reply; empty where that is not known."""
@@ -81,8 +81,7 @@ class Renderer:
     def probe(self, messages: Sequence[Message], *, tools: bool, generation: bool = False) -> str:
         """Render messages of our own. Raises as `render` does."""
         adapted = adapt(messages, (), self._traits)
-        listed = [TOOL] if tools and self._traits.tools else None
-        return self._text(adapted, listed, self._args, generation=generation)
+        return self._text(adapted, [TOOL] if tools else None, self._args, generation=generation)
 
     def _shared(
         self, text: str, messages: list[Message], tools: Any, args: Mapping[str, Any]
@@ -134,12 +133,12 @@ class Renderer:
             )
         return text[:end]
 
-    def _messages(self, chat: Chat, count: int) -> list[Message]:
+    def _messages(self, chat: Chat, count: int, tools: list[Any]) -> list[Message]:
         messages = [self._escape.message(message) for message in chat.messages[:count]]
-        return adapt(messages, self._escape.value(chat.tools), self._traits)
+        return adapt(messages, tools, self._traits)
 
-    def _tools(self, chat: Chat) -> list[Any] | None:
-        return self._escape.value(list(chat.tools)) if chat.tools and self._traits.tools else None
+    def _tools(self, chat: Chat) -> list[Any]:
+        return [self._escape.value(tool) for tool in chat.tools]
 
     def _arguments(self, chat: Chat) -> dict[str, Any]:
         own = set(chat.template_args) & RESERVED
@@ -150,4 +149,5 @@ class Renderer:
     def _text(
         self, messages: list[Message], tools: Any, args: Mapping[str, Any], *, generation: bool
     ) -> str:
-        return self._template.render(messages, tools=tools, generation=generation, args=args)
+        listed = tools if self._traits.tools else None
+        return self._template.render(messages, tools=listed, generation=generation, args=args)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxcache.prompt.check import incremental_holds
+from mlxcache.prompt.codec import Codec
+from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.recent import Anchors, Recent, Tokenised, Tokeniser, common_prefix
+from mlxcache.prompt.tokenizer import added_tokens, control_tokens
+from tests.prompt import kinds
+from tests.prompt.chats import PIECES
+from tests.prompt.kinds import CONTROL, INCREMENTAL, KINDS, MARKS
+
+
+def make(kind: str) -> tuple[Tokeniser, Escape]:
+    tokenizer = kinds.tokenizer(kind, None)
+    added = added_tokens(tokenizer)
+    controls = control_tokens(added, " ".join(MARKS), ())
+    escape = Escape([token.text for token in controls])
+    codec = Codec(tokenizer, added, controls, escape)
+    normalizes = kinds.backend(kind).normalizer is not None
+    return Tokeniser(codec, Anchors(added, controls, normalizer=normalizes)), escape
+
+
+MADE = {kind: make(kind) for kind in KINDS}
+
+parts = st.lists(st.sampled_from([*PIECES, *CONTROL, "\u0301", "<|im_end|>\n", " "]), max_size=14)
+cuts = st.lists(st.integers(0, 200), min_size=1, max_size=4)
+
+
+@given(st.text("ab", max_size=50), st.text("ab", max_size=9), st.text("ab", max_size=9))
+def test_common_prefix_is_what_a_loop_would_count(start: str, one: str, other: str) -> None:
+    """Compared in blocks, counted to the character."""
+    a, b = start + one, start + other
+    expected = 0
+    while expected < min(len(a), len(b)) and a[expected] == b[expected]:
+        expected += 1
+    assert common_prefix(a, b) == expected
+
+
+@pytest.mark.parametrize("at", [0, 1, 4095, 4096, 4097, 12288, 12289, 99_999])
+def test_common_prefix_of_long_texts(at: int) -> None:
+    """Also where the difference is beside a block's end."""
+    a = "x" * 100_000
+    assert common_prefix(a, a[:at] + "y" + a[at + 1 :]) == at
+    assert common_prefix(a, a[:at]) == at
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(text=parts, edits=st.lists(st.tuples(cuts, parts, st.booleans()), max_size=3))
+def test_incremental_is_full(
+    kind: str, text: list[str], edits: list[tuple[list[int], list[str], bool]]
+) -> None:
+    """Whatever is edited, appended or escaped, ids are those of the whole text."""
+    tokeniser, escape = MADE[kind]
+    tokeniser = Tokeniser(tokeniser._codec, tokeniser._anchors)
+    now = "".join(text)
+    tokeniser.encode(now, "s")
+    for where, new, plain in edits:
+        cut = where[0] % (len(now) + 1)
+        piece = escape.text("".join(new)) if plain else "".join(new)
+        now = now[:cut] + piece + now[cut + (where[-1] if len(where) > 1 else 0) :]
+        got, expected = tokeniser.encode(now, "s"), tokeniser.full(now)
+        assert got.ids.tolist() == expected.ids.tolist()
+        assert got.at.tolist() == expected.at.tolist()
+        assert got.starts.tolist() == expected.starts.tolist()
+
+
+@pytest.mark.parametrize("kind", INCREMENTAL)
+def test_only_what_changed_is_encoded(kind: str) -> None:
+    """A long text with a new end is encoded from its last control token on."""
+    tokeniser, _ = MADE[kind]
+    old = tokeniser.full("<s>" + "word " * 500 + "</s>" + "more " * 9 + "<s>")
+    seen: list[str] = []
+
+    class Spy:
+        def encode(self, text: str) -> object:
+            seen.append(text)
+            return tokeniser._codec.encode(text)
+
+    spied = Tokeniser(Spy(), tokeniser._anchors)  # type: ignore[arg-type]
+    longer = old.text + "new <s>"
+    new = spied.extend(old, len(old.text), longer)
+    assert new is not None
+    assert seen == ["<s>new <s>"]
+    assert new.ids.tolist() == tokeniser.full(longer).ids.tolist()
+
+
+def test_a_control_token_that_grows_is_not_an_anchor() -> None:
+    """`<|im` in one text may be the start of `<|im_end|>` in the next."""
+    tokeniser, _ = MADE["one_in_another"]
+    for a, b in (("x<|im", "x<|im_end|>"), ("x<|im_end|>", "x<|im_end|>\n"), ("<s", "<s>>")):
+        first = "<s>hello" + a
+        old = tokeniser.full(first)
+        text = "<s>hello" + b + " end"
+        new = tokeniser.extend(old, common_prefix(first, text), text)
+        assert new is not None
+        assert new.ids.tolist() == tokeniser.full(text).ids.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_check_at_load_agrees_with_the_kinds(kind: str) -> None:
+    """What the property shows on many texts, the check finds on a few."""
+    tokeniser, _ = MADE[kind]
+    controls = control_tokens(added_tokens(kinds.tokenizer(kind, None)), None, ())
+    assert incremental_holds(tokeniser, controls, "<s>user hello</s>")
+
+
+def test_the_check_finds_a_tokenizer_that_depends_on_what_stood_before() -> None:
+    """Where a cut changes the ids, the check says so."""
+    tokeniser, _ = MADE["byte_level"]
+
+    class Counting:
+        """Encodes a text's length into its last id."""
+
+        def encode(self, text: str) -> object:
+            return np.append(tokeniser._codec.encode(text), np.int32(len(text) % 50))
+
+    odd = Tokeniser(Counting(), tokeniser._anchors)  # type: ignore[arg-type]
+    controls = control_tokens(added_tokens(kinds.tokenizer("byte_level", None)), None, ())
+    assert not incremental_holds(odd, controls, "<s>user hello</s>")
+
+
+def held(text: str) -> Tokenised:
+    empty = np.zeros(0, dtype=np.int64)
+    return Tokenised(text, np.zeros(len(text), dtype=np.int32), empty, empty, empty)
+
+
+def test_the_longest_common_prefix_wins_among_a_session_s_and_the_latest() -> None:
+    """Agents that share a label, and forks under another, each find their own."""
+    recent = Recent(latest=2)
+    main, helper = held("tools A main"), held("tools B helper")
+    recent.add(main, "s")
+    recent.add(helper, "s")
+    for i in range(3):
+        recent.add(held(f"other {i}"), f"o{i}")
+    assert recent.nearest("tools A main, next", "s") == (main, 12)
+    assert recent.nearest("tools B helper, next", "s") == (helper, 14)
+    assert recent.nearest("tools A main, next", "new")[0] is None
+    assert recent.nearest("other 2, forked", "new")[1] == 7
+
+
+def test_a_text_that_is_continued_is_replaced_and_others_are_kept() -> None:
+    """One conversation holds one text, however long it goes on."""
+    recent = Recent()
+    first, second = held("a"), held("ab")
+    recent.add(first, "s")
+    recent.add(second, "s", first)
+    assert len(recent) == 1
+    recent.add(held("abc"), "t", second)
+    assert len(recent) == 2
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """In texts for each session, in all, and in bytes."""
+    recent = Recent(count=10, each=3, latest=2, limit=50_000)
+    for i in range(50):
+        recent.add(held(f"{i} " * 10), f"s{i % 5}")
+        recent.add(held(f"{i} " * 10), None)
+        assert len(recent) <= 10
+    for i in range(20):
+        recent.add(held(f"{i}" + "x" * 1000), f"t{i}")
+        assert recent.nbytes <= 50_000
+    recent.add(held("y" * 100_000), "big")
+    assert recent.nbytes <= 50_000
+
+
+def test_many_threads_share_a_tokeniser() -> None:
+    """Fifty requests at once each get their own text's ids."""
+    tokeniser = Tokeniser(MADE["byte_level"][0]._codec, MADE["byte_level"][0]._anchors)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        text = f"<s>shared start</s>number {number % 5}"
+        for turn in range(20):
+            text += f"<s>turn {turn}</s>"
+            got = tokeniser.encode(text, f"s{number % 3}")
+            if got.text != text or got.ids.tolist() != tokeniser.full(text).ids.tolist():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_position_is_what_a_prompt_shares_with_its_own_start() -> None:
+    """Inside words too, where the cut text ends in other tokens."""
+    tokeniser, _ = MADE["byte_level"]
+    prompt = tokeniser.full("<s>hello hello</s>next")
+    for char in range(len(prompt.text) + 1):
+        cut = tokeniser.full(prompt.text[:char]).ids.tolist()
+        same = next(
+            (i for i, (a, b) in enumerate(zip(cut, prompt.ids, strict=False)) if a != b), len(cut)
+        )
+        assert tokeniser.position(prompt, char) == same
