@@ -21,6 +21,7 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from mlxcache.errors import ModelError
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.hub import Progress, display_name, resolve
+from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.types import ModelInfo
 
 __all__ = ["Loaded", "ModelSpec", "Progress", "load", "resolve"]
@@ -223,8 +224,8 @@ def _info(
         max_context_length=native or length,
         weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
         architecture=str(config["model_type"]),
-        has_thinking=bool(tokenizer.has_thinking or tokenizer.response_initial_state),
-        has_tools=bool(tokenizer.has_tool_calling),
+        has_thinking=thinks(tokenizer),
+        has_tools=bool(tokenizer.has_tool_calling) or is_harmony(tokenizer),
         is_demo=spec.is_demo,
         created=int((path / "config.json").stat().st_mtime),
     )

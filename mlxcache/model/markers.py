@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxcache.model import harmony
 from mlxcache.model.tools import Parse, parse_json
 
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
 """The states that carry text, named as in mlx-lm; text in any other state is framing."""
+
+ROUTED = "routed"
+"""Where the framing that was read decides on the next state."""
 
 GENERIC_START, GENERIC_END = "<tool_call>", "</tool_call>"
 
@@ -28,15 +32,21 @@ class Grammar:
     parse: Parse | None = None
     open_ended: bool = False
     """A tool block has no closing marker: it lasts to the end of the reply."""
+    harmony: bool = False
+    """The framing is gpt-oss's."""
+    whole: bool = False
+    """`parse` reads a tool block together with what opened it."""
 
 
 def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
-    """The framing of `tokenizer`'s model family, as mlx-lm knows it.
+    """The framing of `tokenizer`'s model family, as mlx-lm knows it, and gpt-oss's.
 
     The same edges as `mlx_lm.generate.make_text_state_machine` gives, kept as strings so that a
     malformed block can be given back whole. Without `tools` no marker opens a tool block. With
     `generic`, blocks are `<tool_call>{json}</tool_call>` whatever the family's own.
     """
+    if is_harmony(tokenizer):
+        return _harmony(tokenizer, tools, generic)
     start, end, parse = tokenizer.tool_call_start, tokenizer.tool_call_end, tokenizer.tool_parser
     if generic:
         start, end, parse = GENERIC_START, GENERIC_END, parse_json
@@ -49,6 +59,34 @@ def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
         initial=tokenizer.response_initial_state,
         parse=parse if start else None,
         open_ended=start is not None and not end,
+    )
+
+
+def is_harmony(tokenizer: Any) -> bool:
+    """Whether the model writes gpt-oss's format and mlx-lm has no other name for it."""
+    return not tokenizer.has_thinking and harmony.speaks_harmony(tokenizer)
+
+
+def thinks(tokenizer: Any) -> bool:
+    """Whether the model's format has a place for reasoning."""
+    found = grammar(tokenizer, tools=False, generic=False)
+    return found.harmony or any(REASONING in edges.values() for edges in found.edges.values())
+
+
+def _harmony(tokenizer: Any, tools: bool, generic: bool) -> Grammar:
+    edges = harmony.edges(ROUTED)
+    parse: Parse | None = harmony.parse if tools else None
+    if generic and tools:
+        edges[NORMAL][GENERIC_START] = TOOL
+        edges[TOOL] = {GENERIC_END: NORMAL}
+        parse = parse_json
+    return Grammar(
+        edges=edges,
+        tokens=_single_tokens(tokenizer, edges),
+        initial=harmony.HEADER,
+        parse=parse,
+        harmony=True,
+        whole=parse is harmony.parse,
     )
 
 

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxcache.model.markers import NORMAL, REASONING, TOOL, grammar
+from mlxcache.model import harmony
+from mlxcache.model.markers import NORMAL, REASONING, ROUTED, TOOL, grammar
 from mlxcache.model.stops import Finder, Thought, Visible
 from mlxcache.model.tools import read_calls
 from mlxcache.types import FinishReason, Piece, Text, Thinking
@@ -94,7 +95,7 @@ class OutputParser:
         if self.done is None:
             self._carry(self._finders[self._state].flush())
         if self.done is None and self._state == TOOL:
-            self._end_block("", complete=reason == "stop" or self._grammar.open_ended)
+            self._end_block("", NORMAL, complete=reason == "stop" or self._grammar.open_ended)
         if self.done is None:
             self._flush()
             self.done = "tool_calls" if self._calls and reason == "stop" else reason
@@ -111,11 +112,14 @@ class OutputParser:
 
     def _advance(self, text: str) -> None:
         while self.done is None:
-            safe, marker, text = self._finders[self._state].feed(text)
+            state = self._state
+            safe, marker, text = self._finders[state].feed(text)
             self._carry(safe)
-            if marker is None or self.done is not None:
+            if self._state != state:
+                text = (marker or self._finders[state].flush()) + text
+            elif marker is None or self.done is not None:
                 return
-            if self._is_prose(marker):
+            elif self._is_prose(marker):
                 self._carry(marker)
             else:
                 self._cross(marker)
@@ -125,9 +129,11 @@ class OutputParser:
         if self._grammar.tokens.get(marker, self._token) == self._token:
             return False
         target = self._grammar.edges[self._state][marker]
-        if self._state == NORMAL:
-            return target == REASONING and self._visible.begun
-        return self._state == REASONING and target == TOOL
+        if self._state == NORMAL and target == REASONING:
+            return self._visible.begun
+        if self._state == REASONING and target == TOOL:
+            return True
+        return self._state in (NORMAL, REASONING) and target not in (NORMAL, TOOL)
 
     def _carry(self, text: str) -> None:
         """Text of the current state."""
@@ -141,6 +147,9 @@ class OutputParser:
             self._block += text
         else:
             self._framing += text
+            if self._grammar.harmony and not harmony.may_be_header(self._framing):
+                self._state = NORMAL
+                self._say(self._framing)
 
     def _say(self, text: str) -> None:
         if self._calls:
@@ -167,12 +176,15 @@ class OutputParser:
         """Follow the edge that `marker` names."""
         source, target = self._state, self._grammar.edges[self._state][marker]
         if source == TOOL:
-            self._end_block(marker, complete=True)
+            self._end_block(marker, target, complete=True)
             return
+        opening = marker
+        if target == ROUTED:
+            opening, target = self._framing + marker, harmony.route(self._framing)
         self._framing = ""
         self._state = target
         if target == TOOL:
-            self._block, self._opened_by, self._opened_in = "", marker, source
+            self._block, self._opened_by, self._opened_in = "", opening, source
         elif target == REASONING:
             if self._calls:
                 self.done = "tool_calls"
@@ -182,22 +194,24 @@ class OutputParser:
         elif source == REASONING:
             self._visible.after_thinking()
 
-    def _end_block(self, marker: str, *, complete: bool) -> None:
+    def _end_block(self, marker: str, target: str, *, complete: bool) -> None:
         """The tool block ends with `marker` ("": with the reply); `complete`: it may be a call."""
         parse = self._grammar.parse
         calls = []
         if complete and parse is not None:
-            calls = read_calls(parse, self._block, self._tools, self._calls, self._ids)
+            text = self._opened_by + self._block if self._grammar.whole else self._block
+            calls = read_calls(parse, text, self._tools, self._calls, self._ids)
         if calls:
             self._call(calls if self._parallel else calls[:1])
+            self._state = target
         elif marker and self._grammar.tokens.get(marker, self._token) != self._token:
             # Spelled out inside an argument: the token itself is still to come.
             self._block += marker
         else:
             self._give_back(self._opened_by + self._block + marker)
+            self._state = REASONING if self._opened_in == REASONING else target
 
     def _call(self, calls: Sequence[Piece]) -> None:
-        self._state = NORMAL
         if not self._calls:
             self._emit(self._visible.before_call())
         self._out.extend(calls)
@@ -207,12 +221,13 @@ class OutputParser:
 
     def _give_back(self, text: str) -> None:
         """A block that is no call belongs to the text, or the thinking, that it stood in."""
-        self._state = REASONING if self._opened_in == REASONING else NORMAL
         if self._calls:
             self._emit(text)
             self.done = "tool_calls"
+        elif self._opened_in == REASONING:
+            self._think(self._thought.add(text))
         else:
-            self._carry(text)
+            self._say(text)
 
     def _flush(self) -> None:
         """Let out what was held back, now that no more comes."""
@@ -221,7 +236,10 @@ class OutputParser:
         if self._calls:
             return
         self._emit(self._visible.flush())
-        if not self._visible.begun and self._framing.strip():
+        # A reply that has no header where its format wants one is text, unless it was cut off.
+        framing = self._framing.strip()
+        markers = self._grammar.edges.get(self._state, {})
+        if not self._grammar.harmony and not any(m.startswith(framing) for m in markers):
             self._emit(self._framing)
 
     def _taken(self) -> list[Piece]:

@@ -777,16 +777,14 @@ def without_ids(pieces: Sequence[Piece]) -> list[Any]:
 @settings(max_examples=200, deadline=None)
 @given(text=replies, cuts=st.lists(st.integers(0, 200), max_size=20))
 def test_pieces_put_together_are_the_reply(text: str, cuts: list[int]) -> None:
-    """Without stops and tools nothing is lost but markers and newlines beside them."""
+    """Without stops and tools nothing is lost or moved but what markers and blanks are made of."""
     split = cut(text, cuts)
     parser = OutputParser(Spelled(THINKER, split))
     out: list[Piece] = [p for token in range(len(split)) for p in parser.feed(token)]
     out += parser.finish("length")
     said = "".join(p.text for p in out if isinstance(p, Text | Thinking))
-    bare = text.replace("\n", "").replace("<think>", "").replace("</think>", "")
-    assert said.replace("\n", "").replace("<think>", "").replace("</think>", "").strip() == (
-        bare.strip()
-    )
+    framing = str.maketrans("", "", "</think>\n ")
+    assert said.translate(framing) == text.translate(framing)
 
 
 @settings(max_examples=200, deadline=None)
@@ -813,3 +811,94 @@ def test_streamed_text_stops_where_a_search_finds_the_stop(
     assert "".join(p.text for p in out if isinstance(p, Text)) == expected
     assert parser.stop_sequence == found
     assert parser.done == ("length" if found is None else "stop_sequence")
+
+
+# --- gpt-oss --------------------------------------------------------------------------------------
+
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
+ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+COMMENTARY = (
+    "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+    '{"city": "Aix", "days": 2}<|call|>'
+)
+
+
+@pytest.fixture(scope="module")
+def oss() -> TokenizerWrapper:
+    """gpt-oss's own tokens, in a tokenizer that mlx-lm knows no framing for."""
+    return wrapped(None, HARMONY)
+
+
+def test_channels_are_thinking_and_text(oss: TokenizerWrapper) -> None:
+    """Headers are neither."""
+    pieces, parser = run(oss, f"{ANALYSIS}<|channel|>final<|message|>Hello{EOS}")
+    assert pieces == [Thinking("hm"), Text("Hello")]
+    assert (parser.done, parser.reasoning_tokens) == ("stop", 3)
+
+
+@pytest.mark.parametrize("call_ends_turn", [True, False])
+def test_a_message_with_a_recipient_is_a_call(call_ends_turn: bool) -> None:
+    """Whether <|call|> ends the turn by the model's files or is followed by more."""
+    tokenizer = wrapped(None, HARMONY)
+    if call_ends_turn:
+        tokenizer.add_eos_token("<|call|>")
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    text = ANALYSIS + preamble + COMMENTARY
+    pieces, parser = run(tokenizer, text + EOS, tools=TOOLS)
+    assert pieces[:2] == [Thinking("hm"), Text("I look.")]
+    assert call(pieces) == ("look", {"city": "Aix", "days": 2})
+    assert parser.done == "tool_calls"
+    role = COMMENTARY.replace(" to=functions.look", "").replace(
+        "<|channel|>", " to=look<|channel|>"
+    )
+    pieces, _ = run(tokenizer, ANALYSIS + role, tools=TOOLS)
+    assert call(pieces) == ("look", {"city": "Aix", "days": 2})
+
+
+def test_two_calls_of_gpt_oss(oss: TokenizerWrapper) -> None:
+    """Each in a message of its own; thinking after them ends the turn."""
+    more = f"{COMMENTARY}<|start|>assistant{COMMENTARY}<|start|>assistant{ANALYSIS}"
+    pieces, parser = run(oss, more, tools=TOOLS)
+    assert [type(p) for p in pieces] == [ToolCall, ToolCall]
+    assert parser.done == "tool_calls"
+
+
+def test_a_call_of_gpt_oss_without_tools_or_sense_is_text(oss: TokenizerWrapper) -> None:
+    """Header and all."""
+    assert run(oss, COMMENTARY)[0] == [Text(COMMENTARY)]
+    broken = COMMENTARY.replace("}", "")
+    pieces, parser = run(oss, ANALYSIS + broken, tools=TOOLS)
+    assert pieces == [Thinking("hm"), Text("<|start|>assistant" + broken)]
+    assert parser.done == "stop"
+
+
+@pytest.mark.parametrize("keep", range(0, len("<|channel|>final<|mes"), 4))
+def test_a_header_cut_off_is_not_text(oss: TokenizerWrapper, keep: int) -> None:
+    """The reply ran into its limit before it said anything."""
+    header = "<|channel|>final<|mes"[:keep]
+    assert run(oss, ANALYSIS + header, "length")[0] == [Thinking("hm")]
+
+
+def test_a_reply_without_a_header_is_text_at_once(oss: TokenizerWrapper) -> None:
+    """As after a raw prompt, which did not open one."""
+    parser = OutputParser(oss, stop=("two",))
+    pieces = run_on(parser, oss, "one <|message|> t")
+    assert joined(pieces) == [Text("one <|message|> ")]
+    assert run_on(parser, oss, "wo") == []
+    assert parser.stop_sequence == "two"
+
+
+def test_text_about_the_format_is_text(oss: TokenizerWrapper) -> None:
+    """Spelled out, its tokens mean nothing."""
+    ids = oss.encode(f"{ANALYSIS}<|channel|>final<|message|>", add_special_tokens=False)
+    ids += [oss.encode(c, add_special_tokens=False)[0] for c in "the <|end|> token"]
+    parser = OutputParser(oss)
+    pieces = [p for token in ids for p in parser.feed(token)] + parser.finish("stop")
+    assert joined(pieces) == [Thinking("hm"), Text("the <|end|> token")]
+
+
+def test_gpt_oss_told_of_another_format(oss: TokenizerWrapper) -> None:
+    """Channels stay, calls are looked for in the text."""
+    text = f"{ANALYSIS}<|channel|>final<|message|>{LOOK}"
+    pieces, _ = run(oss, text, tools=TOOLS, generic_tools=True)
+    assert call(pieces) == ("look", {"city": "Aix"})
