@@ -1,0 +1,84 @@
+"""Ends that a well-behaved engine does not show: while it loads, and when it hangs."""
+
+import asyncio
+import subprocess
+import sys
+import time
+
+from mlxcache.cli.server import _load
+
+
+class Slow:
+    """An engine that takes for ever to load."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    async def start(self) -> None:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+async def test_a_stop_while_loading_is_heeded_at_once():
+    """A download of an hour must not be waited for."""
+    engine, stop = Slow(), asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, stop.set)
+    async with asyncio.timeout(2):
+        assert await _load(engine, stop) is False
+    await asyncio.sleep(0)
+    assert engine.cancelled
+
+
+HANGING = """
+import asyncio, threading
+from mlxcache.cli import main, server
+from mlxcache.types import ModelInfo
+
+class Hanging:
+    state = "ready"
+    info = ModelInfo("m", 10, 10, 0, "llama", False, False)
+    def __init__(self, settings, on_progress, on_request):
+        threading.Thread(target=threading.Event().wait).start()
+    async def start(self): pass
+    async def stop(self, timeout): await asyncio.sleep(HOW_LONG)
+    def figures(self): return {"ram": {"limit_bytes": 1}}
+
+server.Engine = Hanging
+main.main()
+"""
+
+
+def hanging(seconds: float) -> subprocess.Popen[str]:
+    code = HANGING.replace("HOW_LONG", str(seconds))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
+    read_until(process, "Anthropic API")
+    process.terminate()
+    read_until(process, "Stopping")
+    return process
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"ended without {text!r}")
+
+
+def test_a_second_signal_ends_at_once():
+    """Whatever the first one still waits for; the status says that it was no clean end."""
+    process = hanging(3600)
+    began = time.monotonic()
+    process.terminate()
+    assert process.wait(10) == 1
+    assert time.monotonic() - began < 2
+
+
+def test_a_thread_that_cannot_be_interrupted_does_not_hold_up_the_end():
+    """A download runs in one."""
+    assert hanging(0).wait(10) == 0
