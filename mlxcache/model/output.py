@@ -92,8 +92,11 @@ class OutputParser:
         self._token = -1
         self._detokenizer.finalize()
         self._advance(self._detokenizer.last_segment)
-        if self.done is None:
-            self._carry(self._finders[self._state].flush())
+        while self.done is None and (held := self._finders[self._state].flush()):
+            state = self._state
+            self._carry(held)
+            if self._state != state:
+                self._advance(self._reread())
         if self.done is None and self._state == TOOL:
             self._end_block("", NORMAL, complete=reason == "stop" or self._grammar.open_ended)
         if self.done is None:
@@ -116,7 +119,7 @@ class OutputParser:
             safe, marker, text = self._finders[state].feed(text)
             self._carry(safe)
             if self._state != state:
-                text = (marker or self._finders[state].flush()) + text
+                text = self._reread() + (marker or self._finders[state].flush()) + text
             elif marker is None or self.done is not None:
                 return
             elif self._is_prose(marker):
@@ -149,7 +152,11 @@ class OutputParser:
             self._framing += text
             if self._grammar.harmony and not harmony.may_be_header(self._framing):
                 self._state = NORMAL
-                self._say(self._framing)
+
+    def _reread(self) -> str:
+        """Framing that turned out to be text."""
+        text, self._framing = self._framing, ""
+        return text
 
     def _say(self, text: str) -> None:
         if self._calls:

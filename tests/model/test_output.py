@@ -125,8 +125,12 @@ def qwen(request: pytest.FixtureRequest) -> TokenizerWrapper:
 # --- text -----------------------------------------------------------------------------------------
 
 
+# mlx-lm's byte-level detokenizer spells the byte 0 as the letter that stands for it
+SANE = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.text(max_size=40), st.sampled_from(["bpe", "naive", "spm"]))
+@given(st.text(SANE, max_size=40), st.sampled_from(["bpe", "naive", "spm"]))
 def test_text_comes_out_as_it_was_encoded(text: str, kind: str) -> None:
     """Characters of several bytes are whole, whatever the detokenizer; nothing is lost."""
     tokenizer = PLAIN[kind]
@@ -730,29 +734,45 @@ BASE = wrapped("json_tools")
 THINKER = wrapped("json_tools", THINK)
 
 
-@settings(max_examples=300, deadline=None)
+FRAMED = {
+    "think": (wrapped("json_tools", THINK), FRAGMENTS),
+    "headers": (
+        wrapped("muse_spark", response_format=MUSE),
+        (
+            *(" to=self<|message|>", "to=user", "<|message|>", "<|eom|>", "<|eot|>", "a\n", "stop"),
+            *("<atem:function_calls>", "</atem:function_calls>", FAMILIES["muse_spark"], "to=se"),
+        ),
+    ),
+    "gpt-oss": (
+        wrapped(None, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")),
+        (
+            *("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|end|>", "<|c"),
+            *("<|start|>", "assistant", "<|message|>", " to=look", "{}", "<|call|>", "a\n", "stop"),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("framing", list(FRAMED))
+@settings(max_examples=200, deadline=None)
 @given(
-    text=replies,
+    data=st.data(),
     cuts=st.lists(st.integers(0, 200), max_size=20),
     stop=st.lists(st.sampled_from(["stop", "st", "a\n", "\n", "op<", "</think>"]), max_size=2),
     thinking_open=st.booleans(),
     tools=st.sampled_from([None, TOOLS]),
-    parallel=st.booleans(),
+    parallel_tools=st.booleans(),
     reason=st.sampled_from(["stop", "length", "cancelled"]),
 )
 def test_the_cut_into_tokens_changes_nothing(
-    text: str, cuts: list[int], stop: list[str], reason: Any, **options: Any
+    framing: str, data: st.DataObject, cuts: list[int], reason: Any, **options: Any
 ) -> None:
     """Pieces, end and stop string are those of the whole text fed at once."""
-    options = {
-        "stop": tuple(stop),
-        "tools": options["tools"],
-        "parallel_tools": options["parallel"],
-        "thinking_open": options["thinking_open"],
-    }
+    tokenizer, fragments = FRAMED[framing]
+    text = "".join(data.draw(st.lists(st.sampled_from(fragments), max_size=12)))
     results = []
     for split in (cut(text, cuts), [text], list(text)):
-        parser = OutputParser(Spelled(THINKER, split), **options)
+        parser = OutputParser(Spelled(tokenizer, split), **options)
         out: list[Piece] = []
         for token in range(len(split)):
             out += parser.feed(token)
