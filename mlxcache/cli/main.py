@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from typing import Annotated
 
 import typer
 
@@ -13,13 +14,26 @@ from mlxcache.cli.serve import serve
 
 app = typer.Typer(
     name="mlxcache",
-    help="A session server for local coding agents on MLX: every turn starts warm.",
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # it prints local variables, and so keys and prompts
     rich_markup_mode="rich",
 )
 app.command()(serve)
+
+
+@app.callback()
+def options(
+    *,
+    show_version: Annotated[
+        bool, typer.Option("--version", metavar="", help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """A session server for local coding agents on MLX: every turn starts warm."""
+    if show_version:
+        version()
+        raise typer.Exit
 
 
 @app.command()

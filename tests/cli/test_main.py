@@ -18,6 +18,7 @@ WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 def test_version():
     """Name and number, for bug reports."""
     assert RUN.invoke(app, ["version"]).output == f"mlxcache {__version__}\n"
+    assert RUN.invoke(app, ["--version"]).output == f"mlxcache {__version__}\n"
 
 
 def test_help_shows_every_flag_that_can_succeed():
