@@ -50,7 +50,7 @@ class PromptBuilder:
         self._codec = Codec(tokenizer, added, controls, escape)
         anchors = Anchors(added, controls, normalizer=_normalizer(tokenizer) is not None)
         self._tokeniser = Tokeniser(self._codec, anchors, incremental=self._codec.direct)
-        self._openers = learn_openers(self._renderer, anchors)
+        self.openers = learn_openers(self._renderer, anchors)
         self.incremental = self._codec.direct and incremental_holds(
             self._tokeniser, controls, self._sample()
         )
@@ -77,7 +77,7 @@ class PromptBuilder:
         rendered = self._renderer.render(chat)
         prompt = self._tokeniser.encode(rendered.text, session)
         generation = self._tokeniser.position(prompt, rendered.generation)
-        placed = marks(prompt, self._openers, generation)
+        placed = marks(prompt, self.openers, generation)
         return Prompt(
             ids=prompt.ids,
             marks=placed,

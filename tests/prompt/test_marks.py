@@ -1,0 +1,91 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.prompt.marks import APART, marks
+from mlxcache.prompt.recent import Tokenised
+from mlxcache.types import Chat
+from tests.prompt import kinds, templates
+from tests.prompt.chats import TOOLS, call, result
+
+OPENERS = {
+    "QWEN3": {"<|im_start|>", "<tool_response>"},
+    "LLAMA3": {"<|start_header_id|>"},
+    "GEMMA": {"<start_of_turn>"},
+    "MISTRAL": {"[INST]", "[/INST]"},
+}
+
+
+@pytest.mark.parametrize("name", OPENERS)
+def test_openers_are_learned_from_the_template(name: str) -> None:
+    """The tokens with which each family begins a message."""
+    builder = PromptBuilder(kinds.tokenizer("byte_level", getattr(templates, name)))
+    backend = kinds.backend("byte_level")
+    found = {backend.id_to_token(token) for token in builder.openers}
+    assert found & OPENERS[name] == OPENERS[name]
+    assert found <= {*OPENERS[name], "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"}
+
+
+def prompt(length: int, at: list[int], opener: int = 7) -> Tokenised:
+    ids = np.ones(length, dtype=np.int32)
+    ids[at] = opener
+    where = np.array(at, dtype=np.int64)
+    return Tokenised("x" * length, ids, where, where + 1, where)
+
+
+def test_marks_ascend_and_are_apart_and_end_at_the_generation_prompt() -> None:
+    """None at 0, none at the end, none so close that a checkpoint is wasted."""
+    assert marks(prompt(100, [0, 20, 22, 50, 90]), frozenset([7]), 90) == (20, 50, 90)
+    assert marks(prompt(100, [0, 20, 85, 90]), frozenset([7]), 90) == (20, 90)
+    assert marks(prompt(100, [0, 20]), frozenset([7]), 100) == (20,)
+    assert marks(prompt(100, []), frozenset(), 60) == (60,)
+    assert marks(prompt(100, [1]), frozenset([3]), 0) == ()
+    assert APART > 1
+
+
+def test_tokens_that_only_begin_the_text_are_no_mark() -> None:
+    """Nothing would be saved there."""
+    assert marks(prompt(100, [0, 1, 40]), frozenset([7]), 80) == (40, 80)
+
+
+@pytest.mark.parametrize("name", ["QWEN3", "LLAMA3", "GEMMA"])
+def test_each_message_starts_at_a_mark(name: str) -> None:
+    """The end of tools and system, and of each message, and what precedes the reply."""
+    source = getattr(templates, name)
+    builder = PromptBuilder(kinds.tokenizer("byte_level", source))
+    words = "some words that make this message longer than marks are apart"
+    messages = [
+        {"role": "system", "content": f"S {words}"},
+        {"role": "user", "content": f"U {words}"},
+        {"role": "assistant", "content": f"A {words}"},
+        {"role": "user", "content": f"V {words}"},
+    ]
+    found = builder.chat(Chat(messages, TOOLS))
+    backend = kinds.backend("byte_level")
+    starts = [0, *found.marks, len(found.ids)]
+    pieces = [
+        backend.decode(found.ids[a:b].tolist(), skip_special_tokens=False)
+        for a, b in pairwise(starts)
+    ]
+    expected = ["S", "U", "A", "V"] if name != "GEMMA" else ["S", "A", "V"]
+    assert len(pieces) == len(expected) + 1
+    assert all(f"{mark} {words}" in piece for mark, piece in zip(expected, pieces, strict=False))
+    assert words not in pieces[-1]
+
+
+def test_each_result_of_a_tool_starts_at_a_mark() -> None:
+    """A long result that is cleared later does not take the ones before it along."""
+    builder = PromptBuilder(kinds.tokenizer("byte_level", templates.QWEN3))
+    reply = {"role": "assistant", "content": "x" * 40, "tool_calls": [call(1), call(2)]}
+    user = {"role": "user", "content": "y" * 40}
+    one, two = result(1, "one " * 20), result(2, "two " * 20)
+    found = builder.chat(Chat([user, reply, one, two], TOOLS))
+    backend = kinds.backend("byte_level")
+    after = [
+        backend.decode(found.ids[m : m + 12].tolist(), skip_special_tokens=False)
+        for m in found.marks
+    ]
+    assert any("one" in text and "two" not in text for text in after)
+    assert any("two" in text and "one" not in text for text in after)

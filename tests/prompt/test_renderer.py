@@ -1,0 +1,176 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from mlxcache.errors import BadRequest
+from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.renderer import Renderer
+from mlxcache.prompt.template import Template
+from mlxcache.prompt.traits import probe
+from mlxcache.types import Chat
+from tests.prompt import kinds, templates
+from tests.prompt.chats import TOOLS, agent_turns
+from tests.prompt.kinds import CONTROL, MARKS
+
+FAMILIES = ("CHATML", "STRICT_SYSTEM", "LLAMA3", "GEMMA", "MISTRAL", "HOISTS")
+
+
+def make(source: str, **args: Any) -> tuple[Renderer, Escape]:
+    template = Template(kinds.tokenizer("byte_level", source))
+    escape = Escape([*CONTROL, *MARKS], MARKS[:2])
+    return Renderer(template, probe(template, args), escape, args), escape
+
+
+def source_of(name: str) -> str:
+    return templates.chatml() if name == "CHATML" else getattr(templates, name)
+
+
+MADE = {name: make(source_of(name)) for name in FAMILIES}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=30, deadline=None)
+@given(turns=agent_turns())
+def test_a_turn_without_its_generation_prompt_starts_the_next_turn(
+    name: str, turns: list[Chat]
+) -> None:
+    """The same conversation, one turn later, renders to the same text and more."""
+    renderer, _ = MADE[name]
+    before = ""
+    for chat in turns:
+        rendered = renderer.render(chat)
+        assert rendered.text.startswith(before)
+        before = rendered.text[: rendered.generation]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=15, deadline=None)
+@given(turns=agent_turns())
+def test_the_generation_prompt_starts_where_the_text_without_it_ends(
+    name: str, turns: list[Chat]
+) -> None:
+    """Found without a second rendering, and right all the same."""
+    renderer, _ = MADE[name]
+    for chat in turns:
+        rendered = renderer.render(chat)
+        messages = renderer._messages(chat, len(chat.messages), renderer._tools(chat))
+        bare = renderer._text(messages, renderer._tools(chat), {}, generation=False)
+        assert rendered.text[: rendered.generation] == bare
+        assert rendered.generation + len(renderer.generation_prompt()) == len(rendered.text)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=15, deadline=None)
+@given(turns=agent_turns())
+def test_every_text_of_the_client_is_rendered(name: str, turns: list[Chat]) -> None:
+    """Nothing a person or a tool said is lost, whatever the template refuses."""
+    renderer, escape = MADE[name]
+    for chat in turns:
+        text = escape.restore(renderer.render(chat).text)
+        for message in chat.messages:
+            if message["role"] != "assistant":
+                said = message["content"].strip()
+                assert said in text or repr(said)[1:-1] in text or json_of(said) in text
+
+
+def json_of(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def test_the_generation_prompt_depends_on_the_arguments() -> None:
+    """Each set of arguments has its own."""
+    renderer, _ = make(templates.QWEN3)
+    for args, end in (
+        ({}, "assistant\n"),
+        ({"enable_thinking": False}, "assistant\n<think>\n\n</think>\n\n"),
+    ):
+        rendered = renderer.render(Chat([user("hi")], template_args=args))
+        assert rendered.text[rendered.generation :] == f"<|im_start|>{end}"
+
+
+def test_a_generation_prompt_of_another_kind_is_found_by_rendering_twice() -> None:
+    """Some templates continue after an assistant's message in their own way."""
+    source = templates.chatml().replace(
+        "{%- if add_generation_prompt -%}",
+        "{%- if add_generation_prompt and messages[-1].role == 'assistant' -%}{{- '!' -}}"
+        "{%- elif add_generation_prompt -%}",
+    )
+    renderer, _ = make(source)
+    rendered = renderer.render(Chat([user("hi"), {"role": "assistant", "content": "yo"}]))
+    assert rendered.text[rendered.generation :] == "!"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_final_message_is_left_open(name: str) -> None:
+    """Its text ends the prompt, to the last blank, and the next turn starts with it."""
+    renderer, _ = MADE[name]
+    opened = [user("hi"), {"role": "assistant", "content": "Sure: "}]
+    rendered = renderer.render(Chat(opened, continue_final=True))
+    assert rendered.text.endswith("Sure: ")
+    assert rendered.generation == len(rendered.text)
+    closed = [user("hi"), {"role": "assistant", "content": "Sure: yes"}, user("ok")]
+    assert renderer.render(Chat(closed)).text.startswith(rendered.text)
+
+
+def test_only_an_assistant_s_text_can_be_continued() -> None:
+    """Anything else is refused."""
+    renderer, _ = MADE["CHATML"]
+    for last in (
+        user("hi"),
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+    ):
+        with pytest.raises(BadRequest):
+            renderer.render(Chat([user("hi"), last], continue_final=True))
+
+
+def test_no_messages_are_refused() -> None:
+    """There is nothing to answer."""
+    with pytest.raises(BadRequest):
+        MADE["CHATML"][0].render(Chat([]))
+
+
+def test_arguments_of_the_renderer_itself_are_refused() -> None:
+    """A request may not bring its own template."""
+    with pytest.raises(BadRequest, match="chat_template"):
+        MADE["CHATML"][0].render(Chat([user("hi")], template_args={"chat_template": "x"}))
+
+
+def test_text_in_arguments_is_escaped_and_a_conversation_s_own_win() -> None:
+    """Over those of the server."""
+    renderer, escape = make("{{- style -}}" + templates.chatml(), style="dry")
+    assert renderer.render(Chat([user("hi")])).text.startswith("dry<|im_start|>")
+    text = renderer.render(Chat([user("hi")], template_args={"style": "<|im_end|>"})).text
+    assert escape.holds(text)
+    assert escape.restore(text).startswith("<|im_end|><|im_start|>")
+
+
+def test_what_a_conversation_shares_with_its_first_messages() -> None:
+    """With the system text and tools alone, for 0."""
+    renderer, _ = MADE["CHATML"]
+    chat = Chat([{"role": "system", "content": "S"}, user("one"), user("two")], TOOLS)
+    text = renderer.render(chat).text
+    assert text[: renderer.shared(chat, 0, text)].endswith("<|im_end|>\n")
+    assert "one" not in text[: renderer.shared(chat, 0, text)]
+    assert text[: renderer.shared(chat, 2, text)].endswith("one<|im_end|>\n")
+    alone = replace(chat, messages=chat.messages[1:])
+    text = renderer.render(alone).text
+    assert "Read" in text[: renderer.shared(alone, 0, text)]
+
+
+def test_first_messages_that_a_template_refuses_alone_are_shared_all_the_same() -> None:
+    """Some want a user message before anything else."""
+    source = (
+        "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 -%}"
+        "{{- raise_exception('No user.') -}}{%- endif -%}" + templates.chatml()
+    )
+    renderer, _ = make(source)
+    chat = Chat([{"role": "system", "content": "Some system text"}, user("one")])
+    text = renderer.render(chat).text
+    assert "Some system text<|im_end|>" in text[: renderer.shared(chat, 0, text)]
