@@ -99,9 +99,10 @@ class Codec:
         return ids + list(self._ordinary(run))
 
     def _agrees(self, backend: Any, texts: Sequence[str]) -> bool:
+        # The transformers object goes first: its call ends any truncation and padding of the file.
         return all(
-            backend.encode(text, add_special_tokens=False).ids
-            == list(self._tokenizer.encode(text, add_special_tokens=False))
+            list(self._tokenizer.encode(text, add_special_tokens=False))
+            == backend.encode(text, add_special_tokens=False).ids
             for text in texts
         )
 

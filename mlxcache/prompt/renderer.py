@@ -11,7 +11,7 @@ from mlxcache.errors import BadRequest, MlxcacheError
 from mlxcache.prompt.adapt import adapt
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.recent import common_prefix
-from mlxcache.prompt.template import RESERVED, Message, Template
+from mlxcache.prompt.template import RESERVED, Message, Template, too_deep
 from mlxcache.prompt.traits import NAME, SHORT_ID, TOOL, A, R, Traits, U
 from mlxcache.types import Chat
 
@@ -51,8 +51,11 @@ class Renderer:
         """Raises BadRequest for a conversation that the template refuses, GenerationFailed."""
         if not chat.messages:
             raise BadRequest("there are no messages", param="messages")
-        args, tools = self._arguments(chat), self._tools(chat)
-        messages = self._messages(chat, len(chat.messages), tools)
+        try:
+            args, tools = self._arguments(chat), self._tools(chat)
+            messages = self._messages(chat, len(chat.messages), tools)
+        except RecursionError as error:
+            raise too_deep() from error
         if chat.continue_final:
             text = self._open(messages, tools, args)
             return Rendered(text, len(text))

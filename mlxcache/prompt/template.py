@@ -68,6 +68,8 @@ class Template:
                 add_generation_prompt=generation,
                 **args,
             )
+        except RecursionError as error:
+            raise too_deep() from error
         except TEMPLATE_ERRORS as error:
             if type(error) is TemplateError:
                 raise BadRequest(
@@ -88,6 +90,11 @@ class Template:
         ids = list(self._tokenizer.encode("a"))
         plain_ids = list(self._tokenizer.encode("a", add_special_tokens=False))
         return str(bos) if ids[: -len(plain_ids)] else ""
+
+
+def too_deep() -> BadRequest:
+    """What a value nested beyond Python's stack is answered with."""
+    return BadRequest("a value is nested too deeply", param="messages")
 
 
 def plain(messages: Sequence[Message], start: str, *, generation: bool) -> str:

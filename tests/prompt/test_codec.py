@@ -112,3 +112,17 @@ def test_half_a_surrogate_pair_is_the_client_s_mistake() -> None:
         codec.encode("a\ud800b")
     with pytest.raises(BadRequest):
         codec.raw("a\ud800b")
+
+
+def test_truncation_and_padding_in_the_tokenizer_s_file_are_off() -> None:
+    """A prompt is never cut or filled up."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = kinds.byte_level()
+    backend.enable_truncation(max_length=8)
+    backend.enable_padding(length=8)
+    codec, escape, _ = make(Wrapped(PreTrainedTokenizerFast(tokenizer_object=backend)))
+    assert codec.direct
+    assert len(codec.encode("a b " * 20)) > 8
+    assert len(codec.encode("a" + escape.text("<s>") * 9)) > 8
+    assert len(codec.encode("a")) == 1

@@ -174,3 +174,19 @@ def test_first_messages_that_a_template_refuses_alone_are_shared_all_the_same() 
     chat = Chat([{"role": "system", "content": "Some system text"}, user("one")])
     text = renderer.render(chat).text
     assert "Some system text<|im_end|>" in text[: renderer.shared(chat, 0, text)]
+
+
+def nested(depth: int) -> Chat:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    call = {"id": "i", "function": {"name": "f", "arguments": {"a": value}}}
+    return Chat([user("hi"), {"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
+def test_a_value_nested_too_deeply_is_refused() -> None:
+    """Never a failure of the server."""
+    assert '["x"]' in MADE["CHATML"][0].render(nested(100)).text
+    for depth in (1000, 20_000):
+        with pytest.raises(BadRequest, match="deep"):
+            MADE["CHATML"][0].render(nested(depth))
