@@ -1,0 +1,1 @@
+"""Measures this server, and others beside it, as a client sees them."""

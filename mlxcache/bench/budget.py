@@ -1,0 +1,107 @@
+"""Twenty growing conversations in far too little memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxcache.bench.checks import Check
+from mlxcache.bench.client import Client, Refused
+from mlxcache.bench.memory import Held, watching
+from mlxcache.bench.process import Server
+from mlxcache.bench.text import Filler
+
+RAM = "200MB"
+RAM_BYTES = 200_000_000
+TALKERS, TURNS = 20, 4
+DEMAND = 1.5
+"""By how much the conversations together outgrow the budget."""
+
+RESIDENT = 1.25
+"""Resident growth by the budget: the rest is Python's, the requests' texts and the allocator's."""
+
+PATIENCE_S = 600.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the requests."""
+
+    answered: int = 0
+    told_to_wait: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        """Count another's in."""
+        self.answered += other.answered
+        self.told_to_wait += other.told_to_wait
+        self.wrong += other.wrong
+
+
+def crowded(server: Server, filler: Filler, kv_bytes: float) -> Held:
+    """Twenty conversations, four turns each, at once, on a server started with --ram 200MB.
+
+    Every request must be answered, or refused with a time to come back, which is then done.
+    """
+    grow = max(16, round(DEMAND * RAM_BYTES / kv_bytes / TALKERS / TURNS))
+    tally = Tally()
+    with watching(server.client) as watch, ThreadPoolExecutor(TALKERS) as pool:
+        texts = [
+            [filler.text(grow, f"{i}/{turn}") for turn in range(TURNS)] for i in range(TALKERS)
+        ]
+        for one in pool.map(lambda said: _talk(server.client, said), texts):
+            tally.add(one)
+    grown = server.peak_bytes - server.idle_bytes
+    limit = server.client.get("/v1/cache")["ram"]["limit_bytes"]
+    return Held(
+        {
+            "taken_bytes": watch.taken,
+            "resident_growth_bytes": grown,
+            "answered": tally.answered,
+            "told_to_wait": tally.told_to_wait,
+            "samples": watch.samples,
+        },
+        [
+            Check(f"limit under --ram {RAM}", limit, RAM_BYTES, "bytes"),
+            Check("taken by twenty growing conversations", watch.taken, limit, "bytes"),
+            Check("resident memory grown", grown, RESIDENT * RAM_BYTES, "bytes"),
+            Check("requests neither answered nor told to wait", len(tally.wrong), 0),
+            Check("requests answered", tally.answered, TALKERS * TURNS, least=True),
+            *watch.alive(),
+        ],
+    )
+
+
+def _talk(client: Client, texts: Sequence[str]) -> Tally:
+    """One conversation, a turn for each text; ends at the first wrong answer."""
+    tally = Tally()
+    messages: list[dict[str, Any]] = []
+    deadline = time.monotonic() + PATIENCE_S
+    for text in texts:
+        messages.append({"role": "user", "content": text})
+        reply = _patiently(client, messages, tally, deadline)
+        if reply is None:
+            break
+        messages.append({"role": "assistant", "content": reply})
+    return tally
+
+
+def _patiently(client: Client, messages: list[Any], tally: Tally, deadline: float) -> str | None:
+    """The reply's text, after as many waits as the server asks for; None where it went wrong."""
+    while time.monotonic() < deadline:
+        try:
+            reply = client.chat(messages, 16)
+        except Refused as refused:
+            if refused.status != 503 or refused.retry_after is None:
+                tally.wrong.append(str(refused))
+                return None
+            tally.told_to_wait += 1
+            time.sleep(refused.retry_after)
+        else:
+            tally.answered += 1
+            return reply.text
+    tally.wrong.append("still told to wait at the end")
+    return None

@@ -1,0 +1,65 @@
+"""The bounds that a run is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mlxcache.bench.measure import Results, middle
+from mlxcache.bench.process import OURS, THEIRS
+
+FIRST_TOKEN = 1.05
+OWN_TIME = 1.10
+OVERHEAD_S = 0.030
+THROUGHPUT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One bound: `measured` is held to at most `bound` (at least, where `least`)."""
+
+    name: str
+    measured: float
+    bound: float
+    unit: str = ""
+    least: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether the bound holds."""
+        return self.measured >= self.bound if self.least else self.measured <= self.bound
+
+
+def speed(results: Results, others: Sequence[str]) -> list[Check]:
+    """Every bound on time that `results` has figures for."""
+    return [*_beside(results, others), *_by_itself(results)]
+
+
+def _beside(results: Results, others: Sequence[str]) -> Iterator[Check]:
+    for other in others:
+        ratio = results.ratio("warm", "first_s", other)
+        if ratio is not None:
+            yield Check(f"warm first token, by that of {other}", ratio, FIRST_TOKEN)
+    cold = [results.ratio("cold", "first_s", other) for other in others]
+    worst = max((ratio for ratio in cold if ratio is not None), default=None)
+    if worst is not None:
+        yield Check("cold first token, by the best of the others", worst, FIRST_TOKEN)
+    ratio = results.ratio("concurrent", "throughput", THEIRS)
+    if ratio is not None:
+        name = f"tokens/s of eight at once, by {THEIRS}'s"
+        yield Check(name, ratio, THROUGHPUT, least=True)
+
+
+def _by_itself(results: Results) -> Iterator[Check]:
+    server = middle(pair.server_s for pair in results.pairs)
+    own = middle(pair.own_s for pair in results.pairs)
+    if server is not None and own is not None:
+        yield Check("warm first token, by the model's own time", server / own, OWN_TIME)
+        over = middle(pair.server_s - pair.own_s for pair in results.pairs)
+        yield Check("warm first token, less the model's own time", over or 0.0, OVERHEAD_S, "s")
+
+
+def answered(results: Results) -> list[Check]:
+    """This server must not have failed at anything."""
+    failed = sum(failure.startswith(f"{OURS},") for failure in results.failures)
+    return [Check("scenarios that failed here", failed, 0)]

@@ -1,0 +1,163 @@
+"""One streamed chat at a time, timed. Only the standard library lies between clock and socket.
+
+Source: https://platform.openai.com/docs/api-reference/chat/streaming
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Refused(Exception):
+    """A server answered with an error, or broke off.
+
+    `status` is HTTP's; 200 where the error came in the stream, 0 where the connection failed.
+    `retry_after` is in seconds, None where the server named no time.
+    """
+
+    def __init__(self, status: int, text: str, retry_after: float | None = None):
+        super().__init__(f"{status}: {text[:500]}")
+        self.status = status
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer. Times are in seconds from the moment the request was sent.
+
+    `first_s`: until the first text, `last_s`: the last text, `total_s`: the end of the stream.
+    Counts are the server's own; `cached_tokens` and `prompt_tokens` are None where it names none,
+    and `generated_tokens` is then the number of pieces that came.
+    """
+
+    text: str
+    first_s: float
+    last_s: float
+    total_s: float
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    generated_tokens: int
+    request: str | None
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens per second after the first; None for fewer than two."""
+        span = self.last_s - self.first_s
+        return (self.generated_tokens - 1) / span if span > 0 else None
+
+
+class _Reading:
+    """What has been read of one stream so far."""
+
+    def __init__(self, began: float):
+        self.began = began
+        self.pieces: list[str] = []
+        self.times: list[float] = []
+        self.usage: Mapping[str, Any] = {}
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        if "error" in event:
+            raise Refused(200, json.dumps(event["error"]))
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+            if text or delta.get("tool_calls"):
+                self.times.append(time.perf_counter() - self.began)
+            self.pieces.append(delta.get("content") or "")
+
+    def reply(self, request: str | None) -> Reply:
+        total = time.perf_counter() - self.began
+        first, last = (self.times[0], self.times[-1]) if self.times else (total, total)
+        details = self.usage.get("prompt_tokens_details") or {}
+        return Reply(
+            text="".join(self.pieces),
+            first_s=first,
+            last_s=last,
+            total_s=total,
+            prompt_tokens=self.usage.get("prompt_tokens"),
+            cached_tokens=details.get("cached_tokens"),
+            generated_tokens=self.usage.get("completion_tokens") or len(self.times),
+            request=request,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Talks to an OpenAI-compatible server on this machine; may be used from several threads.
+
+    `timeout` is in seconds, between two reads.
+    """
+
+    port: int
+    model: str
+    timeout: float = 600.0
+
+    def chat(self, messages: Messages, max_tokens: int) -> Reply:
+        """One greedy reply of at most `max_tokens`, streamed. Raises Refused."""
+        body = json.dumps({
+            "model": self.model,
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }).encode()  # fmt: skip
+        reading = _Reading(time.perf_counter())
+        try:
+            response = self._send("POST", "/v1/chat/completions", body)
+            with response:
+                for event in _events(response):
+                    reading.take(event)
+                return reading.reply(response.headers.get("X-Mlxcache-Request"))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Refused(0, f"{type(error).__name__}: {error}") from error
+
+    def get(self, path: str) -> Any:
+        """The JSON value at `path`, or its text where it is none. Raises Refused."""
+        try:
+            with self._send("GET", path, None) as response:
+                text = response.read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise Refused(0, f"{type(error).__name__}: {error}") from error
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def _send(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.timeout)
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            with response:
+                text = response.read().decode("utf-8", "replace")
+            raise Refused(response.status, text, _seconds(response.headers.get("Retry-After")))
+        return response
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
+    """The JSON objects of a server-sent event stream, up to `[DONE]` or its end.
+
+    Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
+    """
+    for line in response:
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            event = json.loads(data)
+            if isinstance(event, dict):
+                yield event
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    return float(retry_after) if retry_after and retry_after.isdecimal() else None

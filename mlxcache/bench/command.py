@@ -1,0 +1,178 @@
+"""`mlxcache bench`: servers up, scenarios played, figures shown, bounds checked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from mlxcache.bench import budget, checks, flags, memory, models, report
+from mlxcache.bench.checks import Check
+from mlxcache.bench.client import Refused
+from mlxcache.bench.measure import Plan, Results, play
+from mlxcache.bench.own import NoOwnTime, measuring
+from mlxcache.bench.process import (
+    Launch,
+    NotStarted,
+    Server,
+    mlx_lm_server,
+    ours,
+    running,
+)
+from mlxcache.bench.scenarios import SCENARIOS, Visit
+from mlxcache.bench.text import Filler
+from mlxcache.errors import ModelError
+from mlxcache.model.hub import resolve
+
+MemoryCheck = Callable[[Server, Filler, float], memory.Held]
+
+MEMORY: dict[str, tuple[MemoryCheck, Callable[[Path], Path], tuple[str, ...]]] = {
+    "shared_system": (memory.shared_system, models.light, ()),
+    "joined": (memory.joined, models.light, ()),
+    "crowded": (budget.crowded, models.heavy, ("--ram", budget.RAM)),
+}
+"""Each on a server of its own, started with these flags besides, and where no model is named on
+one made for it."""
+
+
+FAILURES = (NotStarted, NoOwnTime, ModelError, Refused, OSError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to measure. `names` are of SCENARIOS and MEMORY; `wait_s` bounds a server's start."""
+
+    model: str | None
+    tokens: int
+    runs: int
+    reply_tokens: int
+    launches: Sequence[Launch]
+    names: Sequence[str]
+    wait_s: float
+
+
+@dataclass(slots=True)
+class Bench:
+    """A run: the model, a folder for what it leaves behind, and what came out."""
+
+    options: Options
+    folder: Path
+    console: Console
+    checks: list[Check] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Measure everything asked for. Raises one of FAILURES."""
+        self.found |= {"machine": report.machine(), "model": self.options.model or "made here"}
+        self.found |= {"tokens": self.options.tokens, "runs": self.options.runs}
+        scenarios = [name for name in SCENARIOS if name in self.options.names]
+        if scenarios:
+            self._speed(scenarios)
+        for name in MEMORY:
+            if name in self.options.names:
+                self._memory(name)
+        self.found["checks"] = report.checks_json(self.checks)
+        report.show_checks(self.console, self.checks)
+
+    def _model(self, make: Callable[[Path], Path]) -> Path:
+        if self.options.model is not None:
+            return resolve(self.options.model)
+        return make(self.folder / make.__name__)
+
+    def _ours(self, name: str, *extra: str) -> Launch:
+        return ours(self.folder / f"cache-{name}", *extra)
+
+    def _speed(self, scenarios: Sequence[str]) -> None:
+        model = self._model(models.for_speed)
+        filler, options = Filler(model), self.options
+        launches = [self._ours("speed"), *options.launches]
+        with ExitStack() as stack, self.console.status("starting the servers") as status:
+            own = stack.enter_context(measuring(model, self.folder))
+            servers = [
+                stack.enter_context(running(one, model, self.folder, options.wait_s))
+                for one in launches
+            ]
+
+            def visit(server: Server, run: int) -> Visit:
+                return Visit(server.client, filler, options.tokens, options.reply_tokens, f"{run}")
+
+            results = play(servers, Plan(scenarios, options.runs, visit, status.update), own)
+        if own is None:
+            results.failures.append(f"{model} cannot be measured by itself")
+        report.show(self.console, results, servers)
+        self._keep(results, servers)
+
+    def _keep(self, results: Results, servers: Sequence[Server]) -> None:
+        self.found |= report.as_json(results, servers)
+        others = [one.name for one in self.options.launches]
+        self.checks += [*checks.answered(results), *checks.speed(results, others)]
+
+    def _memory(self, name: str) -> None:
+        check, make, extra = MEMORY[name]
+        model = self._model(make)
+        with ExitStack() as stack, self.console.status(name):
+            own = stack.enter_context(measuring(model, self.folder))
+            if own is None:
+                raise NoOwnTime(f"{name}: what a token of {model} holds cannot be measured")
+            kv_bytes = own.ask(256, 1)[1]
+            launch = self._ours(name, *extra)
+            server = stack.enter_context(running(launch, model, self.folder, self.options.wait_s))
+            held = check(server, Filler(model), kv_bytes)
+        self.found.setdefault("memory", {})[name] = held.figures
+        self.checks += held.checks
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder for the run; SIGTERM ends the run as Ctrl-C does, so servers never outlive it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    folder = Path(tempfile.mkdtemp(prefix="mlxcache-bench-"))
+    try:
+        yield folder
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def bench(
+    *,
+    model: flags.Model = None,
+    tokens: flags.PromptTokens = 6000,
+    runs: flags.Runs = 9,
+    reply: flags.ReplyTokens = 16,
+    against: flags.Against = None,
+    only: flags.Only = None,
+    mlx_lm: flags.MlxLm = True,
+    wait: flags.Wait = 300.0,
+    json_file: flags.JsonFile = None,
+    strict: flags.Strict = False,
+) -> None:
+    """Measure this server, and others beside it, in interleaved pairs on the same model."""
+    launches = [*([mlx_lm_server()] if mlx_lm else []), *flags.launches(against or ())]
+    names = flags.names(only or (), [*SCENARIOS, *MEMORY])
+    console = report.wide_console()
+    with _scratch() as folder:
+        run = Bench(Options(model, tokens, runs, reply, launches, names, wait), folder, console)
+        try:
+            run.run()
+        except FAILURES as error:
+            console.print(str(error), style="red", markup=False)
+            sys.exit(1)
+    if json_file is not None:
+        json_file.write_text(json.dumps(run.found, indent=1), encoding="utf-8")
+    if strict and not all(check.ok for check in run.checks):
+        sys.exit(1)

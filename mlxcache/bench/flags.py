@@ -1,0 +1,56 @@
+"""The command line of `mlxcache bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlxcache.bench.process import Launch, parse_against
+
+Model = Annotated[
+    str | None, typer.Option(metavar="PATH|HUB_ID", help="Default: a small one made on the spot.")
+]
+PromptTokens = Annotated[
+    int,
+    typer.Option("--tokens", min=512, help="Prompt tokens of a conversation's first turn."),
+]
+Runs = Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")]
+ReplyTokens = Annotated[
+    int, typer.Option("--reply", min=2, max=1024, help="Tokens generated per reply.")
+]
+Against = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=COMMAND",
+        help="Another OpenAI-compatible server; {model} and {port} are filled in. Repeatable.",
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="One of the scenarios or memory checks. Repeatable."),
+]
+MlxLm = Annotated[bool, typer.Option(help="Measure mlx_lm.server beside it.")]
+Wait = Annotated[float, typer.Option(help="Seconds that a server has to start.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there too.")
+]
+Strict = Annotated[bool, typer.Option("--assert", help="Exit with 1 where a bound is broken.")]
+
+
+def launches(against: Sequence[str]) -> list[Launch]:
+    """How to start the servers that --against names. Raises typer.BadParameter."""
+    try:
+        return [parse_against(text) for text in against]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def names(only: Sequence[str], known: Sequence[str]) -> Sequence[str]:
+    """What --only names, all that is `known` if nothing. Raises typer.BadParameter."""
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(known)}")
+    return only or known

@@ -1,0 +1,152 @@
+"""Scenarios in interleaved pairs: each repetition, every server plays the same one in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from mlxcache.bench.client import Refused, Reply
+from mlxcache.bench.own import OwnTime
+from mlxcache.bench.process import OURS, Server
+from mlxcache.bench.scenarios import SCENARIOS, Outcome, Visit
+
+SETTLE_S = 0.05
+"""Between two servers, so that one's last writes do not fall into the other's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One scenario played once. Times in seconds, over several replies their mean.
+
+    `rate`: tokens per second after the first. `throughput`: generated tokens by the seconds that
+    all replies took together. Counts are None where the server does not tell.
+    """
+
+    first_s: float
+    wall_s: float
+    rate: float | None
+    throughput: float
+    prompt_tokens: float | None
+    cached_tokens: float | None
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A warm turn here and the model's own time for the same: both in seconds."""
+
+    server_s: float
+    own_s: float
+    prompt_tokens: int
+    fed_tokens: int
+
+
+@dataclass(slots=True)
+class Results:
+    """All samples: by scenario and server; what failed; the warm turns beside the model's own
+    time; and the timings that this server gave for each warm turn."""
+
+    samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    timings: list[Mapping[str, float | None]] = field(default_factory=list)
+    kv_bytes_per_token: float | None = None
+
+    def medians(self, scenario: str, server: str) -> dict[str, float | None]:
+        """The median of each figure; empty where no sample was taken."""
+        taken = self.samples.get(scenario, {}).get(server, [])
+        names = Sample.__dataclass_fields__ if taken else ()
+        return {name: middle(getattr(sample, name) for sample in taken) for name in names}
+
+    def ratio(self, scenario: str, figure: str, server: str) -> float | None:
+        """This server's median by the other's; None where one is missing or 0."""
+        mine = self.medians(scenario, OURS).get(figure)
+        other = self.medians(scenario, server).get(figure)
+        return mine / other if mine is not None and other else None
+
+
+def middle(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known; None for none."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def sample(outcome: Outcome) -> Sample:
+    """One outcome in figures."""
+    replies = outcome.replies
+    generated = sum(reply.generated_tokens for reply in replies)
+    return Sample(
+        first_s=sum(reply.first_s for reply in replies) / len(replies),
+        wall_s=outcome.wall_s,
+        rate=middle(reply.decode_rate for reply in replies),
+        throughput=generated / outcome.wall_s,
+        prompt_tokens=_mean([reply.prompt_tokens for reply in replies]),
+        cached_tokens=_mean([reply.cached_tokens for reply in replies]),
+        generated_tokens=generated,
+    )
+
+
+def _mean(counts: Sequence[int | None]) -> float | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) / len(known) if len(known) == len(counts) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to play: scenarios by name, how often, and how a repetition's visit is made."""
+
+    scenarios: Sequence[str]
+    runs: int
+    visit: Callable[[Server, int], Visit]
+    on_step: Callable[[str], None]
+
+
+def play(servers: Sequence[Server], plan: Plan, own: OwnTime | None) -> Results:
+    """Play `plan` at all `servers`; who comes first changes with each repetition.
+
+    A server that fails at a scenario is left out of it from then on.
+    """
+    results = Results({name: {server.name: [] for server in servers} for name in plan.scenarios})
+    out: set[tuple[str, str]] = set()
+    for run in range(plan.runs):
+        visits = {server.name: plan.visit(server, run) for server in servers}
+        for name in plan.scenarios:
+            for server in _rotated(servers, run):
+                if (name, server.name) in out:
+                    continue
+                plan.on_step(f"{run + 1}/{plan.runs} {name} {server.name}")
+                time.sleep(SETTLE_S)
+                try:
+                    _play_one(name, server, visits[server.name], own, results)
+                except Refused as refused:
+                    out.add((name, server.name))
+                    results.failures.append(f"{server.name}, {name}: {refused}")
+    return results
+
+
+def _rotated(servers: Sequence[Server], by: int) -> list[Server]:
+    at = by % len(servers)
+    return [*servers[at:], *servers[:at]]
+
+
+def _play_one(
+    name: str, server: Server, visit: Visit, own: OwnTime | None, results: Results
+) -> None:
+    outcome = SCENARIOS[name](visit)
+    results.samples[name][server.name].append(sample(outcome))
+    if name == "warm" and server.name == OURS:
+        reply = outcome.replies[0]
+        results.timings.append(timing(server, reply))
+        if own is not None and reply.prompt_tokens and reply.cached_tokens:
+            fed = reply.prompt_tokens - reply.cached_tokens
+            seconds, results.kv_bytes_per_token = own.ask(reply.cached_tokens, fed)
+            results.pairs.append(Pair(reply.first_s, seconds, reply.prompt_tokens, fed))
+
+
+def timing(server: Server, reply: Reply) -> Mapping[str, float | None]:
+    """Where this server says that a reply's time went, in seconds. Raises Refused."""
+    record: dict[str, Any] = server.client.get(f"/v1/requests/{reply.request}")
+    return dict(record["timing"])

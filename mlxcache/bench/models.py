@@ -1,0 +1,56 @@
+"""The models that are measured where none is named: random weights, made in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from string import ascii_letters, digits, punctuation
+
+import mlx.core as mx
+from tokenizers import Tokenizer
+
+from mlxcache.model.toy import make_bench_toy, make_toy
+
+LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
+"""What a reply may be made of: `<` opens the template's marks, and `'` is cut by its own rule."""
+
+
+def for_speed(path: Path) -> Path:
+    """About 5 million parameters in float32, 4 kB of KV per token.
+
+    Its replies are made of single characters that no merge joins, so that they come back from a
+    client as the tokens they were, as a trained model's do: a next turn is then new from the
+    reply's end on, and not from somewhere within it.
+    """
+    make_bench_toy(path)
+    vocabulary: dict[str, int] = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab()
+    kept = [vocabulary[letter] for letter in lonely(vocabulary)]
+    weights = mx.load(str(path / "model.safetensors"))
+    assert isinstance(weights, dict)
+    head = weights["lm_head.weight"]
+    silenced = mx.zeros_like(head)
+    silenced[mx.array(kept)] = head[mx.array(kept)]
+    weights["lm_head.weight"] = silenced
+    mx.eval(weights)
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return path
+
+
+def lonely(vocabulary: dict[str, int]) -> list[str]:
+    """Characters of which no two, nor one twice, are a token together."""
+    chosen: list[str] = []
+    for letter in LETTERS:
+        among = [*chosen, letter]
+        joins = any(letter + c in vocabulary or c + letter in vocabulary for c in among)
+        if letter in vocabulary and not joins:
+            chosen.append(letter)
+    return chosen
+
+
+def light(path: Path) -> Path:
+    """1 kB of KV per token and next to no work: for long prompts whose time does not matter."""
+    return make_toy(path, hidden=64, layers=2, heads=2, kv_heads=2, head_dim=32)
+
+
+def heavy(path: Path) -> Path:
+    """32 kB of KV per token and little work: for filling a budget soon."""
+    return make_toy(path, hidden=64, layers=8, heads=8, kv_heads=8, head_dim=64)

@@ -1,0 +1,181 @@
+"""Servers as child processes: started, waited for, watched for memory, and always ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from mlxcache.bench.client import Client, Refused
+
+SAMPLE_S = 0.05
+END_S = 10.0
+OURS, THEIRS = "mlxcache", "mlx_lm.server"
+
+
+class NotStarted(Exception):
+    """A server ended early, or did not answer in time; carries the end of its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start a server: a command in which {model} and {port} are filled in.
+
+    `foreign` programs do not inherit PYTHONPATH and VIRTUAL_ENV: they have an environment of
+    their own. LD_PRELOAD they all inherit alike.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    foreign: bool = False
+
+    def filled(self, model: str, port: int) -> list[str]:
+        """The command line to run."""
+        return [
+            part.replace("{model}", model).replace("{port}", str(port)) for part in self.command
+        ]
+
+
+def ours(cache_dir: Path, *extra: str) -> Launch:
+    """This server, from this very Python, with a cache directory of its own."""
+    command = (sys.executable, "-m", "mlxcache.cli.main", "serve", "--model", "{model}")
+    where = ("--port", "{port}", "--cache-dir", str(cache_dir), "--log-level", "warning")
+    return Launch(OURS, command + where + extra)
+
+
+def mlx_lm_server() -> Launch:
+    """mlx-lm's own server, as it comes."""
+    command = (sys.executable, "-m", "mlx_lm", "server", "--model", "{model}", "--port", "{port}")
+    return Launch(THEIRS, (*command, "--log-level", "WARNING"))
+
+
+def parse_against(text: str) -> Launch:
+    """NAME=COMMAND, where COMMAND has {model} and {port} in it. Raises ValueError."""
+    name, equals, command = text.partition("=")
+    if not (name and equals and "{model}" in command and "{port}" in command):
+        raise ValueError(f"not NAME='COMMAND with {{model}} and {{port}}': {text}")
+    return Launch(name.strip(), tuple(shlex.split(command)), foreign=True)
+
+
+def free_port() -> int:
+    """A port on this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A running server. Memory is resident bytes, of the process and its children together."""
+
+    def __init__(self, launch: Launch, process: subprocess.Popen[bytes], client: Client):
+        self.name = launch.name
+        self.client = client
+        self.idle_bytes = 0
+        self.peak_bytes = 0
+        self._process = process
+        self._tree = [psutil.Process(process.pid)]
+        self._over = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def watch(self) -> None:
+        """Start sampling memory; `idle_bytes` is what it holds now."""
+        self._tree += self._tree[0].children(recursive=True)
+        self.idle_bytes = self.resident()
+        self._sampler.start()
+
+    def resident(self) -> int:
+        """Resident bytes now; 0 once it is gone."""
+        total = 0
+        for process in self._tree:
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_info().rss
+        return total
+
+    def _sample(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            self.peak_bytes = max(self.peak_bytes, self.resident())
+
+    def end(self) -> None:
+        """Ask the whole process group to end, then make it."""
+        self._over.set()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+
+
+@contextlib.contextmanager
+def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[Server]:
+    """A server that answers, for as long as the block lasts. Raises NotStarted.
+
+    It is ready when it lists its models or says that it is well, and has answered one chat.
+    `wait_s` bounds each of the two.
+    """
+    port, path = free_port(), str(model)
+    log = logs / f"{launch.name.replace('/', '_')}-{port}.log"
+    env = dict(os.environ)
+    if launch.foreign:
+        env.pop("PYTHONPATH", None)
+        env.pop("VIRTUAL_ENV", None)
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                launch.filled(path, port), stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True, env=env,
+            )  # fmt: skip
+        except OSError as error:
+            raise NotStarted(f"{launch.name}: {error}") from error
+    server = Server(launch, process, Client(port, path))
+    try:
+        _await(server, wait_s, log)
+        server.watch()
+        yield server
+    finally:
+        server.end()
+
+
+def _await(server: Server, wait_s: float, log: Path) -> None:
+    quick = Client(server.client.port, server.client.model, timeout=5.0)
+    patient = Client(server.client.port, server.client.model, timeout=wait_s)
+    asked = "neither /v1/models nor /health answers"
+    deadline = time.monotonic() + wait_s
+    while server.alive() and time.monotonic() < deadline:
+        try:
+            if _well(quick, ("/v1/models", "/health")):
+                patient.chat([{"role": "user", "content": "hello"}], 4)
+                return
+        except Refused as refused:
+            asked = f"its first chat failed, {refused}"
+        time.sleep(0.1)
+    why = asked if server.alive() else "it ended"
+    raise NotStarted(f"{server.name} did not start within {wait_s:.0f} s: {why}\n{tail(log)}")
+
+
+def _well(client: Client, paths: Sequence[str]) -> bool:
+    for path in paths:
+        with contextlib.suppress(Refused):
+            client.get(path)
+            return True
+    return False
+
+
+def tail(log: Path, lines: int = 25) -> str:
+    """The last `lines` of a log."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return "\n".join(text.splitlines()[-lines:])

@@ -1,0 +1,190 @@
+"""Results for people, as tables, and for programs, as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mlxcache.bench.checks import Check
+from mlxcache.bench.measure import Results, middle
+from mlxcache.bench.process import OURS, Server
+from mlxcache.bench.scenarios import SCENARIOS
+
+WIDTH = 120
+FIGURES = {
+    "first_s": "first token",
+    "wall_s": "all",
+    "rate": "decode/s",
+    "throughput": "tokens/s",
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+}
+COMPARED = {"first_s": "× first", "throughput": "× tokens/s"}
+RATIOS = ("first_s", "wall_s", "rate", "throughput")
+
+
+def show(console: Console, results: Results, servers: Sequence[Server]) -> None:
+    """Print what was measured."""
+    names = [server.name for server in servers]
+    console.print(_scenarios(results, names))
+    console.print(_memory(servers))
+    if results.timings:
+        console.print(_timings(results))
+    for failure in results.failures:
+        console.print(failure, style="red", markup=False)
+
+
+def wide_console() -> Console:
+    """Standard output, and where it is no terminal wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+def _table(title: str, *left: str) -> Table:
+    return Table(*left, title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+
+
+def _scenarios(results: Results, names: Sequence[str]) -> Table:
+    table = _table("Medians; ratios are ours by theirs", "scenario", "server")
+    for title in (*FIGURES.values(), *COMPARED.values()):
+        table.add_column(title, justify="right")
+    for scenario in results.samples:
+        for at, name in enumerate(names):
+            middle_of = results.medians(scenario, name)
+            cells = [_cell(figure, middle_of.get(figure)) for figure in FIGURES]
+            if name != OURS:
+                cells += [_ratio(results.ratio(scenario, figure, name)) for figure in COMPARED]
+            table.add_row("" if at else scenario, name, *cells)
+        table.add_section()
+    return table
+
+
+def _cell(figure: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if figure.endswith("_s"):
+        return milliseconds(value)
+    return f"{value:.0f}" if figure.endswith("_tokens") else f"{value:.1f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def milliseconds(seconds: float) -> str:
+    """A time as people read it."""
+    return f"{seconds * 1000:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def megabytes(size: float) -> str:
+    """A size in MB of a million bytes."""
+    return f"{size / 1e6:.0f} MB"
+
+
+def _memory(servers: Sequence[Server]) -> Table:
+    table = _table("Resident memory", "server")
+    table.add_column("at rest", justify="right")
+    table.add_column("peak", justify="right")
+    for server in servers:
+        table.add_row(server.name, megabytes(server.idle_bytes), megabytes(server.peak_bytes))
+    return table
+
+
+def _timings(results: Results) -> Table:
+    table = _table("Where a warm turn's first token goes", "part")
+    table.add_column("median", justify="right")
+    for name, value in overhead(results).items():
+        table.add_row(name, milliseconds(value))
+    return table
+
+
+def overhead(results: Results) -> dict[str, float]:
+    """The medians of a warm turn's parts as this server tells them, in seconds; then the first
+    token as the client saw it, and the model's own time for the same tokens."""
+    names = results.timings[0] if results.timings else {}
+    parts = {name: middle(timing.get(name) for timing in results.timings) for name in names}
+    parts["seen by the client"] = results.medians("warm", OURS).get("first_s")
+    parts["the model's own time"] = middle(pair.own_s for pair in results.pairs)
+    over = middle(pair.server_s - pair.own_s for pair in results.pairs)
+    parts["seen less own"] = over
+    return {name: value for name, value in parts.items() if value is not None}
+
+
+def show_checks(console: Console, checks: Sequence[Check]) -> None:
+    """Print each bound, and whether it holds."""
+    table = _table("Bounds", "bound")
+    for title in ("measured", "asked", ""):
+        table.add_column(title, justify="right")
+    for check in checks:
+        sign = "≥" if check.least else "≤"
+        verdict = "[green]holds[/]" if check.ok else "[red]broken[/]"
+        measured, bound = (_value(value, check.unit) for value in (check.measured, check.bound))
+        table.add_row(check.name, measured, f"{sign} {bound}", verdict)
+    console.print(table)
+
+
+def _value(value: float, unit: str) -> str:
+    if unit == "s":
+        return milliseconds(value)
+    if unit == "bytes":
+        return megabytes(value)
+    return f"{value:.3g}"
+
+
+def as_json(results: Results, servers: Sequence[Server]) -> dict[str, Any]:
+    """Everything measured, with each sample. Times in seconds, sizes in bytes."""
+    names = [server.name for server in servers]
+    return {
+        "servers": {
+            server.name: {"idle_bytes": server.idle_bytes, "peak_bytes": server.peak_bytes}
+            for server in servers
+        },
+        "scenarios": {
+            scenario: {
+                "what": (SCENARIOS[scenario].__doc__ or "").strip(),
+                "medians": {name: results.medians(scenario, name) for name in names},
+                "ratios": _ratios(results, scenario, names),
+                "samples": {
+                    name: [asdict(sample) for sample in taken] for name, taken in by.items()
+                },
+            }
+            for scenario, by in results.samples.items()
+        },
+        "overhead": overhead(results),
+        "own_time": [asdict(pair) for pair in results.pairs],
+        "kv_bytes_per_token": results.kv_bytes_per_token,
+        "failures": results.failures,
+    }
+
+
+def _ratios(results: Results, scenario: str, names: Sequence[str]) -> Mapping[str, Any]:
+    return {
+        name: {figure: results.ratio(scenario, figure, name) for figure in RATIOS}
+        for name in names
+        if name != OURS
+    }
+
+
+def checks_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
+    """Each bound with its verdict."""
+    return [asdict(check) | {"ok": check.ok} for check in checks]
+
+
+def machine() -> dict[str, Any]:
+    """What it was measured on."""
+    return {
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
+        "preloaded": os.environ.get("LD_PRELOAD", ""),
+    }

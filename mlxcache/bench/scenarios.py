@@ -1,0 +1,197 @@
+"""What a coding agent does to a server, each a function that says what was measured."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Barrier
+from typing import Any
+
+from mlxcache.bench.client import Client, Reply
+from mlxcache.bench.text import Filler
+
+TURN_TOKENS = 34
+"""Of a next message: with the reply's end and the template about 50 new tokens."""
+
+SYSTEM_SHARE = 0.75
+CROWD = tuple(f"crowd{number}" for number in range(8))
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages as a client keeps them: the server's own replies, sent back as they came."""
+
+    client: Client
+    max_tokens: int
+    messages: list[dict[str, Any]]
+
+    def ask(self, text: str) -> Reply:
+        """Say `text`, and keep what comes back. Raises Refused."""
+        self.messages.append({"role": "user", "content": text})
+        reply = self.client.chat(self.messages, self.max_tokens)
+        self.messages.append({"role": "assistant", "content": reply.text})
+        return reply
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one scenario measured: its replies, and the seconds they took together."""
+
+    replies: Sequence[Reply]
+    wall_s: float
+
+
+@dataclass(slots=True)
+class Visit:
+    """One repetition at one server. All text follows from `seed`, and no two seeds share any.
+
+    Conversations are opened when a scenario first needs them, and kept for the next one:
+    `main` has a long first prompt, `other` has main's system prompt, `billed` a system prompt
+    whose first line changes each turn.
+    """
+
+    client: Client
+    filler: Filler
+    tokens: int
+    reply_tokens: int
+    seed: str
+    talks: dict[str, Conversation] = field(default_factory=dict)
+    said: int = 0
+
+    def open(self, name: str) -> Reply:
+        """Begin the conversation `name`, which must not exist yet. Raises Refused."""
+        first = self.prepare(name)
+        return self.talks[name].ask(first)
+
+    def prepare(self, name: str) -> str:
+        """Make the conversation `name`, and return its first message, still to be sent."""
+        system, first = self._parts(name)
+        messages = [{"role": "system", "content": system}]
+        self.talks[name] = Conversation(self.client, self.reply_tokens, messages)
+        return first
+
+    def talk(self, name: str) -> Conversation:
+        """The conversation `name`, begun now if it is new. Raises Refused."""
+        if name not in self.talks:
+            self.open(name)
+        return self.talks[name]
+
+    def words(self, tokens: int = TURN_TOKENS) -> str:
+        """A message that nobody has sent yet in this repetition."""
+        self.said += 1
+        return self.filler.text(tokens, f"{self.seed}/{self.said}")
+
+    def _parts(self, name: str) -> tuple[str, str]:
+        """The system prompt and the first message of a conversation."""
+        system = round(self.tokens * SYSTEM_SHARE)
+        first = self.tokens - system
+        if name == "other":
+            return self._text("main system", system), self._text("other first", TURN_TOKENS)
+        if name == "billed":
+            body = self._text("billed system", system)
+            return f"{self.attribution()}\n{body}", self._text("billed first", first)
+        if name.startswith("crowd"):
+            share = max(64, self.tokens // len(CROWD))
+            return self._text(f"{name} system", share // 2), self._text(name, share - share // 2)
+        return self._text(f"{name} system", system), self._text(f"{name} first", first)
+
+    def _text(self, what: str, tokens: int) -> str:
+        return self.filler.text(tokens, f"{self.seed}/{what}")
+
+    def attribution(self) -> str:
+        """The line that an agent puts first and changes with each request."""
+        self.said += 1
+        cch = random.Random(f"{self.seed}/{self.said}").getrandbits(20)
+        return (
+            f"x-anthropic-billing-header: cc_version=2.1.329.4c1; cc_entrypoint=cli; cch={cch:05x};"
+        )
+
+    def together(self, texts: Mapping[str, str]) -> Outcome:
+        """Say each of `texts` in the conversation it is keyed by, all at the same moment."""
+        start = Barrier(len(texts) + 1)
+
+        def go(name: str) -> Reply:
+            start.wait()
+            return self.talks[name].ask(texts[name])
+
+        with ThreadPoolExecutor(len(texts)) as pool:
+            asked = [pool.submit(go, name) for name in texts]
+            start.wait()
+            began = time.perf_counter()
+            replies = [one.result() for one in asked]
+            return Outcome(replies, time.perf_counter() - began)
+
+
+def _one(reply: Reply) -> Outcome:
+    return Outcome([reply], reply.total_s)
+
+
+def cold(visit: Visit) -> Outcome:
+    """The first turn of a conversation that nothing is known of."""
+    return _one(visit.open("main"))
+
+
+def warm(visit: Visit) -> Outcome:
+    """The next turn of the same conversation: about 50 new tokens."""
+    return _one(visit.talk("main").ask(visit.words()))
+
+
+def edited(visit: Visit) -> Outcome:
+    """The last message of the person, taken back and said differently."""
+    talk = visit.talk("main")
+    if len(talk.messages) < 5:
+        talk.ask(visit.words())
+    before = [*talk.messages[:-2], {"role": "user", "content": visit.words()}]
+    return _one(visit.client.chat(before, visit.reply_tokens))
+
+
+def second(visit: Visit) -> Outcome:
+    """Another conversation's first turn, under the same system prompt."""
+    visit.talk("main")
+    return _one(visit.open("other"))
+
+
+def in_turn(visit: Visit) -> Outcome:
+    """Two conversations that take turns, twice each."""
+    talks = [visit.talk("main"), visit.talk("other")] * 2
+    replies = [talk.ask(visit.words()) for talk in talks]
+    return Outcome(replies, sum(reply.total_s for reply in replies))
+
+
+def attribution(visit: Visit) -> Outcome:
+    """A next turn where only the system prompt's first line has changed besides."""
+    talk = visit.talk("billed")
+    system = talk.messages[0]["content"]
+    body = system.partition("\n")[2]
+    talk.messages[0] = {"role": "system", "content": f"{visit.attribution()}\n{body}"}
+    return _one(talk.ask(visit.words()))
+
+
+def concurrent(visit: Visit) -> Outcome:
+    """Eight conversations begun at once, each an eighth as long as the others here."""
+    return visit.together({name: visit.prepare(name) for name in CROWD})
+
+
+def concurrent_warm(visit: Visit) -> Outcome:
+    """The next turns of those eight, at once."""
+    for name in CROWD:
+        visit.talk(name)
+    return visit.together({name: visit.words() for name in CROWD})
+
+
+Scenario = Callable[[Visit], Outcome]
+
+SCENARIOS: dict[str, Scenario] = {
+    "cold": cold,
+    "warm": warm,
+    "edited": edited,
+    "second": second,
+    "in_turn": in_turn,
+    "attribution": attribution,
+    "concurrent": concurrent,
+    "concurrent_warm": concurrent_warm,
+}
+"""In the order in which a repetition plays them, for later ones go on from earlier ones."""

@@ -1,0 +1,45 @@
+"""Filler text of an exact number of tokens, the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+WORDS = [
+    "the", "file", "path", "tool", "command", "agent", "session", "cache", "prefix",
+    "token", "model", "server", "request", "response", "error", "value", "string",
+    "number", "array", "object", "when", "with", "from", "that", "this", "into", "must",
+    "should", "may", "return", "read", "write", "edit", "search", "run", "test", "build",
+    "check", "result", "output", "input", "user", "system", "message", "history", "state",
+    "memory", "budget", "window", "layer", "thread", "queue", "order", "branch", "commit",
+    "release", "import", "export",
+]  # fmt: skip
+
+
+class Filler:
+    """Makes text that `tokenizer.json` of the model in `folder` counts as so many tokens.
+
+    Raises OSError or ValueError where that file is missing or cannot be read.
+    """
+
+    def __init__(self, folder: Path):
+        self._tokenizer = Tokenizer.from_str(
+            (folder / "tokenizer.json").read_text(encoding="utf-8")
+        )
+
+    def text(self, tokens: int, seed: str) -> str:
+        """`tokens` tokens of words, alone or at a line's start; texts of two seeds differ early."""
+        rng = random.Random(seed)
+        out = [f"{rng.getrandbits(32):08x}:"]
+        while True:
+            out += [self._sentence(rng) for _ in range(tokens // 16 + 1)]
+            text = "\n".join(out)
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            if len(encoding) >= tokens:
+                return text[: encoding.offsets[tokens - 1][1]]
+
+    def _sentence(self, rng: random.Random) -> str:
+        words = [rng.choice(WORDS) for _ in range(rng.randrange(6, 18))]
+        return " ".join([words[0].capitalize(), *words[1:]]) + "."

@@ -1,0 +1,111 @@
+"""How long the model itself takes for a warm turn, with no server around it.
+
+`python -m mlxcache.model.own_time MODEL` reads one JSON object per line, `{"prefix", "fed"}` in
+tokens, and answers each with `{"seconds", "kv_bytes_per_token"}`, or with `{"error"}`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.utils import load_model
+
+from mlxcache.types import Tokens
+
+
+class OwnTime:
+    """A loaded model with one private cache, which is cut back after each measurement.
+
+    Raises ValueError for a model whose cache cannot be cut: its state at the prefix would have to
+    be copied, and the copy would be measured with it.
+    """
+
+    def __init__(self, path: Path):
+        self.model, config = load_model(path)
+        self.vocab_size = int(config["vocab_size"])
+        self.cache: list[Any] = make_prompt_cache(self.model)
+        if not can_trim_prompt_cache(self.cache):
+            raise ValueError(f"the cache of {config['model_type']} cannot be cut back")
+        self.rng = np.random.default_rng(0)
+
+    def seconds(self, prefix: int, fed: int) -> float:
+        """From the first of `fed` new tokens (at least 1) after `prefix` to the next token.
+
+        That is what mlx-lm's `generate_step` does up to its first yield: feed all but one, feed
+        the last, draw a token, and have the next step under way. Which tokens are fed makes no
+        difference to the time, so they are random.
+        """
+        self._reach(prefix)
+        prompt = mx.array(self._tokens(fed))
+        mx.eval(prompt)
+        mx.synchronize()
+        began = time.perf_counter()
+        steps = generate_step(prompt, self.model, max_tokens=1, prompt_cache=self.cache)
+        next(steps)
+        taken = time.perf_counter() - began
+        steps.close()
+        self._settle()
+        return taken
+
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of KV that a token holds over all layers, counted from the arrays' shapes.
+
+        Keys and values have shape (1, heads, positions, width); positions include padding.
+        """
+        arrays = [
+            value
+            for _, value in tree_flatten([layer.state for layer in self.cache])
+            if isinstance(value, mx.array) and value.ndim == 4
+        ]
+        return sum(int(array.nbytes) / int(array.shape[2]) for array in arrays)
+
+    def _length(self) -> int:
+        return int(self.cache[0].offset)
+
+    def _tokens(self, count: int) -> Tokens:
+        return self.rng.integers(0, self.vocab_size, count, dtype=np.int32)
+
+    def _settle(self) -> None:
+        mx.eval([layer.state for layer in self.cache])
+        mx.synchronize()
+
+    def _reach(self, prefix: int) -> None:
+        """Have the cache hold `prefix` tokens: cut it, or feed what it lacks."""
+        if self._length() < prefix:
+            missing = mx.array(self._tokens(prefix - self._length()))
+            for _ in generate_step(missing, self.model, max_tokens=1, prompt_cache=self.cache):
+                pass
+            self._settle()
+        trim_prompt_cache(self.cache, self._length() - prefix)
+
+
+def answer(own: OwnTime, line: str) -> dict[str, float]:
+    """One measurement. Raises ValueError or KeyError where `line` is no question."""
+    question = json.loads(line)
+    seconds = own.seconds(int(question["prefix"]), int(question["fed"]))
+    return {"seconds": seconds, "kv_bytes_per_token": own.kv_bytes_per_token()}
+
+
+def main() -> None:
+    """Answer the questions on standard input until it ends."""
+    try:
+        own = OwnTime(Path(sys.argv[1]))
+    except ValueError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(own, line)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
