@@ -47,9 +47,10 @@ class Prompt:
 
     `marks` are ascending token positions worth a checkpoint: the end of tools and system, of
     each message, and just before the generation prompt (the last one). `breakpoint` is the
-    token position that `Chat.breakpoint` falls on, or None. `thinking_open`: the prompt ends inside a
-    think block, so the first generated text is reasoning. `generic_tools`: the template knows no tools, so they were
-    described in the system text and calls come as `<tool_call>{json}</tool_call>`.
+    token position that `Chat.breakpoint` falls on, or None. `thinking_open`: the prompt ends
+    inside a think block, so the first generated text is reasoning. `generic_tools`: the template
+    knows no tools, so they were described in the system text and calls come as
+    `<tool_call>{json}</tool_call>`.
     """
 
     ids: Tokens
@@ -83,10 +84,10 @@ class Job:
     """One request as the engine takes it.
 
     `max_tokens` None: as many as the context leaves. `stop`: strings that end the reply and
-    are not part of it. `tools` None: tool calls are not parsed, their text is text. `top_logprobs` None: no
-    log-probabilities; 0 to 20: those of the sampled token and so many of the likeliest.
-    `session` is a label for people, never a key. `api` and `model` are echoed in the request's record. `stop_at_eos` False ignores the
-    end of turn.
+    are not part of it. `tools` None: tool calls are not parsed, their text is text.
+    `top_logprobs` None: no log-probabilities; 0 to 20: those of the sampled token and so many of
+    the likeliest.
+    `session` is a label for people, never a key.
     """
 
     id: str
@@ -177,7 +178,7 @@ Event = Admitted | Progress | Text | Thinking | ToolCall | Finished
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served. Lengths are in tokens; `context_length` is the one that requests are held to."""
+    """What is served. Lengths are in tokens; requests are held to `context_length`."""
 
     id: str
     context_length: int

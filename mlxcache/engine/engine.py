@@ -17,6 +17,7 @@ from mlxcache.engine.figures import Totals, snapshot
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
 from mlxcache.errors import (
+    BadRequest,
     ContextLengthExceeded,
     GenerationFailed,
     MlxcacheError,
@@ -196,16 +197,20 @@ class Engine:
     def _check(self, job: Job, core: Core) -> None:
         tokens, context = len(job.prompt.ids), core.loaded.info.context_length
         if tokens == 0:
-            raise ContextLengthExceeded("The prompt is empty.")
+            raise BadRequest("The prompt is empty.", param="prompt")
         if tokens >= context:
             raise ContextLengthExceeded(
-                f"The prompt is {tokens} tokens long; this model's context is {context}."
+                f"prompt is too long: {tokens} tokens > {context - 1} maximum"
             )
         if not core.fits(tokens):
             raise ContextLengthExceeded(
                 f"The prompt of {tokens} tokens can never fit the memory budget (--ram "
                 f"{self.settings.ram}: {core.memory.budget.limit} bytes)."
             )
+        ids, vocabulary = job.prompt.ids, core.layout.vocab_size
+        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            # the CPU reads beyond the embedding table without a check
+            raise BadRequest(f"Token ids must be from 0 to {vocabulary - 1}.", param="prompt")
         validate(job.sampling, core.layout.vocab_size)
         waiting = sum(s.record.status == "queued" for _, s in self._live.values())
         if waiting >= self.settings.queue:

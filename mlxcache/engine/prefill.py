@@ -15,8 +15,9 @@ from mlxcache.errors import GenerationFailed
 from mlxcache.model import kv
 
 ALONE_S = 2.0
-BESIDE_S = 0.25
-"""How long a chunk may take, alone and while others decode or wait, in seconds."""
+WAITING_S = 1.0
+DECODING_S = 0.4
+"""How long a chunk may take: alone, while others wait, while others decode. In seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,13 @@ class Prefill:
             task.skipped = 0 if task is chosen else task.skipped + 1
         return chosen
 
-    def chunk(self, task: Task, *, crowded: bool) -> None:
-        """Feed one chunk; `crowded` keeps it short for the sake of others.
+    def chunk(self, task: Task, seconds: float) -> None:
+        """Feed one chunk that takes about `seconds`.
 
         Raises GenerationFailed where the model's cache does not grow by what it was fed.
         """
         if task.remaining > 0:
-            self._feed(task, self._size(task, BESIDE_S if crowded else ALONE_S))
+            self._feed(task, self._size(task, seconds))
         if not task.held.lineage.aligned():
             raise GenerationFailed("The model's cache does not hold what it was fed.")
 

@@ -12,7 +12,7 @@ from mlxcache.cache.node import common_length
 from mlxcache.engine.cost import Cost
 from mlxcache.engine.lanes import Lane, Lanes
 from mlxcache.engine.memory import Memory
-from mlxcache.engine.prefill import Limits, Prefill
+from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Prefill
 from mlxcache.engine.task import Task, checkpoint_stops
 from mlxcache.errors import ContextLengthExceeded, GenerationFailed, MlxcacheError, NotReady
 from mlxcache.types import Admitted, FinishReason
@@ -170,8 +170,8 @@ class Scheduler:
         self._guard([task], lambda: self._prefill_chunk(task))
 
     def _prefill_chunk(self, task: Task) -> bool:
-        crowded = bool(len(self.lanes) or len(self.prefilling) > 1 or self.waiting)
-        self.prefill.chunk(task, crowded=crowded)
+        seconds = WAITING_S if len(self.prefilling) > 1 or self.waiting else ALONE_S
+        self.prefill.chunk(task, DECODING_S if len(self.lanes) else seconds)
         if task.remaining == 0:
             self.prefilling.remove(task)
             self.lanes.enter(task)

@@ -145,10 +145,23 @@ def set_offset(slot: Any, offset: int) -> None:
 
 
 def copied(array: mx.array) -> mx.array:
-    """`array` in a buffer of its own, whatever it is a view of. Lazy."""
-    out = mx.zeros(array.shape, array.dtype)
-    out[...] = array
-    return out
+    """`array` in a buffer of its own, whatever it is a view of. Lazy.
+
+    Neither `contiguous` nor assignment to a full slice is sure to copy: both may share the buffer,
+    and a small view would keep a large one alive.
+    """
+    return array * mx.array(1, array.dtype)
+
+
+def joined(parts: Sequence[mx.array]) -> mx.array:
+    """`parts` one after another along the token axis, in a buffer of their own. Lazy."""
+    if len(parts) > 1:
+        return mx.concatenate(list(parts), axis=-2)
+    (part,) = parts
+    middle = part.shape[-2] // 2
+    if not middle:
+        return copied(part)
+    return mx.concatenate([part[..., :middle, :], part[..., middle:, :]], axis=-2)
 
 
 def _copied_tree(value: Any) -> Any:

@@ -49,9 +49,11 @@ class Lineage:
         for i, slot in enumerate(self.linear):
             arrays = []
             for j, (heads, dim, dtype) in enumerate(self.layout.specs[i]):
-                out = mx.zeros((1, heads, capacity, dim), dtype)
-                for owner, start, stop in sources:
-                    out[..., start - base : stop - base, :] = owner.view(i, j, start, stop)
+                parts = [owner.view(i, j, start, stop) for owner, start, stop in sources]
+                if capacity > end - base:
+                    parts.append(mx.zeros((1, heads, capacity - end + base, dim), dtype))
+                out = kv.joined(parts)
+                del parts  # a view that is held when its buffer is next written to costs a copy
                 mx.eval(out)
                 arrays.append(out)
             kv.set_arrays(slot, arrays, end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -71,6 +72,19 @@ def test_a_compacted_session_is_made_whole_again(dense: Bench, rng: np.random.Ge
     task = dense.ask(ids)
     assert admitted(task).cached_tokens == len(ids) - 10
     assert task.out == dense.cold(ids)
+
+
+def test_what_mlx_holds_is_what_is_accounted_for(bench: Bench, rng: np.random.Generator) -> None:
+    """Compacted, detached and copied buffers share nothing with what they were made from."""
+    bench.ask(prompt(rng, 50), tokens=2)
+    bench.memory.room.clear()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    head = prompt(rng, 600)
+    for i in range(12):
+        bench.ask(head[: 600 - 20 * (i % 3)] + prompt(rng, 80), marks=[500, 560], tokens=4)
+    held = sum(bench.memory.budget.by_kind().values())
+    assert abs(mx.get_active_memory() - before - held) < 64_000
 
 
 def test_an_empty_engine_holds_nothing(bench: Bench, rng: np.random.Generator) -> None:

@@ -1,0 +1,99 @@
+"""`--ram` is a hard limit: what MLX itself holds, sampled by an outside thread, stays below it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxcache.config import Settings
+from mlxcache.engine.engine import Engine
+from mlxcache.errors import ContextLengthExceeded, QueueFull
+from mlxcache.types import Finished, Job, Prompt
+
+LIMIT = 24_000_000
+
+
+class Sampler:
+    """Samples MLX's active and pooled memory every 2 ms and keeps the most."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.most = max(self.most, mx.get_active_memory() + mx.get_cache_memory())
+            time.sleep(0.002)
+
+
+async def ask(engine: Engine, ids: list[int], tokens: int, name: str) -> Finished:
+    prompt = Prompt(np.asarray(ids, np.int32), (len(ids) - 4,))
+    job = Job(name, prompt, max_tokens=tokens, session=name)
+    async with await engine.submit(job) as stream:
+        events = [event async for event in stream]
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+async def test_growing_conversations_stay_within_the_limit(
+    toy_paths: dict[str, Path], family: str
+) -> None:
+    before = mx.get_active_memory()
+    engine = Engine(Settings(model=str(toy_paths[family]), ram=LIMIT, queue=64))
+    await engine.start()
+    weights = mx.get_active_memory() - before
+    rng = np.random.default_rng(5)
+    chats = [rng.integers(10, 400, 300).tolist() for _ in range(12)]
+    with Sampler() as sampler:
+        for turn in range(3):
+            replies = await asyncio.gather(
+                *(ask(engine, ids, 8, f"{turn}-{i}") for i, ids in enumerate(chats))
+            )
+            assert all(reply.reason in ("length", "stop") for reply in replies)
+            chats = [ids + rng.integers(10, 400, 300).tolist() for ids in chats]
+    figures = engine.figures()
+    await engine.stop()
+    assert sampler.most - before - weights <= LIMIT
+    assert figures["ram"]["high_water_bytes"] <= LIMIT
+    assert figures["evictions"]["dropped"] > 0
+
+
+async def test_a_prompt_that_can_never_fit_is_refused_at_once(toy_paths: dict[str, Path]) -> None:
+    engine = Engine(Settings(model=str(toy_paths["llama"]), ram=LIMIT))
+    await engine.start()
+    with pytest.raises(ContextLengthExceeded, match="--ram"):
+        await ask(engine, [20] * 60_000, 8, "huge")
+    with pytest.raises(ContextLengthExceeded, match="70000 tokens > 65535 maximum"):
+        await ask(engine, [20] * 70_000, 8, "longer")
+    assert (await ask(engine, [20] * 50, 8, "small")).reason == "length"
+    await engine.stop()
+
+
+async def test_a_full_queue_says_so(toy_paths: dict[str, Path]) -> None:
+    engine = Engine(Settings(model=str(toy_paths["llama"]), concurrency=1, queue=2))
+    await engine.start()
+    prompt = Prompt(np.arange(10, 400, dtype=np.int32))
+    streams = [await engine.submit(Job(f"q{i}", prompt, max_tokens=200)) for i in range(1)]
+    streams.append(await engine.submit(Job("last", prompt, max_tokens=200)))
+    with pytest.raises(QueueFull) as caught:
+        await engine.submit(Job("one too many", prompt, max_tokens=200))
+    assert caught.value.retry_after > 0
+    for stream in streams:
+        await stream.aclose()
+    await engine.stop()
