@@ -42,8 +42,8 @@ def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
     """The framing of `tokenizer`'s model family, as mlx-lm knows it, and gpt-oss's.
 
     The same edges as `mlx_lm.generate.make_text_state_machine` gives, kept as strings so that a
-    malformed block can be given back whole. Without `tools` no marker opens a tool block. With
-    `generic`, blocks are `<tool_call>{json}</tool_call>` whatever the family's own.
+    malformed block can be given back whole. Without `tools` no block is a call. With `generic`,
+    blocks are `<tool_call>{json}</tool_call>` whatever the family's own.
     """
     if is_harmony(tokenizer):
         return _harmony(tokenizer, tools, generic)
@@ -109,8 +109,7 @@ def _edges(
             edges[TOOL][end] = NORMAL
     edges[NORMAL].update(dict.fromkeys(tokenizer.structural_markers, NORMAL))
     for state, found in responses.items():
-        kept = {marker: target for marker, target in found if start or target != TOOL}
-        edges.setdefault(state, {}).update(kept)
+        edges.setdefault(state, {}).update(found)
     return edges
 
 

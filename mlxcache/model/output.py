@@ -243,11 +243,13 @@ class OutputParser:
         if self._calls:
             return
         self._emit(self._visible.flush())
-        # A reply that has no header where its format wants one is text, unless it was cut off.
-        framing = self._framing.strip()
-        markers = self._grammar.edges.get(self._state, {})
-        if not self._grammar.harmony and not any(m.startswith(framing) for m in markers):
-            self._emit(self._framing)
+        if not (self._grammar.harmony or self._visible.begun or self.reasoning_tokens):
+            # The whole reply lacks the header that its format wants, or was cut off within it.
+            framing = self._framing.strip()
+            if not any(
+                marker.startswith(framing) for marker in self._finders[self._state].patterns
+            ):
+                self._emit(self._framing)
 
     def _taken(self) -> list[Piece]:
         out, self._out = self._out, []

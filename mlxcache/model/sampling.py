@@ -140,8 +140,6 @@ def _count_penalty(sampling: Sampling, prompt_len: int) -> Processor:
     presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
 
     def penalise(tokens: mx.array, logits: mx.array) -> mx.array:
-        if tokens.shape[0] <= prompt_len:
-            return logits
         counts = mx.zeros(logits.shape[-1]).at[tokens[prompt_len:]].add(1.0)
         penalty = counts * frequency + (counts > 0) * presence
         return logits - penalty.astype(logits.dtype)

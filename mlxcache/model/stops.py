@@ -14,9 +14,9 @@ class Finder:
     """
 
     def __init__(self, patterns: Iterable[str]):
-        self._patterns = tuple(dict.fromkeys(p for p in patterns if p))
-        self._starts = frozenset(p[0] for p in self._patterns)
-        self._reach = max(map(len, self._patterns), default=1) - 1
+        self.patterns = tuple(dict.fromkeys(p for p in patterns if p))
+        self._starts = frozenset(p[0] for p in self.patterns)
+        self._reach = max(map(len, self.patterns), default=1) - 1
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None, str]:
@@ -26,7 +26,7 @@ class Finder:
         """
         text = self._held + text
         found = min(
-            ((at + len(p), -len(p), p) for p in self._patterns if (at := text.find(p)) >= 0),
+            ((at + len(p), -len(p), p) for p in self.patterns if (at := text.find(p)) >= 0),
             default=None,
         )
         if found is not None:
@@ -45,7 +45,7 @@ class Finder:
         return len(text)
 
     def _begins(self, tail: str) -> bool:
-        return any(p.startswith(tail) for p in self._patterns)
+        return any(p.startswith(tail) for p in self.patterns)
 
     def flush(self) -> str:
         """What was held back, now that no more text comes."""

@@ -64,9 +64,7 @@ def read_calls(
 
 def _plain(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool as every parser takes it: some look up `parameters`, which clients may leave out."""
-    function = dict(tool.get("function") or {})
-    function["parameters"] = function.get("parameters") or {}
-    return {**tool, "function": function}
+    return {**tool, "function": {"parameters": {}, **(tool.get("function") or {})}}
 
 
 def _call(raw: Any, index: int, taken: set[str]) -> ToolCall:

@@ -189,6 +189,9 @@ def test_an_adapter_changes_what_is_computed(toy_llama: Path, tmp_path: Path) ->
         **{f"{name}.lora_a": mx.ones((width[1], 2)), f"{name}.lora_b": mx.ones((2, width[0]))},
     )
     adapted = load(ModelSpec(str(toy_llama), adapter=str(adapter)))
+    held = mx.get_active_memory()
+    mx.eval(adapted.model.parameters())
+    assert mx.get_active_memory() == held
     assert adapted.info.weights_bytes == plain.info.weights_bytes + 4 * 2 * sum(width)
     tokens = mx.array([[1, 2, 3]])
     assert not mx.allclose(adapted.model(tokens), plain.model(tokens)).item()

@@ -267,8 +267,9 @@ def test_an_empty_block_is_no_thinking(qwen: TokenizerWrapper, inside: str) -> N
 @pytest.mark.parametrize("reason", ["stop", "length", "cancelled"])
 def test_thinking_that_never_ends_is_kept(qwen: TokenizerWrapper, reason: Any) -> None:
     """To the last newline, and half a closing marker."""
-    pieces, parser = run(qwen, "<think>\na\n</thi", reason)
-    assert (pieces, parser.done) == ([Thinking("a\n</thi")], reason)
+    for end in ("\n", "\n</thi"):
+        pieces, parser = run(qwen, f"<think>\na{end}", reason)
+        assert (pieces, parser.done) == ([Thinking(f"a{end}")], reason)
 
 
 def test_a_closing_marker_spelled_out_closes(qwen: TokenizerWrapper) -> None:
@@ -320,13 +321,14 @@ def test_several_calls_in_one_turn(qwen: TokenizerWrapper) -> None:
     assert parser.done == "tool_calls"
 
 
-def test_the_turn_ends_where_anything_but_a_call_follows(qwen: TokenizerWrapper) -> None:
+@pytest.mark.parametrize("more", ["\n<tool_response>sunny", "\n<think>done", " It is"])
+def test_the_turn_ends_where_anything_but_a_call_follows(qwen: TokenizerWrapper, more: str) -> None:
     """The model would make up the result; its first letter ends the reply."""
-    pieces, parser = run(qwen, f"{LOOK}\n<tool_response>sunny", tools=TOOLS)
-    assert [type(p) for p in pieces] == [ToolCall]
-    assert parser.done == "tool_calls"
-    pieces, parser = run(qwen, f"{LOOK}\n<think>done", tools=TOOLS)
-    assert [type(p) for p in pieces] == [ToolCall]
+    parser = OutputParser(qwen, tools=TOOLS)
+    assert [type(p) for p in run_on(parser, qwen, LOOK + "\n<tool_ca")] == [ToolCall]
+    assert parser.done is None
+    parser = OutputParser(qwen, tools=TOOLS)
+    assert [type(p) for p in run_on(parser, qwen, LOOK + more)] == [ToolCall]
     assert parser.done == "tool_calls"
 
 
@@ -422,6 +424,19 @@ def test_a_malformed_call_within_thinking_stays_there(qwen: TokenizerWrapper) ->
     """Thinking about calls is not visible text."""
     pieces, _ = run(qwen, "<think>a <tool_call> b</tool_call> c</think>d", tools=TOOLS)
     assert pieces == [Thinking("a <tool_call> b</tool_call> c"), Text("d")]
+
+
+def test_thinking_about_calls_is_thinking() -> None:
+    """Spelled out where the vocabulary has the token, or in a format that was never taught."""
+    tokenizer = wrapped("json_tools", QWEN)
+    ids = [tokenizer.encode(c, add_special_tokens=False)[0] for c in LOOK]
+    parser = OutputParser(tokenizer, tools=TOOLS, thinking_open=True)
+    pieces = [p for token in ids for p in parser.feed(token)] + parser.finish("stop")
+    assert joined(pieces) == [Thinking(LOOK)]
+    pieces, _ = run(
+        wrapped(None, THINK), f"<think>{LOOK}</think>ok", tools=TOOLS, generic_tools=True
+    )
+    assert pieces == [Thinking(LOOK), Text("ok")]
 
 
 def test_calls_that_were_never_taught() -> None:
@@ -659,6 +674,11 @@ def test_a_format_with_headers() -> None:
     assert pieces[:2] == [Thinking("hm"), Text("Hello")]
     assert call(pieces) == ("look", {"city": "Aix", "days": 2})
     assert run(tokenizer, "Hello", tools=TOOLS)[0] == [Text("Hello")]
+    for cut_off in (" to=us", "to=self<|message|>hm<|eom|><|start|>assistant to=us"):
+        assert Text not in map(type, run(tokenizer, cut_off, "length")[0])
+    block = FAMILIES["muse_spark"]
+    pieces, _ = run(tokenizer, f"to=user<|message|>Hello<|eom|>to=look<|message|>{block}")
+    assert pieces == [Text(f"Hello{block}")]
 
 
 def edges_of_mlx_lm(tokenizer: TokenizerWrapper) -> dict[str, dict[str, str]]:
@@ -868,6 +888,8 @@ def test_a_message_with_a_recipient_is_a_call(call_ends_turn: bool) -> None:
     assert pieces[:2] == [Thinking("hm"), Text("I look.")]
     assert call(pieces) == ("look", {"city": "Aix", "days": 2})
     assert parser.done == "tool_calls"
+    bare = COMMENTARY.replace('{"city": "Aix", "days": 2}', "")
+    assert call(run(tokenizer, bare, tools=TOOLS)[0]) == ("look", {})
     role = COMMENTARY.replace(" to=functions.look", "").replace(
         "<|channel|>", " to=look<|channel|>"
     )

@@ -109,6 +109,16 @@ def test_greedy_requests_share_one_function() -> None:
     assert make_sampler(Sampling(temperature=1), V) is not make_sampler(Sampling(temperature=1), V)
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e-5, 1e-45])
+def test_next_to_zero_is_greedy(temperature: float) -> None:
+    """Dividing by it overflows neither half precision nor any other."""
+    size = 70_000
+    values = mx.full((1, size), -11.2)
+    values[0, 60_000] = -11.0
+    sampler = make_sampler(Sampling(temperature=temperature, seed=1), size)
+    assert sampler(values.astype(mx.float16)).item() == 60_000
+
+
 def test_a_seed_repeats_and_its_absence_does_not() -> None:
     """Same seed, same tokens; without one, two requests differ."""
     plain = Sampling(temperature=1.5)
