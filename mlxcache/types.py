@@ -87,6 +87,7 @@ class Job:
     are not part of it. `tools` None: tool calls are not parsed, their text is text.
     `top_logprobs` None: no log-probabilities; 0 to 20: those of the sampled token and so many of
     the likeliest.
+    `raw`: a plain completion, in which thinking and calls are not told from text.
     `session` is a label for people, never a key.
     """
 
@@ -98,6 +99,7 @@ class Job:
     tools: tuple[Mapping[str, Any], ...] | None = None
     parallel_tools: bool = True
     top_logprobs: int | None = None
+    raw: bool = False
     session: str | None = None
     client: str | None = None
     api: str = ""

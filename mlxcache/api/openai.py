@@ -109,6 +109,7 @@ async def completions(deps: Deps, request: Request) -> Response:
         "max_tokens": wire.max_tokens(body, deps.settings.default_max_tokens or TEXT_MAX_TOKENS),
         "top_logprobs": body.logprobs,
         "api": "completions",
+        "raw": True,
     }
 
     async def job() -> Job:

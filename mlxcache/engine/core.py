@@ -100,6 +100,8 @@ class Core:
             stop=job.stop,
             thinking_open=job.prompt.thinking_open,
             generic_tools=job.prompt.generic_tools,
+            plain=job.raw,
+            prime=task.ids[-4:].tolist() if job.raw else (),
         )
         processors = make_processors(job.sampling, len(task.ids))
         context = mx.array(np.asarray(task.ids[:-1])) if processors else None

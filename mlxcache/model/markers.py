@@ -38,6 +38,10 @@ class Grammar:
     """`parse` reads a tool block together with what opened it."""
 
 
+PLAIN = Grammar(edges={NORMAL: {}, TOOL: {}})
+"""No framing: all that a model writes is text."""
+
+
 def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
     """The framing of `tokenizer`'s model family, as mlx-lm knows it, and gpt-oss's.
 

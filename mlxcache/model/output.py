@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxcache.model import harmony
-from mlxcache.model.markers import NORMAL, REASONING, ROUTED, TOOL, grammar
+from mlxcache.model.markers import NORMAL, PLAIN, REASONING, ROUTED, TOOL, grammar
 from mlxcache.model.stops import Finder, Thought, Visible
 from mlxcache.model.tools import read_calls
 from mlxcache.types import FinishReason, Piece, Text, Thinking
@@ -21,7 +21,8 @@ class OutputParser:
     `tokenizer` is mlx-lm's TokenizerWrapper. `tools` None or empty: the text of tool calls is
     text. `parallel_tools` False: the first call ends the reply. `stop`: strings that end the
     visible text. `thinking_open`: the prompt ends inside a think block. `generic_tools`: calls
-    come as `<tool_call>{json}</tool_call>`. `stop_at_eos` False ignores the end of turn. `prime`:
+    come as `<tool_call>{json}</tool_call>`. `stop_at_eos` False ignores the end of turn. `plain`:
+    no thinking and no calls, all is text. `prime`:
     the prompt's last tokens, for raw completions, where the first token's leading space counts.
 
     A marker is recognised however the model spells it, in one token or in many, with two
@@ -39,9 +40,11 @@ class OutputParser:
         thinking_open: bool = False,
         generic_tools: bool = False,
         stop_at_eos: bool = True,
+        plain: bool = False,
         prime: Sequence[int] = (),
     ):
-        self._grammar = grammar(tokenizer, tools=bool(tools), generic=generic_tools)
+        framing = grammar(tokenizer, tools=bool(tools), generic=generic_tools)
+        self._grammar = PLAIN if plain else framing
         self._finders = {state: Finder(found) for state, found in self._grammar.edges.items()}
         self._eos = tokenizer.eos_token_ids
         self._stop_at_eos = stop_at_eos

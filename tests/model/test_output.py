@@ -944,3 +944,11 @@ def test_gpt_oss_told_of_another_format(oss: TokenizerWrapper) -> None:
     text = f"{ANALYSIS}<|channel|>final<|message|>{LOOK}"
     pieces, _ = run(oss, text, tools=TOOLS, generic_tools=True)
     assert call(pieces) == ("look", {"city": "Aix"})
+
+
+def test_a_plain_completion_is_text_and_nothing_else(qwen: TokenizerWrapper) -> None:
+    """Markers of thinking and calls are part of a raw completion's text."""
+    text = "<think>so</think> then <tool_call>{}</tool_call>"
+    parser = OutputParser(qwen, tools=({"name": "f"},), plain=True)
+    pieces = run_on(parser, qwen, text)
+    assert joined([*pieces, *parser.finish("length")]) == [Text(text)]
