@@ -58,7 +58,7 @@ class OutputParser:
         self._visible = Visible(stop)
         self._thought = Thought()
         self._block, self._opened_by, self._opened_in = "", "", NORMAL
-        self._framing = ""
+        self._framing, self._crossed = "", False
         self._calls = 0
         self._ids: set[str] = set()
         self._token = -1
@@ -184,6 +184,7 @@ class OutputParser:
 
     def _cross(self, marker: str) -> None:
         """Follow the edge that `marker` names."""
+        self._crossed = True
         source, target = self._state, self._grammar.edges[self._state][marker]
         if source == TOOL:
             self._end_block(marker, target, complete=True)
@@ -246,7 +247,7 @@ class OutputParser:
         if self._calls:
             return
         self._emit(self._visible.flush())
-        if not (self._grammar.harmony or self._visible.begun or self.reasoning_tokens):
+        if not (self._grammar.harmony or self._visible.begun or self._crossed):
             # The whole reply lacks the header that its format wants, or was cut off within it.
             framing = self._framing.strip()
             if not any(
