@@ -59,6 +59,7 @@ class Options:
     launches: Sequence[Launch]
     names: Sequence[str]
     wait_s: float
+    keep: bool = False
 
 
 @dataclass(slots=True)
@@ -104,9 +105,13 @@ class Bench:
             ]
 
             def visit(server: Server, run: int) -> Visit:
-                return Visit(server.client, filler, options.tokens, options.reply_tokens, f"{run}")
+                seed = (
+                    f"{self.folder.name}/{run}"  # new text each time: servers keep caches on disk
+                )
+                return Visit(server.client, filler, options.tokens, options.reply_tokens, seed)
 
-            results = play(servers, Plan(scenarios, options.runs, visit, status.update), own)
+            plan = Plan(scenarios, options.runs, visit, status.update, options.keep)
+            results = play(servers, plan, own)
         if own is None:
             results.failures.append(f"{model} cannot be measured by itself")
         report.show(self.console, results, servers)
@@ -157,6 +162,7 @@ def bench(
     against: flags.Against = None,
     only: flags.Only = None,
     mlx_lm: flags.MlxLm = True,
+    keep: flags.Keep = False,
     wait: flags.Wait = 300.0,
     json_file: flags.JsonFile = None,
     strict: flags.Strict = False,
@@ -166,7 +172,8 @@ def bench(
     names = flags.names(only or (), [*SCENARIOS, *MEMORY])
     console = report.wide_console()
     with _scratch() as folder:
-        run = Bench(Options(model, tokens, runs, reply, launches, names, wait), folder, console)
+        options = Options(model, tokens, runs, reply, launches, names, wait, keep)
+        run = Bench(options, folder, console)
         try:
             run.run()
         except FAILURES as error:

@@ -32,6 +32,13 @@ Only = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="One of the scenarios or memory checks. Repeatable."),
 ]
+Keep = Annotated[
+    bool,
+    typer.Option(
+        "--keep",
+        help="Go on with the same conversations in each repetition, and begin them only once.",
+    ),
+]
 MlxLm = Annotated[bool, typer.Option(help="Measure mlx_lm.server beside it.")]
 Wait = Annotated[float, typer.Option(help="Seconds that a server has to start.")]
 JsonFile = Annotated[

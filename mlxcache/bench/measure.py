@@ -11,7 +11,7 @@ from typing import Any
 from mlxcache.bench.client import Refused, Reply
 from mlxcache.bench.own import OwnTime
 from mlxcache.bench.process import OURS, Server
-from mlxcache.bench.scenarios import SCENARIOS, Outcome, Visit
+from mlxcache.bench.scenarios import AGAIN, SCENARIOS, Outcome, Visit
 
 SETTLE_S = 0.05
 """Between two servers, so that one's last writes do not fall into the other's time."""
@@ -96,12 +96,26 @@ def _mean(counts: Sequence[int | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to play: scenarios by name, how often, and how a repetition's visit is made."""
+    """What to play: scenarios by name, how often, and how a repetition's visit is made.
+
+    With `keep`, all repetitions are one visit: conversations go on, and what begins one is played
+    once. That spares most of the time where prompts are long.
+    """
 
     scenarios: Sequence[str]
     runs: int
     visit: Callable[[Server, int], Visit]
     on_step: Callable[[str], None]
+    keep: bool = False
+
+    def visits(self, servers: Sequence[Server], run: int) -> dict[str, Visit]:
+        """A new visit to each server."""
+        return {server.name: self.visit(server, run) for server in servers}
+
+    def due(self, run: int) -> Sequence[str]:
+        """The scenarios of one repetition, counted from 0."""
+        once = self.keep and run > 0
+        return [name for name in self.scenarios if not once or name in AGAIN]
 
 
 def play(servers: Sequence[Server], plan: Plan, own: OwnTime | None) -> Results:
@@ -111,9 +125,11 @@ def play(servers: Sequence[Server], plan: Plan, own: OwnTime | None) -> Results:
     """
     results = Results({name: {server.name: [] for server in servers} for name in plan.scenarios})
     out: set[tuple[str, str]] = set()
+    visits = plan.visits(servers, 0)
     for run in range(plan.runs):
-        visits = {server.name: plan.visit(server, run) for server in servers}
-        for name in plan.scenarios:
+        if run and not plan.keep:
+            visits = plan.visits(servers, run)
+        for name in plan.due(run):
             for server in _rotated(servers, run):
                 if (name, server.name) in out:
                     continue

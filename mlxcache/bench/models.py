@@ -47,8 +47,12 @@ def lonely(vocabulary: dict[str, int]) -> list[str]:
 
 
 def light(path: Path) -> Path:
-    """1 kB of KV per token and next to no work: for long prompts whose time does not matter."""
-    return make_toy(path, hidden=64, layers=2, heads=2, kv_heads=2, head_dim=32)
+    """2 kB of KV per token and little work: for long prompts whose time does not matter.
+
+    As in a real model each of its arrays is a small part of the whole, for one that grows is
+    there twice for a moment.
+    """
+    return make_toy(path, hidden=64, layers=8, heads=1, kv_heads=1, head_dim=32)
 
 
 def heavy(path: Path) -> Path:

@@ -195,3 +195,6 @@ SCENARIOS: dict[str, Scenario] = {
     "concurrent_warm": concurrent_warm,
 }
 """In the order in which a repetition plays them, for later ones go on from earlier ones."""
+
+AGAIN = ("warm", "edited", "in_turn", "concurrent_warm")
+"""Those that say only new things in conversations that exist: a visit can play them repeatedly."""

@@ -21,6 +21,9 @@ from mlx_lm.utils import load_model
 
 from mlxcache.types import Tokens
 
+TOKEN_IDS = 256
+"""Ids below this are in every vocabulary."""
+
 
 class OwnTime:
     """A loaded model with one private cache, which is cut back after each measurement.
@@ -31,7 +34,6 @@ class OwnTime:
 
     def __init__(self, path: Path):
         self.model, config = load_model(path)
-        self.vocab_size = int(config["vocab_size"])
         self.cache: list[Any] = make_prompt_cache(self.model)
         if not can_trim_prompt_cache(self.cache):
             raise ValueError(f"the cache of {config['model_type']} cannot be cut back")
@@ -72,7 +74,7 @@ class OwnTime:
         return int(self.cache[0].offset)
 
     def _tokens(self, count: int) -> Tokens:
-        return self.rng.integers(0, self.vocab_size, count, dtype=np.int32)
+        return self.rng.integers(0, TOKEN_IDS, count, dtype=np.int32)
 
     def _settle(self) -> None:
         mx.eval([layer.state for layer in self.cache])

@@ -1,0 +1,59 @@
+"""The streaming chat client."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxcache.bench.client import Client, Refused, Reply
+from mlxcache.bench.process import free_port
+
+
+def say(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_reply_carries_text_counts_and_ascending_times(client: Client) -> None:
+    """Comment lines are skipped, and usage is the server's own."""
+    reply = client.chat(say("hi"), 3)
+    assert (reply.text, reply.prompt_tokens, reply.cached_tokens) == ("abc", 7, 5)
+    assert (reply.generated_tokens, reply.request) == (3, "request-1")
+    assert 0 < reply.first_s <= reply.last_s <= reply.total_s
+
+
+def test_without_usage_the_pieces_are_counted(client: Client) -> None:
+    """Counts that a server does not give are None, not 0."""
+    reply = client.chat(say("bare"), 2)
+    assert (reply.generated_tokens, reply.cached_tokens, reply.prompt_tokens) == (2, None, None)
+
+
+def test_a_refusal_carries_its_status_and_when_to_come_back(client: Client) -> None:
+    """503 with Retry-After is told from one without."""
+    with pytest.raises(Refused) as caught:
+        client.chat(say("refuse"), 2)
+    assert (caught.value.status, caught.value.retry_after) == (503, 3.0)
+    with pytest.raises(Refused) as caught:
+        client.get("/absent")
+    assert (caught.value.status, caught.value.retry_after) == (404, None)
+
+
+def test_an_error_within_the_stream_is_a_refusal(client: Client) -> None:
+    """Status 200 says that the stream had begun."""
+    with pytest.raises(Refused, match="it broke") as caught:
+        client.chat(say("break"), 2)
+    assert caught.value.status == 200
+
+
+def test_nobody_listening_is_a_refusal() -> None:
+    """Status 0: there was no answer at all."""
+    with pytest.raises(Refused) as caught:
+        Client(free_port(), "any", timeout=2.0).chat(say("hi"), 2)
+    assert caught.value.status == 0
+
+
+def test_decode_rate_counts_from_the_second_token() -> None:
+    """The first token's time is prefill; one token alone has no rate."""
+    times = {"prompt_tokens": 1, "cached_tokens": 0, "request": None, "total_s": 2.0}
+    two_a_second = Reply("", first_s=1.0, last_s=2.0, generated_tokens=3, **times)  # type: ignore[arg-type]
+    assert two_a_second.decode_rate == 2.0
+    one = Reply("", first_s=1.0, last_s=1.0, generated_tokens=1, **times)  # type: ignore[arg-type]
+    assert one.decode_rate is None

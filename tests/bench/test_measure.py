@@ -1,0 +1,122 @@
+"""Interleaving, medians, ratios and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from mlxcache.bench import checks, measure
+from mlxcache.bench.checks import Check
+from mlxcache.bench.client import Refused, Reply
+from mlxcache.bench.measure import Pair, Plan, Results, Sample, play
+from mlxcache.bench.process import OURS, THEIRS
+from mlxcache.bench.scenarios import Outcome
+
+LOG: list[tuple[str, str]] = []
+
+
+@dataclass
+class Named:
+    """A server as far as `play` looks at it."""
+
+    name: str
+    first_s: float = 1.0
+    fails: bool = False
+    client: Any = None
+
+
+@pytest.fixture(autouse=True)
+def scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scenarios that only log who played them; a visit is (server, run)."""
+    LOG.clear()
+
+    def scenario(name: str) -> Any:
+        def played(visit: tuple[Named, int]) -> Outcome:
+            server = visit[0]
+            LOG.append((name, server.name))
+            if server.fails:
+                raise Refused(500, "no")
+            return Outcome([Reply("", server.first_s, 2.0, 2.0, 10, None, 4, None)], 2.0)
+
+        return played
+
+    monkeypatch.setattr(
+        measure, "SCENARIOS", {name: scenario(name) for name in ("cold", "in_turn")}
+    )
+    monkeypatch.setattr(measure, "SETTLE_S", 0.0)
+
+
+def plan(runs: int, keep: bool = False) -> Plan:
+    return Plan(
+        ["cold", "in_turn"],
+        runs,
+        lambda server, run: (server, run),
+        lambda _: None,
+        keep,  # type: ignore[arg-type, return-value]
+    )
+
+
+def test_servers_play_the_same_scenario_in_turn_and_take_turns_at_being_first() -> None:
+    """A B, A B, then B A, B A."""
+    play([Named("a"), Named("b")], plan(2), None)  # type: ignore[list-item]
+    assert [server for _, server in LOG] == ["a", "b", "a", "b", "b", "a", "b", "a"]
+    assert [name for name, _ in LOG] == ["cold", "cold", "in_turn", "in_turn"] * 2
+
+
+def test_what_begins_a_conversation_is_played_once_where_they_are_kept() -> None:
+    """The first repetition plays all."""
+    play([Named("a")], plan(3, keep=True), None)  # type: ignore[list-item]
+    assert [name for name, _ in LOG] == ["cold", "in_turn", "in_turn", "in_turn"]
+
+
+def test_a_server_that_fails_is_left_out_from_then_on() -> None:
+    """The others go on, and the failure is told."""
+    results = play([Named(OURS), Named("b", fails=True)], plan(2), None)  # type: ignore[list-item]
+    assert LOG.count(("cold", "b")) == 1
+    assert [len(taken) for taken in results.samples["cold"].values()] == [2, 0]
+    assert results.failures[0] == "b, cold: 500: no"
+    assert [check.ok for check in checks.answered(results)] == [True]
+    mine = play([Named(OURS, fails=True)], plan(1), None)  # type: ignore[list-item]
+    assert [check.ok for check in checks.answered(mine)] == [False]
+
+
+def sampled(first_s: float, throughput: float = 1.0) -> Sample:
+    return Sample(first_s, 2.0, None, throughput, 10, None, 4)
+
+
+def results(mine: float, theirs: float, own: float = 1.0) -> Results:
+    """Medians of three, whose outliers do not count."""
+    both = {
+        OURS: [sampled(mine, 3.0), sampled(99.0, 3.0), sampled(0.0, 3.0)],
+        THEIRS: [sampled(theirs, 2.0)],
+    }
+    names = ("cold", "warm", "concurrent")
+    return Results({name: both for name in names}, pairs=[Pair(mine, own, 100, 50)])
+
+
+def test_medians_and_ratios_leave_out_what_is_not_known() -> None:
+    """A figure that no server gives has no median."""
+    found = results(1.0, 2.0)
+    assert found.medians("warm", OURS)["first_s"] == 1.0
+    assert found.medians("warm", OURS)["cached_tokens"] is None
+    assert found.medians("warm", "absent") == {}
+    assert found.ratio("warm", "first_s", THEIRS) == 0.5
+    assert found.ratio("warm", "rate", THEIRS) is None
+    assert found.ratio("warm", "first_s", "absent") is None
+
+
+def test_bounds_hold_or_break_by_the_medians() -> None:
+    """Each bound is there, and is broken by what is slower than it allows."""
+    good = checks.speed(results(1.0, 1.0, own=0.99), [THEIRS])
+    assert [check.ok for check in good] == [True] * 5
+    slow = {c.name: c.ok for c in checks.speed(results(1.2, 1.0, own=1.0), [THEIRS, "absent"])}
+    assert list(slow.values()) == [False, False, True, False, False]
+
+
+def test_a_least_bound_is_the_other_way_round() -> None:
+    """At least, and not at most."""
+    assert Check("", 1.0, 1.0, least=True).ok
+    assert not Check("", 0.9, 1.0, least=True).ok
+    assert not Check("", 1.1, 1.0).ok

@@ -1,0 +1,104 @@
+"""Starting, watching and ending servers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlxcache.bench.process import (
+    Launch,
+    NotStarted,
+    Server,
+    mlx_lm_server,
+    ours,
+    parse_against,
+    running,
+)
+from tests.bench import fake_server
+
+FAKE = str(fake_server.__file__)
+
+
+def fake(mode: str = "") -> Launch:
+    return Launch("fake", (sys.executable, FAKE, "{port}", mode), foreign=True)
+
+
+def test_a_server_is_up_within_the_block_and_gone_with_its_children_after(tmp_path: Path) -> None:
+    """The whole process group is ended."""
+    with running(fake("child"), tmp_path, tmp_path, 20) as server:
+        assert server.client.chat([{"role": "user", "content": "hi"}], 3).text == "abc"
+        log = next(tmp_path.glob("fake-*.log")).read_text()
+        child = psutil.Process(int(log.partition("child ")[2].split()[0]))
+        assert server.idle_bytes > child.memory_info().rss > 0
+        deadline = time.monotonic() + 5
+        while not server.peak_bytes and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert server.peak_bytes > 0
+    assert not server.alive()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_is_ended_where_the_block_raises(tmp_path: Path) -> None:
+    """Nothing outlives a run that fails."""
+    seen: list[Server] = []
+
+    def fail() -> None:
+        with running(fake(), tmp_path, tmp_path, 20) as server:
+            seen.append(server)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert not seen[0].alive()
+
+
+def test_a_server_that_ends_early_says_why(tmp_path: Path) -> None:
+    """The end of its output is in the error."""
+    with (
+        pytest.raises(NotStarted, match=r"(?s)it ended.*no such flag"),
+        running(fake("dies"), tmp_path, tmp_path, 20),
+    ):
+        pass
+
+
+def test_a_server_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
+    """The wait is bounded."""
+    with (
+        pytest.raises(NotStarted, match="neither /v1/models nor /health"),
+        running(fake("deaf"), tmp_path, tmp_path, 1.0),
+    ):
+        pass
+
+
+def test_a_command_that_does_not_exist_is_not_started(tmp_path: Path) -> None:
+    """No traceback for a typo in --against."""
+    with (
+        pytest.raises(NotStarted, match="absent"),
+        running(Launch("x", ("/absent", "{port}")), tmp_path, tmp_path, 1.0),
+    ):
+        pass
+
+
+def test_model_and_port_are_filled_in() -> None:
+    """Quotes in the command group words, as in a shell."""
+    launch = parse_against("other='/my bin/serve' {model} --port={port}")
+    assert launch.filled("/m", 8) == ["/my bin/serve", "/m", "--port=8"]
+    assert launch.foreign
+    for launch in (ours(Path("/c"), "--ram", "1GB"), mlx_lm_server()):
+        filled = launch.filled("/m", 8)
+        assert "/m" in filled
+        assert "8" in filled
+        assert not any("{" in part for part in filled)
+
+
+@pytest.mark.parametrize(
+    "text", ["serve {model} {port}", "=serve {model} {port}", "a=serve {port}"]
+)
+def test_what_is_no_name_and_command_is_refused(text: str) -> None:
+    """A name, and both places to fill in, are needed."""
+    with pytest.raises(ValueError, match="NAME="):
+        parse_against(text)

@@ -1,0 +1,118 @@
+"""What each scenario sends, seen by a client that remembers it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from mlxcache.bench.client import Reply
+from mlxcache.bench.scenarios import AGAIN, CROWD, SCENARIOS, Visit
+
+Said = list[tuple[str, str]]
+
+
+@dataclass
+class Memo:
+    """Answers everything with its own number, and keeps what it was sent."""
+
+    sent: list[Said] = field(default_factory=list)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int) -> Reply:
+        self.sent.append([(m["role"], m["content"]) for m in messages])
+        return Reply(f"reply {len(self.sent)}", 0.1, 0.2, 0.3, 10, 5, max_tokens, None)
+
+
+class Words:
+    """Text that says what it is."""
+
+    def text(self, tokens: int, seed: str) -> str:
+        return f"{tokens} of {seed}"
+
+
+@pytest.fixture
+def memo() -> Memo:
+    """What was sent."""
+    return Memo()
+
+
+@pytest.fixture
+def visit(memo: Memo) -> Visit:
+    """A first repetition."""
+    return Visit(memo, Words(), 800, 4, "s")  # type: ignore[arg-type]
+
+
+def shared(one: Said, two: Said) -> int:
+    """Leading messages in common."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))
+    return len(list(same))
+
+
+def test_a_warm_turn_adds_to_the_cold_one(visit: Visit, memo: Memo) -> None:
+    """All that was sent and answered before comes first, unchanged."""
+    SCENARIOS["cold"](visit)
+    SCENARIOS["warm"](visit)
+    cold, warm = memo.sent
+    assert warm[:3] == [*cold, ("assistant", "reply 1")]
+    assert len(warm) == 4
+
+
+def test_an_edit_replaces_the_last_message_only(visit: Visit, memo: Memo) -> None:
+    """And the conversation goes on as if it had not been."""
+    for name in ("cold", "warm", "edited", "in_turn"):
+        SCENARIOS[name](visit)
+    warm, edited, after = memo.sent[1], memo.sent[2], memo.sent[4]
+    assert (shared(warm, edited), len(edited)) == (3, 4)
+    assert shared(warm, after) == 4
+
+
+def test_a_second_conversation_shares_the_system_prompt_alone(visit: Visit, memo: Memo) -> None:
+    """Its own first message differs at once."""
+    SCENARIOS["second"](visit)
+    assert shared(*memo.sent) == 1
+
+
+def test_the_attribution_line_is_all_that_changes(visit: Visit, memo: Memo) -> None:
+    """The system prompt's other lines stay, and so does the history."""
+    SCENARIOS["attribution"](visit)
+    (_, first), (_, second) = memo.sent[0][0], memo.sent[1][0]
+    assert first.startswith("x-anthropic-billing-header: ")
+    assert first.partition("\n")[0] != second.partition("\n")[0]
+    assert first.partition("\n")[2] == second.partition("\n")[2]
+    assert memo.sent[1][1:3] == [memo.sent[0][1], ("assistant", "reply 1")]
+
+
+def test_two_conversations_take_turns(visit: Visit, memo: Memo) -> None:
+    """Four turns are measured; the two that begin the conversations are not."""
+    outcome = SCENARIOS["in_turn"](visit)
+    assert (len(outcome.replies), len(memo.sent)) == (4, 6)
+    assert outcome.wall_s == pytest.approx(1.2)
+    ends = memo.sent[2:]
+    assert shared(ends[0], ends[1]) == 1
+    assert shared(ends[0], ends[2]) == len(ends[0])
+
+
+def test_eight_at_once_have_nothing_in_common(visit: Visit, memo: Memo) -> None:
+    """Then each goes on with its own."""
+    SCENARIOS["concurrent"](visit)
+    assert len({said[0] for said in memo.sent}) == len(CROWD) == len(memo.sent)
+    assert len(SCENARIOS["concurrent_warm"](visit).replies) == len(CROWD)
+    assert all(len(said) == 4 for said in memo.sent[len(CROWD) :])
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_each_scenario_can_be_played_alone(name: str, visit: Visit) -> None:
+    """It begins the conversations it needs."""
+    assert SCENARIOS[name](visit).replies
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_played_again_a_scenario_says_something_new(name: str, visit: Visit, memo: Memo) -> None:
+    """So that a kept conversation is as warm the ninth time as the second, and no warmer."""
+    SCENARIOS[name](visit)
+    before = [tuple(said) for said in memo.sent]
+    SCENARIOS[name](visit)
+    assert not set(before) & {tuple(said) for said in memo.sent[len(before) :]}
