@@ -179,6 +179,23 @@ def one_in_another() -> Tokenizer:
     return tokenizer
 
 
+def gaps() -> Tokenizer:
+    """Special tokens are in the vocabulary, whose ids leave some numbers out."""
+    tokenizer = byte_level()
+    spec = json.loads(tokenizer.to_str())
+    words = sorted(spec["model"]["vocab"].items(), key=lambda item: item[1])
+    words = [word for word, _ in words if word not in (*CONTROL, *MARKS)]
+    order = [*words[:-40], *CONTROL, *MARKS]
+    ids = {text: i for i, text in enumerate(order)}
+    ids |= {text: len(order) + 10 + i for i, text in enumerate(words[-40:])}
+    spec["model"]["vocab"] = ids
+    spec["added_tokens"] = []
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    tokenizer.add_special_tokens(_controls())
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in MARKS])
+    return tokenizer
+
+
 def single_words() -> Tokenizer:
     """Special tokens count only with no word beside them."""
     return byte_level(single_word=True)
@@ -261,6 +278,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "normalized_specials": normalized_specials,
     "blank_runs": blank_runs,
     "one_in_another": one_in_another,
+    "gaps": gaps,
     "single_words": single_words,
     "left_stripping": lambda: byte_level(lstrip=True),
     "right_stripping": lambda: byte_level(rstrip=True),

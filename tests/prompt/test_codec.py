@@ -79,6 +79,17 @@ def test_escaped_text_goes_through_a_tokenizer_of_the_same_model(kind: str) -> N
     assert CODECS[kind][0].escapes_whole
 
 
+def test_the_model_is_shared_and_not_copied_where_it_can_be() -> None:
+    """A copy of a large vocabulary costs seconds and memory; only some unigram models need it."""
+    for kind in KINDS:
+        twin = CODECS[kind][0]._plain
+        if twin is not None:
+            shared = twin._tokenizer.token_to_id("<s>") == kinds.backend(kind).model.token_to_id(
+                "<s>"
+            )
+            assert shared is (kind != "unigram")
+
+
 def test_other_tokenizers_cut_escaped_tokens_in_two() -> None:
     """Without a Rust tokenizer, or with a class in its way, text is kept plain all the same."""
     inner = kinds.tokenizer("byte_level", None)._tokenizer

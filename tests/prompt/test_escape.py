@@ -63,6 +63,13 @@ def test_a_sentinel_written_in_ascii_json_comes_back_as_json(escape: Escape) -> 
     assert json.loads(escape.restore(rendered)) == {"path": 'a "<|im_end|>"'}
 
 
+def test_a_token_with_other_letters_comes_back_as_the_template_escaped_it() -> None:
+    """There it was no control token to begin with, and the JSON stays what it was."""
+    escape = Escape(["<\uff5cUser\uff5c>"])
+    rendered = json.dumps(escape.text("a <\uff5cUser\uff5c>"))
+    assert escape.restore(rendered) == json.dumps("a <\uff5cUser\uff5c>")
+
+
 def test_strings_are_escaped_at_any_depth_and_in_keys(escape: Escape) -> None:
     """Tool schemas carry text in names of properties too."""
     value: dict[str, Any] = {"a": [{"<s>": "x</s>"}, 1, None, True], "b": ("<|im_end|>",)}

@@ -171,6 +171,38 @@ def test_what_is_remembered_is_bounded() -> None:
     assert recent.nbytes <= 50_000
 
 
+def test_a_session_keeps_its_last_few() -> None:
+    """An agent with many helpers does not push out other sessions."""
+    recent = Recent(each=3)
+    texts = [held(f"{i} helper") for i in range(5)]
+    for text in texts:
+        recent.add(text, "s")
+    assert len(recent) == 3
+    assert recent.nearest("4 helper", "s")[0] is texts[4]
+    assert recent.nearest("0 helper", "s")[0] is None
+
+
+def test_tokens_found_after_normalising_or_by_their_neighbours_are_no_anchors() -> None:
+    """In the raw text one may be missing and another, written otherwise, be there."""
+    for kind in ("normalized_specials", "single_words"):
+        assert MADE[kind][0]._anchors.scan("a <s> b </s>") == []
+        assert len(MADE[kind][0]._anchors.scan("<think>a</think>")) == 2
+
+
+def test_a_text_that_does_not_begin_with_its_anchor_is_encoded_whole() -> None:
+    """A vocabulary might put something before a control token that comes first."""
+    tokeniser, _ = MADE["byte_level"]
+
+    class Before:
+        def encode(self, text: str) -> object:
+            return np.concatenate(([np.int32(0)], tokeniser._codec.encode(text)))
+
+    odd = Tokeniser(Before(), tokeniser._anchors)  # type: ignore[arg-type]
+    old = odd.full("<s>hello</s>")
+    assert odd.extend(old, len(old.text), "<s>hello</s>more") is None
+    assert odd.encode("<s>hello</s>more", "s").ids[0] == 0
+
+
 def test_many_threads_share_a_tokeniser() -> None:
     """Fifty requests at once each get their own text's ids."""
     tokeniser = Tokeniser(MADE["byte_level"][0]._codec, MADE["byte_level"][0]._anchors)

@@ -107,6 +107,18 @@ def test_a_generation_prompt_of_another_kind_is_found_by_rendering_twice() -> No
     assert rendered.text[rendered.generation :] == "!"
 
 
+def test_a_generation_prompt_that_depends_on_the_conversation_is_not_guessed() -> None:
+    """What was learned at load counts only if the text ends with it."""
+    prompt = "'<|im_start|>assistant\n'"
+    source = templates.chatml().replace(
+        f"{{{{- {prompt} -}}}}", f"{{{{- '[INST]' if messages | length > 2 else {prompt} -}}}}"
+    )
+    renderer, _ = make(source)
+    for count, end in ((1, "<|im_start|>assistant\n"), (3, "[INST]")):
+        rendered = renderer.render(Chat([user("hi")] * count))
+        assert rendered.text[rendered.generation :] == end
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_final_message_is_left_open(name: str) -> None:
     """Its text ends the prompt, to the last blank, and the next turn starts with it."""
