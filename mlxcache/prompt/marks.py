@@ -10,7 +10,7 @@ from mlxcache.errors import MlxcacheError
 from mlxcache.prompt.recent import Anchors, Tokenised
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.template import Message
-from mlxcache.prompt.traits import A2, LONG_ID, NAME, R2, S2, U2, A, R, S, U
+from mlxcache.prompt.traits import A2, END, LONG_ID, NAME, R2, S2, U2, A, R, S, U
 
 APART = 8
 """Tokens that two marks are at least apart; a checkpoint saves nothing over a closer one."""
@@ -53,12 +53,12 @@ def _conversations() -> list[tuple[tuple[str, ...], list[Message], bool]]:
     system, again = {"role": "system", "content": S}, {"role": "user", "content": U2}
     calls = {"role": "assistant", "content": A2, "tool_calls": [call(1), call(2)]}
     last: Message = {"role": "system", "content": S2}
-    done = {"role": "assistant", "content": A}
+    end = {"role": "user", "content": END}
     return [
         ((S, U, A, U2), [system, user, reply, again], False),
         ((S, U, A, U2), [system, user, reply, again], True),
-        ((U, S2, A), [user, last, reply], False),
-        ((U, A2, R, R2, A), [user, calls, result(1, R), result(2, R2), done], True),
+        ((U, S2, A), [user, last, reply, end], False),
+        ((U, A2, R, R2, A), [user, calls, result(1, R), result(2, R2), reply, end], True),
     ]
 
 

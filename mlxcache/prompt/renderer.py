@@ -90,8 +90,8 @@ class Renderer:
         self, text: str, messages: list[Message], tools: Any, args: Mapping[str, Any]
     ) -> int:
         """The common prefix with messages rendered alone, or before any other if they cannot be."""
-        follower = _REPLY if messages and messages[-1]["role"] == "user" else _USER
-        for shown in ([*messages], [*messages, follower]):
+        asked = bool(messages) and messages[-1]["role"] == "user"
+        for shown in (messages, [*messages, *((_REPLY, _USER) if asked else (_USER,))]):
             if not shown:
                 continue
             try:

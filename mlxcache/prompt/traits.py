@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from mlxcache.errors import MlxcacheError
 from mlxcache.prompt.template import Message, Template
 
-S, S2, U, U2 = "zqsys7", "zqsysb7", "zquser7", "zquserb7"
+S, S2, U, U2, END = "zqsys7", "zqsysb7", "zquser7", "zquserb7", "zqend7"
 A, A2, R, R2 = "zqreply7", "zqreplyb7", "zqresult7", "zqresultb7"
 """Words that no template writes by itself."""
 
@@ -66,12 +67,10 @@ def probe(template: Template, args: Mapping[str, Any]) -> Traits:
     look = _Look(template, args)
     system = look.shows([_m("system", S), _m("user", U)], S, U)
     passes_any_role = look.shows([_m("zqrole", S), _m("user", U)], S, U)
-    tools = look.shows([_m("user", U)], U, tools=True) and look.shows_tool()
+    tools = look.shows_tool()
     calls = _probe_calls(look)
-    results = calls is not None and look.shows(
-        [_m("user", U), calls.message(), calls.result(R), _m("assistant", A)], U, NAME, R, A
-    )
     call = calls or _Calls()
+    results = calls is not None and _results(look, call)
     return Traits(
         system=system,
         system_anywhere=system and _system_anywhere(look),
@@ -83,9 +82,8 @@ def probe(template: Template, args: Mapping[str, Any]) -> Traits:
         tool_role=results and (tools or not passes_any_role),
         user_after_tool=results and _user_after_tool(look, call),
         string_arguments=call.string,
-        calls_at_once=calls is None or look.shows([_m("user", U), call.message(n=2)], NAME, NAME),
-        text_with_calls=calls is None
-        or look.shows([_m("user", U), call.message(content=A)], A, NAME),
+        calls_at_once=calls is None or _calls_at_once(look, call),
+        text_with_calls=calls is None or _text_with_calls(look, call),
         absent_content=call.absent,
         short_ids=call.short,
     )
@@ -103,7 +101,7 @@ class _Calls:
         arguments: Any = {KEY: VALUE}
         if self.string:
             arguments = json.dumps(arguments)
-        ids = [self.id, self.id[::-1]][:n]
+        ids = [self.id(i) for i in range(n)]
         message: Message = {"role": "assistant"}
         if content or not self.absent:
             message["content"] = content
@@ -113,12 +111,11 @@ class _Calls:
         ]
         return message
 
-    def result(self, text: str) -> Message:
-        return {"role": "tool", "content": text, "tool_call_id": self.id, "name": NAME}
+    def result(self, text: str, number: int = 0) -> Message:
+        return {"role": "tool", "content": text, "tool_call_id": self.id(number), "name": NAME}
 
-    @property
-    def id(self) -> str:
-        return SHORT_ID if self.short else LONG_ID
+    def id(self, number: int) -> str:
+        return (SHORT_ID if self.short else LONG_ID)[:-1] + str(number)
 
 
 class _Look:
@@ -145,48 +142,73 @@ class _Look:
         return True
 
     def shows_tool(self) -> bool:
-        return any(
-            all(word in self.text(messages, tools=True) for word in (NAME, KEY))
+        """Whether a tool's name and parameter come out, beside the conversation."""
+        texts = (
+            self.text(messages, tools=True)
             for messages in ([_m("user", U)], [_m("system", S), _m("user", U)])
         )
+        return any(all(word in text for word in (NAME, KEY, U)) for text in texts)
 
 
 def _m(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
+# Conversations with a reply end with a user message: some templates want a last reply's reasoning.
+
+
 def _system_anywhere(look: _Look) -> bool:
-    user, reply, system = _m("user", U), _m("assistant", A), _m("system", S2)
+    user, reply, system, end = (
+        _m("user", U),
+        _m("assistant", A),
+        _m("system", S2),
+        _m("user", END),
+    )
     start = [_m("system", S), user]
     return (
         look.shows([*start, system], S, U, S2)
-        and look.shows([*start, system, reply, _m("user", U2)], S, U, S2, A, U2)
-        and look.shows([*start, reply, system, _m("user", U2)], S, U, A, S2, U2)
-        and look.shows([user, system, reply], U, S2, A)
+        and look.shows([*start, system, reply, end], S, U, S2, A, END)
+        and look.shows([*start, reply, system, end], S, U, A, S2, END)
+        and look.shows([user, system, reply, end], U, S2, A, END)
     )
 
 
 def _alternates(look: _Look) -> bool:
-    users = [_m("user", U), _m("user", U2), _m("assistant", A)]
-    replies = [_m("user", U), _m("assistant", A), _m("assistant", A2), _m("user", U2)]
-    return not (look.shows(users, U, U2, A) and look.shows(replies, U, A, A2, U2))
+    user, reply, end = _m("user", U), _m("assistant", A), _m("user", END)
+    users = look.shows([user, _m("user", U2), reply, end], U, U2, A, END)
+    return not (users and look.shows([user, reply, _m("assistant", A2), end], U, A, A2, END))
 
 
 def _probe_calls(look: _Look) -> _Calls | None:
     """The first way of writing a call that comes out as JSON-like text, not as Python's."""
-    for short in (False, True):
-        for absent in (False, True):
-            for string in (False, True):
-                calls = _Calls(string=string, absent=absent, short=short)
-                messages = [_m("user", U), calls.message(), calls.result(R)]
-                for shown in (messages, messages[:2]):
-                    text = look.text(shown)
-                    whole = all(word in text for word in (NAME, KEY, VALUE))
-                    if whole and repr(KEY) not in text and f'\\"{KEY}' not in text:
-                        return calls
+    for short, absent, string in product((False, True), repeat=3):
+        calls = _Calls(string=string, absent=absent, short=short)
+        messages = [_m("user", U), calls.message(), calls.result(R)]
+        for shown in (messages, messages[:2]):
+            text = look.text(shown)
+            whole = all(word in text for word in (NAME, KEY, VALUE))
+            if whole and repr(KEY) not in text and f'\\"{KEY}' not in text:
+                return calls
     return None
+
+
+def _results(look: _Look, calls: _Calls) -> bool:
+    start = [_m("user", U), calls.message(), calls.result(R)]
+    replied = look.shows([*start, _m("assistant", A), _m("user", END)], U, NAME, R, A, END)
+    return replied and look.shows(start, U, NAME, R)
 
 
 def _user_after_tool(look: _Look, calls: _Calls) -> bool:
     messages = [_m("user", U), calls.message(), calls.result(R), _m("user", U2)]
     return look.shows(messages, U, NAME, R, U2)
+
+
+def _calls_at_once(look: _Look, calls: _Calls) -> bool:
+    asked = [_m("user", U), calls.message(n=2)]
+    results = [calls.result(R), calls.result(R2, 1)]
+    return look.shows([*asked, *results], NAME, NAME) or look.shows(asked, NAME, NAME)
+
+
+def _text_with_calls(look: _Look, calls: _Calls) -> bool:
+    asked = [_m("user", U), calls.message(content=A)]
+    return look.shows([*asked, calls.result(R)], A, NAME) or look.shows(asked, A, NAME)

@@ -75,3 +75,13 @@ def test_templates_written_in_python_are_probed_alike() -> None:
 def test_without_a_template_everything_is_text() -> None:
     """The plain form takes any role but knows no tools."""
     assert probe(Template(kinds.tokenizer("byte_level", None)), {}) == Traits()
+
+
+def test_a_template_that_wants_the_last_reply_s_reasoning_is_probed_without_one() -> None:
+    """Some refuse a conversation that ends with a reply whose thinking is missing."""
+    wants = (
+        "{%- if messages[-1].role == 'assistant' and not messages[-1].tool_calls -%}"
+        "{{- raise_exception('no reasoning') -}}{%- endif -%}"
+    )
+    template = Template(kinds.tokenizer("byte_level", wants + templates.QWEN3))
+    assert probe(template, {}) == EXPECTED["QWEN3"]
