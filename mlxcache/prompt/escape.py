@@ -61,7 +61,7 @@ class Escape:
         """A copy of a JSON value with every string in it escaped, keys too."""
         if isinstance(value, str):
             return self._replace(value, self._all)
-        if isinstance(value, Mapping):
+        if isinstance(value, dict | Mapping):
             return {self.value(key): self.value(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.value(item) for item in value]
@@ -103,6 +103,8 @@ class Escape:
             sound = text.encode("utf-8", "replace").decode()
             if self._normal.search(self._normalize(sound)):
                 return self._sentinel_of(text)
+        if finder.edge.search(text) is None:
+            return text
         head, tail = finder.cut(text)
         if not head and not tail and finder.pattern.search(text) is None:
             return text
@@ -132,6 +134,8 @@ class _Finder:
         self._longest = max(map(len, texts), default=0)
         self._heads = {text[i:] for text in texts for i in range(1, len(text) - 1)}
         self._tails = {text[:i] for text in texts for i in range(2, len(text))}
+        edges = "".join(sorted({text[0] for text in texts} | {text[-1] for text in texts}))
+        self.edge = re.compile(f"[{re.escape(edges)}]" if edges else "(?!)")
         self._last = {text[-1] for text in texts}
         self._first = {text[0] for text in texts}
 
