@@ -41,7 +41,7 @@ class Chat:
     continue_final: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """The token ids that one request renders to.
 
