@@ -1,0 +1,97 @@
+"""The built-in demo model: served when no model is named, so that everything runs offline."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from platformdirs import user_cache_path
+
+from mlxcache.errors import ModelError
+from mlxcache.model import chatml
+
+DEMO_ID = "mlxcache-demo"
+
+DEMO_NOTICE = """\
+This is the built-in demo model: about 2 million parameters that only babble.
+For a real one: bin/serve --model mlx-community/Qwen3-4B-Instruct-2507-4bit"""
+
+CONTEXT = 131072
+DATA = Path(__file__).parent / "data"
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 3072,
+    "hidden_size": 192,
+    "num_hidden_layers": 3,
+    "intermediate_size": 512,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+def materialise(directory: Path | None = None) -> Path:
+    """The directory of the demo model as `mlx_lm.load` takes it, written where it is missing.
+
+    It is a directory inside `directory`, by default the user's cache directory, named after the
+    content of what the package ships, so a new version never meets an old one's files. Weights
+    are shipped as float16 and written as float32, because float16 is slow on a CPU. Safe to call
+    from several processes at once: whole directories are renamed into place. It calls MLX, so it
+    belongs to the thread that owns it.
+
+    Raises ModelError where the package lacks its data or the directory cannot be written.
+    """
+    parent = directory or user_cache_path("mlxcache") / "demo"
+    try:
+        target = parent / f"{DEMO_ID}-{_fingerprint()}"
+        if not target.is_dir():
+            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _write(parent, target)
+    except OSError as error:
+        raise ModelError(f"The demo model cannot be made in {parent}: {error}") from error
+    return target
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256(json.dumps(CONFIG, sort_keys=True).encode())
+    digest.update(chatml.template(thinking=False).encode())
+    for path in sorted(DATA.glob("*.*")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _write(parent: Path, target: Path) -> None:
+    draft = Path(tempfile.mkdtemp(prefix=".demo-", dir=parent))
+    try:
+        tokenizer = (DATA / "tokenizer.json").read_text(encoding="utf-8")
+        weights = cast(dict[str, mx.array], mx.load(str(DATA / "demo.safetensors")))
+        mx.save_safetensors(
+            str(draft / "model.safetensors"),
+            {name: value.astype(mx.float32) for name, value in weights.items()},
+            metadata={"format": "mlx"},
+        )
+        (draft / "config.json").write_text(json.dumps(CONFIG, indent=1), encoding="utf-8")
+        chatml.write_tokenizer(draft, tokenizer, context=CONTEXT, thinking=False)
+        for path in draft.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # a crash must not leave the name on an empty file
+        os.rename(draft, target)
+    except OSError:
+        if not target.is_dir():  # else another process wrote it first
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
