@@ -92,14 +92,11 @@ class Engine:
         self.info = self._core.loaded.info
         self.state = "ready"
 
-    def _spec(self) -> load.ModelSpec:
-        """What to load, downloaded if need be."""
+    def _spec(self) -> load.ModelSpec | None:
+        """What to load, downloaded if need be; None: the demo, which the MLX thread makes."""
         settings = self.settings
         if settings.model is None:
-            self._on_progress("making the demo model", None)
-            return load.ModelSpec(
-                str(demo.materialise()), context=settings.context, id=demo.DEMO_ID, is_demo=True
-            )
+            return None
 
         def downloading(done: int, total: int) -> None:
             self._on_progress(f"downloading {settings.model}", done / total if total else None)
@@ -112,11 +109,17 @@ class Engine:
             context=settings.context,
         )
 
-    def _main(self, spec: load.ModelSpec, ready: asyncio.Future[None]) -> None:
+    def _main(self, spec: load.ModelSpec | None, ready: asyncio.Future[None]) -> None:
         """The MLX thread, from the first array to the last."""
         call = self._loop.call_soon_threadsafe
         try:
             self._on_progress("loading the weights", None)
+            spec = spec or load.ModelSpec(
+                str(demo.materialise()),
+                context=self.settings.context,
+                id=demo.DEMO_ID,
+                is_demo=True,
+            )
             core = Core(load.load(spec), self.settings, self._ended, self._publish)
             self._core = core
             self._publish()
