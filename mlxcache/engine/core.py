@@ -41,23 +41,7 @@ class Core:
         self.layout = kv.survey(loaded.model)
         for name in self.layout.unknown:
             log.warning("cache class %s is unknown: the model is served, nothing is cached", name)
-        limit = ram_limit(
-            settings.ram,
-            machine_bytes=machine_bytes(),
-            working_set_bytes=device.working_set_bytes(),
-            weights_bytes=loaded.info.weights_bytes,
-        )
-        pool = min(limit // 16, 1 << 30)
-        device.prepare(pool)
-        layout = self.layout
-        self.cost = cost.measure(
-            loaded.model, layout.make, layout.bytes_per_token, layout.vocab_size
-        )
-        self.transient = self._transient(limit, loaded.info.context_length)
-        budget = Budget(limit)
-        if not budget.reserve("pool", pool) or not budget.reserve("transient", self.transient):
-            raise ModelError(f"--ram {settings.ram} is too little to run this model at all")
-        self.memory = Memory(layout, budget)
+        self.memory = Memory(self.layout, self._budget(settings))
         limits = Limits(
             concurrency=settings.concurrency,
             prefill_chunk=settings.prefill_chunk,
@@ -73,6 +57,26 @@ class Core:
             ended=ended,
             ticked=ticked,
         )
+
+    def _budget(self, settings: Settings) -> Budget:
+        """The budget by `--ram`, with what MLX's pool and forward passes take set aside."""
+        info, layout = self.loaded.info, self.layout
+        limit = ram_limit(
+            settings.ram,
+            machine_bytes=machine_bytes(),
+            working_set_bytes=device.working_set_bytes(),
+            weights_bytes=info.weights_bytes,
+        )
+        pool = min(limit // 16, 1 << 30)
+        device.prepare(pool)
+        self.cost = cost.measure(
+            self.loaded.model, layout.make, layout.bytes_per_token, layout.vocab_size
+        )
+        self.transient = self._transient(limit, info.context_length)
+        budget = Budget(limit)
+        if not budget.reserve("pool", pool) or not budget.reserve("transient", self.transient):
+            raise ModelError(f"--ram {settings.ram} is too little to run this model at all")
+        return budget
 
     def _transient(self, limit: int, context: int) -> int:
         """Bytes set aside for forward passes: an eighth, or what the longest prompt needs."""

@@ -115,7 +115,7 @@ class Engine:
         try:
             self._on_progress("loading the weights", None)
             spec = spec or load.ModelSpec(
-                str(demo.materialise()),
+                str(demo.materialise(self.settings.cache_dir / "demo")),
                 context=self.settings.context,
                 id=demo.DEMO_ID,
                 is_demo=True,

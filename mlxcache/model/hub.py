@@ -140,13 +140,10 @@ def _bar(progress: Progress) -> type[Any]:
         def refresh(self) -> None:
             self.update(0)
 
-        def set_description(self, *_: object, **__: object) -> None:
-            """The text is the caller's to choose."""
+        def close(self, *_: object, **__: object) -> None:
+            """Nothing is held, and no text is shown."""
 
-        set_description_str = set_postfix_str = set_description
-
-        def close(self) -> None:
-            """Nothing is held."""
+        set_description = set_description_str = set_postfix_str = close
 
         def __enter__(self) -> Self:
             return self

@@ -50,14 +50,11 @@ def make_toy(
 ) -> Path:
     """Write a model directory at `path` that `mlx_lm.load` loads, and return `path`.
 
-    `family` is a key of `toy_configs.FAMILIES`. `layers` must be even. `context` and `window` are
-    in tokens. `thinking` adds think tokens and a template that opens a think block.
-
+    `family` is a key of `toy_configs.FAMILIES`. `layers` must be even (ValueError). `context` and
+    `window` are in tokens. `thinking` adds think tokens and a template that opens a think block.
     Control tokens are never the likeliest, so greedy replies run to their limit, except those in
     `emits`: a token's text, and after how many tokens it comes on average. `{"<|im_end|>": 20}`
-    makes a model that ends its turns.
-
-    Raises KeyError for an unknown family, ValueError for an odd number of layers.
+    makes a model that ends its turns. Raises KeyError for an unknown family.
     """
     if layers % 2:
         raise ValueError("a toy needs an even number of layers: half of them are the special kind")
@@ -70,12 +67,16 @@ def make_toy(
     config = FAMILIES[family](shape) | {"eos_token_id": ids.token_to_id(chatml.TURN_END)}
     model = _build(config, seed)
     _shape_head(model, ids, emits or {})
+    _write(path, model, config)
+    chatml.write_tokenizer(path, tokenizer, context=context, thinking=thinking)
+    return path
+
+
+def _write(path: Path, model: nn.Module, config: Mapping[str, Any]) -> None:
     path.mkdir(parents=True, exist_ok=True)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    chatml.write_tokenizer(path, tokenizer, context=context, thinking=thinking)
-    return path
 
 
 def make_bench_toy(path: Path, *, seed: int = 0, vocab_size: int = 4096) -> Path:
