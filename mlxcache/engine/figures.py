@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
 from mlxcache.engine.memory import Memory
 from mlxcache.types import RequestRecord
 
@@ -36,7 +38,11 @@ class Totals:
 
 
 def snapshot(memory: Memory, totals: Totals) -> dict[str, Any]:
-    """The body of `GET /v1/cache`. `active_bytes` is what lineages hold beyond the tree."""
+    """The body of `GET /v1/cache`. MLX thread only.
+
+    `active_bytes` is what lineages hold beyond the tree; `mlx` is what MLX itself counts, weights
+    included.
+    """
     tree, budget = memory.tree, memory.budget
     kinds = budget.by_kind()
     held = tree.kv_bytes + tree.checkpoint_bytes
@@ -51,6 +57,7 @@ def snapshot(memory: Memory, totals: Totals) -> dict[str, Any]:
         "active_bytes": max(0, live - held),
         "reserved_bytes": kinds.get("transient", 0) + kinds.get("pool", 0),
         "pending_bytes": 0,
+        "mlx": {"active_bytes": mx.get_active_memory(), "pool_bytes": mx.get_cache_memory()},
         "sessions": len(totals.sessions),
         "segments": tree.segments,
         "checkpoints": tree.checkpoints,
