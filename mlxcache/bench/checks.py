@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mlxcache.bench.measure import Results, middle
+from mlxcache.bench.measure import Results, by, middle
 from mlxcache.bench.process import OURS, THEIRS
 
 FIRST_TOKEN = 1.05
@@ -51,12 +51,11 @@ def _beside(results: Results, others: Sequence[str]) -> Iterator[Check]:
 
 
 def _by_itself(results: Results) -> Iterator[Check]:
-    server = middle(pair.server_s for pair in results.pairs)
-    own = middle(pair.own_s for pair in results.pairs)
-    if server is not None and own is not None:
-        yield Check("warm first token, by the model's own time", server / own, OWN_TIME)
-        over = middle(pair.server_s - pair.own_s for pair in results.pairs)
-        yield Check("warm first token, less the model's own time", over or 0.0, OVERHEAD_S, "s")
+    share = middle(by(pair.server_s, pair.own_s) for pair in results.pairs)
+    over = middle(pair.server_s - pair.own_s for pair in results.pairs)
+    if share is not None and over is not None:
+        yield Check("warm first token, by the model's own time", share, OWN_TIME)
+        yield Check("warm first token, less the model's own time", over, OVERHEAD_S, "s")
 
 
 def answered(results: Results) -> list[Check]:

@@ -62,16 +62,25 @@ class Results:
         return {name: middle(getattr(sample, name) for sample in taken) for name in names}
 
     def ratio(self, scenario: str, figure: str, server: str) -> float | None:
-        """This server's median by the other's; None where one is missing or 0."""
-        mine = self.medians(scenario, OURS).get(figure)
-        other = self.medians(scenario, server).get(figure)
-        return mine / other if mine is not None and other else None
+        """This server's figure by the other's, within each repetition; the median of those.
+
+        A pair is measured within seconds, so that a machine that slows down or speeds up meanwhile
+        does not count. None where nothing can be compared.
+        """
+        taken = self.samples.get(scenario, {})
+        pairs = zip(taken.get(OURS, ()), taken.get(server, ()), strict=False)
+        return middle(by(getattr(mine, figure), getattr(other, figure)) for mine, other in pairs)
 
 
 def middle(values: Iterable[float | None]) -> float | None:
     """The median of those that are known; None for none."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+def by(mine: float | None, other: float | None) -> float | None:
+    """The ratio of the two; None where one is missing, or the other is 0."""
+    return mine / other if mine is not None and other else None
 
 
 def sample(outcome: Outcome) -> Sample:

@@ -53,7 +53,7 @@ def _table(title: str, *left: str) -> Table:
 
 
 def _scenarios(results: Results, names: Sequence[str]) -> Table:
-    table = _table("Medians; ratios are ours by theirs", "scenario", "server")
+    table = _table("Medians; × is ours by theirs, pair by pair", "scenario", "server")
     for title in (*FIGURES.values(), *COMPARED.values()):
         table.add_column(title, justify="right")
     for scenario in results.samples:
@@ -159,6 +159,7 @@ def as_json(results: Results, servers: Sequence[Server]) -> dict[str, Any]:
             for scenario, by in results.samples.items()
         },
         "overhead": overhead(results),
+        "timings": results.timings,
         "own_time": [asdict(pair) for pair in results.pairs],
         "kv_bytes_per_token": results.kv_bytes_per_token,
         "failures": results.failures,

@@ -49,7 +49,7 @@ class Visit:
     """One repetition at one server. All text follows from `seed`, and no two seeds share any.
 
     Conversations are opened when a scenario first needs them, and kept for the next one:
-    `main` has a long first prompt, `other` has main's system prompt, `billed` a system prompt
+    `main` has a long first prompt, `other` and `draft` have main's system prompt, `billed` has one
     whose first line changes each turn.
     """
 
@@ -88,8 +88,8 @@ class Visit:
         """The system prompt and the first message of a conversation."""
         system = round(self.tokens * SYSTEM_SHARE)
         first = self.tokens - system
-        if name == "other":
-            return self._text("main system", system), self._text("other first", TURN_TOKENS)
+        if name in ("other", "draft"):
+            return self._text("main system", system), self._text(f"{name} first", TURN_TOKENS)
         if name == "billed":
             body = self._text("billed system", system)
             return f"{self.attribution()}\n{body}", self._text("billed first", first)
@@ -141,7 +141,7 @@ def warm(visit: Visit) -> Outcome:
 
 def edited(visit: Visit) -> Outcome:
     """The last message of the person, taken back and said differently."""
-    talk = visit.talk("main")
+    talk = visit.talk("draft")
     if len(talk.messages) < 5:
         talk.ask(visit.words())
     before = [*talk.messages[:-2], {"role": "user", "content": visit.words()}]
@@ -187,8 +187,8 @@ Scenario = Callable[[Visit], Outcome]
 SCENARIOS: dict[str, Scenario] = {
     "cold": cold,
     "warm": warm,
-    "edited": edited,
     "second": second,
+    "edited": edited,
     "in_turn": in_turn,
     "attribution": attribution,
     "concurrent": concurrent,

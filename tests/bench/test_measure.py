@@ -87,13 +87,18 @@ def sampled(first_s: float, throughput: float = 1.0) -> Sample:
 
 
 def results(mine: float, theirs: float, own: float = 1.0) -> Results:
-    """Medians of three, whose outliers do not count."""
+    """Three pairs, the second on a machine ten times as slow, the third with an outlier."""
     both = {
-        OURS: [sampled(mine, 3.0), sampled(99.0, 3.0), sampled(0.0, 3.0)],
-        THEIRS: [sampled(theirs, 2.0)],
+        OURS: [sampled(mine, 3.0), sampled(10 * mine, 0.3), sampled(0.0, 3.0)],
+        THEIRS: [sampled(theirs, 2.0), sampled(10 * theirs, 0.2), sampled(1e-9, 2.0)],
     }
     names = ("cold", "warm", "concurrent")
     return Results({name: both for name in names}, pairs=[Pair(mine, own, 100, 50)])
+
+
+def test_a_machine_that_changes_its_pace_changes_no_ratio() -> None:
+    """Ratios are taken within a pair."""
+    assert results(3.0, 2.0).ratio("warm", "first_s", THEIRS) == 1.5
 
 
 def test_medians_and_ratios_leave_out_what_is_not_known() -> None:

@@ -61,12 +61,23 @@ def test_a_warm_turn_adds_to_the_cold_one(visit: Visit, memo: Memo) -> None:
 
 
 def test_an_edit_replaces_the_last_message_only(visit: Visit, memo: Memo) -> None:
-    """And the conversation goes on as if it had not been."""
-    for name in ("cold", "warm", "edited", "in_turn"):
+    """Each edit is one of the same conversation, as it was."""
+    SCENARIOS["edited"](visit)
+    SCENARIOS["edited"](visit)
+    _, said, once, twice = memo.sent
+    assert [shared(said, once), shared(said, twice), shared(once, twice)] == [3, 3, 3]
+    assert [len(said), len(once), len(twice)] == [4, 4, 4]
+
+
+def test_nothing_else_is_said_in_the_conversation_that_is_measured_warm(
+    visit: Visit, memo: Memo
+) -> None:
+    """So that with kept conversations a warm turn always adds to the one before."""
+    for name in ("cold", "warm", "second", "edited", "in_turn"):
         SCENARIOS[name](visit)
-    warm, edited, after = memo.sent[1], memo.sent[2], memo.sent[4]
-    assert (shared(warm, edited), len(edited)) == (3, 4)
-    assert shared(warm, after) == 4
+    main = [said for said in memo.sent if said[1] == memo.sent[0][1]]
+    assert len(main) == 4
+    assert all(shared(one, two) == len(one) for one, two in itertools.pairwise(main))
 
 
 def test_a_second_conversation_shares_the_system_prompt_alone(visit: Visit, memo: Memo) -> None:
