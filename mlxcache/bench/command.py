@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mlxcache.bench import budget, checks, flags, memory, models, report
+from mlxcache.bench import checks, flags, models, report
 from mlxcache.bench.checks import Check
 from mlxcache.bench.client import Refused
 from mlxcache.bench.measure import Plan, Results, play
@@ -30,27 +30,17 @@ from mlxcache.bench.process import (
     running,
 )
 from mlxcache.bench.scenarios import SCENARIOS, Visit
+from mlxcache.bench.suite import MEMORY
 from mlxcache.bench.text import Filler
 from mlxcache.errors import ModelError
 from mlxcache.model.hub import resolve
-
-MemoryCheck = Callable[[Server, Filler, float], memory.Held]
-
-MEMORY: dict[str, tuple[MemoryCheck, Callable[[Path], Path], tuple[str, ...]]] = {
-    "shared_system": (memory.shared_system, models.light, ()),
-    "joined": (memory.joined, models.light, ()),
-    "crowded": (budget.crowded, models.heavy, ("--ram", budget.RAM)),
-}
-"""Each on a server of its own, started with these flags besides, and where no model is named on
-one made for it."""
-
 
 FAILURES = (NotStarted, NoOwnTime, ModelError, Refused, OSError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure. `names` are of SCENARIOS and MEMORY; `wait_s` bounds a server's start."""
+    """What to measure. `names` are of suite.NAMES; `wait_s` bounds a server's start."""
 
     model: str | None
     tokens: int
@@ -169,7 +159,7 @@ def bench(
 ) -> None:
     """Measure this server, and others beside it, in interleaved pairs on the same model."""
     launches = [*([mlx_lm_server()] if mlx_lm else []), *flags.launches(against or ())]
-    names = flags.names(only or (), [*SCENARIOS, *MEMORY])
+    names = flags.names(only or ())
     console = report.wide_console()
     with _scratch() as folder:
         options = Options(model, tokens, runs, reply, launches, names, wait, keep)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mlxcache.bench.process import Launch, parse_against
+from mlxcache.bench.suite import NAMES
 
 Model = Annotated[
     str | None, typer.Option(metavar="PATH|HUB_ID", help="Default: a small one made on the spot.")
@@ -30,7 +31,7 @@ Against = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="One of the scenarios or memory checks. Repeatable."),
+    typer.Option(metavar="NAME", help=f"One of {', '.join(NAMES)}. Repeatable; default: all."),
 ]
 Keep = Annotated[
     bool,
@@ -55,9 +56,9 @@ def launches(against: Sequence[str]) -> list[Launch]:
         raise typer.BadParameter(str(error)) from error
 
 
-def names(only: Sequence[str], known: Sequence[str]) -> Sequence[str]:
-    """What --only names, all that is `known` if nothing. Raises typer.BadParameter."""
-    unknown = [name for name in only if name not in known]
+def names(only: Sequence[str]) -> Sequence[str]:
+    """What --only names, everything if nothing. Raises typer.BadParameter."""
+    unknown = [name for name in only if name not in NAMES]
     if unknown:
-        raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(known)}")
-    return only or known
+        raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(NAMES)}")
+    return only or NAMES
