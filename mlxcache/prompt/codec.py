@@ -83,7 +83,7 @@ class Codec:
 
     def _ordinary(self, text: str) -> Any:
         if self._backend is not None:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            return _ids(self._backend, text)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _broken(self, pieces: list[tuple[str, bool]]) -> list[int]:
@@ -101,10 +101,15 @@ class Codec:
     def _agrees(self, backend: Any, texts: Sequence[str]) -> bool:
         # The transformers object goes first: its call ends any truncation and padding of the file.
         return all(
-            list(self._tokenizer.encode(text, add_special_tokens=False))
-            == backend.encode(text, add_special_tokens=False).ids
+            list(self._tokenizer.encode(text, add_special_tokens=False)) == _ids(backend, text)
             for text in texts
         )
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """As a batch of one: `encode` holds the GIL all through, and so every other request."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 @contextmanager
@@ -153,18 +158,14 @@ class _Plain:
         text = "".join(
             piece if escaped else self._pattern.sub(self._name, piece) for piece, escaped in pieces
         )
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = _ids(self._tokenizer, text)
         return self._table[np.asarray(ids, dtype=np.int32)]
 
     def _name(self, match: re.Match[str]) -> str:
         return self._names[match.group()]
 
     def _holds_up(self, backend: Any, controls: Sequence[Added], texts: Sequence[str]) -> bool:
-        same = all(
-            self.encode([(text, False)]).tolist()
-            == backend.encode(text, add_special_tokens=False).ids
-            for text in texts
-        )
+        same = all(self.encode([(text, False)]).tolist() == _ids(backend, text) for text in texts)
         if not same:
             return False
         joined = "".join(f" {token.text}\n{token.text}" for token in controls)

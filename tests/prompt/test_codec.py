@@ -1,3 +1,6 @@
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -137,3 +140,25 @@ def test_truncation_and_padding_in_the_tokenizer_s_file_are_off() -> None:
     assert len(codec.encode("a b " * 20)) > 8
     assert len(codec.encode("a" + escape.text("<s>") * 9)) > 8
     assert len(codec.encode("a")) == 1
+
+
+def test_others_run_while_a_long_text_is_encoded() -> None:
+    """Whoever computes or streams meanwhile must not wait for it."""
+    codec = CODECS["byte_level"][0]
+    text = "Plain words, and 12345 of them. " * 30_000
+    took: list[float] = []
+
+    def encode() -> None:
+        time.sleep(0.05)  # so that the other thread is in its loop
+        began = time.perf_counter()
+        codec.encode(text)
+        took.append(time.perf_counter() - began)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    longest, before = 0.0, time.perf_counter()
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, before = max(longest, now - before), now
+    assert longest < 0.5 * took[0]
