@@ -84,8 +84,10 @@ class Engine:
             self._thread.start()
             await ready
             assert self._core is not None
-            builder = PromptBuilder(self._core.loaded.tokenizer, self.settings.chat_template_args)
-            self._builder = builder
+            loaded = self._core.loaded
+            self._builder = PromptBuilder(
+                loaded.tokenizer, self.settings.chat_template_args, loaded.info.context_length
+            )
         except BaseException:
             self.state = "failed"
             raise
@@ -156,8 +158,8 @@ class Engine:
     async def render(self, chat: Chat, *, session: str | None = None) -> Prompt:
         """The prompt that `chat` renders to, made in a worker thread.
 
-        Raises BadRequest or GenerationFailed where the template refuses it, NotReady before the
-        model is loaded.
+        Raises BadRequest or GenerationFailed where the template refuses it, ContextLengthExceeded
+        where it is far too long to be worth tokenising, NotReady before the model is loaded.
         """
         builder = self._ready_builder()
         return await self._loop.run_in_executor(self._pool, builder.chat, chat, session)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlxcache.errors import MlxcacheError
+from mlxcache.errors import ContextLengthExceeded, MlxcacheError
 from mlxcache.prompt.check import incremental_holds
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
@@ -27,11 +27,19 @@ class PromptBuilder:
     `template_args` go to the chat template of every conversation; a conversation's own win.
     What the template takes, and whether its tokenizer can work incrementally, is found out
     here, by rendering and encoding small conversations; that takes tens of milliseconds.
+    `context`: the tokens that the model takes, if there is a limit. It spares tokenising what is
+    many times longer; what is a little too long is for others to refuse.
     `incremental`: only what changed since a session's last turn is tokenised.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, template_args: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        template_args: Mapping[str, Any] | None = None,
+        context: int | None = None,
+    ):
         args = dict(template_args or {})
+        self._context = context
         template = Template(tokenizer)
         if not template.exists:
             log.warning("the model has no chat template: conversations are written as plain text")
@@ -63,8 +71,9 @@ class PromptBuilder:
     def text(self, text: str) -> Prompt:
         """The prompt of a bare text, in which control tokens are control tokens.
 
-        Raises BadRequest if the text is not Unicode.
+        Raises BadRequest if the text is not Unicode, ContextLengthExceeded if it is far too long.
         """
+        self._refuse_too_long(text, "prompt")
         return Prompt(self._codec.raw(text))
 
     def chat(self, chat: Chat, session: str | None = None) -> Prompt:
@@ -72,9 +81,11 @@ class PromptBuilder:
 
         `session` is a label under which texts are remembered, so that the next turn's is
         tokenised from where it differs; it never changes the result. Raises BadRequest for a
-        conversation that cannot be rendered, GenerationFailed if the template breaks.
+        conversation that cannot be rendered, ContextLengthExceeded for one that is far too
+        long, GenerationFailed if the template breaks.
         """
         rendered = self._renderer.render(chat)
+        self._refuse_too_long(rendered.text, "messages")
         prompt = self._tokeniser.encode(rendered.text, session)
         generation = self._tokeniser.position(prompt, rendered.generation)
         placed = marks(prompt, self.openers, generation)
@@ -85,6 +96,13 @@ class PromptBuilder:
             thinking_open=self._thinking(rendered, prompt, placed),
             generic_tools=bool(chat.tools) and not self.traits.tools,
         )
+
+    def _refuse_too_long(self, text: str, param: str) -> None:
+        if self._context is not None and self._codec.exceeds(text, self._context):
+            raise ContextLengthExceeded(
+                f"prompt is too long: {len(text)} characters, far more than {self._context} tokens",
+                param=param,
+            )
 
     def _breakpoint(self, chat: Chat, prompt: Tokenised, generation: int) -> int | None:
         """The token position of a conversation's breakpoint."""

@@ -24,6 +24,11 @@ _PROBES = (
 )
 
 
+_CHARS_PER_TOKEN = 8
+_LEAST_PIECE = 1 << 16
+"""How text that is likely too long is counted: in pieces of so many characters."""
+
+
 class Codec:
     """Encodes rendered text, which may hold sentinels of `escape`. Safe in any thread.
 
@@ -60,6 +65,22 @@ class Codec:
         """
         with _unicode_only(text, "messages"):
             return np.asarray(self._encode(text), dtype=np.int32)
+
+    def exceeds(self, text: str, most: int) -> bool:
+        """Whether a text far longer than `most` tokens usually are has more than that many.
+
+        It is encoded in pieces, as all of it would take gigabytes. A cut adds a token or a few,
+        so a tenth more than `most` has to be found.
+        """
+        piece = max(_CHARS_PER_TOKEN * most, _LEAST_PIECE)
+        if len(text) <= piece:
+            return False
+        left = most + most // 10
+        for start in range(0, len(text), piece):
+            left -= len(self.encode(text[start : start + piece]))
+            if left < 0:
+                return True
+        return False
 
     def raw(self, text: str) -> Tokens:
         """The ids of a text as it is, with the tokens that the tokenizer adds at its ends.

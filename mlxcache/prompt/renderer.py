@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mlxcache.errors import BadRequest, MlxcacheError
+from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
 from mlxcache.prompt.adapt import adapt
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.recent import common_prefix
@@ -49,6 +49,17 @@ class Renderer:
 
     def render(self, chat: Chat) -> Rendered:
         """Raises BadRequest for a conversation that the template refuses, GenerationFailed."""
+        try:
+            return self._render(chat)
+        except GenerationFailed as error:
+            if not chat.template_args:
+                raise
+            self._render(replace(chat, template_args={}))  # if this works, the client is to blame
+            raise BadRequest(
+                f"with these arguments {error}", param="chat_template_kwargs"
+            ) from error
+
+    def _render(self, chat: Chat) -> Rendered:
         if not chat.messages:
             raise BadRequest("there are no messages", param="messages")
         try:

@@ -26,7 +26,7 @@ TEMPLATE_ERRORS = (
 
 RESERVED = frozenset(
     """
-    messages conversation conversations tools documents chat_template tokenize
+    self messages conversation conversations tools documents chat_template tokenize
     add_generation_prompt continue_final_message sanitize_control_tokens padding truncation
     max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
     """.split()  # noqa: SIM905 - read as a list of names

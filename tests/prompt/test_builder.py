@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from mlxcache.errors import BadRequest
+from mlxcache.errors import BadRequest, ContextLengthExceeded
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
@@ -173,6 +173,26 @@ def test_half_a_surrogate_pair_is_refused() -> None:
     """Not a failure of the server."""
     with pytest.raises(BadRequest):
         builder("byte_level").chat(Chat([user("a\udc00b")]))
+
+
+def test_a_text_many_times_too_long_is_refused_before_it_is_tokenised() -> None:
+    """Megabytes of it would take minutes and gigabytes."""
+    made = PromptBuilder(kinds.tokenizer("byte_level", SOURCES["chatml"]), context=1000)
+    text = "a few words, " * 100_000
+    for refused in (lambda: made.text(text), lambda: made.chat(Chat([user(text)]))):
+        with pytest.raises(ContextLengthExceeded, match="prompt is too long: 13"):
+            refused()
+    assert len(made.text(text[:5000]).ids) > 1000, "a little too long is not for it to refuse"
+
+
+def test_a_long_text_of_few_tokens_is_not_refused() -> None:
+    """Its characters are no measure of its tokens."""
+    blanks = kinds.tokenizer("blank_runs", SOURCES["chatml"])
+    text = " " * 300_000
+    tokens = len(PromptBuilder(blanks).text(text).ids)
+    made = PromptBuilder(blanks, context=tokens + 1)
+    assert len(text) > 8 * tokens
+    assert len(made.text(text).ids) == tokens
 
 
 def test_fifty_requests_at_once() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from mlxcache.errors import BadRequest
+from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.template import Template
@@ -152,6 +152,17 @@ def test_arguments_of_the_renderer_itself_are_refused() -> None:
     """A request may not bring its own template."""
     with pytest.raises(BadRequest, match="chat_template"):
         MADE["CHATML"][0].render(Chat([user("hi")], template_args={"chat_template": "x"}))
+
+
+def test_arguments_that_break_the_template_are_the_client_s_mistake() -> None:
+    """And a template that breaks by itself is not."""
+    renderer, _ = make("{%- set ns = namespace(n=0) -%}" + templates.chatml())
+    for name in ("self", "namespace"):
+        with pytest.raises(BadRequest, match="argument"):
+            renderer.render(Chat([user("hi")], template_args={name: 1}))
+    broken, _ = make("{{ 1 // nothing }}")
+    with pytest.raises(GenerationFailed):
+        broken.render(Chat([user("hi")], template_args={"mood": "dry"}))
 
 
 def test_text_in_arguments_is_escaped_and_a_conversation_s_own_win() -> None:
