@@ -115,7 +115,10 @@ class _Draw:
             logprobs = apply_min_p(logprobs, chosen.min_p)
         if self._top_k:
             logprobs = apply_top_k(logprobs, self._top_k)
-        return mx.random.categorical(logprobs / chosen.temperature, key=key)
+        # Not mx.random.categorical: it looks a number up in the summed probabilities, where a
+        # rounding error moves every token behind it, and the same seed gave another text.
+        noise = mx.random.gumbel(logprobs.shape, key=key)
+        return mx.argmax(logprobs / chosen.temperature + noise, axis=-1)
 
 
 def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:
