@@ -87,11 +87,8 @@ class Core:
 
     def fits(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens could be served with nothing else held."""
-        kv_bytes = (tokens + 64) * self.layout.bytes_per_token
-        # growing or copying one array at a time needs the widest of them twice
-        arrays = max(1, sum(len(spec) for spec in self.layout.specs))
-        needed = kv_bytes + kv_bytes // arrays + 2 * self.layout.checkpoint_bytes
-        room = self.memory.room.largest() + (self.transient if arrays > 1 else 0)
+        needed = (tokens + 64) * self.layout.bytes_per_token + 2 * self.layout.checkpoint_bytes
+        room = self.memory.room.largest()
         return needed <= room and self.cost.transient(16, tokens) <= self.transient
 
     def _dress(self, task: Task) -> None:

@@ -9,6 +9,7 @@ KV three times when a row joins, and drops the token that it has sampled ahead w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from mlx.nn import Module
 
 from mlxcache.model.kv import Caches
 
+log = logging.getLogger("mlxcache.engine")
+
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 
@@ -28,12 +31,14 @@ class Row:
     """One sequence in a decoder: how its tokens are drawn, and its owner.
 
     `context` holds all of its tokens so far for the processors, and is kept only if there are any.
+    `error` is what its sampler or a processor raised: its next token is none then.
     """
 
     owner: Any
     sampler: Sampler
     processors: Sequence[Processor]
     context: mx.array | None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +72,22 @@ class Decoder:
         self.pending, self.logprobs = self._advance(tokens)
         return self._drawn(tokens, logprobs)
 
-    def absorb(self, other: Decoder) -> None:
-        """Take in the rows of `other`; both must be over batch caches."""
-        for mine, theirs in zip(self.caches, other.caches, strict=True):
-            mine.extend(theirs)
-        self.pending = _joined(self.pending, other.pending)
-        self.logprobs = _joined(self.logprobs, other.logprobs)
-        self.rows += other.rows
+    def joined(self, other: Decoder, caches: Caches) -> Decoder:
+        """A decoder of the rows of both over `caches`, which hold them in this order.
+
+        Raises ValueError unless both were started.
+        """
+        both = Decoder(self.model, self.rows + other.rows, caches)
+        both.pending = _joined(self.pending, other.pending)
+        both.logprobs = _joined(self.logprobs, other.logprobs)
+        return both
+
+    def alone(self, row: int, caches: Caches) -> Decoder:
+        """A decoder of one row over `caches`, which go on from where it is."""
+        own = Decoder(self.model, [self.rows[row]], caches)
+        if self.pending is not None and self.logprobs is not None:
+            own.pending, own.logprobs = self.pending[row : row + 1], self.logprobs[row : row + 1]
+        return own
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these rows alone; the caches are the caller's to filter."""
@@ -92,14 +106,23 @@ class Decoder:
             logits = self._process(inputs, logits)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         first = self.rows[0].sampler
-        if all(row.sampler is first for row in self.rows):
+        if len(self.rows) > 1 and all(row.sampler is first for row in self.rows):
             drawn = first(logprobs)
         else:
-            drawn = mx.concatenate(
-                [row.sampler(logprobs[i : i + 1]) for i, row in enumerate(self.rows)]
-            )
-        mx.async_eval(drawn, logprobs)  # type: ignore[no-untyped-call]
+            drawn = mx.concatenate([self._draw(i, logprobs) for i in range(len(self.rows))])
+        # a context that no processor looks at would grow into a chain of unevaluated ones
+        mx.async_eval(drawn, logprobs, [row.context for row in self.rows if row.processors])  # type: ignore[no-untyped-call]
         return drawn, logprobs
+
+    def _draw(self, i: int, logprobs: mx.array) -> mx.array:
+        """Row `i`'s token, shape (1,). If its sampler raises, that is the row's own error."""
+        row = self.rows[i]
+        try:
+            return row.sampler(logprobs[i : i + 1])
+        except Exception as error:
+            log.exception("a sampler failed")
+            row.error = error
+            return mx.zeros(1, mx.uint32)
 
     def _process(self, inputs: mx.array, logits: mx.array) -> mx.array:
         out = []
@@ -109,10 +132,19 @@ class Decoder:
                 new = inputs[i : i + 1].astype(mx.int32)
                 old = row.context
                 row.context = new if old is None else mx.concatenate([old, new])
-                for process in row.processors:
-                    line = process(row.context, line)
+                line = _processed(row, row.context, line)
             out.append(line)
         return mx.concatenate(out)
+
+
+def _processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
+    try:
+        for process in row.processors:
+            logits = process(context, logits)
+    except Exception as error:
+        log.exception("a processor failed")
+        row.error = error
+    return logits
 
 
 def _joined(mine: mx.array | None, theirs: mx.array | None) -> mx.array:

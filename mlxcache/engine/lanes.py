@@ -1,11 +1,13 @@
 """Lanes: a lineage stepped in place, or rows of similar length stepped as a batch.
 
 A batch holds padded copies of its rows' KV; the rows' own lineages stay as they are, and every few
-steps the new positions are appended to them, so that what was computed can be committed whenever.
+steps the new positions are appended to them, so that what was computed can be committed whenever,
+and each row can go on alone where the batch cannot.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +15,10 @@ import mlx.core as mx
 
 from mlxcache.engine.decoder import Decoder, Drawn
 from mlxcache.engine.memory import Memory
-from mlxcache.engine.room import STEP
 from mlxcache.engine.task import Task
-from mlxcache.model import kv
+from mlxcache.model import kv, rows
+
+log = logging.getLogger("mlxcache.engine")
 
 PADDING = 1.25
 """A batch's padded bytes may be at most this times the sum of its rows'."""
@@ -23,21 +26,29 @@ PADDING = 1.25
 SYNC = 128
 """Steps after which a batch's new positions go into its rows' lineages, at most."""
 
+CATCH_UP = 16
+"""Tokens fed at once to a row that left a batch without its newest positions."""
+
+WORTH_EVICTING = 8
+"""A batch makes room for itself while it takes at most this part of the budget."""
+
 
 @dataclass(slots=True)
 class Lane:
-    """`tasks` are the decoder's rows, in order; `ahead` counts steps not in the lineages yet."""
+    """`tasks` are the decoder's rows, in order.
+
+    Of a batch, `bytes` are reserved, and its buffers have room for `capacity` positions.
+    """
 
     decoder: Decoder
     tasks: list[Task]
     batched: bool = False
-    ahead: int = 0
     bytes: int = 0
     capacity: int = 0
 
     def length(self) -> int:
         """Positions of the longest row."""
-        return max(t.held.lineage.length for t in self.tasks) + self.ahead
+        return max(t.held.lineage.length + t.behind for t in self.tasks)
 
 
 def solo(model: Any, task: Task) -> Lane:
@@ -57,9 +68,10 @@ class Lanes:
         self.model = model
         self.memory = memory
         self.all: list[Lane] = []
-        layout = memory.layout
-        self.sync_after = min(SYNC, layout.window // 2 if layout.window else SYNC)
-        self.can_batch = layout.batchable and layout.cacheable and self.sync_after > 0
+        self.layout = memory.layout
+        window = self.layout.window
+        self.sync_after = min(SYNC, window // 2 if window else SYNC)
+        self.can_batch = self.layout.batchable and self.layout.cacheable and self.sync_after > 0
 
     def __len__(self) -> int:
         return sum(len(lane.tasks) for lane in self.all)
@@ -68,113 +80,147 @@ class Lanes:
         """The lane that steps `task`."""
         return next((lane for lane in self.all if task in lane.tasks), None)
 
+    # -- joining -----------------------------------------------------------------------------
+
     def enter(self, task: Task) -> None:
         """Start decoding a prefilled task, in a batch if one suits it."""
         lane = solo(self.model, task)
-        for other in self.all if self.can_batch else []:
+        self.all.append(lane)
+        for other in self.all[:-1] if self.can_batch else []:
             if self._suits(other, lane) and self._merge(other, lane):
                 return
-        self.all.append(lane)
 
     def _suits(self, lane: Lane, new: Lane) -> bool:
-        lengths = [t.held.lineage.length + ln.ahead for ln in (lane, new) for t in ln.tasks]
+        if not lane.batched and lane.tasks[0].behind:
+            return False
+        lengths = [t.held.lineage.length + t.behind for ln in (lane, new) for t in ln.tasks]
         return max(lengths) * len(lengths) <= PADDING * sum(lengths)
 
     def _merge(self, lane: Lane, new: Lane) -> bool:
-        """Let `new` join `lane`; False, and nothing has changed, where the budget forbids it."""
-        rows = len(lane.tasks) + len(new.tasks)
-        capacity = (max(lane.length(), new.length()) // STEP + 2) * STEP
-        size = rows * capacity * self.memory.layout.bytes_per_token
-        if self.memory.budget.free < 2 * size or not self.memory.budget.reserve("batch", size):
+        """Let `new` join `lane`; False, and nothing has changed, where that is impossible."""
+        count = len(lane.tasks) + len(new.tasks)
+        capacity = max(lane.length(), new.length(), lane.capacity)
+        size = count * self.layout.row_bytes(capacity)
+        # two padded copies of each of a layer's arrays are made on the way
+        passing = 4 * count * capacity * self.layout.widest
+        evict = size <= self.memory.budget.limit // WORTH_EVICTING
+        if not self.memory.room.reserve("batch", size, passing, evict=evict):
             return False
-        first = self._as_batch(lane)
-        second = self._as_batch(new)
-        first.absorb(second)
-        kv.eval_states(first.caches)
+        try:
+            self._sync(lane)
+            mine, theirs = lane.decoder, new.decoder
+            caches = rows.join(mine.caches, theirs.caches, batched=lane.batched)
+        except Exception:
+            log.exception("rows could not be joined")
+            self.memory.budget.release("batch", size)
+            return False
         self.memory.budget.release("batch", lane.bytes)
-        lane.decoder, lane.batched = first, True
+        lane.decoder, lane.batched = mine.joined(theirs, caches), True
         lane.tasks += new.tasks
         lane.bytes, lane.capacity = size, capacity
+        self.all.remove(new)
         return True
 
-    def _as_batch(self, lane: Lane) -> Decoder:
-        if lane.batched:
-            self.sync(lane)
-            return lane.decoder
-        twin = Decoder(self.model, list(lane.decoder.rows), kv.merge([lane.decoder.caches]))
-        twin.pending, twin.logprobs = lane.decoder.pending, lane.decoder.logprobs
-        return twin
+    # -- stepping ----------------------------------------------------------------------------
 
     def step(self, lane: Lane) -> list[Drawn]:
         """One token for every row. The caller must have called `make_ready`."""
         drawn = lane.decoder.step()
-        if lane.batched:
-            lane.ahead += 1
-        else:
+        if not lane.batched:
             lane.tasks[0].held.lineage.length += 1
         return drawn
 
-    def make_ready(self, lane: Lane) -> list[Task]:
-        """See that one more step has room; returns the tasks that cannot have it."""
-        if not lane.batched:
-            lease = lane.tasks[0].held
-            return [] if self.memory.extend(lease, lease.lineage.length + 1) else [lane.tasks[0]]
-        starved: list[Task] = []
-        if lane.ahead >= self.sync_after:
-            starved = self.sync(lane)
-        if lane.length() + 1 > lane.capacity:
-            more = len(lane.tasks) * STEP * self.memory.layout.bytes_per_token
-            if not self.memory.room.make_room(more) or not self.memory.budget.reserve(
-                "batch", more
-            ):
-                return [lane.tasks[0]]
-            lane.bytes += more
-            lane.capacity += STEP
-        return starved
+    def make_ready(self, lane: Lane) -> bool:
+        """See that one more step has room. False: a lone row cannot have it.
 
-    def sync(self, lane: Lane) -> list[Task]:
-        """Append a batch's new positions to its rows' lineages; returns tasks with no room."""
-        starved: list[Task] = []
-        if not lane.ahead:
-            return starved
-        for i, task in enumerate(lane.tasks):
-            lease = task.held
-            if not self.memory.extend(lease, lease.lineage.length + lane.ahead):
-                starved.append(task)
-                continue
-            linear, opaque = kv.row_tail(self.memory.layout, lane.decoder.caches, i, lane.ahead)
-            lease.lineage.append(linear, lane.ahead)
-            lease.lineage.restore(tuple(slot.state for slot in opaque))
-        lane.ahead = 0
-        return starved
+        A batch that cannot have it is taken apart, and is no lane any more.
+        """
+        if lane.batched:
+            if not self._has_room(lane):
+                self.apart(lane)
+            return True
+        (task,) = lane.tasks
+        lineage = task.held.lineage
+        if not self.memory.extend(task.held, lineage.length + task.behind + 1):
+            return False
+        while task.behind:
+            at = lineage.length
+            piece = task.tokens()[at : at + CATCH_UP]
+            self.model(mx.array(piece)[None], cache=lineage.caches)
+            kv.eval_states(lineage.caches)
+            lineage.length += len(piece)
+        return True
+
+    def _has_room(self, lane: Lane) -> bool:
+        """Reserve what a batch's next step needs, in the batch and in its rows' own lineages."""
+        for task in lane.tasks:
+            length = task.held.lineage.length + task.behind
+            if not self.memory.extend(task.held, length + 1):
+                return False
+        if max(task.behind for task in lane.tasks) >= self.sync_after:
+            self._sync(lane)
+        if lane.length() < lane.capacity:
+            return True
+        count, capacity = len(lane.tasks), lane.length() + rows.STEP
+        size = count * self.layout.row_bytes(capacity)
+        passing = 2 * count * lane.capacity * self.layout.widest
+        if not self.memory.room.reserve("batch", max(0, size - lane.bytes), passing):
+            return False
+        lane.bytes, lane.capacity = max(size, lane.bytes), capacity
+        return True
+
+    def _sync(self, lane: Lane) -> None:
+        """Append a batch's new positions to its rows' lineages, where those have the room."""
+        for i, task in enumerate(lane.tasks if lane.batched else []):
+            lineage, count = task.held.lineage, task.behind
+            if count and lineage.length + count <= max(lineage.capacity, not self.layout.specs):
+                linear, opaque = rows.row_tail(self.layout, lane.decoder.caches, i, count)
+                lineage.append(linear, count)
+                lineage.restore(tuple(slot.state for slot in opaque))
+
+    def sync(self, task: Task) -> None:
+        """Let a task's lineage hold all that was computed for it."""
+        lane = self.find(task)
+        if lane is not None:
+            self._sync(lane)
+
+    # -- leaving -----------------------------------------------------------------------------
 
     def leave(self, lane: Lane, gone: list[Task]) -> None:
         """Take tasks out of a lane; their lineages then hold all that was computed."""
-        if lane.batched:
-            self.sync(lane)
         keep = [i for i, task in enumerate(lane.tasks) if task not in gone]
-        if not keep:
-            self.all.remove(lane)
-            self._free(lane)
-            return
-        decoder = lane.decoder
-        decoder.keep(keep)
+        try:
+            self._sync(lane)
+            if len(keep) > 1 and self._narrow(lane, keep):
+                return
+        except Exception:
+            log.exception("a batch could not be narrowed")
+        if lane.batched:
+            self.apart(lane)
+        self.all = [ln for ln in self.all if ln.batched or ln.tasks[0] not in gone]
+        mx.clear_cache()
+
+    def _narrow(self, lane: Lane, keep: list[int]) -> bool:
+        """Go on with the rows `keep` of a batch; False where there is no room for the copies."""
+        if not self.memory.room.spare_for(2 * len(keep) * lane.capacity * self.layout.widest):
+            return False
+        longest = lane.length()
+        rows.keep_rows(lane.decoder.caches, keep)
+        lane.decoder.keep(keep)
         lane.tasks = [lane.tasks[i] for i in keep]
-        if len(keep) > 1:
-            for cache in decoder.caches:
-                cache.filter(keep)
-            kv.eval_states(decoder.caches)
-            return
-        decoder.caches = lane.tasks[0].held.lineage.caches
-        lane.batched = False
-        self._free(lane)
+        size = len(keep) * self.layout.row_bytes(lane.capacity)
+        self.memory.budget.release("batch", lane.bytes - size)
+        lane.bytes, lane.capacity = size, lane.capacity - (longest - lane.length())
+        return True
 
-    def discard(self, lane: Lane) -> None:
-        """Forget a lane whose step failed; its rows' lineages keep what was synced before."""
+    def apart(self, lane: Lane) -> None:
+        """Let each row of a batch go on alone, from where its own lineage is."""
         self.all.remove(lane)
-        self._free(lane)
-
-    def _free(self, lane: Lane) -> None:
+        for i, task in enumerate(lane.tasks):
+            own = lane.decoder.alone(i, task.held.lineage.caches)
+            (row,) = own.rows
+            if row.processors:
+                row.context = mx.array(task.tokens())
+            self.all.append(Lane(own, [task]))
         self.memory.budget.release("batch", lane.bytes)
-        lane.bytes = lane.capacity = 0
         mx.clear_cache()

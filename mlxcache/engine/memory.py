@@ -44,6 +44,8 @@ class Memory:
         limit = min(match.length, prompt_tokens - 1)
         if not self.layout.cacheable:
             return 0, None
+        lost = next((start for value, start, _ in match.segments if value.lost), limit)
+        limit = min(limit, lost)
         if not self.layout.opaque:
             return limit, None
         usable = [(at, node) for at, node in match.checkpoints if at <= limit]
@@ -75,31 +77,43 @@ class Memory:
         return lease
 
     def _reserve_state(self, lease: Lease) -> bool:
-        bytes_ = self.layout.checkpoint_bytes
-        if not self.room.make_room(bytes_) or not self.budget.reserve("states", bytes_):
+        if not self.room.reserve("states", self.layout.checkpoint_bytes):
             return False
-        lease.state_bytes = bytes_
+        lease.state_bytes = self.layout.checkpoint_bytes
         return True
 
     def _lease(self, match: Match, cached: int, least: int) -> Lease | None:
+        """Go on in the idle lineage that costs the fewest copies; else in a new one."""
         spans: list[Span] = match.spans(cached) if cached else []
-        owner = spans[-1][0] if spans else None
-        if owner is not None and owner.users == 0 and self.layout.specs:
-            held = self.tree.live_range(owner)
-            tail = (held[1] if held else cached) - cached
-            if tail <= cached and self._part(match, owner, cached, tail):
-                return self._take(match, spans, cached, least)
+        best, cost = -1, cached
+        for i, (owner, _, end) in enumerate(spans if self.layout.specs else []):
+            if id(owner) not in self.idle or not (owner.whole or end == cached):
+                continue
+            copies = self._tail(owner, end) + (cached - end if owner.whole else cached)
+            # the newest owner wins a tie: it is whole, or is to be
+            if copies <= cost:
+                best, cost = i, copies
+        if best >= 0 and self._part(match, spans[best][0], spans[best][2]):
+            return self._take(match, spans, best, least)
         return self._fresh(spans, cached, least)
 
-    def _part(self, match: Match, owner: Lineage, cached: int, tail: int) -> bool:
-        """Move what `owner` holds beyond `cached` into a lineage of its own."""
+    def _tail(self, owner: Lineage, end: int) -> int:
+        """How many positions from `end` on the tree holds through `owner`."""
+        held = self.tree.live_range(owner)
+        return max(0, held[1] - end) if held else 0
+
+    def _part(self, match: Match, owner: Lineage, end: int) -> bool:
+        """Move what `owner` holds from `end` on into a lineage of its own."""
+        reserved = self._tail(owner, end)
+        if not self.room.reserve_kv(reserved):
+            return False
+        tail = self._tail(owner, end)  # less, if room was made by evicting part of it
+        self.room.reserve_kv(tail - reserved)
         if not tail:
             return True
-        if not self.room.reserve_kv(tail, owner.capacity):
-            return False
-        self._boundary(match, cached)
-        twin = owner.detach(cached, cached + tail)
-        self.tree.retarget([n for n in self.tree.holders(owner) if n.start >= cached], twin)
+        self._boundary(match, end)
+        twin = owner.detach(end, end + tail)
+        self.tree.retarget([n for n in self.tree.holders(owner) if n.start >= end], twin)
         self.idle[id(twin)] = twin
         return True
 
@@ -112,21 +126,24 @@ class Memory:
                 return node.parent
         raise ValueError(f"no node of the match reaches {position}")
 
-    def _take(self, match: Match, spans: list[Span], cached: int, least: int) -> Lease | None:
-        """Go on in the last span's own buffers: in place if it is whole and has the room."""
-        owner = spans[-1][0]
+    def _take(self, match: Match, spans: list[Span], at: int, least: int) -> Lease | None:
+        """Go on in the buffers of `spans[at]`: in place if they are whole and have the room."""
+        owner, _, end = spans[at]
+        cached = spans[-1][2]
         capacity = owner.capacity
+        del self.idle[id(owner)]  # making room must leave it alone
         if not owner.whole or capacity < least:
             found = self.room.fit(capacity, least)
             if found is None:
+                self.idle[id(owner)] = owner
                 return None
             capacity = found
-        self.idle.pop(id(owner))
-        owner.users += 1
         self.busy[id(owner)] = owner
         if owner.whole:
-            owner.truncate(cached)
+            owner.truncate(end)
             owner.grow(capacity)
+            for span in spans[at + 1 :]:
+                owner.append_span(span)
         else:
             owner.fill(spans, capacity)
         node = self._boundary(match, cached)
@@ -142,7 +159,6 @@ class Memory:
         lineage.fill(spans, capacity)
         if not self.layout.specs:
             lineage.length = cached
-        lineage.users += 1
         self.busy[id(lineage)] = lineage
         return Lease(lineage, cached)
 
@@ -165,6 +181,8 @@ class Memory:
             return
         node = self.tree.insert(ids[: lineage.length], lineage)
         self.tree.lock(node)
+        # a whole lineage can stand in for others on its path
+        self.tree.retarget([n for n in node.path()[1:] if n.value.lost], lineage)
         if lease.node is not None:
             self.tree.unlock(lease.node)
         lease.node = node
@@ -172,11 +190,11 @@ class Memory:
             self._checkpoint(lease, node)
 
     def _checkpoint(self, lease: Lease, node: Node) -> None:
-        size = self.layout.checkpoint_bytes
+        size = lease.lineage.state_bytes
         most = self.budget.limit // 2 - size
         while self.tree.checkpoint_bytes > most and self.room.drop_checkpoint():
             pass
-        if self.room.make_room(size) and self.budget.reserve("checkpoints", size):
+        if self.room.reserve("checkpoints", size):
             self.tree.set_checkpoint(node, lease.lineage.capture(), size)
 
     def release(self, lease: Lease) -> None:
@@ -187,11 +205,11 @@ class Memory:
             lease.node = None
         self.budget.release("states", lease.state_bytes)
         lease.state_bytes = 0
-        lineage.users -= 1
-        del self.busy[id(lineage)]
-        self.idle[id(lineage)] = lineage
-        lineage.rest()
-        self.room.shrink(lineage, force=False)
+        if not lineage.lost:
+            del self.busy[id(lineage)]
+            self.idle[id(lineage)] = lineage
+            lineage.rest()
+            self.room.shrink(lineage, force=False)
         self.room.settle()
 
     def abandon(self, lease: Lease) -> None:
@@ -199,4 +217,6 @@ class Memory:
         lineage = lease.lineage
         held = self.tree.live_range(lineage)
         lineage.truncate(held[1] if held else 0)
+        if not lineage.sound():
+            self.room.lose(lineage)
         self.release(lease)

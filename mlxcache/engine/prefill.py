@@ -68,16 +68,16 @@ class Prefill:
     def _feed(self, task: Task, size: int) -> None:
         lease, began = task.held, time.perf_counter()
         lineage = lease.lineage
-        at = lineage.length
+        at, last = lineage.length, size == task.remaining
+        marked = at + size in task.stops
         chunk = mx.array(task.ids[at : at + size])[None]
         self.model(chunk, cache=lineage.caches)
+        kv.eval_states(lineage.caches, wait=not last or marked)
         lineage.length = at + size
-        last = task.remaining == 0
-        kv.eval_states(lineage.caches, wait=not last or lineage.length in task.stops)
         if not last:
+            lineage.settle()
             mx.clear_cache()
             self.cost.observe(size, time.perf_counter() - began)
-        marked = lineage.length in task.stops
         if marked or not self.memory.layout.opaque:
             self.memory.commit(lease, task.ids, checkpoint=marked)
         if not last:

@@ -35,32 +35,49 @@ class Room:
         self.idle: dict[int, Lineage] = {}
         self.busy: dict[int, Lineage] = {}
         self.dropped = 0
-        arrays = [h * d * t.size for spec in layout.specs for h, d, t in spec]
-        self.widest = max(arrays, default=0)
 
     def fit(self, held: int, least: int) -> int | None:
-        """Reserve a buffer of `least` positions, with room to grow if that fits; its capacity."""
+        """Reserve a buffer of `least` positions, with room to grow if that fits; its capacity.
+
+        It takes the place of one of `held` positions.
+        """
         for capacity in (with_slack(least), least):
-            if self.reserve_kv(capacity - held, capacity):
+            if self.reserve_kv(capacity - held, held):
                 return capacity
         return None
 
-    def _transient(self, capacity: int) -> bool:
-        """Whether one array of `capacity` positions fits while the old one is still there."""
-        return capacity * self.widest <= self.budget.free + self._kind("transient")
-
-    def reserve_kv(self, tokens: int, rebuilt: int) -> bool:
-        """Reserve `tokens` positions, and see that rebuilding `rebuilt` of them has the room."""
+    def reserve_kv(self, tokens: int, held: int = 0) -> bool:
+        """Reserve `tokens` positions; each array is made while one of `held` is still there."""
         size = tokens * self.layout.bytes_per_token
-        if not self.make_room(size) or not self._transient(rebuilt):
+        return self.reserve("kv", size, held * self.layout.widest)
+
+    def reserve(self, kind: str, size: int, passing: int = 0, *, evict: bool = True) -> bool:
+        """Take `size` more bytes of `kind` (less than 0: give them back), making room for them.
+
+        `passing` bytes are needed meanwhile: what is set aside for forward passes serves for them.
+        False, and nothing is reserved, where that is impossible, without `evict` if it takes room
+        from others.
+        """
+        needed = max(0, size) + max(0, passing - self._kind("transient"))
+        if evict and not self.make_room(needed):
             return False
-        if size < 0:
-            self.budget.release("kv", -size)
-            return True
-        return self.budget.reserve("kv", size)
+        if needed > self.budget.free:
+            return False
+        self.budget.charge(kind, size)
+        return True
+
+    def spare_for(self, passing: int) -> bool:
+        """Whether `passing` bytes are there for a moment, with nothing evicted."""
+        return passing <= self.budget.free + self._kind("transient")
 
     def make_room(self, size: int) -> bool:
-        """Free budget until `size` bytes fit: first spare copies, then the least recently used."""
+        """Free budget until `size` bytes fit: first spare copies, then the least recently used.
+
+        Nothing is dropped where all that is idle would not be enough.
+        """
+        idle = sum(lineage.nbytes for lineage in self.idle.values()) + self.tree.checkpoint_bytes
+        if self.budget.free + idle < size:
+            return False
         for lineage in list(self.idle.values()):
             if self.budget.free >= size:
                 return True
@@ -80,12 +97,15 @@ class Room:
         cut = length
         if per_token and not self.layout.opaque:
             cut = min(length, max(-(-needed // per_token), length // 4, STEP))
+        self.budget.release("checkpoints", leaf.checkpoint_bytes)
+        self._cut(leaf, leaf.end - cut)
+        return True
+
+    def _cut(self, leaf: Node, position: int) -> None:
         self.dropped += 1
-        gone = self.tree.cut(leaf, leaf.end - cut)
-        self.budget.release("checkpoints", gone.checkpoint_bytes)
+        gone = self.tree.cut(leaf, position)
         if id(gone.value) in self.idle:
             self.shrink(gone.value, force=True)
-        return True
 
     def settle(self) -> None:
         """Let only the latest few idle lineages hold more than the tree needs of them."""
@@ -106,14 +126,20 @@ class Room:
             self.idle.pop(id(lineage), None)
             lineage.release()
         elif force and self.layout.specs and held[1] - held[0] < lineage.capacity:
-            if not self._transient(held[1] - held[0]):
+            if not self.spare_for((held[1] - held[0]) * self.layout.widest):
                 return 0
             lineage.compact(*held)
         freed = before - lineage.nbytes
-        if freed:
-            self.budget.release("kv", freed)
-            mx.clear_cache()
+        self.budget.release("kv", freed)
+        mx.clear_cache()
         return freed
+
+    def lose(self, lineage: Lineage) -> None:
+        """Drop the buffers of a lineage that cannot be trusted; the tree may still refer to it."""
+        self.idle.pop(id(lineage), None)
+        self.busy.pop(id(lineage), None)
+        self.budget.release("kv", lineage.nbytes)
+        lineage.release()
 
     def _spare_checkpoint(self) -> Node | None:
         """The least recently used checkpoint; of one path's, not the first: that is the head's."""
@@ -129,11 +155,15 @@ class Room:
         return first
 
     def drop_checkpoint(self) -> bool:
+        """Drop the checkpoint that is missed least; False if there is none to drop."""
         node = self._spare_checkpoint()
         if node is None:
             return False
         self.budget.release("checkpoints", node.checkpoint_bytes)
-        self.tree.drop_checkpoint(node)
+        if self.layout.specs or node.children:
+            self.tree.drop_checkpoint(node)
+        else:  # it was all that its tokens were kept for
+            self._cut(node, node.start)
         return True
 
     def _kind(self, name: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlxcache.cache.node import common_length
 from mlxcache.engine.cost import Cost
+from mlxcache.engine.decoder import Drawn
 from mlxcache.engine.lanes import Lane, Lanes
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Prefill
@@ -18,6 +19,9 @@ from mlxcache.errors import ContextLengthExceeded, GenerationFailed, MlxcacheErr
 from mlxcache.types import Admitted, FinishReason
 
 log = logging.getLogger("mlxcache.engine")
+
+Outcome = FinishReason | MlxcacheError
+"""How a reply ends."""
 
 COMMIT_EVERY = 1000
 """Tokens of a reply after which it is committed while it goes on."""
@@ -39,6 +43,7 @@ class Scheduler:
         dress: Callable[[Task], None],
         ended: Callable[[Task], None],
         ticked: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         self.model = model
         self.memory = memory
@@ -46,6 +51,7 @@ class Scheduler:
         self.dress = dress
         self.ended = ended
         self.ticked = ticked
+        self.clock = clock
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.waiting: list[Task] = []
         self.prefilling: list[Task] = []
@@ -66,12 +72,12 @@ class Scheduler:
         """Take what has arrived, then do one chunk of prefill and some steps of decoding."""
         self._receive(block=not (self.prefilling or len(self.lanes) or self.waiting))
         self._admit()
-        began = time.perf_counter()
+        began = self.clock()
         if self.prefilling:
             self._prefill_one()
-        busy_until = 2 * time.perf_counter() - began
+        busy_until = 2 * self.clock() - began
         self._decode_round()
-        while len(self.lanes) and time.perf_counter() < busy_until and self.inbox.empty():
+        while len(self.lanes) and self.clock() < busy_until and self.inbox.empty():
             self._decode_round()
 
     def _receive(self, *, block: bool) -> None:
@@ -96,12 +102,13 @@ class Scheduler:
         """End a task early; what it computed is committed. Call through the inbox."""
         if task in self.waiting:
             self.waiting.remove(task)
-            self._close(task, "cancelled")
+            self._finish(task, "cancelled")
         elif task in self.prefilling:
             self.prefilling.remove(task)
             self._finish(task, "cancelled")
         elif (lane := self.lanes.find(task)) is not None:
-            self._guard([task], lambda: self._leave(lane, task, "cancelled"))
+            self.lanes.leave(lane, [task])
+            self._finish(task, "cancelled")
 
     # -- admission ---------------------------------------------------------------------------
 
@@ -115,7 +122,7 @@ class Scheduler:
                 return
             if self._should_wait(task):
                 continue
-            if not self._guard([task], lambda t=task: self._start(t)):  # type: ignore[misc]
+            if not self._guard(task, lambda t=task: self._start(t)):  # type: ignore[misc]
                 return
 
     def _should_wait(self, task: Task) -> bool:
@@ -132,12 +139,12 @@ class Scheduler:
         return False
 
     def _start(self, task: Task) -> bool:
-        task.phase("queue_s")
+        began = time.perf_counter()
         task.limit = min(task.limit or self.limits.context, self.limits.context - len(task.ids))
         lease = self.memory.acquire(task.ids, task.limit)
         if lease is None and not self._active():
             self.memory.room.clear()
-            lease = self.memory.acquire(task.ids, task.limit)
+            lease = self.memory.acquire(task.ids, task.limit) or self.memory.acquire(task.ids, 1)
             if lease is None:
                 self.waiting.remove(task)
                 raise ContextLengthExceeded(
@@ -150,6 +157,7 @@ class Scheduler:
         self.prefilling.append(task)
         record = task.record
         record.cached_tokens, record.status = lease.cached, "prefill"
+        task.phase("queue_s", began)
         task.phase("match_s")
         record.timing["restore_s"] = 0.0
         if self.memory.layout.opaque:
@@ -167,7 +175,7 @@ class Scheduler:
     def _prefill_one(self) -> None:
         """One chunk of the request whose turn it is; into a lane with it if that was the last."""
         task = self.prefill.next(self.prefilling)
-        self._guard([task], lambda: self._prefill_chunk(task))
+        self._guard(task, lambda: self._prefill_chunk(task))
 
     def _prefill_chunk(self, task: Task) -> bool:
         seconds = WAITING_S if len(self.prefilling) > 1 or self.waiting else ALONE_S
@@ -182,89 +190,105 @@ class Scheduler:
     def _decode_round(self) -> None:
         """One step of every lane, in turn."""
         for lane in list(self.lanes.all):
-            self._guard(list(lane.tasks), lambda ln=lane: self._step(ln))  # type: ignore[misc]
+            try:
+                self._step(lane)
+            except Exception as error:  # noqa: BLE001 - `_failure` logs it
+                failure = _failure(error)
+                if not lane.batched:
+                    self._fail(lane.tasks[0], failure)
+                elif lane in self.lanes.all:  # whose fault it was, each row finds out alone
+                    self.lanes.apart(lane)
 
-    def _step(self, lane: Lane) -> bool:
-        for task in self.lanes.make_ready(lane):
-            self._leave(lane, task, "length")
-        if not lane.tasks or lane not in self.lanes.all:
-            return True
-        owners = list(lane.tasks)
-        over: list[tuple[Task, FinishReason]] = []
-        for task, drawn in zip(owners, self.lanes.step(lane), strict=True):
-            reason = task.take(drawn)
-            if reason is not None:
-                over.append((task, reason))
-            elif len(task.out) % COMMIT_EVERY == 0:
-                self._commit_running(lane, task)
-        if over:
-            self.lanes.leave(lane, [task for task, _ in over])
-            for task, reason in over:
-                self._finish(task, reason)
-        return True
+    def _step(self, lane: Lane) -> None:
+        for task in list(lane.tasks):
+            if task.row is not None and task.row.error is not None:
+                self._fail(task, _failure(task.row.error), keep=True)
+        if lane in self.lanes.all and not self.lanes.make_ready(lane):
+            self._end(lane, {lane.tasks[0]: "length"})
+        if lane not in self.lanes.all:
+            return
+        ends: dict[Task, Outcome] = {}
+        for task, drawn in zip(lane.tasks, self.lanes.step(lane), strict=True):
+            outcome = _take(task, drawn)
+            if outcome is not None:
+                ends[task] = outcome
+        if ends:
+            self._end(lane, ends)
+        for task in lane.tasks if lane in self.lanes.all else []:
+            if len(task.out) % COMMIT_EVERY == 0:
+                self.lanes.sync(task)
+                self.memory.commit(task.held, task.tokens(), checkpoint=True)
 
-    def _commit_running(self, lane: Lane, task: Task) -> None:
-        if lane.batched:
-            self.lanes.sync(lane)
-        self.memory.commit(task.held, task.tokens(), checkpoint=True)
-
-    def _leave(self, lane: Lane, task: Task, reason: FinishReason) -> bool:
-        self.lanes.leave(lane, [task])
-        self._finish(task, reason)
-        return True
+    def _end(self, lane: Lane, ends: dict[Task, Outcome]) -> None:
+        """These tasks leave their lane, and are over."""
+        self.lanes.leave(lane, list(ends))
+        for task, outcome in ends.items():
+            if isinstance(outcome, MlxcacheError):
+                self._fail(task, outcome, keep=True)
+            else:
+                self._finish(task, outcome)
 
     # -- ends --------------------------------------------------------------------------------
 
     def _finish(self, task: Task, reason: FinishReason) -> None:
         """Commit what a task computed, release what it held, and close its stream."""
-        self.memory.commit(task.held, task.tokens(), checkpoint=True)
-        self._close(task, reason)
+        self._guard(task, lambda: self._close(task, reason))
 
-    def _close(self, task: Task, reason: FinishReason) -> None:
+    def _close(self, task: Task, reason: FinishReason) -> bool:
+        if task.lease is not None:
+            self.memory.commit(task.lease, task.tokens(), checkpoint=True)
         task.flush(reason)
         if task.lease is not None:
             self.memory.release(task.lease)
         self.ended(task)
         task.end()
-
-    def _guard(self, tasks: list[Task], action: Callable[[], bool]) -> bool:
-        """Run `action`; if it raises, fail `tasks` and nothing else."""
-        try:
-            return action()
-        except MlxcacheError as error:
-            failure: MlxcacheError = error
-        except Exception as error:
-            log.exception("a forward pass failed")
-            failure = GenerationFailed(f"The model failed: {error}")
-        for task in tasks:
-            self._fail(task, failure)
         return True
 
-    def _fail(self, task: Task, error: MlxcacheError) -> None:
-        """End a task with an error; only what was committed before is kept."""
+    def _guard(self, task: Task, action: Callable[[], bool]) -> bool:
+        """Run `action`; if it raises, fail `task` and nothing else."""
+        try:
+            return action()
+        except Exception as error:  # noqa: BLE001 - `_failure` logs it
+            self._fail(task, _failure(error))
+        return True
+
+    def _fail(self, task: Task, error: MlxcacheError, *, keep: bool = False) -> None:
+        """End a task with an error. What was committed stays, and with `keep` all it computed."""
         for group in (self.waiting, self.prefilling):
             if task in group:
                 group.remove(task)
         lane = self.lanes.find(task)
         if lane is not None:
-            self.lanes.discard(lane)
-        task.record.error = str(error)
-        task.close_record("error")
+            self.lanes.leave(lane, [task])
+        task.fail(error)
         if task.lease is not None:
-            self.memory.abandon(task.lease)
+            if keep:
+                self.memory.commit(task.lease, task.tokens(), checkpoint=True)
+                self.memory.release(task.lease)
+            else:
+                self.memory.abandon(task.lease)
         self.ended(task)
         task.push(error)
 
     def _abort_all(self, error: MlxcacheError) -> None:
         """At shutdown: commit and close everything."""
-        for task in [
-            *self.waiting,
-            *self.prefilling,
-            *(t for ln in self.lanes.all for t in ln.tasks),
-        ]:
-            self._guard([task], lambda t=task: self._abort(t, error))  # type: ignore[misc]
+        decoding = [task for lane in self.lanes.all for task in lane.tasks]
+        for task in [*self.waiting, *self.prefilling, *decoding]:
+            task.push(error)
+            self.cancel(task)
 
-    def _abort(self, task: Task, error: MlxcacheError) -> bool:
-        task.push(error)
-        self.cancel(task)
-        return True
+
+def _take(task: Task, drawn: Drawn) -> Outcome | None:
+    """Hand a token out; why the task is over, if it is."""
+    try:
+        return task.take(drawn)
+    except Exception as error:  # noqa: BLE001 - `_failure` logs it
+        return _failure(error)
+
+
+def _failure(error: Exception) -> MlxcacheError:
+    """What the client is told of `error`, which the log gets whole."""
+    if isinstance(error, MlxcacheError):
+        return error
+    log.error("a request failed", exc_info=error)
+    return GenerationFailed(f"The model failed: {error}")

@@ -10,6 +10,7 @@ import numpy as np
 
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.memory import Lease
+from mlxcache.errors import MlxcacheError
 from mlxcache.types import (
     Event,
     Finished,
@@ -59,6 +60,7 @@ class Task:
         self.stops: tuple[int, ...] = ()
         self.skipped = 0
         self.deferred = False
+        self.over = False
         self.submitted = time.perf_counter()
         self.phase_began = self.submitted
 
@@ -78,13 +80,18 @@ class Task:
         """Prompt tokens still to prefill."""
         return self.target - self.held.lineage.length
 
+    @property
+    def behind(self) -> int:
+        """Positions of tokens that were handed out and that its lineage does not hold yet."""
+        return len(self.ids) + len(self.out) - self.held.lineage.length
+
     def tokens(self) -> Tokens:
         """Prompt and reply so far, shape (n,)."""
         return np.concatenate([self.ids, np.asarray(self.out, np.int32)])
 
-    def phase(self, name: str) -> None:
-        """Book the time since the last phase under `name`, in seconds."""
-        now = time.perf_counter()
+    def phase(self, name: str, now: float | None = None) -> None:
+        """Book the time from the last phase to `now` under `name`, in seconds."""
+        now = time.perf_counter() if now is None else now
         self.record.timing[name] = round(now - self.phase_began, 6)
         self.phase_began = now
 
@@ -121,6 +128,7 @@ class Task:
 
     def end(self) -> None:
         """Push the last event. Everything that the request did must be accounted for."""
+        self.over = True
         parser, record = self.parser, self.record
         self.push(
             Finished(
@@ -133,6 +141,12 @@ class Task:
                 stop_sequence=parser.stop_sequence if parser else None,
             )
         )
+
+    def fail(self, error: MlxcacheError) -> None:
+        """Make the record that of a failure."""
+        self.over = True
+        self.record.error = str(error)
+        self.close_record("error")
 
     def close_record(self, reason: FinishReason) -> None:
         """Write the request's last numbers."""

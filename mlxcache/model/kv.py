@@ -1,9 +1,10 @@
 """What mlx-lm's cache classes hold, told apart by what can be done with it.
 
-The only module that names them. A model's cache is a list with one object per layer; composites
-are flattened into *slots*. A slot is linear (keys and values for every position, token axis -2, so
-any position can be sliced out) or opaque (a state that stands for exactly one position). A class
-that is not named here is unknown: the model is served, and nothing of it is cached.
+Only this module, `rows` and `window` name them. A model's cache is a list with one object per
+layer; composites are flattened into *slots*. A slot is linear (keys and values for every position,
+token axis -2, so any position can be sliced out) or opaque (a state that stands for exactly one
+position). A class that is not named here is unknown: the model is served, and nothing of it is
+cached.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
     KVCache,
@@ -24,79 +23,13 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from mlxcache.model.window import WindowCache
+
 Caches = list[Any]
 """One cache object per layer, as `model(tokens, cache=...)` takes it."""
 
 State = tuple[Any, ...]
 """The opaque slots' states at one position: nested tuples of arrays, numbers and None."""
-
-
-class WindowCache(RotatingKVCache):  # type: ignore[misc]
-    """A sliding window kept as a log of every position instead of a ring.
-
-    The model sees exactly what `RotatingKVCache` would show it: the last `max_size - 1` positions
-    and the new ones, in temporal order. But nothing is overwritten, so the window before any
-    position can be had again by slicing, and a step appends in place.
-    """
-
-    step = 256
-    offset: int
-
-    def __init__(self, max_size: int):
-        super().__init__(max_size=max_size, keep=0)
-        self._start = 0
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `keys` and `values`, shapes (1, heads, n, dim); return the window they see."""
-        end = self.offset + keys.shape[2]
-        if self.keys is None or end > self.keys.shape[2]:
-            self._extend(keys, values)
-        self.keys[..., self.offset : end, :] = keys
-        self.values[..., self.offset : end, :] = values
-        self._start = max(0, self.offset - self.max_size + 1)
-        self.offset = self._idx = end
-        return self.keys_and_values()
-
-    def _extend(self, keys: mx.array, values: mx.array) -> None:
-        steps = (self.step + keys.shape[2] - 1) // self.step * self.step
-        for name, new in (("keys", keys), ("values", values)):
-            old = getattr(self, name)
-            pad = mx.zeros((*new.shape[:2], steps, new.shape[3]), new.dtype)
-            kept = pad if old is None else mx.concatenate([old[..., : self.offset, :], pad], axis=2)
-            setattr(self, name, kept)
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The keys and values that the newest positions see, in temporal order."""
-        view = (..., slice(self._start, self.offset), slice(None))
-        return self.keys[view], self.values[view]
-
-    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """As `RotatingKVCache.make_mask`, for keys that are in temporal order."""
-        if N > 1:
-            return super().make_mask(N, window_size=window_size, return_array=return_array)
-        if window_size is None or window_size >= self.max_size or self.offset < window_size:
-            return None
-        seen = min(self.offset + 1, self.max_size)
-        return mx.arange(seen) >= seen - window_size
-
-    def is_trimmable(self) -> bool:
-        """Always: no position is ever overwritten."""
-        return True
-
-    @classmethod
-    def merge(cls, caches: Sequence[WindowCache]) -> BatchRotatingKVCache:
-        """One batch cache that holds the windows alone."""
-        return BatchRotatingKVCache.merge([c.ring() for c in caches])
-
-    def ring(self) -> RotatingKVCache:
-        """The window before the next position, as mlx-lm's own class."""
-        ring = RotatingKVCache(max_size=self.max_size)
-        if self.keys is not None:
-            start = max(0, self.offset - self.max_size)
-            ring.keys = self.keys[..., start : self.offset, :]
-            ring.values = self.values[..., start : self.offset, :]
-            ring.offset, ring._idx = self.offset, self.offset - start
-        return ring
 
 
 LINEAR = (KVCache, WindowCache)
@@ -123,6 +56,10 @@ def _windowed(cache: Any) -> Any:
 def make_caches(model: Any) -> Caches:
     """Empty caches for one sequence; sliding windows as logs."""
     return [_windowed(cache) for cache in make_prompt_cache(model)]
+
+
+ARRAYS = ("keys", "values")
+"""A linear slot's arrays by name, in the order of `arrays_of`."""
 
 
 def arrays_of(slot: Any) -> list[mx.array]:
@@ -181,9 +118,35 @@ def tree_arrays(value: Any) -> list[mx.array]:
     return []
 
 
+def opaque_slots(slots: Sequence[Any]) -> list[Any]:
+    """Those of `slots` whose state stands for one position."""
+    return [slot for slot in slots if type(slot) in OPAQUE]
+
+
+def _needed(slot: Any) -> Any:
+    """An opaque slot's state, without what no later position can see. Views; lazy."""
+    if type(slot) is not ChunkedKVCache or slot.keys is None:
+        return slot.state
+    end = slot.offset - slot.start_position
+    start = max(0, end - slot.chunk_size)
+    keys, values = (a[..., start:end, :] for a in arrays_of(slot))
+    return keys, values, slot.offset, slot.chunk_size, slot.start_position + start
+
+
+def _set_states(slots: Sequence[Any], states: State) -> None:
+    """Make evaluated `states`, which nobody else may write to, those of the opaque slots."""
+    for slot, new in zip(opaque_slots(slots), states, strict=True):
+        slot.state = [list(new[0]), *new[1:]] if type(slot) is ArraysCache else new
+
+
+def state_bytes(slots: Sequence[Any]) -> int:
+    """What `capture` would take, in bytes."""
+    return sum(a.nbytes for a in tree_arrays([_needed(slot) for slot in opaque_slots(slots)]))
+
+
 def capture(slots: Sequence[Any]) -> State:
     """The opaque slots' states, evaluated, in buffers that nobody else writes to."""
-    state = tuple(_copied_tree(slot.state) for slot in slots if type(slot) in OPAQUE)
+    state = tuple(_copied_tree(_needed(slot)) for slot in opaque_slots(slots))
     mx.eval(tree_arrays(state))
     return state
 
@@ -192,9 +155,15 @@ def restore(slots: Sequence[Any], state: State | None) -> None:
     """Put `state` back into the opaque slots; `state` itself stays as it is. None: leave empty."""
     if state is None:
         return
-    for slot, saved in zip((s for s in slots if type(s) in OPAQUE), state, strict=True):
-        fresh = _copied_tree(saved)
-        slot.state = [list(fresh[0]), *fresh[1:]] if type(slot) is ArraysCache else fresh
+    fresh = tuple(_copied_tree(saved) for saved in state)
+    # until it is evaluated, a copy keeps alive all that its original is a view of
+    mx.eval(tree_arrays(fresh))
+    _set_states(slots, fresh)
+
+
+def settle(slots: Sequence[Any]) -> None:
+    """Let opaque slots own just their state: a model may leave a view of a whole chunk's input."""
+    _set_states(slots, capture(slots))
 
 
 def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
@@ -206,18 +175,13 @@ def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
         mx.async_eval(arrays)  # type: ignore[no-untyped-call]
 
 
-def merge(rows: Sequence[Caches]) -> Caches:
-    """Batch caches that hold copies of `rows`, left-padded to the longest."""
-    return [layer[0].merge(list(layer)) for layer in zip(*rows, strict=True)]
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How one model caches.
 
     `bytes_per_token` covers every linear slot; `checkpoint_bytes` all opaque slots at one position.
     `linear` are the indices of the linear slots that the model fills, `specs` the (heads, dim,
-    dtype) of each one's arrays. `window` is the smallest sliding window in tokens, or None.
+    dtype) of each one's arrays, `windows` each one's sliding window in tokens, or None.
     `unknown` names classes that are not cached. `vocab_size` is the number of logits. `make`
     gives empty caches for one sequence.
     """
@@ -230,13 +194,38 @@ class Layout:
     specs: tuple[tuple[tuple[int, int, Any], ...], ...]
     opaque: bool
     batchable: bool
-    window: int | None
+    windows: tuple[int | None, ...]
     unknown: tuple[str, ...]
 
     @property
     def cacheable(self) -> bool:
         """Whether anything can be reused at all."""
         return not self.unknown
+
+    @property
+    def window(self) -> int | None:
+        """The smallest sliding window in tokens, or None."""
+        return min((w for w in self.windows if w is not None), default=None)
+
+    @property
+    def widest(self) -> int:
+        """The bytes that one position takes in the largest array."""
+        return max((h * d * t.size for spec in self.specs for h, d, t in spec), default=0)
+
+    def row_bytes(self, length: int) -> int:
+        """The bytes of a batch's row of `length` positions; a window holds no more than itself."""
+        total = self.checkpoint_bytes
+        for spec, window in zip(self.specs, self.windows, strict=True):
+            held = length if window is None else min(length, window)
+            total += held * sum(h * d * t.size for h, d, t in spec)
+        return total
+
+
+def _most_bytes(slot: Any) -> int:
+    """What an opaque slot's state can take, in bytes, however long the text."""
+    if type(slot) is ChunkedKVCache:
+        return sum(a.nbytes // a.shape[2] for a in arrays_of(slot)) * int(slot.chunk_size)
+    return state_bytes([slot])
 
 
 def survey(model: Any) -> Layout:
@@ -253,37 +242,17 @@ def survey(model: Any) -> Layout:
     filled = [i for i, s in enumerate(slots) if type(s) in LINEAR and s.keys is not None]
     linear = [slots[i] for i in filled]
     specs = tuple(tuple((a.shape[1], a.shape[3], a.dtype) for a in arrays_of(s)) for s in linear)
-    windows = [slot.max_size for slot in linear if type(slot) is WindowCache]
-    opaque = [slot for slot in slots if type(slot) in OPAQUE]
+    windows = tuple(slot.max_size if type(slot) is WindowCache else None for slot in linear)
+    opaque = opaque_slots(slots)
     return Layout(
         make=lambda: make_caches(model),
         vocab_size=logits.shape[-1],
         bytes_per_token=sum(h * d * t.size for spec in specs for h, d, t in spec),
-        checkpoint_bytes=sum(a.nbytes for a in tree_arrays([s.state for s in opaque])),
+        checkpoint_bytes=sum(_most_bytes(slot) for slot in opaque),
         linear=tuple(filled),
         specs=specs,
         opaque=bool(opaque),
         batchable=kinds <= set(BATCHABLE),
-        window=min(windows, default=None),
+        windows=windows,
         unknown=unknown,
     )
-
-
-def row_tail(
-    layout: Layout, batch: Sequence[Any], row: int, count: int
-) -> tuple[list[list[mx.array]], Caches]:
-    """The newest `count` positions of a batch's row: linear slots' arrays, and opaque slots.
-
-    `count` must not exceed the smallest window. Lazy; evaluate before the next step.
-    """
-    slots = flatten(batch)
-    linear: list[list[mx.array]] = []
-    for slot in (slots[i] for i in layout.linear):
-        if type(slot) is BatchKVCache:
-            view = (slice(row, row + 1), slice(None), slice(slot._idx - count, slot._idx))
-            linear.append([slot.keys[view], slot.values[view]])
-        else:
-            ring = slot.extract(row)
-            first = ring.keys.shape[2] - count
-            linear.append([a[..., first:, :] for a in (ring.keys, ring.values)])
-    return linear, [slot.extract(row) for slot in slots if type(slot) in OPAQUE]

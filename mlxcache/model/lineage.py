@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import mlx.core as mx
 
 from mlxcache.model import kv
 from mlxcache.model.kv import Caches, Layout, State
+
+log = logging.getLogger("mlxcache.model")
 
 Span = tuple["Lineage", int, int]
 """Positions [start, end) as one lineage holds them."""
@@ -31,12 +34,16 @@ class Lineage:
         self.base = 0
         self.length = 0
         self.capacity = 0
-        self.users = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the linear slots' buffers, padding included."""
         return self.capacity * self.layout.bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that `capture` would take now."""
+        return kv.state_bytes(self.slots)
 
     @property
     def whole(self) -> bool:
@@ -47,7 +54,6 @@ class Lineage:
         """Refill every buffer from `sources` (contiguous spans), `capacity` positions each."""
         base, end = (sources[0][1], sources[-1][2]) if sources else (0, 0)
         for i, slot in enumerate(self.linear):
-            arrays = []
             for j, (heads, dim, dtype) in enumerate(self.layout.specs[i]):
                 parts = [owner.view(i, j, start, stop) for owner, start, stop in sources]
                 if capacity > end - base:
@@ -55,8 +61,9 @@ class Lineage:
                 out = kv.joined(parts)
                 del parts  # a view that is held when its buffer is next written to costs a copy
                 mx.eval(out)
-                arrays.append(out)
-            kv.set_arrays(slot, arrays, end)
+                setattr(slot, kv.ARRAYS[j], out)
+                mx.clear_cache()  # what was replaced has a size that is not asked for again
+            kv.set_offset(slot, end)
         self.base, self.length, self.capacity = base, end, capacity
 
     def view(self, slot: int, array: int, start: int, stop: int) -> mx.array:
@@ -101,6 +108,15 @@ class Lineage:
             mx.eval(kv.arrays_of(slot))
         self.truncate(end)
 
+    def append_span(self, span: Span) -> None:
+        """Append a copy of positions that another lineage holds, beginning at `length`."""
+        owner, start, end = span
+        sizes = [range(len(spec)) for spec in self.layout.specs]
+        self.append(
+            [[owner.view(i, j, start, end) for j in arrays] for i, arrays in enumerate(sizes)],
+            end - start,
+        )
+
     def capture(self) -> State:
         """The opaque slots' state at `length`, evaluated."""
         return kv.capture(self.slots)
@@ -108,6 +124,10 @@ class Lineage:
     def restore(self, state: State | None) -> None:
         """Set the opaque slots to a captured state."""
         kv.restore(self.slots, state)
+
+    def settle(self) -> None:
+        """Let the opaque slots hold no more than their state."""
+        kv.settle(self.slots)
 
     def rest(self) -> None:
         """Drop the opaque slots' live state: the tree's checkpoints hold what is worth keeping."""
@@ -119,6 +139,20 @@ class Lineage:
         self.linear = [self.slots[i] for i in self.layout.linear]
         for slot, arrays in zip(self.linear, kept, strict=True):
             kv.set_arrays(slot, arrays, self.length)
+
+    def sound(self) -> bool:
+        """Whether everything it holds can be computed: a pass that failed may have left debris."""
+        try:
+            mx.eval([kv.arrays_of(slot) for slot in self.linear])
+        except (RuntimeError, ValueError):
+            log.exception("a lineage is lost with the pass that failed")
+            return False
+        return True
+
+    @property
+    def lost(self) -> bool:
+        """Whether its buffers are gone, although somebody may still refer to it."""
+        return not self.caches
 
     def aligned(self) -> bool:
         """Whether every linear slot ends at `length` (KV length equals token count)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from mlxcache.cache.budget import Budget
 from mlxcache.engine import cost
 from mlxcache.engine.decoder import Row
+from mlxcache.engine.lanes import Lane
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.scheduler import Scheduler
@@ -59,13 +61,19 @@ class Bench:
         self.chunk = chunk
         self.limits = Limits(concurrency, chunk, 65536, 1 << 30)
         self.ids = itertools.count()
+        self.use(self.memory)
+
+    def use(self, memory: Memory, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start afresh with `memory`; `clock` says for how long to decode beside a prefill."""
+        self.memory = memory
         self.scheduler = Scheduler(
             self.model,
-            self.memory,
+            memory,
             self.cost,
             self.limits,
             dress=self._dress,
             ended=lambda task: None,
+            clock=clock,
         )
 
     def _dress(self, task: Task) -> None:
@@ -124,11 +132,31 @@ class Bench:
         assert kinds.get("kv", 0) == sum(x.nbytes for x in lineages)
         assert kinds.get("checkpoints", 0) == memory.tree.checkpoint_bytes
         assert memory.budget.used <= memory.budget.limit
+        for lineage in lineages:
+            sizes = {a.shape[2] for slot in lineage.linear for a in kv.arrays_of(slot)}
+            assert sizes <= {lineage.capacity}
+            assert lineage.length - lineage.base <= lineage.capacity or not memory.layout.specs
+        assert kinds.get("states", 0) == len(memory.busy) * memory.layout.checkpoint_bytes
+        assert kinds.get("batch", 0) == sum(lane.bytes for lane in self.scheduler.lanes.all)
+        for lane in self.scheduler.lanes.all:
+            self._check_lane(lane)
         for value in memory.tree.values():
             start, end = memory.tree.live_range(value)  # type: ignore[misc]
-            assert id(value) in memory.idle or id(value) in memory.busy
+            assert id(value) in memory.idle or id(value) in memory.busy or value.lost
+            assert not value.lost
             assert value.base <= start
             assert end <= value.length or id(value) in memory.busy
+
+    def _check_lane(self, lane: Lane) -> None:
+        caches = lane.decoder.caches
+        if lane.batched:
+            arrays = [a for c in caches for a in kv.tree_arrays(c.state) if a.ndim > 1]
+            assert sum(a.nbytes for a in arrays) <= lane.bytes
+            assert len(lane.tasks) == len(lane.decoder.rows) > 1
+        else:
+            assert caches is lane.tasks[0].held.lineage.caches
+        assert all(task.behind >= 0 for task in lane.tasks)
+        assert all(task.row is row for task, row in zip(lane.tasks, lane.decoder.rows, strict=True))
 
     def cold(self, ids: Sequence[int], tokens: int = 12) -> list[int]:
         """The greedy continuation by mlx-lm's own generator, with a cache of its own."""

@@ -89,6 +89,27 @@ def test_what_mlx_holds_is_what_is_accounted_for(bench: Bench, rng: np.random.Ge
     assert abs(mx.get_active_memory() - before - held) < 64_000
 
 
+def test_two_branches_in_turn_copy_only_where_they_differ(
+    dense: Bench, rng: np.random.Generator
+) -> None:
+    """The one whole buffer goes to whoever asks; the other's few positions are set aside."""
+    head = prompt(rng, 1500)
+    chats = [head + prompt(rng, 30), head + prompt(rng, 40)]
+    dense.ask(chats[0], tokens=4)
+    (whole,) = dense.memory.idle.values()
+    buffer = whole.linear[0].keys
+    for turn in range(4):
+        ids = chats[turn % 2]
+        task = dense.ask(ids, tokens=4)
+        assert task.out == dense.cold(ids, 4)
+        assert admitted(task).cached_tokens >= (1500 if turn < 2 else len(ids) - 20)
+        assert task.lease is not None
+        assert task.lease.lineage is whole
+        assert whole.linear[0].keys is buffer
+        chats[turn % 2] = ids + task.out + prompt(rng, 20)
+    assert dense.memory.budget.by_kind()["kv"] < 2 * 1500 * dense.memory.layout.bytes_per_token
+
+
 def test_an_empty_engine_holds_nothing(bench: Bench, rng: np.random.Generator) -> None:
     for _ in range(3):
         bench.ask(prompt(rng, 200), marks=[100])

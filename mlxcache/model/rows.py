@@ -1,0 +1,68 @@
+"""Several sequences in one batch cache: how rows join, leave and are read. MLX thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, CacheList
+
+from mlxcache.model import kv
+from mlxcache.model.kv import Caches, Layout
+
+STEP = BatchKVCache.step
+"""Positions by which a batch's buffers grow: always to as many beyond the longest row."""
+
+
+def _shadow(cache: Any) -> Any:
+    """A batch cache with the same arrays, whose changes do not show in the original."""
+    if type(cache) is CacheList:
+        return CacheList(*(copy(c) for c in cache.caches))
+    return copy(cache)
+
+
+def join(rows: Caches, one: Caches, *, batched: bool) -> Caches:
+    """Batch caches that hold copies of `rows` and of `one`, left-padded to the longest.
+
+    `one` holds a single sequence, and so does `rows` unless it is `batched`; both stay as they are.
+    Evaluated layer by layer: the peak is five arrays of a layer above what is given and returned.
+    """
+    joint = []
+    for mine, theirs in zip(rows, one, strict=True):
+        if batched:
+            cache = _shadow(mine)
+            cache.extend(theirs.merge([theirs]))
+        else:
+            cache = mine.merge([mine, theirs])
+        mx.eval(kv.tree_arrays(cache.state))
+        joint.append(cache)
+    return joint
+
+
+def keep_rows(batch: Caches, rows: Sequence[int]) -> None:
+    """Drop all other rows, and the padding that no row needs then; layer by layer."""
+    for cache in batch:
+        cache.filter(list(rows))
+        mx.eval(kv.tree_arrays(cache.state))
+
+
+def row_tail(
+    layout: Layout, batch: Sequence[Any], row: int, count: int
+) -> tuple[list[list[mx.array]], Caches]:
+    """The newest `count` positions of a batch's row: linear slots' arrays, and opaque slots.
+
+    `count` must not exceed the smallest window. Lazy; evaluate before the next step.
+    """
+    slots = kv.flatten(batch)
+    linear: list[list[mx.array]] = []
+    for slot in (slots[i] for i in layout.linear):
+        if type(slot) is BatchKVCache:
+            view = (slice(row, row + 1), slice(None), slice(slot._idx - count, slot._idx))
+            linear.append([slot.keys[view], slot.values[view]])
+        else:
+            ring = slot.extract(row)
+            first = ring.keys.shape[2] - count
+            linear.append([a[..., first:, :] for a in (ring.keys, ring.values)])
+    return linear, [slot.extract(row) for slot in kv.opaque_slots(slots)]
