@@ -68,6 +68,7 @@ class Lanes:
         self.model = model
         self.memory = memory
         self.all: list[Lane] = []
+        self._changed = False
         self.layout = memory.layout
         window = self.layout.window
         self.sync_after = min(SYNC, window // 2 if window else SYNC)
@@ -83,23 +84,38 @@ class Lanes:
     # -- joining -----------------------------------------------------------------------------
 
     def enter(self, task: Task) -> None:
-        """Start decoding a prefilled task, in a batch if one suits it."""
-        lane = solo(self.model, task)
-        self.all.append(lane)
-        for other in self.all[:-1] if self.can_batch else []:
-            if self._suits(other, lane) and self._merge(other, lane):
-                return
+        """Start decoding a prefilled task, in a lane of its own."""
+        self.all.append(solo(self.model, task))
+        self._changed = True
 
-    def _suits(self, lane: Lane, new: Lane) -> bool:
+    def gather(self) -> None:
+        """Let lone rows join the others that are about as long, all at once: each join copies."""
+        if not (self.can_batch and self._changed):
+            return
+        self._changed = False
+        for lane in sorted(self.all, key=lambda ln: not ln.batched):
+            new = self._company(lane) if lane in self.all else []
+            while new and not self._merge(lane, new):
+                new = new[: len(new) // 2]
+
+    def _company(self, lane: Lane) -> list[Lane]:
+        """The lone rows that can share a batch with `lane`, the nearest in length first."""
         if not lane.batched and lane.tasks[0].behind:
-            return False
-        lengths = [t.held.lineage.length + t.behind for ln in (lane, new) for t in ln.tasks]
-        return max(lengths) * len(lengths) <= PADDING * sum(lengths)
+            return []
+        lone = [ln for ln in self.all if not (ln is lane or ln.batched or ln.tasks[0].behind)]
+        lengths = [t.held.lineage.length + t.behind for t in lane.tasks]
+        found: list[Lane] = []
+        for other in sorted(lone, key=lambda ln: abs(ln.length() - lane.length())):
+            longer = [*lengths, other.length()]
+            if max(longer) * len(longer) <= PADDING * sum(longer):
+                found.append(other)
+                lengths = longer
+        return found
 
-    def _merge(self, lane: Lane, new: Lane) -> bool:
+    def _merge(self, lane: Lane, new: list[Lane]) -> bool:
         """Let `new` join `lane`; False, and nothing has changed, where that is impossible."""
-        count = len(lane.tasks) + len(new.tasks)
-        capacity = max(lane.length(), new.length(), lane.capacity)
+        count = len(lane.tasks) + len(new)
+        capacity = max(lane.capacity, *(ln.length() for ln in (lane, *new)))
         size = count * self.layout.row_bytes(capacity)
         # two padded copies of each of a layer's arrays are made on the way
         passing = 4 * count * capacity * self.layout.widest
@@ -108,17 +124,18 @@ class Lanes:
             return False
         try:
             self._sync(lane)
-            mine, theirs = lane.decoder, new.decoder
-            caches = rows.join(mine.caches, theirs.caches, batched=lane.batched)
+            others = [ln.decoder.caches for ln in new]
+            caches = rows.join(lane.decoder.caches, others, batched=lane.batched)
         except Exception:
             log.exception("rows could not be joined")
             self.memory.budget.release("batch", size)
             return False
         self.memory.budget.release("batch", lane.bytes)
-        lane.decoder, lane.batched = mine.joined(theirs, caches), True
-        lane.tasks += new.tasks
-        lane.bytes, lane.capacity = size, capacity
-        self.all.remove(new)
+        for other in new:
+            lane.decoder = lane.decoder.joined(other.decoder, caches)
+            lane.tasks += other.tasks
+            self.all.remove(other)
+        lane.batched, lane.bytes, lane.capacity = True, size, capacity
         return True
 
     # -- stepping ----------------------------------------------------------------------------
@@ -188,6 +205,7 @@ class Lanes:
 
     def leave(self, lane: Lane, gone: list[Task]) -> None:
         """Take tasks out of a lane; their lineages then hold all that was computed."""
+        self._changed = True
         keep = [i for i, task in enumerate(lane.tasks) if task not in gone]
         try:
             self._sync(lane)

@@ -13,6 +13,7 @@ from mlxcache.engine.cost import Cost
 from mlxcache.engine.decoder import Drawn
 from mlxcache.engine.lanes import Lane, Lanes
 from mlxcache.engine.memory import Memory
+from mlxcache.engine.pace import Pace
 from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Prefill
 from mlxcache.engine.task import Task, checkpoint_stops
 from mlxcache.errors import ContextLengthExceeded, GenerationFailed, MlxcacheError, NotReady
@@ -51,15 +52,13 @@ class Scheduler:
         self.dress = dress
         self.ended = ended
         self.ticked = ticked
-        self.clock = clock
+        self.pace = Pace(clock)
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.waiting: list[Task] = []
         self.prefilling: list[Task] = []
         self.prefill = Prefill(model, memory, cost, limits)
         self.lanes = Lanes(model, memory)
         self.stopping = False
-
-    # -- the loop ----------------------------------------------------------------------------
 
     def run(self) -> None:
         """Tick until `stop` was called; then end what is left."""
@@ -72,13 +71,18 @@ class Scheduler:
         """Take what has arrived, then do one chunk of prefill and some steps of decoding."""
         self._receive(block=not (self.prefilling or len(self.lanes) or self.waiting))
         self._admit()
-        began = self.clock()
         if self.prefilling:
-            self._prefill_one()
-        busy_until = 2 * self.clock() - began
-        self._decode_round()
-        while len(self.lanes) and self.clock() < busy_until and self.inbox.empty():
-            self._decode_round()
+            self.pace.prefill(self._prefill_one)
+        due = self.pace.due(sum(t.remaining for t in self.prefilling) / self.prefill.cost.rate)
+        if self.prefilling and due <= 0:
+            self._decode_round([lane for lane in self.lanes.all if not lane.tasks[0].out])
+            return
+        self.lanes.gather()
+        self.pace.decode(
+            lambda: self._decode_round(self.lanes.all),
+            due,
+            lambda: bool(len(self.lanes)) and self.inbox.empty(),
+        )
 
     def _receive(self, *, block: bool) -> None:
         idle_wait = 0.05 if self.waiting and not (self.prefilling or len(self.lanes)) else None
@@ -187,9 +191,9 @@ class Scheduler:
 
     # -- decoding ----------------------------------------------------------------------------
 
-    def _decode_round(self) -> None:
-        """One step of every lane, in turn."""
-        for lane in list(self.lanes.all):
+    def _decode_round(self, lanes: list[Lane]) -> None:
+        """One step of each of `lanes`, in turn."""
+        for lane in list(lanes):
             try:
                 self._step(lane)
             except Exception as error:  # noqa: BLE001 - `_failure` logs it

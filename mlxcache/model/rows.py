@@ -23,19 +23,20 @@ def _shadow(cache: Any) -> Any:
     return copy(cache)
 
 
-def join(rows: Caches, one: Caches, *, batched: bool) -> Caches:
-    """Batch caches that hold copies of `rows` and of `one`, left-padded to the longest.
+def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
+    """Batch caches that hold copies of `rows` and of `others`, left-padded to the longest.
 
-    `one` holds a single sequence, and so does `rows` unless it is `batched`; both stay as they are.
+    Each of `others` holds one sequence, and so does `rows` unless it is `batched`; all stay as
+    they are.
     Evaluated layer by layer: the peak is five arrays of a layer above what is given and returned.
     """
     joint = []
-    for mine, theirs in zip(rows, one, strict=True):
+    for mine, *theirs in zip(rows, *others, strict=True):
         if batched:
             cache = _shadow(mine)
-            cache.extend(theirs.merge([theirs]))
+            cache.extend(theirs[0].merge(theirs))
         else:
-            cache = mine.merge([mine, theirs])
+            cache = mine.merge([mine, *theirs])
         mx.eval(kv.tree_arrays(cache.state))
         joint.append(cache)
     return joint

@@ -1,0 +1,79 @@
+"""Prefill and decoding share the thread: equal time, but a short burst goes first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mlxcache.engine.pace import BURST_S, Pace
+from tests.engine.conftest import Bench
+
+
+class Clock:
+    """A clock that only moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def rounds_after(chunk_s: float, left_s: float) -> int:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.prefill(lambda: clock.wait(chunk_s))
+    due = pace.due(left_s)
+    if due <= 0:
+        return 0
+    done = []
+
+    def one() -> None:
+        done.append(1)
+        clock.wait(0.05)
+
+    pace.decode(one, due, lambda: True)
+    return len(done)
+
+
+def test_decoding_gets_as_much_time_as_a_long_prefill() -> None:
+    assert rounds_after(0.5, left_s=60.0) == 10
+
+
+def test_a_short_burst_of_prefill_goes_first() -> None:
+    assert rounds_after(0.5, left_s=0.3) == 0
+
+
+def test_no_burst_holds_decoding_up_for_longer_than_its_bound() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    held_up = 0.0
+    while pace.due(0.1) <= 0:
+        pace.prefill(lambda: clock.wait(0.2))
+        held_up += 0.2
+    assert held_up <= BURST_S + 0.2 + 1e-9
+
+
+def test_a_debt_is_forgotten_once_nothing_prefills() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.prefill(lambda: clock.wait(0.9))
+    assert pace.due(0.0) <= 0
+    assert pace.owed == 0
+
+
+def test_requests_that_come_at_once_decode_as_one_batch(toy_paths: dict[str, Path]) -> None:
+    bench = Bench(toy_paths["llama"])
+    rng = np.random.default_rng(2)
+    tasks = [bench.put(rng.integers(10, 400, 100 + i).tolist(), tokens=24) for i in range(6)]
+    most = 0
+    while not bench.scheduler.idle():
+        bench.scheduler.tick()
+        most = max([most, *(len(lane.tasks) for lane in bench.scheduler.lanes.all)])
+    assert most == 6
+    for task in tasks:
+        assert task.out == bench.cold(task.ids.tolist(), 24)
