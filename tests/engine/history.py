@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxcache.cache.budget import Budget
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task
+from mlxcache.errors import ContextLengthExceeded
 from mlxcache.types import Finished, Sampling
 from tests.engine.conftest import Bench, admitted
 
@@ -43,13 +44,12 @@ class History:
         self.path = path
         self.longest = longest
         layout = self.bench.memory.layout
-        self.ram = 1 << 30
-        if ram_tokens is not None:
-            self.ram = ram_tokens * layout.bytes_per_token + 24 * layout.checkpoint_bytes
+        self.ram_tokens = ram_tokens or 1 << 20
+        ram = self.ram_tokens * layout.bytes_per_token + 24 * layout.checkpoint_bytes
         # how many decode steps a chunk of prefill takes is drawn too, so that a seed is a history
         pace = np.random.default_rng(seed)
         ticks = itertools.accumulate(iter(lambda: float(pace.exponential()), None))
-        self.bench.use(Memory(layout, Budget(self.ram)), clock=lambda: next(ticks))
+        self.bench.use(Memory(layout, Budget(ram)), clock=lambda: next(ticks))
         self.chats: list[list[int]] = [self.text(self.rng.integers(5, longest))]
         self.live: list[Task] = []
         self.done: list[Task] = []
@@ -130,12 +130,13 @@ class History:
     def check(self) -> None:
         """After each tick: the accounts are right, and whoever is done is taken over."""
         self.bench.check()
-        over = [t for t in self.live if t.events and not hasattr(t.events[-1], "done")]  # type: ignore[attr-defined]
-        for task in over:
+        for task in [t for t in self.live if t.over or t.events]:  # type: ignore[attr-defined]
             last = task.events[-1]  # type: ignore[attr-defined]
-            if isinstance(last, BaseException):
+            if isinstance(last, ContextLengthExceeded) and len(task.ids) + 64 > self.ram_tokens:
+                self.live.remove(task)
+            elif isinstance(last, BaseException):
                 raise last
-            if isinstance(last, Finished):
+            elif isinstance(last, Finished):
                 self.live.remove(task)
                 self.done.append(task)
                 self.chats = [*self.chats[-12:], task.ids.tolist() + task.out]
@@ -147,7 +148,7 @@ class History:
         if record.finish_reason != "cancelled":
             assert record.cached_tokens + record.fed_tokens == len(task.ids)
             assert admitted(task).cached_tokens == record.cached_tokens < len(task.ids)
-            assert len(task.out) == task.limit or self.ram < 1 << 30
+            assert len(task.out) == task.limit or self.ram_tokens < 1 << 20
         if not task.out:
             return
         sampling = task.job.sampling
