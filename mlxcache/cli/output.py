@@ -104,6 +104,8 @@ def configure_logging(console: Console, level: str) -> None:
     """Log mlxcache from `level` on, and warnings of everything else."""
     logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler(console)], force=True)
     logging.getLogger("mlxcache").setLevel(level.upper())
+    # Its warnings are of what strangers send to the port, and their advice is for programmers.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
 def log_line(record: RequestRecord) -> str:

@@ -96,6 +96,8 @@ async def _load(engine: Engine, stop: asyncio.Event) -> bool:
 
 async def _end(server: uvicorn.Server, serving: asyncio.Task[None], engine: Engine) -> None:
     server.should_exit = True
+    # What is cut off at the end, such as a request whose body never came, is cut off on purpose.
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     await asyncio.gather(engine.stop(STOP_SECONDS), serving)
 
 

@@ -144,9 +144,14 @@ class Engine:
         self._live.clear()
 
     async def stop(self, seconds: float = 8.0) -> None:
-        """End every request and the MLX thread, waiting at most `seconds`."""
+        """End every request and the MLX thread, waiting at most `seconds`.
+
+        Readers are told at once: the thread may be inside a long forward pass.
+        """
         if self.state == "ready":
             self.state = "stopped"
+        for _, stream in self._live.values():
+            stream.fail(NotReady("The server is stopping.", retry_after=5.0))
         thread, core = self._thread, self._core
         if thread is not None and core is not None:
             core.scheduler.inbox.put(core.scheduler.stop)
