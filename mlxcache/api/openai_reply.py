@@ -165,4 +165,6 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def _logprob(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": max(logprob, -9999.0), "bytes": list(token.encode())}
+    """A token that is part of a character is shown as U+FFFD, which its bytes are not."""
+    raw = None if "\ufffd" in token else list(token.encode())
+    return {"token": token, "logprob": max(logprob, -9999.0), "bytes": raw}
