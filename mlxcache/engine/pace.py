@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-BURST_S = 1.0
-"""Prefill that is over within so many seconds goes first: what it lets in decodes as one batch."""
+BURST_S, ARRIVAL_S = 2.0, 8.0
+"""Prefill that is over within so many seconds goes first: what it lets in decodes as one batch.
+
+The second holds where nothing was decoding when it began, so that all arrived together.
+"""
+
+STALL_S = 0.5
+"""Seconds that a reply waits for its next token at most, plus one chunk, while a burst goes on."""
 
 
 class Pace:
     """Decoding gets as much time as prefill takes. A short burst of prefill may run up a debt.
 
-    `owed` is that debt in seconds, never above `BURST_S` plus one chunk.
+    `owed` is that debt in seconds, never above the burst's bound plus one chunk.
     """
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self.owed = 0.0
+        self.bound = BURST_S
+        self._round_at = clock()
+
+    def begin(self, *, decoding: bool) -> None:
+        """Prefill begins after a pause; `decoding`: somebody would notice a burst."""
+        self.bound = BURST_S if decoding else ARRIVAL_S
 
     def prefill(self, chunk: Callable[[], None]) -> None:
         """Run one chunk, and owe decoding the time that it took."""
@@ -28,7 +40,11 @@ class Pace:
         """Seconds of decoding that are due now, where prefill has about `left_s` to go."""
         if not left_s:
             self.owed = 0.0
-        return self.owed - (BURST_S if left_s <= BURST_S else 0.0)
+        return self.owed - (self.bound if left_s <= self.bound else 0.0)
+
+    def holds(self, due: float) -> bool:
+        """Whether decoding can wait for another chunk."""
+        return due <= 0 and self._clock() - self._round_at < STALL_S
 
     def decode(self, round_: Callable[[], None], due: float, more: Callable[[], bool]) -> None:
         """Run rounds for `due` seconds, at least one, while there is `more`; pay them off."""
@@ -36,4 +52,5 @@ class Pace:
         round_()
         while self._clock() - began < due and more():
             round_()
-        self.owed = max(0.0, self.owed - (self._clock() - began))
+        self._round_at = self._clock()
+        self.owed = max(0.0, self.owed - (self._round_at - began))

@@ -70,11 +70,13 @@ class Scheduler:
     def tick(self) -> None:
         """Take what has arrived, then do one chunk of prefill and some steps of decoding."""
         self._receive(block=not (self.prefilling or len(self.lanes) or self.waiting))
+        if not self.prefilling:
+            self.pace.begin(decoding=len(self.lanes) > 0)
         self._admit()
         if self.prefilling:
             self.pace.prefill(self._prefill_one)
         due = self.pace.due(sum(t.remaining for t in self.prefilling) / self.prefill.cost.rate)
-        if self.prefilling and due <= 0:
+        if self.prefilling and self.pace.holds(due):
             self._decode_round([lane for lane in self.lanes.all if not lane.tasks[0].out])
             return
         self.lanes.gather()
@@ -85,9 +87,8 @@ class Scheduler:
         )
 
     def _receive(self, *, block: bool) -> None:
-        idle_wait = 0.05 if self.waiting and not (self.prefilling or len(self.lanes)) else None
         try:
-            action = self.inbox.get(block or idle_wait is not None, idle_wait)
+            action = self.inbox.get(block)
             while True:
                 action()
                 action = self.inbox.get_nowait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,12 @@ class Bench:
         self.limits = Limits(concurrency, chunk, 65536, 1 << 30)
         self.ids = itertools.count()
         self.use(self.memory)
+
+    def twin(self) -> Bench:
+        """The same model with nothing cached."""
+        fresh = copy(self)
+        fresh.use(Memory(self.memory.layout, Budget(1 << 30)))
+        return fresh
 
     def use(self, memory: Memory, clock: Callable[[], float] = time.perf_counter) -> None:
         """Start afresh with `memory`; `clock` says for how long to decode beside a prefill."""

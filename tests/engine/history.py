@@ -41,7 +41,6 @@ class History:
     def __init__(self, path: Path, seed: int, *, ram_tokens: int | None = None, longest: int = 300):
         self.rng = np.random.default_rng(seed)
         self.bench = Bench(path, chunk=int(self.rng.choice([16, 64, 100])), concurrency=8)
-        self.path = path
         self.longest = longest
         layout = self.bench.memory.layout
         self.ram_tokens = ram_tokens or 1 << 20
@@ -86,7 +85,7 @@ class History:
         ids = self.prompt()
         marks = sorted({int(m) for m in rng.integers(1, len(ids) + 1, rng.integers(0, 5))})
         sampling = SAMPLINGS[rng.integers(len(SAMPLINGS))]
-        tokens = int(rng.choice([1, 2, 5, 12, 30, 70]))
+        tokens = int(rng.choice([1, 2, 5, 12, 30, 70], p=[0.15, 0.15, 0.25, 0.25, 0.15, 0.05]))
         self.live.append(self.bench.put(ids, tokens=tokens, marks=marks, sampling=sampling))
 
     def cancel(self) -> None:
@@ -155,7 +154,7 @@ class History:
         if sampling == Sampling():
             self.greedy(task.ids.tolist(), task.out)
         else:
-            alone = Bench(self.path).ask(task.ids.tolist(), tokens=len(task.out), sampling=sampling)
+            alone = self.bench.twin().ask(task.ids.tolist(), tokens=len(task.out), sampling=sampling)
             assert alone.out == task.out, (len(task.ids), sampling)
 
     def greedy(self, ids: list[int], out: list[int]) -> None:
