@@ -233,8 +233,6 @@ class Scheduler:
             else:
                 self._finish(task, outcome)
 
-    # -- ends --------------------------------------------------------------------------------
-
     def _finish(self, task: Task, reason: FinishReason) -> None:
         """Commit what a task computed, release what it held, and close its stream."""
         self._guard(task, lambda: self._close(task, reason))
