@@ -52,6 +52,7 @@ SHAPES: Mapping[type[errors.MlxcacheError], Shape] = {
 """Every class of `mlxcache.errors`, each by name: nothing is inherited silently."""
 
 _HTTP: Mapping[int, Shape] = {
+    403: Shape(403, "invalid_request_error", "permission_error", "forbidden"),
     404: SHAPES[errors.NotFound],
     405: Shape(405, "invalid_request_error", "invalid_request_error", "method_not_allowed"),
 }
@@ -103,7 +104,7 @@ def _message(error: Exception) -> str:
 
 def speaks_anthropic(request: Request) -> bool:
     """Whether errors go out in Anthropic's shape: by the path, else by its version header."""
-    path = request.url.path
+    path = request.scope["path"]  # the URL also holds the Host header, which may be anything
     return path.startswith("/v1/messages") or "anthropic-version" in request.headers
 
 
@@ -129,6 +130,16 @@ async def _handle(request: Request, error: Exception) -> Response:
     return error_response(request, error)
 
 
+async def _no_route(request: Request, error: Exception) -> Response:
+    return error_response(
+        request,
+        errors.NotFound(
+            f"There is nothing at {request.scope['path'][:200]}. (A client's base URL ends in /v1 "
+            "for the OpenAI API, and not for Anthropic's.)"
+        ),
+    )
+
+
 async def _gone(request: Request, _: Exception) -> Response:
     """Nobody reads this: it ends the exchange for the server's sake."""
     log.info("%s: the client went away", request.scope.get("state", {}).get("request_id"))
@@ -138,6 +149,7 @@ async def _gone(request: Request, _: Exception) -> Response:
 HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
     errors.MlxcacheError: _handle,
     HTTPException: _handle,
+    404: _no_route,
     ClientDisconnect: _gone,
 }
 """What the application gives Starlette; all other exceptions are the middleware's."""

@@ -40,6 +40,7 @@ class ApiSettings:
     `api_key` None: none is asked for. `default_max_tokens` holds where a request names none.
     `ping_seconds`: the longest silence in a stream. `send_timeout`: how long a reader may stall.
     `queue_grace`: how long a streamed request may wait in the queue before its headers go out.
+    `any_host`: without a key, serve requests for any host name, also those that web pages make.
     """
 
     api_key: str | None = None
@@ -48,6 +49,7 @@ class ApiSettings:
     ping_seconds: float = 10.0
     send_timeout: float = 30.0
     queue_grace: float = 5.0
+    any_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

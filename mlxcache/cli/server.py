@@ -53,7 +53,11 @@ async def run(settings: Settings, console: Console) -> None:
     _on_signals(stop, console)
     with Loading(console) as progress:
         engine = Engine(settings, progress, _log_request)
-        api = ApiSettings(api_key=settings.api_key, default_max_tokens=settings.max_tokens)
+        api = ApiSettings(
+            api_key=settings.api_key,
+            default_max_tokens=settings.max_tokens,
+            any_host=settings.insecure,
+        )
         server = _Server(_config(create_app(engine, api)))
         serving = asyncio.create_task(server.serve(sockets))
         try:

@@ -1,0 +1,107 @@
+"""Which names a request may come by: this machine's and its network's, and no web page's."""
+
+from __future__ import annotations
+
+import socket
+
+import httpx
+import pytest
+from starlette.datastructures import Headers
+
+from mlxcache.api.hosts import stranger
+from mlxcache.api.http import ApiSettings
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("", "localhost", "LOCALHOST:8081", "127.0.0.1:8081", "[::1]:8081", "192.168.1.7", "mac"),
+        *("mac.local:80", "host.docker.internal:8081", "a.localhost", "localhost.", "mac.lan"),
+        socket.gethostname(),
+    ],
+)
+def test_names_of_this_machine_and_its_network(host: str) -> None:
+    """Also from inside a container, and by a name that only the local network knows."""
+    assert stranger(Headers({"host": host})) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "127.0.0.1.evil.example:8081", "localhost.evil.example", "a.b:8081", "[x"],
+)
+def test_a_name_that_anyone_can_point_here(host: str) -> None:
+    """That is how a page would read the answers."""
+    assert stranger(Headers({"host": host})) == host
+
+
+@pytest.mark.parametrize(
+    ("origin", "let_in"),
+    [
+        ("https://evil.example", False),
+        ("http://evil.example:8081", False),
+        ("null", False),
+        ("http://[x", False),
+        ("http://localhost:3000", True),
+        ("http://127.0.0.1:8081", True),
+        ("vscode-webview://1abc", True),
+        ("app://obsidian.md", True),
+    ],
+)
+def test_origins(origin: str, let_in: bool) -> None:
+    """Pages of other sites can send a request without reading its answer: it would still run."""
+    found = stranger(Headers({"host": "127.0.0.1:8081", "origin": origin}))
+    assert found == (None if let_in else origin)
+
+
+@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "https://evil.example"}])
+class TestAPage:
+    async def test_is_refused_without_a_key(
+        self, client: httpx.AsyncClient, headers: dict[str, str]
+    ) -> None:
+        response = await client.post("/v1/chat/completions", json=CHAT, headers=headers)
+        assert response.status_code == 403
+        assert "evil.example" in response.json()["error"]["message"]
+        assert (await client.get("/health", headers=headers)).status_code == 403
+
+    async def test_is_refused_in_anthropics_shape(
+        self, client: httpx.AsyncClient, headers: dict[str, str]
+    ) -> None:
+        response = await client.post("/v1/messages", json=CHAT, headers=headers)
+        assert response.json()["error"]["type"] == "permission_error"
+
+
+class TestWithAKey:
+    @pytest.fixture
+    def settings(self) -> ApiSettings:
+        return ApiSettings(api_key="k")
+
+    async def test_the_key_decides(self, client: httpx.AsyncClient) -> None:
+        """Behind a proxy with a name of its own; a page cannot know the key."""
+        headers = {"host": "models.example.com", "x-api-key": "k"}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+        assert (await client.get("/health", headers={"host": "a.example"})).status_code == 200
+
+
+class TestWithAnyHost:
+    @pytest.fixture
+    def settings(self) -> ApiSettings:
+        return ApiSettings(any_host=True)
+
+    async def test_everyone_is_let_in(self, client: httpx.AsyncClient) -> None:
+        headers = {"host": "models.example.com"}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
+class TestAPathThatIsNone:
+    @pytest.mark.parametrize(
+        "path", ["/v1/v1/messages", "/chat/completions", "/v1/messages/batches"]
+    )
+    async def test_says_what_a_base_url_is(self, client: httpx.AsyncClient, path: str) -> None:
+        """The commonest mistake when a client is set up."""
+        response = await client.post(path, json=CHAT)
+        assert response.status_code == 404
+        message = response.json()["error"]["message"]
+        assert path in message
+        assert "base URL ends in /v1" in message
