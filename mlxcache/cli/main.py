@@ -30,7 +30,7 @@ def options(
         bool, typer.Option("--version", metavar="", help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """A session server for local coding agents on MLX: every turn starts warm."""
+    """A model server for coding agents on MLX: every turn after the first starts warm."""
     if show_version:
         version()
         raise typer.Exit

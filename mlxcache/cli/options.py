@@ -47,13 +47,13 @@ Ram = Annotated[
     _value(
         MEMORY,
         "SIZE|PERCENT|auto",
-        "All memory beside the weights: 8GB, 25%, auto.",
+        "All memory beside the weights: 8GB, 25%, auto. A bare number is bytes.",
         "auto",
     ),
 ]
 Context = Annotated[
     str | None,
-    _value(MEMORY, "N", "Tokens in a prompt and its reply.", "the model's own"),
+    _value(MEMORY, "N", "Tokens in a prompt and its reply together.", "the model's own"),
 ]
 MaxTokens = Annotated[
     str | None,
@@ -80,9 +80,18 @@ Insecure = Annotated[
 CacheDir = Annotated[
     str | None, _value(OTHER, "DIR", "Where the server keeps its files.", "the user's cache folder")
 ]
-LogLevel = Annotated[str | None, _value(OTHER, "LEVEL", "debug, info, warning or error.", "info")]
+LogLevel = Annotated[
+    str | None,
+    _value(OTHER, "LEVEL", "debug, info, warning or error; requests are logged with info.", "info"),
+]
 Config = Annotated[
-    Path | None, _value(OTHER, "FILE", "Settings in TOML; flags and variables win over it.")
+    Path | None,
+    _value(
+        OTHER,
+        "FILE",
+        "Settings in TOML; flags and variables win over it.",
+        "config.toml in the user's configuration folder",
+    ),
 ]
 Canonicalise = Annotated[bool | None, typer.Option("--canonicalise/--no-canonicalise", hidden=True)]
 Reserved = Annotated[str | None, typer.Option(hidden=True)]
