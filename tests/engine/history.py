@@ -154,7 +154,9 @@ class History:
         if sampling == Sampling():
             self.greedy(task.ids.tolist(), task.out)
         else:
-            alone = self.bench.twin().ask(task.ids.tolist(), tokens=len(task.out), sampling=sampling)
+            alone = self.bench.twin().ask(
+                task.ids.tolist(), tokens=len(task.out), sampling=sampling
+            )
             assert alone.out == task.out, (len(task.ids), sampling)
 
     def greedy(self, ids: list[int], out: list[int]) -> None:
