@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +28,9 @@ log = logging.getLogger("mlxcache.engine")
 
 MIN_TRANSIENT = 16 << 20
 
+LEAST_CONTEXT = 512
+"""Tokens that the budget must have room for; with fewer no agent could ask anything."""
+
 
 class Core:
     """A loaded model with all that serves it. Make and use it on the MLX thread."""
@@ -42,10 +47,11 @@ class Core:
         for name in self.layout.unknown:
             log.warning("cache class %s is unknown: the model is served, nothing is cached", name)
         self.memory = Memory(self.layout, self._budget(settings))
+        self.info = replace(loaded.info, context_length=self._longest(settings.ram))
         limits = Limits(
             concurrency=settings.concurrency,
             prefill_chunk=settings.prefill_chunk,
-            context=loaded.info.context_length,
+            context=self.info.context_length,
             transient=self.transient,
         )
         self.scheduler = Scheduler(
@@ -84,6 +90,19 @@ class Core:
         longest = min(context, limit // per_token)
         least = self.cost.transient(16, longest)
         return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
+
+    def _longest(self, ram: str | int) -> int:
+        """The tokens that both the model's context and the budget allow."""
+        context = self.loaded.info.context_length
+        longest = bisect_left(range(1, context + 1), True, key=lambda n: not self.fits(n))
+        if longest < min(context, LEAST_CONTEXT):
+            raise ModelError(
+                f"--ram {ram} has room for {longest} tokens of this model: give it more, "
+                "for example --ram 8GB or --ram 25%"
+            )
+        if longest < context:
+            log.warning("--ram %s has room for %d of the model's %d tokens", ram, longest, context)
+        return longest
 
     def fits(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens could be served with nothing else held."""

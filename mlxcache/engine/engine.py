@@ -91,7 +91,7 @@ class Engine:
         except BaseException:
             self.state = "failed"
             raise
-        self.info = self._core.loaded.info
+        self.info = self._core.info
         self.state = "ready"
 
     def _spec(self) -> load.ModelSpec | None:
@@ -183,7 +183,6 @@ class Engine:
         """Queue `job`. Raises NotReady, QueueFull, BadRequest or ContextLengthExceeded at once."""
         self._ready_builder()
         assert self._core is not None
-        self._check(job, self._core)
         record = RequestRecord(
             id=job.id,
             session=job.session,
@@ -195,6 +194,12 @@ class Engine:
             timing={"render_s": round(job.render_s, 6)},
         )
         self._keep(record)
+        try:
+            self._check(job, self._core)
+        except MlxcacheError as error:
+            record.status, record.error = "rejected", str(error)
+            self._on_request(record)
+            raise
         scheduler = self._core.scheduler
         stream = Stream(
             record, lambda: scheduler.inbox.put(lambda: scheduler.cancel(task)), self.stall_s
@@ -205,17 +210,14 @@ class Engine:
         return stream
 
     def _check(self, job: Job, core: Core) -> None:
-        tokens, context = len(job.prompt.ids), core.loaded.info.context_length
+        tokens, context = len(job.prompt.ids), core.info.context_length
         if tokens == 0:
             raise BadRequest("The prompt is empty.", param="prompt")
         if tokens >= context:
+            own = core.loaded.info.context_length
+            why = f" (all that --ram {self.settings.ram} has room for)" if context < own else ""
             raise ContextLengthExceeded(
-                f"prompt is too long: {tokens} tokens > {context - 1} maximum"
-            )
-        if not core.fits(tokens):
-            raise ContextLengthExceeded(
-                f"The prompt of {tokens} tokens can never fit the memory budget (--ram "
-                f"{self.settings.ram}: {core.memory.budget.limit} bytes)."
+                f"prompt is too long: {tokens} tokens > {context - 1} maximum{why}"
             )
         ids, vocabulary = job.prompt.ids, core.layout.vocab_size
         if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:

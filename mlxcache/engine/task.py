@@ -97,7 +97,9 @@ class Task:
 
     def progress(self) -> None:
         """Tell the client how far the prefill is."""
-        self.push(Progress(self.held.lineage.length, len(self.ids)))
+        done = self.held.lineage.length
+        self.record.fed_tokens = done - self.record.cached_tokens
+        self.push(Progress(done, len(self.ids)))
 
     def take(self, drawn: Drawn) -> FinishReason | None:
         """Account for a drawn token and stream its pieces; why the reply is over, if it is."""

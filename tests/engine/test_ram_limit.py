@@ -13,7 +13,7 @@ import pytest
 
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.errors import ContextLengthExceeded, QueueFull
+from mlxcache.errors import ContextLengthExceeded, ModelError, QueueFull
 from mlxcache.types import Finished, Job, Prompt
 
 LIMIT = 24_000_000
@@ -79,8 +79,11 @@ async def test_a_prompt_that_can_never_fit_is_refused_at_once(toy_paths: dict[st
     await engine.start()
     with pytest.raises(ContextLengthExceeded, match="--ram"):
         await ask(engine, [20] * 60_000, 8, "huge")
-    with pytest.raises(ContextLengthExceeded, match="70000 tokens > 65535 maximum"):
-        await ask(engine, [20] * 70_000, 8, "longer")
+    assert engine.requests()[0].status == "rejected"
+    assert engine.info is not None
+    longest = engine.info.context_length - 1
+    with pytest.raises(ContextLengthExceeded, match=f"{longest + 1} tokens > {longest} maximum"):
+        await ask(engine, [20] * (longest + 1), 8, "longer")
     assert (await ask(engine, [20] * 50, 8, "small")).reason == "length"
     await engine.stop()
 
@@ -97,3 +100,11 @@ async def test_a_full_queue_says_so(toy_paths: dict[str, Path]) -> None:
     for stream in streams:
         await stream.aclose()
     await engine.stop()
+
+
+async def test_a_budget_without_room_for_a_prompt_is_refused_at_start(
+    toy_paths: dict[str, Path],
+) -> None:
+    engine = Engine(Settings(model=str(toy_paths["llama"]), ram=100_000))
+    with pytest.raises(ModelError, match="--ram 100000"):
+        await engine.start()
