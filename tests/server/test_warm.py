@@ -1,0 +1,116 @@
+"""Warm greedy output is what mlx-lm says of the whole prompt, token for token, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.conftest import ToyMaker
+from tests.server.api import CHAT, MESSAGES, Answer, Api, request, user, words
+from tests.server.conftest import Start
+from tests.server.reference import greedy
+
+FAMILIES = ("llama", "gemma3", "qwen3_5")
+NEW = 64
+"""Tokens beside what is new that a turn may feed."""
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture
+def server(llama: Api, start: Start, toy: ToyMaker) -> Callable[[str], Api]:
+    """The server of a family."""
+
+    def of(family: str) -> Api:
+        return llama if family == "llama" else start(family, toy(family), "--prefill-chunk", "256")
+
+    return of
+
+
+def converse(api: Api, seed: int, turns: int) -> tuple[list[dict[str, Any]], Answer]:
+    """A conversation of so many turns: its last body and the answer to it."""
+    messages = [{"role": "system", "content": words(seed, 60)}]
+    before = 0
+    for turn in range(turns):
+        messages.append(user(words(seed + turn, 30)))
+        answer = api.chat(messages)
+        record = api.record(answer.id)
+        assert record["cached_tokens"] == answer.cached
+        assert record["cached_tokens"] + record["fed_tokens"] == answer.prompt
+        if before:
+            assert answer.fed <= answer.prompt - before + NEW
+        before = answer.prompt
+        if turn < turns - 1:
+            messages.append({"role": "assistant", "content": answer.text})
+    return messages, answer
+
+
+@every_family
+def test_a_conversation_of_four_turns(
+    server: Callable[[str], Api], toy: ToyMaker, family: str
+) -> None:
+    """Each turn feeds what is new, and the last one's reply is as if all had been fed."""
+    messages, answer = converse(server(family), 1000, 4)
+    assert answer.cached > 400
+    assert answer.text == greedy(toy(family), messages)
+
+
+@every_family
+def test_six_conversations_at_once(
+    server: Callable[[str], Api], toy: ToyMaker, family: str
+) -> None:
+    """Batched or in turn, nobody's tokens depend on who else is there."""
+    api = server(family)
+    with ThreadPoolExecutor(6) as pool:
+        ends = list(pool.map(lambda i: converse(api, 2000 + 10 * i, 2), range(6)))
+    for messages, answer in ends:
+        assert answer.cached > 200
+        assert answer.text == greedy(toy(family), messages)
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "stream"),
+    [
+        ("llama", CHAT, True),
+        ("llama", CHAT, False),
+        ("llama", MESSAGES, True),
+        ("llama", MESSAGES, False),
+        ("gemma3", MESSAGES, True),
+        ("qwen3_5", MESSAGES, True),
+    ],
+)
+def test_a_cancelled_prefill_is_continued_by_its_retry(
+    server: Callable[[str], Api], toy: ToyMaker, family: str, path: str, stream: bool
+) -> None:
+    """A client that leaves loses nothing: the retry starts where it was left."""
+    api = server(family)
+    session = f"{family}{path}{stream}"
+    messages = [user(words(3000 + len(session), 400))]
+    body = {"model": "m", "messages": messages, "max_tokens": 24, "temperature": 0}
+    with api.raw(request(path, body | {"stream": stream}, f"X-Session-Id: {session}")):
+        api.wait(session, "prefill", "decode")
+    left = api.wait(session, "cancelled", seconds=10)
+    retry = api.chat(messages) if path == CHAT else api.message(messages)
+    assert retry.cached >= min(left["cached_tokens"] + left["fed_tokens"], retry.prompt - 16)
+    assert retry.text == greedy(toy(family), messages)
+
+
+@every_family
+def test_a_cancelled_reply_is_continued_by_its_retry(
+    server: Callable[[str], Api], toy: ToyMaker, family: str
+) -> None:
+    """Also in the middle of the reply: its prompt is not computed again."""
+    api = server(family)
+    messages = [user(words(4000, 50))]
+    body = {"messages": messages, "max_tokens": 50_000, "temperature": 0, "stream": True}
+    with api.http.stream("POST", CHAT, json=body, headers={"X-Session-Id": "half"}) as reply:
+        for _, line in zip(range(20), reply.iter_lines(), strict=False):
+            assert "error" not in line
+    left = api.wait("half", "cancelled", seconds=10)
+    assert left["generated_tokens"] > 0
+    retry = api.chat(messages)
+    assert retry.fed <= 16
+    assert retry.text == greedy(toy(family), messages)
