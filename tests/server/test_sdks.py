@@ -1,0 +1,190 @@
+"""The SDKs of both APIs against a real model: streams, stops, seeds, log-probabilities, usage."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from tests.server.api import END_IDS, Api, user, words
+
+QUESTION = [{"role": "system", "content": "You are helpful."}, user("Tell me about lists.")]
+TOOL = {"name": "read", "description": "Reads a file.", "input_schema": {"type": "object"}}
+HEADERS = {"X-Session-Id": "first", "X-Claude-Code-Session-Id": "second"}
+FUNCTION = {"name": "read", "description": "Reads a file.", "parameters": {"type": "object"}}
+
+
+@pytest.fixture
+def ask(llama: Api) -> Any:
+    """A greedy chat completion of 40 tokens, by the SDK."""
+    client = openai.OpenAI(base_url=f"{llama.url}/v1", api_key="any", max_retries=0)
+
+    def create(**extra: Any) -> Any:
+        wishes: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "messages": QUESTION}
+        return client.chat.completions.create(model="any", **(wishes | extra))
+
+    return create
+
+
+@pytest.fixture
+def claude(thinking: Api) -> anthropic.Anthropic:
+    """The SDK on the model that reasons."""
+    return anthropic.Anthropic(base_url=thinking.url, api_key="any", max_retries=0)
+
+
+def text_of(chunks: Any) -> tuple[str, Any]:
+    """A streamed reply's text, and its usage."""
+    text, usage = "", None
+    for chunk in chunks:
+        text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        usage = chunk.usage or usage
+    return text, usage
+
+
+class TestOpenAI:
+    def test_a_stream_says_what_a_whole_reply_says(self, ask: Any) -> None:
+        tools = [{"type": "function", "function": FUNCTION}]
+        whole = ask(tools=tools)
+        options = {"include_usage": True}
+        text, usage = text_of(ask(tools=tools, stream=True, stream_options=options))
+        assert text == whole.choices[0].message.content
+        assert usage.prompt_tokens == whole.usage.prompt_tokens
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+        assert usage.completion_tokens == whole.usage.completion_tokens == 40
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_stop_string_ends_the_reply_and_is_no_part_of_it(
+        self, ask: Any, stream: bool
+    ) -> None:
+        full = ask().choices[0].message.content
+        stop = full[len(full) // 2 :][:5]
+        got = ask(stop=[stop], stream=stream)
+        text = text_of(got)[0] if stream else got.choices[0].message.content
+        assert text == full[: full.index(stop)]
+        if not stream:
+            assert got.choices[0].finish_reason == "stop"
+
+    def test_log_probabilities_are_of_the_tokens_of_the_text(self, ask: Any) -> None:
+        reply = ask(logprobs=True, top_logprobs=3).choices[0]
+        tokens = reply.logprobs.content
+        assert len(tokens) == 40
+        assert all(len(token.top_logprobs) == 3 for token in tokens)
+        assert all(token.logprob == token.top_logprobs[0].logprob <= 0 for token in tokens)
+        known = [token for token in tokens if token.bytes is not None]
+        assert known
+        assert all(bytes(token.bytes).decode() in reply.message.content for token in known)
+
+    def test_a_seed_draws_the_same_alone_and_beside_others(self, ask: Any) -> None:
+        def drawn(seed: int) -> str:
+            return str(ask(seed=seed, temperature=1).choices[0].message.content)
+
+        alone = [drawn(seed) for seed in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(drawn, range(6))) == alone
+        assert len(set(alone)) == 6
+
+    def test_a_continued_completion_of_token_ids(self, llama: Api) -> None:
+        client = openai.OpenAI(base_url=f"{llama.url}/v1", api_key="any", max_retries=0)
+        wishes: dict[str, Any] = {"model": "any", "max_tokens": 6, "temperature": 0}
+        reply = client.completions.create(prompt=[40, 41, 42], **wishes)
+        assert reply.usage
+        assert reply.usage.prompt_tokens == 3
+        again = client.completions.create(prompt=[40, 41, 42], stream=True, **wishes)
+        assert "".join(chunk.choices[0].text for chunk in again) == reply.choices[0].text
+
+
+class TestAnthropic:
+    def test_reasoning_is_signed_and_comes_back_unharmed(self, claude: anthropic.Anthropic) -> None:
+        """Every turn after the first feeds only what is new, with tools and with reasoning."""
+        messages: list[Any] = [user(words(1, 100))]
+        before = 0
+        seen = set()
+        for turn in range(4):
+            reply = claude.messages.create(
+                model="any",
+                max_tokens=200,
+                messages=messages,
+                tools=[TOOL],  # type: ignore[list-item]
+                extra_body={"temperature": 0},
+            )
+            usage = reply.usage
+            cached = usage.cache_read_input_tokens or 0
+            prompt = usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0)
+            if turn:
+                assert prompt - cached <= prompt - before + 64
+            before = prompt
+            seen |= {block.type for block in reply.content}
+            blocks = [block.to_dict() for block in reply.content]
+            messages += [{"role": "assistant", "content": blocks or "."}, user(words(turn + 2, 9))]
+        assert seen == {"thinking", "text"}
+
+    def test_a_stream_builds_what_a_whole_reply_is(self, claude: anthropic.Anthropic) -> None:
+        """Blocks, signatures, reasons and counts."""
+        wishes: dict[str, Any] = {
+            "model": "any",
+            "max_tokens": 60,
+            "messages": [user("Hi")],
+            "extra_body": {"temperature": 0},
+        }
+        whole = claude.messages.create(**wishes)
+        with claude.messages.stream(**wishes) as stream:
+            built = stream.get_final_message()
+        assert built.to_dict()["content"] == whole.to_dict()["content"]
+        assert built.stop_reason == whole.stop_reason
+        assert built.usage.output_tokens == whole.usage.output_tokens
+
+    def test_counts_are_disjoint_and_add_up(self, claude: anthropic.Anthropic) -> None:
+        """Read, created up to the mark, and the rest; count_tokens says the same sum."""
+        mark: Any = {"type": "ephemeral"}
+        conversation: dict[str, Any] = {
+            "model": "any",
+            "system": [{"type": "text", "text": words(50, 60), "cache_control": mark}],
+            "messages": [user(words(51, 20))],
+        }
+        usage = claude.messages.create(max_tokens=2, **conversation).usage
+        parts = (
+            usage.input_tokens,
+            usage.cache_creation_input_tokens or 0,
+            usage.cache_read_input_tokens or 0,
+        )
+        assert parts[1] > 100
+        assert parts[0] > 40
+        assert sum(parts) == claude.messages.count_tokens(**conversation).input_tokens
+        again = claude.messages.create(max_tokens=2, **conversation).usage
+        assert (again.input_tokens, again.cache_creation_input_tokens) == (1, 0)
+        assert again.cache_read_input_tokens == sum(parts) - 1
+
+
+class TestLabels:
+    @pytest.mark.parametrize(
+        ("headers", "user_id", "label"),
+        [
+            (HEADERS, '{"session_id": "third"}', "first"),
+            ({"X-Claude-Code-Session-Id": "second"}, '{"session_id": "third"}', "second"),
+            ({}, '{"session_id": "third"}', "third"),
+            ({}, "user_x_account__session_0a1b2c3d-1111", "0a1b2c3d-1111"),
+            ({}, "just a name", None),
+        ],
+    )
+    def test_the_first_of_several_wins(
+        self, llama: Api, headers: dict[str, str], user_id: str, label: str | None
+    ) -> None:
+        """As GET /v1/requests shows."""
+        body = {"model": "m", "max_tokens": 1, "messages": [user("Hi")]}
+        response = llama.post("/v1/messages", body | {"metadata": {"user_id": user_id}}, **headers)
+        assert llama.record(response.headers["x-mlxcache-request"])["session"] == label
+
+    def test_a_prompt_cache_key_is_a_label(self, llama: Api) -> None:
+        """The last of all, and never a key of the cache."""
+        answers = [llama.chat([user(words(60, 30))], prompt_cache_key=key) for key in ("a", "b")]
+        assert [llama.record(answer.id)["session"] for answer in answers] == ["a", "b"]
+        assert answers[1].fed == 1
+
+
+def test_a_reply_that_never_ends_by_itself_ends_at_its_limit(llama: Api) -> None:
+    """A bias is obeyed, and no limit beyond the context is refused."""
+    answer = llama.chat([user("Hi")], tokens=300, logit_bias=END_IDS)
+    assert answer.generated == 300
