@@ -10,7 +10,7 @@ BURST_S, ARRIVAL_S = 2.0, 8.0
 The second holds where nothing was decoding when it began, so that all arrived together.
 """
 
-STALL_S = 0.5
+STALL_S = 1.0
 """Seconds that a reply waits for its next token at most, plus one chunk, while a burst goes on."""
 
 

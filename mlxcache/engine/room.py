@@ -10,16 +10,15 @@ from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 
 STEP = 256
-"""Positions that a buffer grows by at least."""
+"""Positions of a reply that get room with its prompt, and the least that is evicted at once."""
 
 WARM_LINEAGES = 4
 """Idle lineages that may keep a whole buffer although the tree holds part of it elsewhere."""
 
 
 def with_slack(tokens: int) -> int:
-    """Capacity for `tokens` positions: one growth step more, in whole steps."""
-    slack = max(STEP, tokens // 16)
-    return (tokens + slack + STEP - 1) // STEP * STEP
+    """Capacity for `tokens` positions and some growth: a 24th more, at least 64, in steps of 64."""
+    return (tokens + max(64, tokens // 24) + 63) // 64 * 64
 
 
 class Room:

@@ -79,7 +79,8 @@ class Scheduler:
         if self.prefilling and self.pace.holds(due):
             self._decode_round([lane for lane in self.lanes.all if not lane.tasks[0].out])
             return
-        self.lanes.gather()
+        if due > 0 or not self.prefilling:  # each join copies: not while more are to come
+            self.lanes.gather()
         self.pace.decode(
             lambda: self._decode_round(self.lanes.all),
             due,
