@@ -67,9 +67,9 @@ def thinking(start: Start, toy: ToyMaker) -> Api:
 
 @pytest.fixture(scope="session")
 def strict(start: Start, toy: ToyMaker) -> Api:
-    """A model whose template refuses system messages, and knows no tools."""
-    model = toy("llama", seed=1)
+    """A small context, and a template that refuses system messages and knows no tools."""
+    model = toy("llama", emits={"<|im_end|>": 20})
     config = model / "tokenizer_config.json"
     fields = json.loads(config.read_text(encoding="utf-8")) | {"chat_template": STRICT}
     config.write_text(json.dumps(fields), encoding="utf-8")
-    return start("strict", model)
+    return start("strict", model, "--context", "1000", "--max-tokens", "9")

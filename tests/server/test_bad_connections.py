@@ -1,0 +1,121 @@
+"""Clients that break off, pour, stall or speak something else: the server goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.server.api import CHAT, END_IDS, MESSAGES, Api, read_all, request, until, user
+
+BODY: dict[str, Any] = {"model": "m", "messages": [user("Hi")], "max_tokens": 2}
+CLOSE = "Connection: close"
+CHUNKED = b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def goes_on(llama: Api) -> Iterator[None]:
+    """After each test the server still answers, quietly."""
+    yield
+    assert llama.message([user("Hi")], tokens=2).generated == 2
+    assert "Traceback" not in llama.served.output
+
+
+def test_pipelined_requests_are_answered_in_order(llama: Api) -> None:
+    """Also behind a stream."""
+    first = request(CHAT, BODY | {"stream": True})
+    with llama.raw(first + request(MESSAGES, BODY) + request(CHAT, BODY, CLOSE)) as sock:
+        got = read_all(sock)
+    assert got.count(b"HTTP/1.1 200") == 3
+    assert got.index(b"[DONE]") < got.index(b'"type":"message"') < got.index(b'"chat.completion"')
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("cut", ["headers", "body", "chunk", "nothing"])
+def test_a_socket_that_is_half_closed(llama: Api, path: str, cut: str) -> None:
+    """A client that closes its end has left; whoever is cut off gets no reply for a half body."""
+    whole = request(path, BODY)
+    sent = {
+        "headers": whole[:40],
+        "body": whole[:-5],
+        "chunk": CHUNKED + b"50\r\n" + whole[-20:],
+        "nothing": b"",
+    }[cut]
+    with llama.raw(sent) as sock:
+        sock.shutdown(1)
+        assert b"200 OK" not in read_all(sock)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x00\xc8\x01\x00\x00\xc4\x03\x03" + bytes(200),
+        os.urandom(3000) + b"\r\n\r\n",
+        CHUNKED + b"zz\r\n{}\r\n",
+        CHUNKED + b"-1\r\n{}\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 1" + b"0" * 30 + b"\r\n\r\n{}",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 1_000_000,
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 100_000,
+    ],
+    ids=["tls", "noise", "size", "negative", "length", "long", "header", "flood"],
+)
+def test_what_is_not_http(llama: Api, data: bytes) -> None:
+    """A 400 and the end of the connection."""
+    with llama.raw() as sock:
+        try:
+            sock.sendall(data)
+            got = sock.recv(65536)
+        except ConnectionError:
+            return  # it closed before all was sent
+        assert got.startswith(b"HTTP/1.1 400")
+
+
+def test_a_large_body_is_refused_before_it_is_sent(llama: Api) -> None:
+    """A client that asks first is told at once."""
+    head = b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n"
+    with llama.raw(head + b"Expect: 100-continue\r\n\r\n") as sock:
+        assert sock.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+def test_two_hundred_idle_connections(llama: Api) -> None:
+    """Half of them in the middle of a request."""
+    with ExitStack() as stack:
+        for i in range(200):
+            sent = b"" if i % 2 else request(MESSAGES, BODY)[:-5]
+            stack.enter_context(llama.raw(sent))
+        assert llama.chat([user("Hi")], tokens=2).generated == 2
+
+
+def test_a_web_page_is_not_let_in(llama: Api) -> None:
+    """Neither by a name of its own that points here, nor from its own origin."""
+    for header in ("Host: evil.example", "Origin: https://evil.example"):
+        data = request(CHAT, BODY, header, CLOSE)
+        if header.startswith("Host"):
+            data = data.replace(b"Host: x\r\n", b"", 1)
+        with llama.raw(data) as sock:
+            got = read_all(sock)
+        assert got.startswith(b"HTTP/1.1 403")
+        assert b"access-control" not in got.lower()
+
+
+def test_a_reader_that_stalls_holds_up_nobody(llama: Api) -> None:
+    """Others are answered at once while it does not read; when it goes, its request ends."""
+    body = BODY | {"max_tokens": 50_000, "stream": True, "logit_bias": END_IDS}
+    with llama.raw(request(CHAT, body, "X-Session-Id: stalled"), buffer=2048):
+        llama.wait("stalled", "decode")
+        for _ in range(5):
+            assert llama.chat([user("Hi")], tokens=4).generated == 4
+        assert llama.record_of("stalled")["status"] == "decode"
+    llama.wait("stalled", "cancelled", seconds=5)
+
+
+def test_connections_are_given_back(llama: Api) -> None:
+    """Nothing that was broken off is held on to."""
+    descriptors = f"/proc/{llama.served.process.pid}/fd"
+    if not os.path.isdir(descriptors):
+        pytest.skip("this system does not list a process's files")
+    until(lambda: len(os.listdir(descriptors)) < 60, 10, lambda: str(os.listdir(descriptors)))
