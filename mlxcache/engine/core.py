@@ -75,20 +75,21 @@ class Core:
         )
         pool = min(limit // 16, 1 << 30)
         device.prepare(pool)
-        self.cost = cost.measure(
-            self.loaded.model, layout.make, layout.bytes_per_token, layout.vocab_size
-        )
-        self.transient = self._transient(limit, info.context_length)
+        self.cost = cost.measure(self.loaded.model, layout, limit // 8)
+        self.transient = self._transient(limit, settings.concurrency)
         budget = Budget(limit)
         if not budget.reserve("pool", pool) or not budget.reserve("transient", self.transient):
             raise ModelError(f"--ram {settings.ram} is too little to run this model at all")
         return budget
 
-    def _transient(self, limit: int, context: int) -> int:
-        """Bytes set aside for forward passes: an eighth, or what the longest prompt needs."""
+    def _transient(self, limit: int, rows: int) -> int:
+        """Bytes set aside for forward passes: an eighth, or what the longest ones need."""
         per_token = max(1, self.layout.bytes_per_token)
-        longest = min(context, limit // per_token)
-        least = self.cost.transient(16, longest)
+        longest = min(self.loaded.info.context_length, limit // per_token)
+        least = max(
+            self.cost.transient(cost.FEWEST, longest),
+            self.cost.transient(1, longest // rows, rows),
+        )
         return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
 
     def _longest(self, ram: str | int) -> int:
@@ -108,7 +109,7 @@ class Core:
         """Whether a prompt of so many tokens could be served with nothing else held."""
         needed = (tokens + 64) * self.layout.bytes_per_token + 2 * self.layout.checkpoint_bytes
         room = self.memory.room.largest()
-        return needed <= room and self.cost.transient(16, tokens) <= self.transient
+        return needed <= room and self.cost.transient(cost.FEWEST, tokens) <= self.transient
 
     def _dress(self, task: Task) -> None:
         """Give a task its parser, its sampler and its processors."""

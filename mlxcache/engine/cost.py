@@ -1,7 +1,9 @@
 """What a forward pass costs, measured on the model itself: transient bytes and seconds.
 
-Attention scores may be materialised (the CPU does; Metal's fused kernel does not), so the bytes
-of a chunk of c tokens after k cached ones are taken as `per_token * c + per_pair * c * (k + c)`.
+Attention scores may be materialised (the CPU does; Metal's fused kernel does not), keys may be
+expanded from a latent, layers may see a part of the text only. So the bytes of a chunk of c tokens
+after k cached ones are taken as `per_token * c + per_pair * c * (k + c) + per_key * (k + c) +
+per_square * c * c`, each coefficient measured where its term is the largest.
 """
 
 from __future__ import annotations
@@ -14,9 +16,17 @@ from typing import Any
 import mlx.core as mx
 
 from mlxcache.model import kv
+from mlxcache.model.kv import Layout
+from mlxcache.model.lineage import Lineage
 
 PROBE = 128
 """Tokens in each probing chunk."""
+
+FEWEST = 16
+"""Tokens of the shortest chunk that a prompt is fed in."""
+
+FAR = 4096
+"""Cached positions, all zeros, that a probing chunk is fed after."""
 
 SAFETY = 1.3
 """Allowance over what was measured."""
@@ -26,59 +36,89 @@ SAFETY = 1.3
 class Cost:
     """Measured costs of one model on this machine.
 
-    `per_token` and `per_pair` are bytes, `fixed` too; `rate` is prefill tokens per second, a moving
-    average that `observe` keeps.
+    All but the last are bytes, `fixed` those of one row's logits; `rate` is prefill tokens per
+    second, a moving average that `observe` keeps.
     """
 
     per_token: float
     per_pair: float
     fixed: float
     rate: float
+    per_key: float = 0.0
+    per_square: float = 0.0
 
     def transient(self, chunk: int, cached: int, rows: int = 1) -> int:
         """Bytes that feeding `chunk` tokens after `cached` takes beyond the KV it leaves."""
-        pairs = chunk * (cached + chunk)
-        return int(SAFETY * rows * (self.per_token * chunk + self.per_pair * pairs) + self.fixed)
+        seen = cached + chunk
+        size = self.per_token * chunk + self.per_pair * chunk * seen
+        size += self.per_key * seen + self.per_square * chunk * chunk
+        return int(rows * (SAFETY * size + self.fixed))
 
     def chunk(self, cached: int, *, bytes_: int, seconds: float, most: int) -> int:
-        """The longest chunk that stays within `bytes_` and about `seconds`; at least 16 tokens."""
+        """The longest chunk that stays within `bytes_` and about `seconds`; at least `FEWEST`."""
         size = min(most, max(32, int(self.rate * seconds)))
-        while size > 16 and self.transient(size, cached) > bytes_:
+        while size > FEWEST and self.transient(size, cached) > bytes_:
             size //= 2
-        return max(16, size)
+        return max(FEWEST, size)
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take a measured chunk into the moving average."""
-        if tokens >= 16 and seconds > 0:
+        if tokens >= FEWEST and seconds > 0:
             self.rate = 0.7 * self.rate + 0.3 * tokens / seconds
 
 
-def _peak(feed: Callable[[int], None], tokens: int) -> tuple[int, float]:
+def _peak(feed: Callable[[], None]) -> int:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    start = time.perf_counter()
-    feed(tokens)
-    seconds = time.perf_counter() - start
-    return max(0, mx.get_peak_memory() - max(before, mx.get_active_memory())), seconds
+    feed()
+    return max(0, mx.get_peak_memory() - before)
 
 
-def measure(model: Any, make: Callable[[], kv.Caches], per_kv: int, vocab: int) -> Cost:
-    """Feed a few short chunks and see what memory and time they take.
+def measure(model: Any, layout: Layout, room: int) -> Cost:
+    """Feed a few short chunks and see what memory and time they take. Also warms up kernels.
 
-    `per_kv` is the KV's bytes per token, `vocab` the number of logits. Also warms up kernels.
+    `room` bytes may be used for cached positions.
     """
-    caches = make()
+    line = Lineage(layout)
+    far = min(FAR, room // max(1, layout.bytes_per_token))
+    line.grow(far + 4 * PROBE)
 
-    def feed(tokens: int) -> None:
-        model(mx.zeros((1, tokens), mx.int32), cache=caches)
-        kv.eval_states(caches)
+    def probe(tokens: int, at: int) -> int:
+        line.truncate(at)
+        line.settle()
+        chunk = mx.zeros((1, tokens), mx.int32)
 
-    feed(2)
-    first, _ = _peak(feed, PROBE)
-    _peak(feed, 3 * PROBE)
-    last, seconds = _peak(feed, PROBE)
-    per_pair = max(0.0, (last - first) / (PROBE * 4 * PROBE))
-    per_token = max(first / PROBE - per_pair * PROBE, 64.0)
-    logits = 6.0 * 4 * vocab
+        def feed() -> None:
+            model(chunk, cache=line.caches)
+            kv.eval_states(line.caches)
+
+        return _peak(feed)
+
+    probe(2, 0)
+    began = time.perf_counter()
+    near = probe(PROBE, 0)
+    seconds = time.perf_counter() - began
+    long = probe(3 * PROBE, 0)
+    # by how much a peak rises with each cached position, once attention makes the peak
+    wide, narrow = (
+        max(0, probe(size, far) - probe(size, far // 2)) / max(1, far - far // 2)
+        for size in (PROBE, FEWEST)
+    )
+    line.release()
     mx.clear_cache()
-    return Cost(per_token + per_kv, per_pair, logits + (1 << 20), PROBE / max(seconds, 1e-6))
+    cost = _fitted(near, long, wide, narrow)
+    cost.fixed = 6.0 * 4 * layout.vocab_size + (1 << 20)
+    cost.rate = PROBE / max(seconds, 1e-6)
+    return cost
+
+
+def _fitted(near: int, long: int, wide: float, narrow: float) -> Cost:
+    """The coefficients that explain the peaks of PROBE tokens and of three times as many, after
+    none, and by how much PROBE and FEWEST tokens take more for each cached one."""
+    per_pair = max(0.0, (wide - narrow) / (PROBE - FEWEST))
+    per_key = max(0.0, narrow - FEWEST * per_pair)
+    one = near - PROBE * (per_pair * PROBE + per_key)
+    three = long - 3 * PROBE * (per_pair * 3 * PROBE + per_key)
+    per_square = max(0.0, (three - 3 * one) / (6 * PROBE * PROBE))
+    per_token = max(one / PROBE - per_square * PROBE, 64.0)
+    return Cost(per_token, per_pair, 0.0, 0.0, per_key, per_square)
