@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.cache.budget import Budget
+from mlxcache.engine.cost import measure
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task
 from mlxcache.errors import ContextLengthExceeded
@@ -44,17 +46,29 @@ class History:
         self.longest = longest
         layout = self.bench.memory.layout
         self.ram_tokens = ram_tokens or 1 << 20
-        ram = self.ram_tokens * layout.bytes_per_token + 24 * layout.checkpoint_bytes
+        passing = self._measure(3 * longest)
+        ram = self.ram_tokens * layout.bytes_per_token + 24 * layout.checkpoint_bytes + passing
+        memory = Memory(layout, Budget(ram))
+        assert memory.budget.reserve("transient", passing)
         # how many decode steps a chunk of prefill takes is drawn too, so that a seed is a history
         pace = np.random.default_rng(seed)
         ticks = itertools.accumulate(iter(lambda: float(pace.exponential()), None))
-        self.bench.use(Memory(layout, Budget(ram)), clock=lambda: next(ticks))
+        self.bench.use(memory, clock=lambda: next(ticks))
         self.chats: list[list[int]] = [self.text(self.rng.integers(5, longest))]
         self.live: list[Task] = []
         self.done: list[Task] = []
         gc.collect()
         mx.clear_cache()
         self.before = mx.get_active_memory()
+
+    def _measure(self, longest: int) -> int:
+        """Let chunks be sized by what the model takes; the bytes for those up to `longest`."""
+        bench = self.bench
+        bench.cost = measure(bench.model, bench.memory.layout, 1 << 22)
+        bench.cost.rate = 1e6
+        passing = bench.cost.transient(bench.chunk, longest)
+        bench.limits = replace(bench.limits, transient=passing)
+        return passing
 
     def text(self, n: int) -> list[int]:
         """`n` random tokens."""
@@ -97,8 +111,15 @@ class History:
         """Let the engine work a little."""
         for _ in range(int(self.rng.choice([1, 1, 3, 10]))):
             if not self.bench.scheduler.idle():
-                self.bench.scheduler.tick()
-                self.check()
+                self._tick()
+
+    def _tick(self) -> None:
+        """One tick of the engine, which must at no moment hold more than the budget."""
+        mx.reset_peak_memory()
+        self.bench.scheduler.tick()
+        most = mx.get_peak_memory() - self.before
+        assert most <= self.bench.memory.budget.limit + STRAY, f"{most} bytes were in use"
+        self.check()
 
     def step(self) -> None:
         """Do one thing that may happen."""
@@ -116,7 +137,10 @@ class History:
 
     def finish(self) -> None:
         """Run to idleness and check all that the requests and the memory have come to."""
-        self.bench.run()
+        for _ in range(100_000):
+            if self.bench.scheduler.idle():
+                break
+            self._tick()
         self.check()
         assert not self.live
         for task in self.done:
@@ -173,7 +197,7 @@ class History:
         memory = self.bench.memory
         kinds = memory.budget.by_kind()
         assert not memory.busy
-        assert {k: n for k, n in kinds.items() if n and k not in ("kv", "checkpoints")} == {}
+        assert {k: n for k, n in kinds.items() if n}.keys() <= {"kv", "checkpoints", "transient"}
         assert {id(v) for v in memory.tree.values()} == set(memory.idle)
         nodes: list[Any] = [memory.tree.root]
         for node in nodes:
@@ -181,14 +205,15 @@ class History:
             nodes += node.children.values()
         gc.collect()
         mx.clear_cache()
-        stray = mx.get_active_memory() - self.before - memory.budget.used
+        held = memory.budget.used - kinds["transient"]
+        stray = mx.get_active_memory() - self.before - held
         assert abs(stray) < STRAY, f"{stray} bytes are not accounted for"
 
     def clear(self) -> None:
         """After everything is dropped, nothing is left."""
         memory = self.bench.memory
         memory.room.clear()
-        assert memory.budget.used == 0
+        assert memory.budget.used == memory.budget.by_kind()["transient"]
         assert not memory.idle
         assert memory.tree.tokens == memory.tree.segments == memory.tree.checkpoints == 0
         self.at_rest()
