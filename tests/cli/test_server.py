@@ -19,7 +19,7 @@ def server(toy_llama, tmp_path_factory):
     """One server for the tests that leave it running."""
     home = tmp_path_factory.mktemp("home")
     environ = {"MLXCACHE_API_KEY": KEY}
-    with served("--model", str(toy_llama), "--ram", "100MB", home=home, environ=environ) as running:
+    with served("--model", str(toy_llama), "--ram", "400MB", home=home, environ=environ) as running:
         running.wait_for("Anthropic API")
         yield running
 
@@ -31,7 +31,7 @@ def post(server, **extra):
 
 def test_the_welcome_says_where_what_and_how_to_connect(server):
     """Address, model, context, budget, and a line for each client."""
-    assert "100 MB" in server.output
+    assert "400 MB" in server.output
     assert "65,536 tokens" in server.output
     assert f"ANTHROPIC_BASE_URL={server.url} " in server.output
     assert f"MLX_LM_URL={server.url}/v1 " in server.output
@@ -123,7 +123,7 @@ def test_a_model_that_does_not_exist_is_a_failure_with_a_sentence(tmp_path):
 
 def test_the_built_in_demo_is_served_without_a_model(tmp_path):
     """And it says that it is one, and what to type for a real model."""
-    with served("--ram", "100MB", home=tmp_path) as running:
+    with served("--ram", "400MB", home=tmp_path) as running:
         running.wait_for("Anthropic API")
         assert "demo" in running.output
         assert "--model" in running.output
