@@ -31,9 +31,16 @@ SHUTDOWN_GRACE = 2.0
 """Seconds that a stream has for its farewell when the server stops."""
 
 
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Unicode's line ends, at which lenient clients break lines too, as JSON escapes."""
+
+
 def event(data: Any, *, name: str | None = None) -> ServerSentEvent:
-    """An event whose data is `data` as JSON; `name` is its `event:` line."""
-    return ServerSentEvent(msgspec.json.encode(data).decode(), event=name, sep="\n")
+    """An event whose data is `data` as JSON, on one line; `name` is its `event:` line."""
+    text = msgspec.json.encode(data).decode()
+    if not text.isascii():
+        text = text.translate(_LINE_ENDS)
+    return ServerSentEvent(text, event=name, sep="\n")
 
 
 def raw_event(text: str) -> ServerSentEvent:

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlxcache.errors import ContextLengthExceeded, MlxcacheError
+from mlxcache.errors import ConfigError, ContextLengthExceeded, MlxcacheError
 from mlxcache.prompt.check import incremental_holds
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.marks import learn_openers, marks
 from mlxcache.prompt.recent import Anchors, Tokenised, Tokeniser
 from mlxcache.prompt.renderer import Rendered, Renderer
-from mlxcache.prompt.template import Template
+from mlxcache.prompt.template import RESERVED, Template
 from mlxcache.prompt.tokenizer import ChatTokenizer, added_tokens, backend_of, control_tokens
 from mlxcache.prompt.traits import U, probe
 from mlxcache.types import Chat, Prompt
@@ -30,6 +30,7 @@ class PromptBuilder:
     `context`: the tokens that the model takes, if there is a limit. It spares tokenising what is
     many times longer; what is a little too long is for others to refuse.
     `incremental`: only what changed since a session's last turn is tokenised.
+    Raises ConfigError where `template_args` are not for the template, or break it.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class PromptBuilder:
         template = Template(tokenizer)
         if not template.exists:
             log.warning("the model has no chat template: conversations are written as plain text")
+        _check(template, args)
         self._think = (tokenizer.think_start, tokenizer.think_end)
         thinking = [mark for mark in self._think if mark]
         added = added_tokens(tokenizer)
@@ -129,6 +131,22 @@ class PromptBuilder:
             return self._renderer.probe([{"role": "user", "content": U}], tools=True)
         except MlxcacheError:
             return ""
+
+
+def _check(template: Template, args: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments with which the template cannot render what it else can."""
+    own = RESERVED & args.keys()
+    if own:
+        raise ConfigError(f"--chat-template-args: {min(own)!r} is the server's own")
+    messages = [{"role": "user", "content": U}]
+    try:
+        template.render(messages, generation=True, args=args)
+    except MlxcacheError as error:
+        try:
+            template.render(messages, generation=True, args={})
+        except MlxcacheError:
+            return  # not for the arguments' sake
+        raise ConfigError(f"--chat-template-args: with these {error}") from error
 
 
 def _normalizer(tokenizer: ChatTokenizer) -> Callable[[str], str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -175,7 +176,10 @@ def test_a_pulse_tells_how_far_the_reply_is() -> None:
 
 
 def test_events_are_one_line_of_json_each() -> None:
-    assert event({"a": "é\n\u2028"}).encode() == 'data: {"a":"é\\n\u2028"}\n\n'.encode()
+    assert event({"a": "é\n"}).encode() == 'data: {"a":"é\\n"}\n\n'.encode()
+    ends = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+    (line,) = event({"a": f"1{ends}2"}).encode().decode().splitlines()[:-1]
+    assert json.loads(line.removeprefix("data: ")) == {"a": f"1{ends}2"}
     assert event({}, name="ping").encode() == b"event: ping\ndata: {}\n\n"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from mlxcache.errors import BadRequest, ContextLengthExceeded
+from mlxcache.errors import BadRequest, ConfigError, ContextLengthExceeded
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
@@ -173,6 +173,15 @@ def test_half_a_surrogate_pair_is_refused() -> None:
     """Not a failure of the server."""
     with pytest.raises(BadRequest):
         builder("byte_level").chat(Chat([user("a\udc00b")]))
+
+
+@pytest.mark.parametrize("name", ["messages", "namespace"])
+def test_the_operator_s_arguments_are_checked_at_the_start(name: str) -> None:
+    """Every request would fail with them."""
+    tokenizer = kinds.tokenizer("byte_level", templates.MISTRAL)
+    with pytest.raises(ConfigError, match="--chat-template-args"):
+        PromptBuilder(tokenizer, {name: 1})
+    assert PromptBuilder(tokenizer, {"mood": 1}).chat(Chat([user("hi")])).ids.size
 
 
 def test_a_text_many_times_too_long_is_refused_before_it_is_tokenised() -> None:
