@@ -1,0 +1,185 @@
+"""The SQLite file that the index and the sessions live in: transactions from any thread."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlxcache.errors import DiskFull, StoreError
+
+NAME = "index.sqlite"
+BUSY_S = 30.0
+"""How long a transaction waits for another process's."""
+
+WAL_PAGES = 256
+"""Pages of 4 KiB after which what was committed moves from the log into the file."""
+
+
+class Database:
+    """One SQLite file in WAL mode.
+
+    Connections come from a pool, so every method may be called on any thread. Threads of one
+    process take turns at writing; other processes' are waited for. Errors of SQLite come out of
+    the `with` blocks as StoreError, of a full disk as DiskFull.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._idle: list[sqlite3.Connection] = []
+        self._pool_lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._mine = threading.local()
+        self._closed = False
+
+    @classmethod
+    def open(cls, folder: Path) -> Database:
+        """The database in `folder`, made if it is not there (mode 0600).
+
+        Raises StoreError where it cannot be opened, also because it is damaged.
+        """
+        database = cls(folder / NAME)
+        with translated(database.path):
+            os.close(os.open(database.path, os.O_RDWR | os.O_CREAT, 0o600))
+            with database.write():  # a damaged file shows here
+                pass
+        return database
+
+    def create(self, script: str) -> None:
+        """Run `script` (CREATE TABLE IF NOT EXISTS ...; statements end with ;) in one transaction.
+
+        Each module that keeps tables calls this once, after opening.
+        """
+        with self.write() as connection:
+            statement = ""
+            for line in script.splitlines(keepends=True):
+                statement += line
+                if sqlite3.complete_statement(statement):
+                    connection.execute(statement)
+                    statement = ""
+            if statement.strip():
+                raise ValueError(f"no ; ends {statement.strip()!r}")
+
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """A connection that sees one state of the database until the block ends.
+
+        Inside a `write` block of the same thread it is that block's.
+        """
+        current = self._current()
+        if current is not None:
+            yield current
+            return
+        with translated(self.path), self._connection() as connection:
+            connection.execute("BEGIN")
+            try:
+                yield connection
+            finally:
+                connection.rollback()
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """A connection in a write transaction: committed at the end, rolled back on an error.
+
+        Durable once the block is left. Inside another `write` block of the same thread it joins it.
+        """
+        current = self._current()
+        if current is not None:
+            yield current
+            return
+        with translated(self.path), self._writing(), self._connection() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            self._mine.connection = connection
+            try:
+                yield connection
+                connection.commit()
+            except BaseException:
+                connection.rollback()
+                raise
+            finally:
+                self._mine.connection = None
+
+    def shrink(self) -> None:
+        """Give unused pages and the log back to the file system, as far as nobody reads them."""
+        with translated(self.path), self._writing(), self._connection() as connection:
+            connection.execute("PRAGMA incremental_vacuum").fetchall()
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def close(self) -> None:
+        """Close every connection that no block holds; those in use close as their blocks end."""
+        with self._pool_lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _current(self) -> sqlite3.Connection | None:
+        connection: sqlite3.Connection | None = getattr(self._mine, "connection", None)
+        return connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        if not self._turn.acquire(timeout=BUSY_S):
+            raise StoreError(f"{self.path} was busy for {BUSY_S:.0f} s.")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        with self._pool_lock:
+            if self._closed:
+                raise StoreError(f"{self.path} is closed.")
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            connection = self._connect()
+        try:
+            yield connection
+        finally:
+            with self._pool_lock:
+                keep = not self._closed
+                if keep:
+                    self._idle.append(connection)
+            if not keep:
+                connection.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            f"{self.path.absolute().as_uri()}?mode=rw",
+            uri=True,
+            timeout=BUSY_S,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        for pragma in (
+            "auto_vacuum=INCREMENTAL",  # takes effect in a new file, before its first table
+            "journal_mode=WAL",
+            "synchronous=FULL",
+            f"wal_autocheckpoint={WAL_PAGES}",
+            f"journal_size_limit={WAL_PAGES * 4096}",
+            "temp_store=MEMORY",
+            "foreign_keys=ON",
+        ):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+        return connection
+
+
+@contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Turn errors of SQLite and of the file system inside the block into StoreError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            raise DiskFull(f"The disk is full: {path} cannot grow.") from error
+        raise StoreError(f"{path}: {error}.") from error
+    except OSError as error:
+        where = error.filename or path
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(f"The disk is full: {where} cannot be written.") from error
+        raise StoreError(f"{where}: {error.strerror or error}.") from error
