@@ -3,7 +3,8 @@
     MlxcacheError
     ├── BadRequest              the client's body cannot be served as it is
     │   ├── Unsupported         it asks for something that this server does not do
-    │   └── ContextLengthExceeded   the prompt alone exceeds the context or the budget
+    │   ├── ContextLengthExceeded   the prompt alone exceeds the context or the budget
+    │   └── SnapshotRefused     a snapshot is damaged, or of another model
     ├── Unauthorized            no key, or a wrong one
     ├── NotFound                no such path, request or session
     ├── TooLarge                the body exceeds the limit
@@ -12,7 +13,12 @@
     │   └── NotReady            the model is still loading, or the server is stopping
     ├── GenerationFailed        the model or its template raised; nothing was made up
     ├── ModelError              the model cannot be loaded or served
-    └── ConfigError             a flag, variable or key in config.toml is wrong
+    ├── ConfigError             a flag, variable or key in config.toml is wrong
+    └── StoreError              the disk tier could not do as asked
+        ├── Corrupt             a file is damaged, or not what it should be
+        ├── Gone                a file was evicted meanwhile
+        ├── NotAnchored         the prefix that a run builds on is not on disk
+        └── DiskFull            no room: the cap, the floor of free space, or the device
 
 `api.errors` maps each to its status and to each API's own shape.
 """
@@ -45,6 +51,13 @@ class ContextLengthExceeded(BadRequest):
 
     def __init__(self, message: str, *, param: str | None = "messages"):
         super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class SnapshotRefused(BadRequest):
+    """A snapshot is damaged, or was made with another model."""
+
+    def __init__(self, message: str, *, code: str = "bad_snapshot"):
+        super().__init__(message, code=code)
 
 
 class Unauthorized(MlxcacheError):
@@ -85,3 +98,23 @@ class ModelError(MlxcacheError):
 
 class ConfigError(MlxcacheError):
     """A flag, an environment variable or a key of config.toml is wrong."""
+
+
+class StoreError(MlxcacheError):
+    """The disk tier could not do as asked."""
+
+
+class Corrupt(StoreError):
+    """A file is damaged, or not what its place and name say."""
+
+
+class Gone(StoreError):
+    """A file was evicted between being found and being read."""
+
+
+class NotAnchored(StoreError):
+    """The prefix that a run builds on is not on disk: write from further up."""
+
+
+class DiskFull(StoreError):
+    """There is no room, by the cap, the floor of free space or the device."""

@@ -20,6 +20,19 @@ FinishReason = Literal["stop", "stop_sequence", "length", "tool_calls", "cancell
 the context or the memory budget."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """An array on its way to a file. `data` is C-contiguous, and nobody writes to it any more.
+
+    `dtype` is the name that safetensors gives it: "F32", "BF16", "U8", ...
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation in the form that chat templates take, whichever API it came by.

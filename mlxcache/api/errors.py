@@ -37,6 +37,7 @@ SHAPES: Mapping[type[errors.MlxcacheError], Shape] = {
     errors.BadRequest: Shape(400, "invalid_request_error", "invalid_request_error"),
     errors.Unsupported: Shape(400, "invalid_request_error", "invalid_request_error"),
     errors.ContextLengthExceeded: Shape(400, "invalid_request_error", "invalid_request_error"),
+    errors.SnapshotRefused: Shape(400, "invalid_request_error", "invalid_request_error"),
     errors.Unauthorized: Shape(
         401, "authentication_error", "authentication_error", "invalid_api_key"
     ),
@@ -48,6 +49,11 @@ SHAPES: Mapping[type[errors.MlxcacheError], Shape] = {
     errors.GenerationFailed: Shape(500, "server_error", "api_error", "generation_failed"),
     errors.ModelError: Shape(500, "server_error", "api_error", "model_error"),
     errors.ConfigError: Shape(500, "server_error", "api_error", "config_error"),
+    errors.StoreError: Shape(500, "server_error", "api_error", "store_error"),
+    errors.Corrupt: Shape(500, "server_error", "api_error", "corrupt"),
+    errors.Gone: Shape(503, "server_error", "overloaded_error", "gone"),
+    errors.NotAnchored: Shape(500, "server_error", "api_error", "store_error"),
+    errors.DiskFull: Shape(507, "server_error", "api_error", "disk_full"),
 }
 """Every class of `mlxcache.errors`, each by name: nothing is inherited silently."""
 

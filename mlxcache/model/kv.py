@@ -176,12 +176,39 @@ def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """What an array must be. None in `shape` stands for any size."""
+
+    shape: tuple[int | None, ...]
+    dtype: Any
+
+    def fits(self, array: mx.array) -> bool:
+        """Whether `array` is of this shape and dtype."""
+        return (
+            array.dtype == self.dtype
+            and array.ndim == len(self.shape)
+            and all(n in (None, m) for n, m in zip(self.shape, array.shape, strict=True))
+        )
+
+
+def _spec_tree(value: Any, free: int | None) -> Any:
+    """`value` with a spec in the place of each array, whose axis `free` may have any size."""
+    if isinstance(value, mx.array):
+        shape = tuple(None if axis == free else n for axis, n in enumerate(value.shape))
+        return ArraySpec(shape, value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(_spec_tree(v, free) for v in value)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """How one model caches.
 
     `bytes_per_token` covers every linear slot; `checkpoint_bytes` all opaque slots at one position.
     `linear` are the indices of the linear slots that the model fills, `specs` the (heads, dim,
     dtype) of each one's arrays, `windows` each one's sliding window in tokens, or None.
+    `states` is what `capture` gives, with an ArraySpec for each array and any numbers.
     `unknown` names classes that are not cached. `vocab_size` is the number of logits. `make`
     gives empty caches for one sequence.
     """
@@ -195,6 +222,7 @@ class Layout:
     opaque: bool
     batchable: bool
     windows: tuple[int | None, ...]
+    states: State
     unknown: tuple[str, ...]
 
     @property
@@ -254,5 +282,9 @@ def survey(model: Any) -> Layout:
         opaque=bool(opaque),
         batchable=kinds <= set(BATCHABLE),
         windows=windows,
+        states=tuple(
+            _spec_tree(_needed(slot), 2 if type(slot) is ChunkedKVCache else None)
+            for slot in opaque
+        ),
         unknown=unknown,
     )

@@ -1,0 +1,221 @@
+"""The namespace: what makes KV reusable at all, as one digest. No MLX; any thread."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mlxcache.errors import ModelError
+from mlxcache.model.hub import Progress
+
+log = logging.getLogger("mlxcache.model")
+
+FORMAT = 1
+"""Of KV as it is kept: raised whenever what was kept before must not be used any more."""
+
+ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
+_CONFIGS = ("config.json", "hf_quant_config.json")  # the latter is NVIDIA's, read by mlx-lm
+_BLOB = re.compile(r"[0-9a-f]{64}")
+_READ_BYTES = 16 << 20
+_MEMO_VERSION = 1
+_SETTLED_NS = 2_000_000_000  # a file system's clock may tick as slowly as this
+
+
+def fingerprint(
+    path: Path,
+    *,
+    adapter: Path | None,
+    memo: Path,
+    layout_key: str,
+    progress: Progress | None = None,
+) -> str:
+    """The namespace of the model in folder `path`: 32 hexadecimal digits.
+
+    It covers the content of the weights, of the configuration (whatever its spelling as JSON), of
+    Python code that the model brings and runs, and of the adapter; `layout_key`, which stands for
+    the KV's shapes and dtypes; mlx-lm's version and our format's. It covers no name, so that a
+    model has the same namespace wherever it lies.
+
+    Content counts as its SHA-256. That of a file in a Hub cache is its blob's name; others are read
+    once and remembered in the file `memo` for as long as size, times and inode stay as they are.
+    `progress` is told the bytes read so far and those to read in all.
+
+    Raises ModelError, a sentence that names the file that cannot be read.
+    """
+    path = path.expanduser()
+    reader = _Reader(memo, progress)
+    configs = [path / name for name in _CONFIGS if (path / name).exists()]
+    weights = sorted(path.glob("model*.safetensors"))
+    code = sorted(path.rglob("*.py")) if _runs_code(path) else []
+    adapters = [] if adapter is None else [adapter.expanduser() / name for name in ADAPTER_FILES]
+    content = reader.digests([*weights, *code, *adapters[1:]])
+    covered = {
+        "format": FORMAT,
+        "mlx_lm": version("mlx-lm"),
+        "layout": layout_key,
+        "configs": {file.name: _read_json(file) for file in configs},
+        "weights": [content[file] for file in weights],
+        "code": {str(file.relative_to(path)): content[file] for file in code},
+        "adapter": [_read_json(file) for file in adapters[:1]] + [content[f] for f in adapters[1:]],
+    }
+    text = json.dumps(covered, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+
+
+def _runs_code(path: Path) -> bool:
+    """Whether the model is built by its own Python code: mlx-lm refuses it where not allowed."""
+    config = _read_json(path / "config.json")
+    return isinstance(config, dict) and config.get("model_file") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A file as the system describes it; another content shows in one of these."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path) -> _Seen:
+        at = file.stat()
+        return cls(at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino)
+
+    def with_digest(self, digest: str) -> list[int | str]:
+        return [self.size, self.mtime_ns, self.ctime_ns, self.inode, digest]
+
+
+class _Reader:
+    """Digests of files, read at most once in their life."""
+
+    def __init__(self, memo: Path, progress: Progress | None):
+        self._memo = memo
+        self._progress = progress
+        self._done = self._total = 0
+
+    def digests(self, files: list[Path]) -> dict[Path, str]:
+        """Each file's SHA-256 in hexadecimal. Raises ModelError."""
+        known = _load_memo(self._memo)
+        found: dict[Path, str] = {}
+        unread: list[tuple[Path, Path, _Seen]] = []
+        for file in files:
+            try:
+                real = file.resolve(strict=True)
+                seen = _Seen.of(real)
+            except (OSError, RuntimeError) as error:  # the latter: links that go in circles
+                raise ModelError(f"{file} cannot be read: {error}") from error
+            digest = _blob_digest(real) or _remembered(known.get(str(real)), seen)
+            if digest is None:
+                unread.append((file, real, seen))
+            else:
+                found[file] = digest
+        if unread:
+            fresh = self._read_all(unread)
+            found |= {file: fresh[str(real)] for file, real, _ in unread}
+            _save_memo(
+                self._memo, known, {str(real): (s, fresh[str(real)]) for _, real, s in unread}
+            )
+        return found
+
+    def _read_all(self, unread: list[tuple[Path, Path, _Seen]]) -> dict[str, str]:
+        sizes = {str(real): seen.size for _, real, seen in unread}
+        self._total = sum(sizes.values())
+        self._tell(0)
+        return {name: self._digest(Path(name)) for name in sizes}
+
+    def _tell(self, count: int) -> None:
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, max(self._done, self._total))
+
+    def _digest(self, real: Path) -> str:
+        digest = hashlib.sha256()
+        buffer = memoryview(bytearray(_READ_BYTES))
+        try:
+            with real.open("rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    digest.update(buffer[:count])
+                    self._tell(count)
+        except OSError as error:
+            raise ModelError(f"{real} cannot be read: {error}") from error
+        return digest.hexdigest()
+
+
+def _blob_digest(real: Path) -> str | None:
+    """What the Hub's cache says of a file's content: large files are named by their SHA-256."""
+    if real.parent.name == "blobs" and _BLOB.fullmatch(real.name):
+        return real.name
+    return None
+
+
+def _remembered(entry: Any, seen: _Seen) -> str | None:
+    if not isinstance(entry, list) or not entry or not isinstance(entry[-1], str):
+        return None
+    digest = entry[-1]
+    return digest if _BLOB.fullmatch(digest) and entry == seen.with_digest(digest) else None
+
+
+def _load_memo(memo: Path) -> dict[str, Any]:
+    """What is remembered; nothing where the file is missing, damaged or of another version."""
+    try:
+        value = json.loads(memo.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(value, dict) or value.get("version") != _MEMO_VERSION:
+        return {}
+    files = value.get("files")
+    return files if isinstance(files, dict) else {}
+
+
+def _save_memo(
+    memo: Path, known: Mapping[str, Any], fresh: Mapping[str, tuple[_Seen, str]]
+) -> None:
+    """Remember `fresh` too, and forget files that are gone.
+
+    A file that changed a moment ago is read again next time: one more change might not show.
+    """
+    files = {name: entry for name, entry in known.items() if Path(name).exists()}
+    settled = time.time_ns() - _SETTLED_NS
+    for name, (seen, digest) in fresh.items():
+        try:
+            if _Seen.of(Path(name)) == seen and max(seen.mtime_ns, seen.ctime_ns) < settled:
+                files[name] = seen.with_digest(digest)
+        except OSError:
+            continue
+    try:
+        _replace(memo, json.dumps({"version": _MEMO_VERSION, "files": files}))
+    except OSError as error:
+        log.warning("%s cannot be written, so weights are read at each start: %s", memo, error)
+
+
+def _replace(file: Path, text: str) -> None:
+    """Put `text` into `file`, whole or not at all, for the user's eyes only."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")  # mode 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(name, file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

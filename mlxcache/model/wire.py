@@ -1,0 +1,215 @@
+"""KV and states between MLX arrays and tensors in files. Used on the MLX thread only.
+
+A run's tensors are token-major, shape (tokens, heads, dim), so that a block of tokens is one range
+of bytes in each. Those of a checkpoint are its state's arrays, and a skeleton that says where in
+the state's nested tuples each one belongs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxcache.errors import Corrupt
+from mlxcache.model.kv import ArraySpec, Layout, State
+from mlxcache.types import Tensor
+
+DTYPES: dict[str, mx.Dtype] = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "F32": mx.float32,
+}
+"""MLX's dtypes by the names that safetensors gives them."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+SKELETON = "skeleton"
+_MOST_SKELETON = 1 << 20  # bytes
+
+Arrays = Sequence[Sequence[mx.array]]
+"""Per linear slot its arrays, keys and values, in the order of `Layout.specs`."""
+
+
+def run_name(slot: int, array: int) -> str:
+    """The name of a run's tensor: `slot` indexes `Layout.specs`, `array` is 0 (keys) or 1."""
+    return f"kv.{slot}.{array}"
+
+
+def to_tensors(named: Iterable[tuple[str, mx.array]]) -> list[Tensor]:
+    """Evaluated arrays as tensors, without a copy: nobody may write to them any more.
+
+    Raises ValueError for an array that is not row-contiguous, or of a dtype that has no name.
+    """
+    return [_tensor(name, array) for name, array in named]
+
+
+def _tensor(name: str, array: mx.array) -> Tensor:
+    if array.dtype not in _NAMES:
+        raise ValueError(f"{name}: safetensors has no name for {array.dtype}")
+    return Tensor(name, _NAMES[array.dtype], tuple(array.shape), _bytes_of(array))
+
+
+def _bytes_of(array: mx.array) -> memoryview:
+    if not array.size:
+        return memoryview(b"")
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)  # the buffer protocol knows no bfloat16
+        mx.eval(array)
+    view = memoryview(array)  # type: ignore[arg-type] # it has the buffer protocol
+    if not view.c_contiguous:
+        raise ValueError(f"an array of shape {array.shape} is not row-contiguous")
+    return view.cast("B")
+
+
+def run_tensors(arrays: Arrays) -> list[Tensor]:
+    """A run's tensors of evaluated arrays, shape (tokens, heads, dim) each."""
+    return to_tensors(
+        (run_name(i, j), array) for i, slot in enumerate(arrays) for j, array in enumerate(slot)
+    )
+
+
+def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
+    """What a run's tensors must be: dtype and (heads, dim) by name."""
+    return {
+        run_name(i, j): (_NAMES[dtype], (heads, dim))
+        for i, spec in enumerate(layout.specs)
+        for j, (heads, dim, dtype) in enumerate(spec)
+    }
+
+
+def layout_key(layout: Layout) -> str:
+    """What of a layout makes KV readable: the same for every layout with the same tensors."""
+    return json.dumps(
+        {
+            "linear": layout.linear,
+            "runs": run_spec(layout),
+            "windows": layout.windows,
+            "states": repr(layout.states),
+        },
+        sort_keys=True,
+    )
+
+
+def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
+    """The arrays of a run's file, lazy, read on `stream`; shape (tokens, heads, dim) each.
+
+    Raises Corrupt unless they are exactly those of `layout`, all of as many tokens.
+    """
+    found = _load(path, stream)
+    out: list[list[mx.array]] = []
+    tokens: int | None = None
+    for i, spec in enumerate(layout.specs):
+        slot = []
+        for j, (heads, dim, dtype) in enumerate(spec):
+            array = found.pop(run_name(i, j), None)
+            if array is None or not ArraySpec((tokens, heads, dim), dtype).fits(array):
+                raise Corrupt(f"{path}: {run_name(i, j)} is not what this model caches.")
+            tokens = array.shape[0]
+            slot.append(array)
+        out.append(slot)
+    if found:
+        raise Corrupt(f"{path} holds {min(found)}, which this model does not cache.")
+    return out
+
+
+def row_major(arrays: Arrays, first: int, last: int) -> list[list[mx.array]]:
+    """Rows [first, last) of a run's arrays as a lineage takes them: (1, heads, n, dim). Lazy."""
+    return [[array[first:last].swapaxes(0, 1)[None] for array in slot] for slot in arrays]
+
+
+def state_tensors(state: State) -> list[Tensor]:
+    """An evaluated state's tensors, the skeleton first.
+
+    Raises ValueError for a state that holds anything but arrays, numbers and None.
+    """
+    arrays: list[mx.array] = []
+    text = json.dumps(_fold(state, arrays), separators=(",", ":"), allow_nan=False).encode()
+    skeleton = Tensor(SKELETON, "U8", (len(text),), memoryview(text))
+    return [skeleton, *to_tensors((f"state.{i}", array) for i, array in enumerate(arrays))]
+
+
+def _fold(value: Any, arrays: list[mx.array]) -> Any:
+    """`value` as JSON, its arrays moved to `arrays` and each referred to as {"array": index}."""
+    if isinstance(value, mx.array):
+        arrays.append(value)
+        return {"array": len(arrays) - 1}
+    if isinstance(value, list | tuple):
+        return [_fold(v, arrays) for v in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise ValueError(f"a state holds {type(value).__name__}, which no file takes")
+
+
+def load_state(path: Path, layout: Layout, stream: Any) -> State:
+    """The state of a checkpoint's file; its arrays are lazy, read on `stream`.
+
+    Raises Corrupt unless it is what `layout` has for a state.
+    """
+    found = _load(path, stream)
+    tree = _skeleton(path, found.pop(SKELETON, None))
+    state = _unfold(tree, layout.states, found, path)
+    if found:
+        raise Corrupt(f"{path} holds {min(found)}, which its state does not refer to.")
+    if not all(_agrees(*pair) for pair in zip(state, layout.states, strict=True)):
+        raise Corrupt(f"{path} holds a state whose numbers contradict its arrays.")
+    return tuple(state)
+
+
+def _agrees(slot: tuple[Any, ...], like: tuple[Any, ...]) -> bool:
+    """Whether a chunked slot's (keys, values, offset, chunk size, start) fit together."""
+    if not any(isinstance(part, int) for part in like):
+        return True
+    keys, values, offset, chunk, start = slot
+    held = keys.shape[2]
+    return bool(
+        held == values.shape[2] == offset - start and start >= 0 and held <= chunk == like[3]
+    )
+
+
+def _skeleton(path: Path, array: mx.array | None) -> Any:
+    if array is None or array.dtype != mx.uint8 or array.ndim != 1 or array.size > _MOST_SKELETON:
+        raise Corrupt(f"{path} has no skeleton of a state.")
+    try:
+        return json.loads(bytes(memoryview(array)))  # type: ignore[arg-type]
+    except (ValueError, RecursionError, RuntimeError) as error:
+        raise Corrupt(f"{path}: the skeleton of its state cannot be read: {error}") from error
+
+
+def _unfold(value: Any, like: Any, found: dict[str, mx.array], path: Path) -> Any:
+    """`value` with arrays out of `found` in place of their references, as `like` has them."""
+    wrong = Corrupt(f"{path} holds a state that is not of this model's shape.")
+    if isinstance(like, tuple):
+        if not isinstance(value, list) or len(value) != len(like):
+            raise wrong
+        return tuple(_unfold(v, part, found, path) for v, part in zip(value, like, strict=True))
+    if isinstance(like, ArraySpec):
+        index = value.get("array") if isinstance(value, dict) else None
+        array = found.pop(f"state.{index}", None)
+        if array is None or not like.fits(array):
+            raise wrong
+        return array
+    if type(value) is not type(like):  # numbers of one kind, or None
+        raise wrong
+    return value
+
+
+def _load(path: Path, stream: Any) -> dict[str, mx.array]:
+    try:
+        found = mx.load(str(path), format="safetensors", stream=stream)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise Corrupt(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise Corrupt(f"{path} is not a safetensors file.")
+    return found
