@@ -1,0 +1,162 @@
+"""What a snapshot says of its session in words and numbers, as JSON in the file's header."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+
+from mlxcache.errors import SnapshotRefused
+from mlxcache.types import Tokens
+
+VERSION = 1
+"""Of the snapshot format."""
+
+MOST_LEAVES = 256
+MOST_TOKENS = 1 << 24
+"""The most that a snapshot may hold: leaves, and tokens in all leaves together."""
+
+MOST_CHECKPOINTS = 4096
+
+NO_TOKENS: Tokens = np.zeros(0, np.int32)
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Text = Annotated[str, msgspec.Meta(max_length=100_000)]
+Time = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeafInfo:
+    """One conversation of a session: `ids` is its newest prompt with the reply, int32, (n,).
+
+    `prompt_tokens` of them are the prompt; `anchor`: how many a prompt must share with it to
+    continue it. `last_used_at`: seconds since 1970.
+    """
+
+    ids: Tokens
+    kind: Literal["main", "agent"] = "main"
+    prompt_tokens: int = 0
+    anchor: int = 0
+    turns: int = 0
+    last_used_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionInfo:
+    """A session as a snapshot carries it, the main leaf first. Times are seconds since 1970.
+
+    `model` is a name for people; `namespace` decides. `label` is what clients call the session,
+    `name` what a person does.
+    """
+
+    id: str
+    namespace: str
+    model: str
+    leaves: tuple[LeafInfo, ...]
+    label: str | None = None
+    name: str | None = None
+    title: str | None = None
+    client: str | None = None
+    turns: int = 0
+    created_at: float = 0.0
+    last_used_at: float = 0.0
+
+
+class Leaf(msgspec.Struct, frozen=True, kw_only=True):
+    """A leaf's own part: tokens [start, start + tokens), KV for the first `rows` of them.
+
+    What comes before `start` is the same in the leaf that `parent` indexes, an earlier one.
+    """
+
+    parent: Count | None
+    start: Count
+    tokens: Count
+    rows: Count
+    kind: Literal["main", "agent"]
+    prompt_tokens: Count
+    anchor: Count
+    turns: Count
+    last_used_at: Time
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """The state after `position` tokens of leaf `leaf`."""
+
+    leaf: Count
+    position: Count
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a snapshot says beside its tensors."""
+
+    id: Text
+    namespace: Text
+    model: Text
+    label: Text | None
+    name: Text | None
+    title: Text | None
+    client: Text | None
+    turns: Count
+    created_at: Time
+    last_used_at: Time
+    leaves: Annotated[tuple[Leaf, ...], msgspec.Meta(min_length=1, max_length=MOST_LEAVES)]
+    checkpoints: Annotated[tuple[Checkpoint, ...], msgspec.Meta(max_length=MOST_CHECKPOINTS)]
+
+    @classmethod
+    def decode(cls, text: str) -> Description:
+        """Raises SnapshotRefused for anything that does not hold together."""
+        try:
+            found = msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise SnapshotRefused(f"The snapshot's description is damaged: {error}.") from error
+        lengths: list[int] = []
+        for index, leaf in enumerate(found.leaves):
+            lengths.append(_checked_length(index, leaf, lengths))
+        if sum(lengths) > MOST_TOKENS:
+            raise SnapshotRefused(f"The snapshot claims more than {MOST_TOKENS} tokens.")
+        for checkpoint in found.checkpoints:
+            if checkpoint.leaf >= len(lengths) or checkpoint.position > lengths[checkpoint.leaf]:
+                raise SnapshotRefused("A checkpoint of the snapshot lies outside its leaf.")
+        return found
+
+    def encode(self) -> str:
+        """As JSON."""
+        return msgspec.json.encode(self).decode()
+
+    def session(self) -> SessionInfo:
+        """The session, its leaves without their tokens."""
+        return SessionInfo(
+            id=self.id,
+            namespace=self.namespace,
+            model=self.model,
+            label=self.label,
+            name=self.name,
+            title=self.title,
+            client=self.client,
+            turns=self.turns,
+            created_at=self.created_at,
+            last_used_at=self.last_used_at,
+            leaves=tuple(
+                LeafInfo(NO_TOKENS, x.kind, x.prompt_tokens, x.anchor, x.turns, x.last_used_at)
+                for x in self.leaves
+            ),
+        )
+
+
+def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
+    """The tokens of a leaf from 0. Raises SnapshotRefused."""
+    length = leaf.start + leaf.tokens
+    shared = 0 if leaf.parent is None else lengths[leaf.parent] if leaf.parent < index else -1
+    if leaf.start > shared or leaf.start % 64 or leaf.rows > leaf.tokens or length > MOST_TOKENS:
+        raise SnapshotRefused(f"Leaf {index} of the snapshot contradicts itself.")
+    if leaf.prompt_tokens > length or leaf.anchor > length or not leaf.tokens:
+        raise SnapshotRefused(f"Leaf {index} of the snapshot contradicts itself.")
+    return length
+
+
+def with_tokens(session: SessionInfo, ids: list[Tokens]) -> SessionInfo:
+    """`session` with its leaves' tokens."""
+    leaves = tuple(replace(a, ids=b) for a, b in zip(session.leaves, ids, strict=True))
+    return replace(session, leaves=leaves)
