@@ -1,0 +1,245 @@
+"""Sessions, their leaves and their token ids as rows: SQL on a connection, in its transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mlxcache.errors import NotFound
+from mlxcache.store.leaves import Kind, Leaf, common, digest_of, digests_at, takes_over
+from mlxcache.types import Tokens
+
+MOST_SESSIONS = 10_000
+"""Sessions kept; beyond them those go that were used least recently and are not pinned."""
+
+MOST_LEAVES = 100
+"""Leaves that a session keeps, of sub-agents those that were used last."""
+
+PART_TOKENS = 1024
+"""Token ids in one row."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, namespace TEXT NOT NULL, model TEXT NOT NULL,
+    label TEXT, name TEXT, title TEXT, client TEXT,
+    turns INTEGER NOT NULL, pinned INTEGER NOT NULL,
+    created_at REAL NOT NULL, last_used_at REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS sessions_label ON sessions (namespace, label);
+CREATE INDEX IF NOT EXISTS sessions_used ON sessions (last_used_at);
+CREATE TABLE IF NOT EXISTS leaves (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
+    namespace TEXT NOT NULL, kind TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
+    anchor INTEGER NOT NULL, digest BLOB NOT NULL,
+    turns INTEGER NOT NULL, last_used_at REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS leaves_session ON leaves (session);
+CREATE INDEX IF NOT EXISTS leaves_anchor ON leaves (namespace, anchor, digest);
+CREATE TABLE IF NOT EXISTS leaf_tokens (
+    leaf INTEGER NOT NULL REFERENCES leaves (id) ON DELETE CASCADE,
+    start INTEGER NOT NULL, ids BLOB NOT NULL,
+    PRIMARY KEY (leaf, start)) WITHOUT ROWID;
+"""
+"""A leaf's ids are little-endian int32, cut at multiples of `PART_TOKENS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session's row. `label` is what clients call it, `name` what a person does.
+
+    `title` is from its first user message. Times are in seconds since 1970.
+    """
+
+    id: str
+    namespace: str
+    model: str
+    label: str | None
+    name: str | None
+    title: str | None
+    client: str | None
+    turns: int
+    pinned: bool
+    created_at: float
+    last_used_at: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A finished request. `ids` are its prompt (`prompt_tokens` of them) and its reply.
+
+    `head`: tokens of tools and system; `anchor`: see `leaves.anchor_of`.
+    """
+
+    namespace: str
+    model: str
+    ids: Tokens
+    prompt_tokens: int
+    anchor: int
+    head: int
+    at: float
+    label: str | None = None
+    client: str | None = None
+    title: str | None = None
+
+
+FIELDS = "id, namespace, model, label, name, title, client, turns, pinned, created_at, last_used_at"
+_LEAF = "id, session, kind, prompt_tokens, anchor, turns, last_used_at"
+
+
+def read_session(row: tuple[Any, ...]) -> Session:
+    """A session from the columns `FIELDS`."""
+    session = Session(*row)
+    return replace(session, pinned=bool(session.pinned))
+
+
+def leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[Leaf]:
+    """The leaves of which the SQL `where` holds: the main ones first, then those used last."""
+    found = db.execute(
+        f"SELECT {_LEAF} FROM leaves WHERE {where}"
+        " ORDER BY kind = 'main' DESC, last_used_at DESC, id",
+        values,
+    )
+    return [_leaf(db, row) for row in found.fetchall()]
+
+
+def _leaf(db: sqlite3.Connection, row: tuple[Any, ...]) -> Leaf:
+    id, session, kind, prompt, anchor, turns, used = row
+    return Leaf(id, session, kind, _ids(db, id), prompt, anchor, turns, used)
+
+
+def _ids(db: sqlite3.Connection, leaf: int) -> Tokens:
+    rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
+    return np.frombuffer(b"".join(ids for (ids,) in rows), "<i4").astype(np.int32)
+
+
+def get(db: sqlite3.Connection, id: str) -> Session:
+    """One session. Raises NotFound."""
+    row = db.execute(f"SELECT {FIELDS} FROM sessions WHERE id = ?", (id,)).fetchone()
+    if row is None:
+        raise NotFound(f"No session has the id {id[:80]!r}.")
+    return read_session(row)
+
+
+def insert(db: sqlite3.Connection, session: Session) -> None:
+    """Put in a new session, without leaves."""
+    places = ", ".join("?" * 11)
+    db.execute(f"INSERT INTO sessions ({FIELDS}) VALUES ({places})", astuple(session))
+
+
+def begun(id: str, turn: Turn) -> Session:
+    """The session that `turn` is about to begin."""
+    who = (turn.label, None, None, turn.client)
+    return Session(id, turn.namespace, turn.model, *who, 0, False, turn.at, turn.at)
+
+
+def labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
+    """The session that a turn's label names: what clients call it, or its id."""
+    if turn.label is None:
+        return None
+    row = db.execute(
+        "SELECT id FROM sessions WHERE namespace = ?1 AND (label = ?2 OR id = ?2)"
+        " ORDER BY id = ?2 DESC",
+        (turn.namespace, turn.label),
+    ).fetchone()
+    return None if row is None else str(row[0])
+
+
+def candidates(db: sqlite3.Connection, turn: Turn, session: str | None) -> Iterator[Leaf]:
+    """The leaves, of one session or of all, whose anchor is how `turn` begins."""
+    where, who = ("session", session) if session else ("namespace", turn.namespace)
+    anchors = db.execute(f"SELECT DISTINCT anchor FROM leaves WHERE {where} = ?", (who,))
+    for anchor, digest in digests_at(turn.ids, (n for (n,) in anchors.fetchall())).items():
+        newest = (
+            f"id IN (SELECT id FROM leaves WHERE {where} = ? AND anchor = ? AND digest = ?"
+            " ORDER BY last_used_at DESC LIMIT ?)"
+        )
+        yield from leaves(db, newest, (who, anchor, digest, MOST_LEAVES))
+
+
+def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | None) -> None:
+    """Let `leaf`, or a new one of `session`, end where `turn` ends, and see which is the main."""
+    main = next(iter(leaves(db, "session = ? AND kind = 'main'", (session,))), None)
+    if leaf is None:
+        kind: Kind = "agent" if main else "main"
+        made = Leaf(0, session, kind, turn.ids, turn.prompt_tokens, turn.anchor, 1, turn.at)
+        now = insert_leaf(db, turn.namespace, made)
+        _trim_leaves(db, session)
+    else:
+        now = replace(leaf, ids=turn.ids, turns=leaf.turns + 1)
+        db.execute(
+            "UPDATE leaves SET prompt_tokens = ?, turns = ?, last_used_at = ? WHERE id = ?",
+            (turn.prompt_tokens, now.turns, turn.at, now.id),
+        )
+        _write_ids(db, now.id, turn.ids, common(leaf.ids, turn.ids), len(leaf.ids))
+    if main and main.id != now.id and takes_over(now, main, turn.head):
+        db.execute("UPDATE leaves SET kind = 'agent' WHERE id = ?", (main.id,))
+        db.execute("UPDATE leaves SET kind = 'main' WHERE id = ?", (now.id,))
+        db.execute("UPDATE sessions SET title = NULL WHERE id = ?", (session,))
+        main = None
+    if main is None or main.id == now.id:
+        db.execute(
+            "UPDATE sessions SET title = coalesce(title, ?) WHERE id = ?", (turn.title, session)
+        )
+
+
+def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
+    """Put in a new leaf, whose `id` counts for nothing; returns it with its own."""
+    anchor = min(leaf.anchor, len(leaf.ids))
+    digest = digest_of(leaf.ids[:anchor])
+    row = db.execute(
+        "INSERT INTO leaves (session, namespace, kind, prompt_tokens, anchor, digest, turns,"
+        " last_used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(leaf.session, namespace, leaf.kind, leaf.prompt_tokens),
+            *(anchor, digest, leaf.turns, leaf.last_used_at),
+        ),
+    )
+    made = replace(leaf, id=int(row.lastrowid or 0), anchor=anchor)
+    _write_ids(db, made.id, made.ids, 0, 0)
+    return made
+
+
+def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: int) -> None:
+    """Make a leaf's rows `ids`, of which the first `same` are there, and of `held` the others."""
+    if same == len(ids) == held:
+        return
+    first = same // PART_TOKENS * PART_TOKENS
+    db.execute("DELETE FROM leaf_tokens WHERE leaf = ? AND start >= ?", (leaf, first))
+    parts = (
+        (leaf, start, np.ascontiguousarray(ids[start : start + PART_TOKENS], "<i4").tobytes())
+        for start in range(first, len(ids), PART_TOKENS)
+    )
+    db.executemany("INSERT INTO leaf_tokens (leaf, start, ids) VALUES (?, ?, ?)", parts)
+
+
+def shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
+    """The tokens that a leaf and `ids` begin with in common, reading no more than that."""
+    most = 0
+    rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
+    for (raw,) in rows:
+        part = np.frombuffer(raw, "<i4")
+        same = common(part, ids[most:])
+        most += same
+        if same < len(part):
+            break
+    return most
+
+
+def _trim_leaves(db: sqlite3.Connection, session: str) -> None:
+    db.execute(
+        "DELETE FROM leaves WHERE id IN (SELECT id FROM leaves WHERE session = ?"
+        " ORDER BY kind = 'main' DESC, last_used_at DESC LIMIT -1 OFFSET ?)",
+        (session, MOST_LEAVES),
+    )
+
+
+def trim_sessions(db: sqlite3.Connection) -> None:
+    """Remove the sessions that are beyond `MOST_SESSIONS`."""
+    db.execute(
+        "DELETE FROM sessions WHERE id IN (SELECT id FROM sessions WHERE NOT pinned"
+        " ORDER BY last_used_at DESC LIMIT -1 OFFSET ?)",
+        (MOST_SESSIONS,),
+    )

@@ -1,0 +1,167 @@
+"""The table of sessions: named conversations, each a label with one or more leaves.
+
+It lies beside the index of the disk tier, or in a database of its own that ends with the process.
+Token ids are kept in rows of bounded size, so a turn writes what is new and not the whole again.
+Any thread may call; a call is one transaction, so two servers may share the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import replace
+
+from mlxcache.errors import BadRequest, NotFound
+from mlxcache.store import session_rows as rows
+from mlxcache.store.database import Database
+from mlxcache.store.leaves import Leaf, continued
+from mlxcache.store.session_rows import Session, Turn
+from mlxcache.types import Tokens
+
+__all__ = ["Session", "Sessions", "Turn", "id_of", "new_id"]
+
+
+def id_of(namespace: str, label: str) -> str:
+    """The id of a label's session, the same on every machine and after every loss."""
+    text = f"{namespace}\0{label}".encode(errors="surrogatepass")
+    return "ses_" + hashlib.blake2b(text, digest_size=6).hexdigest()
+
+
+def new_id() -> str:
+    """The id of a session without a label."""
+    return f"ses_{secrets.token_hex(6)}"
+
+
+class Sessions:
+    """What is known of sessions, in `database`."""
+
+    def __init__(self, database: Database):
+        self._database = database
+        database.create(rows.SCHEMA)
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def all(self, limit: int | None = None) -> list[Session]:
+        """The sessions, those used last first."""
+        query = f"SELECT {rows.FIELDS} FROM sessions ORDER BY last_used_at DESC, id LIMIT ?"
+        with self._database.read() as db:
+            found = db.execute(query, (-1 if limit is None else limit,)).fetchall()
+        return [rows.read_session(row) for row in found]
+
+    def count(self) -> int:
+        """How many there are."""
+        with self._database.read() as db:
+            return int(db.execute("SELECT count(*) FROM sessions").fetchone()[0])
+
+    def get(self, id: str) -> Session:
+        """One session. Raises NotFound."""
+        with self._database.read() as db:
+            return rows.get(db, id)
+
+    def leaves(self, id: str) -> list[Leaf]:
+        """The leaves of a session, the main one first, then those used last."""
+        with self._database.read() as db:
+            return rows.leaves(db, "session = ?", (id,))
+
+    def pinned(self, namespace: str) -> list[Leaf]:
+        """The leaves of the pinned sessions of a namespace."""
+        where = "session IN (SELECT id FROM sessions WHERE namespace = ? AND pinned)"
+        with self._database.read() as db:
+            return rows.leaves(db, where, (namespace,))
+
+    def needed(self, namespace: str, ids: Tokens) -> int:
+        """How many leading tokens of `ids` some session's leaf shares."""
+        query = "SELECT id FROM leaves WHERE namespace = ?"
+        with self._database.read() as db:
+            held = db.execute(query, (namespace,)).fetchall()
+            return max((rows.shared(db, leaf, ids) for (leaf,) in held), default=0)
+
+    # -- changing ----------------------------------------------------------------------------
+
+    def turn(self, turn: Turn) -> str:
+        """Book a finished request; returns the id of the session that it belongs to."""
+        with self._database.write() as db:
+            session = rows.labelled(db, turn)
+            leaf = None
+            if session is not None or turn.label is None:
+                leaf = continued(turn.ids, rows.candidates(db, turn, session))
+            if leaf is not None:
+                session = leaf.session
+            if session is None:
+                session = id_of(turn.namespace, turn.label) if turn.label else new_id()
+                rows.insert(db, rows.begun(session, turn))
+                rows.trim_sessions(db)
+            rows.write_leaf(db, turn, session, leaf)
+            db.execute(
+                "UPDATE sessions SET turns = turns + 1, last_used_at = max(last_used_at, ?),"
+                " client = coalesce(?, client), model = ? WHERE id = ?",
+                (turn.at, turn.client, turn.model, session),
+            )
+        return session
+
+    def update(self, id: str, *, name: str | None = None, pinned: bool | None = None) -> None:
+        """Rename a session ("" takes its name away), pin it or let it go. Raises NotFound."""
+        with self._database.write() as db:
+            rows.get(db, id)
+            if name is not None:
+                db.execute("UPDATE sessions SET name = ? WHERE id = ?", (name or None, id))
+            if pinned is not None:
+                db.execute("UPDATE sessions SET pinned = ? WHERE id = ?", (pinned, id))
+
+    def delete(self, id: str) -> None:
+        """Remove a session's rows; its KV is not touched. Raises NotFound."""
+        with self._database.write() as db:
+            rows.get(db, id)
+            db.execute("DELETE FROM sessions WHERE id = ?", (id,))
+
+    def clear(self, *, pinned: bool = False) -> int:
+        """Remove all sessions, pinned ones only if `pinned`; how many they were."""
+        with self._database.write() as db:
+            return db.execute("DELETE FROM sessions WHERE ? OR NOT pinned", (pinned,)).rowcount
+
+    def fork(self, id: str, at: float, name: str | None = None, tokens: int | None = None) -> str:
+        """A new session with the main leaf of `id`, or its first `tokens`; returns the new id.
+
+        Raises NotFound, and BadRequest where the leaf is not that long.
+        """
+        with self._database.write() as db:
+            source = rows.get(db, id)
+            main = next(iter(rows.leaves(db, "session = ? AND kind = 'main'", (id,))), None)
+            if main is None:
+                raise NotFound(f"The session {id} has nothing to fork from.")
+            end = len(main.ids) if tokens is None else tokens
+            if not 1 <= end <= len(main.ids):
+                raise BadRequest(
+                    f"`at_tokens` must be from 1 to {len(main.ids)}, not {end}.", param="at_tokens"
+                )
+            fork = replace(
+                source,
+                id=new_id(),
+                label=None,
+                name=name or None,
+                turns=main.turns,
+                pinned=False,
+                created_at=at,
+                last_used_at=at,
+            )
+            rows.insert(db, fork)
+            leaf = replace(
+                main,
+                session=fork.id,
+                ids=main.ids[:end],
+                prompt_tokens=min(main.prompt_tokens, end),
+                last_used_at=at,
+            )
+            rows.insert_leaf(db, source.namespace, leaf)
+        return fork.id
+
+    def add(self, session: Session, leaves: list[Leaf]) -> None:
+        """Put in a session that came from elsewhere; leaves' ids and sessions are made anew.
+
+        One of the same id is replaced.
+        """
+        with self._database.write() as db:
+            db.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
+            rows.insert(db, session)
+            for leaf in leaves:
+                rows.insert_leaf(db, session.namespace, replace(leaf, session=session.id))

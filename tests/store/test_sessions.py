@@ -1,0 +1,218 @@
+"""Sessions in a database on disk and in memory alike."""
+
+import sqlite3
+
+import numpy as np
+import pytest
+
+from mlxcache.errors import BadRequest, NotFound
+from mlxcache.store import session_rows
+from mlxcache.store.database import Database
+from mlxcache.store.leaves import anchor_of
+from mlxcache.store.sessions import Sessions, Turn, id_of
+from mlxcache.store.temporary import TemporaryDatabase
+
+HEAD = list(range(1000, 1030))
+
+
+@pytest.fixture(params=["disk", "memory"])
+def sessions(request, tmp_path):
+    database = Database.open(tmp_path) if request.param == "disk" else TemporaryDatabase()
+    yield Sessions(database)
+    database.close()
+
+
+def turn(text, reply=(1, 2, 3), *, head=HEAD, first=8, namespace="n", at=1.0, **more):
+    """A request: a head, `text` as message tokens of which `first` are the first message's."""
+    ids = np.array([*head, *text, *reply], np.int32)
+    marks = [len(head), len(head) + first] if head else [first]
+    prompt = len(head) + len(text)
+    anchor, at_head = anchor_of(marks, prompt), len(head)
+    return Turn(namespace, "model", ids, prompt, anchor, at_head, at, **more)
+
+
+def talk(start, count=20):
+    return list(range(start, start + count))
+
+
+def test_turns_of_a_conversation_are_one_session(sessions):
+    """With a label or without: the prefix tells, and the ids grow."""
+    for label in (None, "mine"):
+        text = talk(0 if label else 5000)
+        first = sessions.turn(turn(text, label=label, at=1.0, title="Fix it", client="cli/1"))
+        text += [1, 2, 3, *talk(100)]
+        assert sessions.turn(turn(text, label=label, at=2.0, title="other")) == first
+        row = sessions.get(first)
+        assert (row.turns, row.label, row.title, row.client) == (2, label, "Fix it", "cli/1")
+        assert (row.created_at, row.last_used_at) == (1.0, 2.0)
+        [leaf] = sessions.leaves(first)
+        assert leaf.ids.tolist() == [*HEAD, *text, 1, 2, 3]
+        assert leaf.prompt_tokens == len(HEAD) + len(text)
+    assert sessions.count() == 2
+
+
+def test_another_conversation_under_the_same_head_is_another_session(sessions):
+    """Tools and system alone make no session, nor does a namespace share one."""
+    one = sessions.turn(turn(talk(0)))
+    assert sessions.turn(turn(talk(500))) != one
+    assert sessions.turn(turn(talk(0), namespace="other")) != one
+    assert sessions.count() == 3
+
+
+def test_a_label_keeps_its_id_and_collects_its_agents(sessions):
+    """Sub-agents are leaves of it; a title request does not become the main one."""
+    main = turn([*talk(0), *talk(100, 200)], label="L", at=1.0)
+    id = sessions.turn(main)
+    assert id == id_of("n", "L")
+    agent = turn(talk(500), head=[9, 9, 9], label="L", at=2.0)
+    assert sessions.turn(agent) == id
+    assert sessions.turn(turn(talk(700), head=[], label="L", at=3.0, title="A title")) == id
+    leaves = sessions.leaves(id)
+    assert [leaf.kind for leaf in leaves] == ["main", "agent", "agent"]
+    assert leaves[0].ids.tolist() == main.ids.tolist()
+    assert sessions.get(id).title is None
+    sessions.turn(turn([*talk(500), 1, 2, 3, 4], head=[9, 9, 9], label="L", at=4.0))
+    assert [leaf.turns for leaf in sessions.leaves(id)] == [1, 2, 1]
+
+
+def test_a_title_request_that_comes_first_yields_to_the_conversation(sessions):
+    """And the title is the conversation's then."""
+    id = sessions.turn(turn(talk(0, 9), head=[], label="L", title="Write a title"))
+    sessions.turn(turn([*talk(50), *talk(100, 200)], label="L", title="Fix the bug"))
+    assert sessions.get(id).title == "Fix the bug"
+    assert [len(leaf.ids) for leaf in sessions.leaves(id)] == [253, 12]
+
+
+def test_labels_that_share_a_prefix_stay_apart(sessions):
+    """A label is never drawn into another's session, however alike the prompts are."""
+    one, two = (sessions.turn(turn(talk(0), label=label)) for label in ("a", "b"))
+    assert one != two
+    assert sessions.count() == 2
+
+
+def test_an_id_is_a_label_too(sessions):
+    """So that a fork can be talked to."""
+    id = sessions.turn(turn(talk(0)))
+    fork = sessions.fork(id, 5.0, "try")
+    assert sessions.turn(turn([*talk(0), 1, 2, 3, 4], label=fork)) == fork
+    assert len(sessions.leaves(id)[0].ids) < len(sessions.leaves(fork)[0].ids)
+
+
+def test_ids_are_kept_in_parts_and_only_new_ones_are_written(sessions, monkeypatch):
+    """However they grow, shrink or change."""
+    monkeypatch.setattr(session_rows, "PART_TOKENS", 16)
+    text = talk(0, 40)
+    id = sessions.turn(turn(text, label="L"))
+    with sessions._database.read() as db:
+        before = db.execute("SELECT start, ids FROM leaf_tokens ORDER BY start").fetchall()
+    for tail in ([1, 2, 3, *talk(200, 50)], [], talk(300, 7), [1]):
+        now = turn(text + tail, label="L")
+        sessions.turn(now)
+        assert sessions.leaves(id)[0].ids.tolist() == now.ids.tolist()
+        assert sessions.needed("n", now.ids) == len(now.ids)
+    with sessions._database.read() as db:
+        after = db.execute("SELECT start, ids FROM leaf_tokens ORDER BY start").fetchall()
+    assert after[:4] == before[:4]
+
+
+def test_fork_copies_the_main_leaf_or_its_beginning(sessions):
+    """Under a new id, without the label; more than there is cannot be had."""
+    id = sessions.turn(turn(talk(0), label="L", title="T"))
+    whole, part = sessions.fork(id, 9.0, "copy"), sessions.fork(id, 9.0, tokens=12)
+    row = sessions.get(whole)
+    assert (row.label, row.name, row.title, row.pinned, row.created_at) == (
+        *(None, "copy", "T"),
+        *(False, 9.0),
+    )
+    assert sessions.leaves(whole)[0].ids.tolist() == sessions.leaves(id)[0].ids.tolist()
+    [leaf] = sessions.leaves(part)
+    assert (len(leaf.ids), leaf.prompt_tokens, leaf.kind) == (12, 12, "main")
+    for bad in (0, 54):
+        with pytest.raises(BadRequest, match="at_tokens"):
+            sessions.fork(id, 9.0, tokens=bad)
+    with pytest.raises(NotFound):
+        sessions.fork("ses_nothing", 9.0)
+
+
+def test_names_and_pins_can_be_changed_and_taken_back(sessions):
+    """Each alone; an empty name is none."""
+    id = sessions.turn(turn(talk(0)))
+    sessions.update(id, name="mine")
+    sessions.update(id, pinned=True)
+    assert (sessions.get(id).name, sessions.get(id).pinned) == ("mine", True)
+    assert [leaf.session for leaf in sessions.pinned("n")] == [id]
+    assert sessions.pinned("other") == []
+    sessions.update(id, name="", pinned=False)
+    assert (sessions.get(id).name, sessions.get(id).pinned) == (None, False)
+    with pytest.raises(NotFound):
+        sessions.update("ses_nothing", name="x")
+
+
+def test_deleting_leaves_no_rows_and_says_what_others_need(sessions):
+    """`needed` counts what other leaves share of the ids."""
+    id, other = (sessions.turn(turn(talk(n))) for n in (0, 500))
+    ids = sessions.leaves(id)[0].ids
+    assert sessions.needed("n", ids) == len(ids)
+    sessions.delete(id)
+    assert sessions.needed("n", ids) == len(HEAD)
+    assert sessions.needed("m", ids) == 0
+    with pytest.raises(NotFound):
+        sessions.get(id)
+    assert [row.id for row in sessions.all()] == [other]
+    with sessions._database.read() as db:
+        count = "SELECT count(*) FROM leaf_tokens WHERE leaf NOT IN (SELECT id FROM leaves)"
+        assert db.execute(count).fetchone() == (0,)
+
+
+def test_clear_spares_what_is_pinned_unless_told(sessions):
+    """It answers how many sessions went."""
+    ids = [sessions.turn(turn(talk(n))) for n in (0, 500, 900)]
+    sessions.update(ids[0], pinned=True)
+    assert sessions.clear() == 2
+    assert sessions.clear(pinned=True) == 1
+    assert sessions.all() == []
+
+
+def test_the_list_is_by_last_use(sessions):
+    """Newest first, as many as are wanted."""
+    ids = [sessions.turn(turn(talk(n * 100), at=float(n))) for n in range(3)]
+    assert [row.id for row in sessions.all()] == ids[::-1]
+    assert [row.id for row in sessions.all(limit=1)] == [ids[2]]
+
+
+def test_what_is_used_least_recently_goes_beyond_the_limits(sessions, monkeypatch):
+    """Pinned sessions and the main leaf never."""
+    monkeypatch.setattr(session_rows, "MOST_SESSIONS", 2)
+    monkeypatch.setattr(session_rows, "MOST_LEAVES", 2)
+    first = sessions.turn(turn(talk(0), label="L", at=1.0))
+    sessions.update(first, pinned=True)
+    for n in range(1, 5):
+        sessions.turn(turn(talk(n * 100), label="L", head=[n], at=float(n + 1)))
+    kept = sessions.leaves(first)
+    assert [leaf.kind for leaf in kept] == ["main", "agent"]
+    assert kept[1].ids[0] == 4
+    for n in range(10, 14):
+        sessions.turn(turn(talk(n * 100), at=float(n)))
+    assert [row.last_used_at for row in sessions.all()] == [13.0, 12.0, 5.0]
+
+
+def test_rows_survive_the_process(tmp_path):
+    """What a turn booked is there for the next one to open the file."""
+    database = Database.open(tmp_path)
+    id = Sessions(database).turn(turn(talk(0), label="L"))
+    database.close()
+    again = Sessions(Database.open(tmp_path))
+    assert again.get(id).turns == 1
+    assert again.turn(turn([*talk(0), 1, 2, 3, 4], label="L")) == id
+    assert len(again.leaves(id)) == 1
+
+
+def test_a_temporary_database_leaves_no_file(tmp_path, monkeypatch):
+    """Not even under its odd name."""
+    monkeypatch.chdir(tmp_path)
+    database = TemporaryDatabase()
+    Sessions(database).turn(turn(talk(0)))
+    assert list(tmp_path.iterdir()) == []
+    database.close()
+    with pytest.raises(sqlite3.ProgrammingError):
+        database._only.execute("SELECT 1")
