@@ -147,7 +147,7 @@ class Job:
     `top_logprobs` None: no log-probabilities; 0 to 20: those of the sampled token and so many of
     the likeliest.
     `raw`: a plain completion, in which thinking and calls are not told from text.
-    `session` is a label for people, never a key.
+    `session` is a label for people, never a key. `title`: how the first message of a person begins.
     """
 
     id: str
@@ -161,6 +161,7 @@ class Job:
     raw: bool = False
     session: str | None = None
     client: str | None = None
+    title: str | None = None
     api: str = ""
     render_s: float = 0.0
 

@@ -1,0 +1,108 @@
+"""Who serves from a cache folder: so that commands without a server change nothing under one.
+
+Every server holds `serving.lock` shared and leaves a note of its address beside it; a command that
+changes files takes the lock alone. The system lets go of a lock however its process ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mlxcache.errors import StoreError
+
+NAME = "serving.lock"
+NOTES = "serving"
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A server: its process, its address, and the model's name as it was given."""
+
+    pid: int
+    url: str
+    model: str
+
+
+@contextmanager
+def serving(cache_dir: Path, url: str, model: str) -> Iterator[None]:
+    """Held by a server as long as it runs. Raises StoreError while a command changes the folder."""
+    with _locked(cache_dir, fcntl.LOCK_SH) as free:
+        if not free:
+            raise StoreError(
+                f"Another command is changing {cache_dir}. Wait for it, or choose another folder "
+                "with --cache-dir DIR."
+            )
+        note = cache_dir / NOTES / f"{os.getpid()}.json"
+        note.parent.mkdir(mode=0o700, exist_ok=True)
+        note.touch(mode=0o600)
+        note.write_text(json.dumps(asdict(Serving(os.getpid(), url, model))))
+        try:
+            yield
+        finally:
+            note.unlink(missing_ok=True)
+
+
+@contextmanager
+def alone(cache_dir: Path) -> Iterator[None]:
+    """Held by a command that changes the folder without a server.
+
+    Raises StoreError, naming the servers, where one runs.
+    """
+    with _locked(cache_dir, fcntl.LOCK_EX) as free:
+        if not free:
+            names = " and ".join(
+                f"{one.url} ({one.model}, process {one.pid})" for one in servers(cache_dir)
+            )
+            holder = f"The server at {names} uses" if names else "Another mlxcache command changes"
+            raise StoreError(
+                f"{holder} {cache_dir}. Ask it with --url URL, or stop it and try again."
+            )
+        yield
+
+
+def servers(cache_dir: Path) -> list[Serving]:
+    """The servers that run on this folder, by their notes."""
+    found = []
+    for note in sorted((cache_dir / NOTES).glob("*.json")):
+        with suppress(OSError, ValueError, TypeError):
+            one = Serving(**json.loads(note.read_text()))
+            if _runs(one.pid):
+                found.append(one)
+    return found
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextmanager
+def _locked(cache_dir: Path, kind: int) -> Iterator[bool]:
+    """Whether the lock could be had, which is then held. Raises StoreError."""
+    try:
+        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(cache_dir / NAME, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise StoreError(f"{cache_dir}: {error.strerror}.") from error
+    try:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            raise StoreError(f"{cache_dir} cannot be locked: {error.strerror}.") from error
+        yield True
+    finally:
+        os.close(fd)

@@ -1,0 +1,80 @@
+"""Servers share a folder, a command that changes it has it alone."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mlxcache.errors import StoreError
+from mlxcache.store.lock import NOTES, Serving, alone, servers, serving
+
+HOLD = """
+import sys; from pathlib import Path; from mlxcache.store.lock import serving
+with serving(Path(sys.argv[1]), "http://127.0.0.1:9", "some/model"):
+    print("held", flush=True); sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Another process that serves from the folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_change_is_refused_while_a_server_runs_and_named(tmp_path, server):
+    """With its address and process; once it is killed the folder is free."""
+    with (
+        pytest.raises(StoreError, match=f"127.0.0.1:9 .*some/model, process {server.pid}"),
+        alone(tmp_path),
+    ):
+        pass
+    with serving(tmp_path, "http://127.0.0.1:10", "other"):
+        assert {one.url for one in servers(tmp_path)} == {
+            "http://127.0.0.1:9",
+            "http://127.0.0.1:10",
+        }
+    assert [one.pid for one in servers(tmp_path)] == [server.pid]
+    server.kill()
+    server.wait()
+    assert servers(tmp_path) == []
+    with alone(tmp_path):
+        pass
+
+
+def test_a_server_waits_for_no_command(tmp_path):
+    """It says what is going on instead, and so does a second command."""
+    with alone(tmp_path):
+        with pytest.raises(StoreError, match="Another command"), serving(tmp_path, "u", "m"):
+            pass
+        with pytest.raises(StoreError, match="Another mlxcache command"), alone(tmp_path):
+            pass
+    assert servers(tmp_path) == []
+
+
+def test_notes_that_are_damaged_or_stale_are_passed_over(tmp_path):
+    """They decide nothing but what a message says."""
+    folder = tmp_path / NOTES
+    folder.mkdir()
+    (folder / "1.json").write_text("{")
+    (folder / "2.json").write_text("[1]")
+    (folder / "3.json").write_text(json.dumps({"pid": 2**22 + 1, "url": "u", "model": "m"}))
+    assert servers(tmp_path) == []
+    with serving(tmp_path, "u", "m"):
+        assert servers(tmp_path) == [Serving(servers(tmp_path)[0].pid, "u", "m")]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
+    """Such as below a file."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file"), alone(tmp_path / "file" / "below"):
+        pass
