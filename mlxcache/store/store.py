@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlxcache.store.database import Database
+from mlxcache.store import index, maintain, quarantine, save, verify
+from mlxcache.store.core import Core
+from mlxcache.store.database import Database, translated
+from mlxcache.store.folder import Folder
 from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
+from mlxcache.store.index import Row
+from mlxcache.store.owner import Owner, opening
+from mlxcache.store.recover import open_database, recover
+from mlxcache.store.space import Space
 from mlxcache.store.tensors import Tensor
 from mlxcache.types import Tokens
 
@@ -20,10 +27,12 @@ class Store:
     Every method may be called on any thread. `database` is the folder's, for other tables.
     """
 
-    database: Database
-    folder: Path
-    namespace: str
-    limit: int | None
+    def __init__(self, core: Core):
+        self._core = core
+        self.database: Database = core.database
+        self.folder: Path = core.folder.path
+        self.namespace: str = core.namespace
+        self.limit: int | None = core.space.limit
 
     @classmethod
     def open(
@@ -35,14 +44,40 @@ class Store:
         exceeds it is evicted at once. None: no cap, for looking at a folder offline.
         Raises StoreError.
         """
-        raise NotImplementedError
+        place = Folder(folder)
+        with translated(folder):
+            place.make()
+            with opening(place):
+                owner = Owner(place)
+                try:
+                    database = open_database(place, limit)
+                    space = Space(place, limit, free_floor)
+                    store = cls(Core(place, database, owner, space, namespace))
+                    recover(store._core)
+                    maintain.fit(store._core)
+                except BaseException:
+                    owner.release()
+                    raise
+        return store
 
     def find(self, ids: Tokens, *, touch: bool = True) -> Found:
         """The longest prefix of `ids` on disk, to the token, and the checkpoints along `ids`.
 
         `touch` counts as a use. Raises StoreError.
         """
-        raise NotImplementedError
+        with self.database.read() as connection:
+            match = index.lookup(connection, self._core.chains.of(ids))
+        if touch:
+            self._core.use([row for row, _, _ in match.cover])
+            self._core.use(match.checkpoints)
+        pieces = tuple(
+            Piece(self._path(row), row.id, start, end, row.start, row.stop, row.nbytes)
+            for row, start, end in match.cover
+        )
+        saved = tuple(
+            Saved(self._path(row), row.id, row.start, row.nbytes) for row in match.checkpoints
+        )
+        return Found(match.length, pieces, saved)
 
     def verify(self, piece: Piece, ids: Tokens) -> None:
         """Read the file and check that it holds what `find` said, from its header to checksums.
@@ -50,11 +85,11 @@ class Store:
         Raises Corrupt: the file is in quarantine, and all that builds on it is gone too. Raises
         Gone if the file was evicted meanwhile.
         """
-        raise NotImplementedError
+        verify.run(self._core, piece, ids)
 
     def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
         """As `verify`, of a checkpoint."""
-        raise NotImplementedError
+        verify.checkpoint(self._core, saved, ids)
 
     def write_run(self, ids: Tokens, start: int, tensors: Sequence[Tensor]) -> None:
         """Save the KV of tokens [start, len(ids)); durable on return.
@@ -63,42 +98,84 @@ class Store:
         are on disk already are left out; nothing is written where all are. Raises NotAnchored
         if [0, start) is not on disk, DiskFull if no room can be made, StoreError.
         """
-        raise NotImplementedError
+        save.run(self._core, ids, start, tensors)
 
     def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
         """Save the state after `ids`; durable on return. Raises DiskFull and StoreError.
 
         Of those along one path the first, the newest 4 and one per 4096 tokens are kept.
         """
-        raise NotImplementedError
+        save.checkpoint(self._core, ids, tensors)
 
     def pin(self, name: str, paths: Sequence[Tokens]) -> None:
         """Evict what is on disk of `paths` last, in place of what `name` pinned before.
 
         No paths: `name` pins nothing. Files written later are not pinned until the next call.
         """
-        raise NotImplementedError
+        with self.database.write() as connection:
+            connection.execute("DELETE FROM pin WHERE name = ?", (name,))
+            for ids in paths:
+                match = index.lookup(connection, self._core.chains.of(ids))
+                files = [row.id for row, _, _ in match.cover]
+                files += [row.id for row in match.checkpoints]
+                connection.executemany(
+                    "INSERT OR IGNORE INTO pin VALUES (?, ?)", [(name, file) for file in files]
+                )
 
     def make_room(self, nbytes: int) -> None:
         """Evict until `nbytes` more fit; for rows of other tables. Raises DiskFull."""
-        raise NotImplementedError
+        with self.database.write() as connection:
+            self._core.check_there()
+            self._core.make_room(connection, nbytes, has_row=False)
+
+    def note_uses(self) -> None:
+        """Write the uses noted by `find` into the index, as each write does too."""
+        with self.database.write() as connection:
+            self._core.note_uses(connection)
 
     def stats(self) -> StoreStats:
         """Figures of the whole folder, and of what this process did."""
-        raise NotImplementedError
+        core = self._core
+        with self.database.read() as connection, translated(self.folder):
+            used = core.space.used(connection)
+            counts = dict(connection.execute("SELECT kind, count(*) FROM file GROUP BY kind"))
+            (tokens,) = connection.execute(
+                "SELECT ifnull(sum(stop - start), 0) FROM file"
+            ).fetchone()
+            (pinned,) = connection.execute(
+                "SELECT ifnull(sum(disk), 0) FROM file WHERE id IN (SELECT file FROM pin)"
+            ).fetchone()
+            quarantined = len(quarantine.entries(core.folder))
+        return StoreStats(
+            used_bytes=used,
+            limit_bytes=self.limit,
+            runs=counts.get("run", 0),
+            checkpoints=counts.get("checkpoint", 0),
+            tokens=tokens,
+            pinned_bytes=pinned,
+            quarantined=quarantined,
+            written_bytes=core.counted("written_bytes"),
+            written_tokens=core.counted("written_tokens"),
+            verified=core.counted("verified"),
+            corrupt=core.counted("corrupt"),
+            evicted=core.counted("evicted"),
+        )
 
     def check(self) -> list[Problem]:
         """Read every file of every namespace and report what is wrong; changes nothing."""
-        raise NotImplementedError
+        return maintain.check(self._core)
 
     def prune(self, limit: int | None = None) -> int:
         """Drop the quarantine, and evict until all is within `limit`; returns bytes freed."""
-        raise NotImplementedError
+        return maintain.prune(self._core, limit)
 
     def clear(self, *, pinned: bool = False) -> int:
         """Remove every file, pinned ones only if `pinned`; returns bytes freed."""
-        raise NotImplementedError
+        return maintain.clear(self._core, pinned)
 
     def close(self) -> None:
         """Let go of the folder. Calls after this raise StoreError."""
-        raise NotImplementedError
+        self._core.close()
+
+    def _path(self, row: Row) -> Path:
+        return self._core.folder.file(row.kind, row.digest)

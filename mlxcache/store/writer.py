@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +14,11 @@ from mlxcache.errors import StoreError
 from mlxcache.store.store import Store
 from mlxcache.store.tensors import Tensor
 from mlxcache.types import Tokens
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 2.0
+"""After so long without work, uses that `find` noted go to the index."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,30 +36,129 @@ class Job:
 
 
 class Writer:
-    """One thread that writes jobs to `store` in the order they were offered."""
+    """One thread that writes jobs to `store` in the order they were offered.
+
+    `done(job, error)` is called on that thread after each; `error` None: the job is durable. An
+    error ends the job and not the thread. Every method may be called on any thread.
+    """
 
     def __init__(
         self, store: Store, limit_bytes: int, done: Callable[[Job, StoreError | None], None]
     ):
-        raise NotImplementedError
+        self._store = store
+        self._limit = limit_bytes
+        self._done = done
+        self._queue: deque[Job | Callable[[], None]] = deque()
+        self._state = threading.Condition()
+        self._pending = 0
+        self._taken = self._finished = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="mlxcache-writer", daemon=True)
+        self._thread.start()
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of jobs offered and not done, the one being written included."""
-        raise NotImplementedError
+        with self._state:
+            return self._pending
 
     def offer(self, job: Job) -> bool:
         """Take `job`, or answer False at once if it does not fit; an empty queue takes any."""
-        raise NotImplementedError
+        with self._state:
+            full = self._pending and self._pending + job.nbytes > self._limit
+            if full or self._closing:
+                return False
+            self._pending += job.nbytes
+            self._add(job)
+            return True
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run `action` on the thread after the jobs before it. A StoreError of it is logged."""
-        raise NotImplementedError
+        """Run `action` on the thread after the jobs before it; what it raises is logged.
+
+        After `close` nothing is run.
+        """
+        with self._state:
+            if not self._closing:
+                self._add(action)
 
     def flush(self, seconds: float) -> int:
-        """Wait at most `seconds` for all offered so far; returns the bytes not written."""
-        raise NotImplementedError
+        """Wait at most `seconds` for all offered so far; returns the bytes pending then.
+
+        0: whatever was offered before is done, durable or reported.
+        """
+        deadline = time.monotonic() + seconds
+        with self._state:
+            goal = self._taken
+            while self._finished < goal and not self._closing:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._state.wait(left)
+            return self._pending if self._finished < goal else 0
 
     def close(self) -> None:
-        """End the thread after the job in hand; what waits is not written."""
-        raise NotImplementedError
+        """End the thread after the job in hand; what waits is dropped without a report."""
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _add(self, item: Job | Callable[[], None]) -> None:
+        self._queue.append(item)
+        self._taken += 1
+        self._state.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            item = self._next()
+            if item is None:
+                return
+            if isinstance(item, Job):
+                self._write(item)
+            else:
+                _guarded("an action", item)
+            nbytes = item.nbytes if isinstance(item, Job) else 0
+            del item  # its buffers are free before anybody is told so
+            with self._state:
+                self._pending -= nbytes
+                self._finished += 1
+                self._state.notify_all()
+
+    def _next(self) -> Job | Callable[[], None] | None:
+        idle = False
+        while True:
+            with self._state:
+                while not self._queue and not self._closing:
+                    if not self._state.wait(IDLE_S) and not idle:
+                        idle = True
+                        break
+                if self._closing:
+                    return None
+                if self._queue:
+                    return self._queue.popleft()
+            _guarded("noting uses", self._store.note_uses)
+
+    def _write(self, job: Job) -> None:
+        error: StoreError | None = None
+        try:
+            if job.start is None:
+                self._store.write_checkpoint(job.ids, job.tensors)
+            else:
+                self._store.write_run(job.ids, job.start, job.tensors)
+        except StoreError as raised:
+            error = raised
+        except Exception as raised:  # logged; the next job is written
+            log.exception("a save failed")
+            error = StoreError(f"A save failed: {raised!r}.")
+        _guarded("reporting a save", lambda: self._done(job, error))
+
+
+def _guarded(what: str, action: Callable[[], None]) -> None:
+    """Run `action`; the thread outlives what it raises."""
+    try:
+        action()
+    except StoreError as error:
+        log.warning("%s failed: %s", what, error)
+    except Exception:
+        log.exception("%s failed", what)

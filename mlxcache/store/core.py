@@ -1,0 +1,105 @@
+"""What the parts of one open store share."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+
+from mlxcache.errors import StoreError
+from mlxcache.store import index, quarantine
+from mlxcache.store.database import Database
+from mlxcache.store.digests import Chains
+from mlxcache.store.folder import Folder, remove
+from mlxcache.store.index import Row
+from mlxcache.store.owner import Owner
+from mlxcache.store.space import Space
+
+
+class Core:
+    """Folder, database, space and name of one open store; its counts, and uses to be noted.
+
+    Uses are kept here and go to the index with the next write, so that finding writes nothing.
+    """
+
+    def __init__(
+        self, folder: Folder, database: Database, owner: Owner, space: Space, namespace: str
+    ):
+        self.folder = folder
+        self.database = database
+        self.owner = owner
+        self.space = space
+        self.namespace = namespace
+        self.chains = Chains(namespace)
+        self.saving = threading.Lock()
+        self._inode = folder.index.stat().st_ino
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._uses: dict[int, float] = {}
+
+    def count(self, what: str, by: int = 1) -> None:
+        """Add to a figure of this process."""
+        with self._lock:
+            self._counts[what] += by
+
+    def counted(self, what: str) -> int:
+        """A figure of this process."""
+        with self._lock:
+            return self._counts[what]
+
+    def use(self, rows: Iterable[Row]) -> None:
+        """All of `rows` were used just now, equally so."""
+        now = time.time()
+        with self._lock:
+            self._uses.update((row.id, now) for row in rows)
+
+    def note_uses(self, connection: sqlite3.Connection) -> None:
+        """Write the uses since the last time into the index."""
+        with self._lock:
+            uses, self._uses = self._uses, {}
+        index.touch(connection, [(when, id) for id, when in uses.items()])
+
+    def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> None:
+        """As `Space.make_room`; counts what went."""
+        self.note_uses(connection)
+        self.count("evicted", len(self.space.make_room(connection, coming, has_row=has_row)))
+
+    def check_there(self) -> None:
+        """Raise StoreError if the folder, or the index in it, is not the one that was opened."""
+        try:
+            same = self.folder.index.stat().st_ino == self._inode
+        except OSError:
+            same = False
+        if not same:
+            raise StoreError(f"{self.folder.path} has vanished, or was replaced by another.")
+
+    def drop(self, id: int, *, corrupt: bool) -> bool:
+        """Take a file and all that builds on it out; False if it is gone already.
+
+        `corrupt`: its file goes to quarantine and is counted.
+        """
+        with self.database.write() as connection:
+            self.check_there()
+            rows = index.below(connection, id)
+            if not rows:
+                return False
+            for row in rows:
+                path = self.folder.file(row.kind, row.digest)
+                if corrupt and row.id == id:
+                    quarantine.put(self.folder, path, self.space.limit)
+                remove(path)
+                index.delete(connection, row)
+        if corrupt:
+            self.count("corrupt")
+        return True
+
+    def close(self) -> None:
+        """Note the uses, close the database, give the owner's lock back."""
+        with suppress(StoreError), self.database.write() as connection:
+            self.check_there()
+            self.note_uses(connection)
+        self.database.close()
+        self.owner.release()

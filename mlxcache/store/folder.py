@@ -1,0 +1,145 @@
+"""Where things are in the store's folder, how big they are, and how files come to be there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from mlxcache.store.database import NAME
+
+RUN, CHECKPOINT = "run", "checkpoint"
+KINDS = (RUN, CHECKPOINT)
+SUFFIX = ".safetensors"
+TEMP_SUFFIX = ".tmp"
+WRITE_BYTES = 8 << 20
+"""The most written by one call: the interpreter's lock is free during each."""
+
+
+class Folder:
+    """The paths below one folder.
+
+    runs/ab/DIGEST.safetensors, checkpoints/ab/DIGEST.safetensors, beside them .OWNER-ID.tmp while
+    they are written; quarantine/, locks/OWNER, index.sqlite and its log. Only the user may read.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.kinds = {kind: path / f"{kind}s" for kind in KINDS}
+        self.quarantine = path / "quarantine"
+        self.locks = path / "locks"
+        self.index = path / NAME
+
+    def make(self) -> None:
+        """Make the folders that are not there. Raises OSError."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (*self.kinds.values(), self.quarantine, self.locks):
+            path.mkdir(mode=0o700, exist_ok=True)
+
+    def file(self, kind: str, digest: bytes) -> Path:
+        """Where the file of `digest` is, or would be."""
+        name = digest.hex()
+        return self.kinds[kind] / name[:2] / (name + SUFFIX)
+
+    def temp(self, kind: str, digest: bytes, owner: str, id: int) -> Path:
+        """Where it is while `owner` writes it."""
+        return self.file(kind, digest).with_name(f".{owner}-{id}{TEMP_SUFFIX}")
+
+    def files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Every file below the kinds' folders, with its kind; one that goes meanwhile may be in."""
+        for kind, top in self.kinds.items():
+            for sub in _entries(top):
+                if sub.is_dir(follow_symlinks=False):
+                    for entry in _entries(Path(sub.path)):
+                        yield kind, entry
+                else:
+                    yield kind, sub
+
+    def overhead(self) -> int:
+        """Bytes on disk of all but runs and checkpoints: the index, folders, quarantine, locks.
+
+        The log counts twice, for what is in it moves into the index in time.
+        """
+        total = blocks(self.path)
+        for entry in _entries(self.path):
+            total += blocks(entry) * (2 if entry.name == f"{NAME}-wal" else 1)
+        for top in self.kinds.values():
+            total += sum(blocks(sub) for sub in _entries(top))
+        for top in (self.quarantine, self.locks):
+            total += sum(blocks(entry) for entry in _entries(top))
+        return total
+
+    def free(self) -> int:
+        """Bytes that the file system has left for this user."""
+        stat = os.statvfs(self.path)
+        return stat.f_bavail * stat.f_frsize
+
+    def block_size(self) -> int:
+        """Bytes that files grow by."""
+        return max(4096, os.statvfs(self.path).f_frsize)
+
+
+def blocks(path: Path | os.DirEntry[str]) -> int:
+    """Bytes that the file system counts for one file or folder; 0 if it is gone."""
+    try:
+        return os.lstat(path).st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def write(temp: Path, final: Path, buffers: Sequence[bytes | memoryview]) -> int:
+    """Write `buffers` to `temp`, make it durable, and give it its name; bytes on disk.
+
+    Raises OSError; then neither file is there.
+    """
+    if not final.parent.exists():
+        final.parent.mkdir(mode=0o700, exist_ok=True)
+        sync_folder(final.parent.parent)
+    try:
+        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # The size first: XFS gives a file that grows by its end up to twice the room.
+            os.ftruncate(fd, sum(len(buffer) for buffer in buffers))
+            for buffer in buffers:
+                _write_all(fd, memoryview(buffer))
+            os.fsync(fd)
+            size = os.fstat(fd).st_blocks * 512
+        finally:
+            os.close(fd)
+        os.rename(temp, final)
+        sync_folder(final.parent)
+    except BaseException:
+        remove(temp)
+        remove(final)
+        raise
+    return size
+
+
+def remove(path: Path) -> None:
+    """Remove a file that may be gone already."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+
+
+def sync_folder(path: Path) -> None:
+    """Make new names in the folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    at = 0
+    while at < len(view):
+        at += os.write(fd, view[at : at + WRITE_BYTES])
+
+
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []

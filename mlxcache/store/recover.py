@@ -1,0 +1,195 @@
+"""Opening a folder: what a killed process left goes, and a lost index is made from the files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mlxcache.errors import StoreError
+from mlxcache.store import index, quarantine
+from mlxcache.store.contents import read_checkpoint, read_run
+from mlxcache.store.core import Core
+from mlxcache.store.database import Database, translated
+from mlxcache.store.digests import extend, root
+from mlxcache.store.folder import CHECKPOINT, RUN, SUFFIX, TEMP_SUFFIX, Folder, remove
+from mlxcache.store.index import Row
+from mlxcache.store.owner import alive
+from mlxcache.store.safetensors import Malformed
+from mlxcache.store.verify import opened
+from mlxcache.types import Tokens
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stray:
+    """A file without a row. `rooted`: it needs no run before it."""
+
+    row: Row
+    path: Path
+    previous: bytes
+    tokens: Tokens
+    digests: list[bytes]
+    rooted: bool
+
+
+def open_database(folder: Folder, limit: int | None) -> Database:
+    """The index of `folder`, checked; a damaged one is set aside and an empty one is made.
+
+    Raises StoreError.
+    """
+    if not folder.index.exists():
+        _remove_logs(folder)
+    try:
+        return _open(folder)
+    except StoreError as error:
+        if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:
+            raise
+        log.warning("%s is damaged; it is made again from the files: %s", folder.index, error)
+    with translated(folder.index):
+        quarantine.put(folder, folder.index, limit)
+        _remove_logs(folder)
+    return _open(folder)
+
+
+def recover(core: Core) -> None:
+    """Make index and files agree. Raises StoreError."""
+    with translated(core.folder.path):
+        for lock in list(core.folder.locks.iterdir()):
+            if not alive(core.folder, lock.name):
+                remove(lock)
+        with core.database.write() as connection:
+            _drop_unfinished(core, connection)
+            sizes, strays = _survey(core, connection)
+            _drop_lost(core, connection, sizes)
+            if strays:
+                _adopt_all(core, connection, strays)
+
+
+def _open(folder: Folder) -> Database:
+    database = Database.open(folder.path)
+    try:
+        with database.write() as connection:
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version not in (0, SCHEMA_VERSION):
+                raise StoreError(f"{folder.index} was made by another version of mlxcache.")
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                error = sqlite3.DatabaseError(verdict)
+                error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+                raise error
+        database.create(index.SCHEMA)
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _remove_logs(folder: Folder) -> None:
+    for suffix in ("-wal", "-shm"):
+        remove(folder.index.with_name(folder.index.name + suffix))
+
+
+def _drop_unfinished(core: Core, connection: sqlite3.Connection) -> None:
+    """Forget what dead processes were writing."""
+    for row in index.rows(connection, "owner IS NOT NULL"):
+        assert row.owner is not None
+        if not alive(core.folder, row.owner):
+            remove(core.folder.file(row.kind, row.digest))
+            index.delete(connection, row)
+
+
+def _survey(
+    core: Core, connection: sqlite3.Connection
+) -> tuple[dict[tuple[str, str], int], list[tuple[str, Path]]]:
+    """Bytes of each (kind, file name) that has a row; and files that have none.
+
+    Temporary files of nobody alive are removed on the way, foreign names set aside.
+    """
+    known = {(row.kind, row.digest.hex() + SUFFIX) for row in index.rows(connection)}
+    sizes, strays = {}, []
+    for kind, entry in core.folder.files():
+        path = Path(entry.path)
+        if entry.name.endswith(TEMP_SUFFIX):
+            if not alive(core.folder, entry.name[1:].rpartition("-")[0]):
+                remove(path)
+        elif (kind, entry.name) in known:
+            sizes[kind, entry.name] = entry.stat(follow_symlinks=False).st_size
+        else:
+            strays.append((kind, path))
+    return sizes, strays
+
+
+def _drop_lost(
+    core: Core, connection: sqlite3.Connection, sizes: dict[tuple[str, str], int]
+) -> None:
+    """Drop rows whose file is not there or has another size, and what builds on them."""
+    gone: set[int] = set()
+    for row in index.rows(connection, "owner IS NULL"):
+        size = sizes.get((row.kind, row.digest.hex() + SUFFIX))
+        if row.id not in gone and size != row.nbytes:
+            gone |= {below.id for below in index.below(connection, row.id)}
+            core.drop(row.id, corrupt=size is not None)
+
+
+def _adopt_all(core: Core, connection: sqlite3.Connection, strays: list[tuple[str, Path]]) -> None:
+    """Add rows for whole files that have none; set aside what is no such file."""
+    found = []
+    for kind, path in strays:
+        try:
+            found.append(_read(kind, path))
+        except (Malformed, OSError) as error:
+            log.warning("%s is set aside: %s.", path, error)
+            quarantine.put(core.folder, path, core.space.limit)
+            core.count("corrupt")
+    holders: dict[bytes, int] = {}
+    for row in index.rows(connection, "kind = ?", RUN):
+        for digest in extend(row.base, index.get_tokens(connection, row.id)):
+            holders[digest] = row.id
+    found.sort(key=lambda stray: (stray.row.kind == CHECKPOINT, stray.row.start))
+    for stray in found:
+        _adopt(connection, holders, stray)
+
+
+def _read(kind: str, path: Path) -> _Stray:
+    """What `path` holds by its own words. Raises Malformed and OSError."""
+    with opened(path) as fd:
+        if kind == RUN:
+            run = read_run(fd)
+            digests, digest, base, start = run.digests, run.digest, run.base, run.start
+            stop = start + len(run.tokens)
+            key, previous, tokens = (digests or [digest])[0], b"", run.tokens
+            rooted = start == 0 and base == root(run.namespace)
+        else:
+            state = read_checkpoint(fd)
+            digest, base, start = state.digest, state.base, state.position
+            stop, key, previous, tokens = start, base, state.previous, index.NO_TOKENS
+            digests, rooted = [], True
+        stat = os.fstat(fd)
+    if path.name != digest.hex() + SUFFIX:
+        raise Malformed("it is not what its name says")
+    disk = stat.st_blocks * 512
+    sizes = (stat.st_size, disk, stat.st_mtime)
+    row = Row(0, kind, digest, base, key, start, stop, *sizes, None, None, None)
+    return _Stray(row, path, previous, tokens, digests, rooted)
+
+
+def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _Stray) -> None:
+    """Add its row; a run to which nothing leads goes."""
+    parent = holders.get(stray.row.base)
+    if parent is None and not stray.rooted:
+        remove(stray.path)
+        return
+    before = index.one(connection, "kind = ? AND digest = ?", CHECKPOINT, stray.previous)
+    row = replace(stray.row, parent=parent, previous=before.id if before else None)
+    id = index.insert(connection, row)
+    if row.kind == RUN:
+        index.put_tokens(connection, id, stray.tokens)
+        holders.update((digest, id) for digest in stray.digests)

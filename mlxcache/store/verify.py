@@ -1,0 +1,106 @@
+"""Reading files of the store and holding them to what the index says of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from mlxcache.errors import Corrupt, Gone
+from mlxcache.store import checksums, index
+from mlxcache.store.contents import read_checkpoint, read_run
+from mlxcache.store.core import Core
+from mlxcache.store.digests import BLOCK
+from mlxcache.store.found import Piece, Saved
+from mlxcache.store.index import Row
+from mlxcache.store.safetensors import Malformed
+from mlxcache.types import Tokens
+
+
+def run(core: Core, piece: Piece, ids: Tokens) -> None:
+    """Check `piece`, which `find` gave for ids that begin like `ids`. Raises Corrupt and Gone."""
+
+    def check(fd: int) -> None:
+        content = read_run(fd)
+        base = core.chains.of(ids[: piece.first]).whole[-1]
+        if content.namespace != core.namespace or content.base != base:
+            raise Malformed("it belongs to another prefix")
+        if (content.start, content.start + len(content.tokens)) != (piece.first, piece.last):
+            raise Malformed("it holds other positions")
+        wanted = slice(piece.start - piece.first, piece.end - piece.first)
+        if not np.array_equal(content.tokens[wanted], ids[piece.start : piece.end]):
+            raise Malformed("it holds other tokens")
+        blocks = range(wanted.start // BLOCK, (wanted.stop + BLOCK - 1) // BLOCK)
+        found = checksums.of_file_blocks(fd, content.header, len(content.tokens), blocks)
+        if tuple(found) != content.checksums[blocks.start : blocks.stop]:
+            raise Malformed("a block's checksum is wrong")
+
+    _checked(core, piece.id, piece.path, check)
+
+
+def checkpoint(core: Core, saved: Saved, ids: Tokens) -> None:
+    """As `run`, of a checkpoint."""
+
+    def check(fd: int) -> None:
+        content = read_checkpoint(fd)
+        digest = core.chains.of(ids[: saved.position]).at(saved.position)
+        if content.namespace != core.namespace or content.digest != digest:
+            raise Malformed("it belongs to another prefix")
+        if content.position != saved.position:
+            raise Malformed("it holds another position")
+        if checksums.of_file(fd, content.header) != content.checksum:
+            raise Malformed("its checksum is wrong")
+
+    _checked(core, saved.id, saved.path, check)
+
+
+def whole(path: Path, row: Row) -> None:
+    """Check a whole file against its row; for any namespace. Raises Malformed and OSError."""
+    with opened(path) as fd:
+        if os.fstat(fd).st_size != row.nbytes:
+            raise Malformed("its size is not what the index says")
+        if row.kind == "run":
+            content = read_run(fd)
+            if (content.start, content.digest) != (row.start, row.digest):
+                raise Malformed("it is not the run that its name says")
+            blocks = range(len(content.checksums))
+            found = checksums.of_file_blocks(fd, content.header, len(content.tokens), blocks)
+            right = tuple(found) == content.checksums
+        else:
+            state = read_checkpoint(fd)
+            if (state.position, state.digest) != (row.start, row.digest):
+                raise Malformed("it is not the checkpoint that its name says")
+            right = checksums.of_file(fd, state.header) == state.checksum
+        if not right:
+            raise Malformed("a checksum is wrong")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor to read `path` by. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _checked(core: Core, id: int, path: Path, check: Callable[[int], None]) -> None:
+    gone = Gone(f"{path.name} was evicted meanwhile.")
+    with core.database.read() as connection:
+        if index.one(connection, "id = ? AND owner IS NULL", id) is None:
+            raise gone
+    try:
+        with opened(path) as fd:
+            check(fd)
+    except FileNotFoundError as error:
+        core.drop(id, corrupt=False)
+        raise gone from error
+    except (Malformed, OSError) as error:  # a disk that cannot be read is as bad as wrong bytes
+        if not core.drop(id, corrupt=True):
+            raise gone from error
+        raise Corrupt(f"{path.name} is damaged and set aside: {error}.") from error
+    core.count("verified")
