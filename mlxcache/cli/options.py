@@ -51,6 +51,15 @@ Ram = Annotated[
         "auto",
     ),
 ]
+Disk = Annotated[
+    str | None,
+    _value(
+        MEMORY,
+        "SIZE|PERCENT|auto|off",
+        "Most that conversations may take on disk: 50GB, 10%, auto, off.",
+        "auto",
+    ),
+]
 Context = Annotated[
     str | None,
     _value(MEMORY, "N", "Tokens in a prompt and its reply together.", "the model's own"),

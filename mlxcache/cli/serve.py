@@ -20,6 +20,7 @@ def serve(
     chat_template_args: options.TemplateArgs = None,
     trust_remote_code: options.TrustRemoteCode = None,
     ram: options.Ram = None,
+    disk: options.Disk = None,
     context: options.Context = None,
     max_tokens: options.MaxTokens = None,
     concurrency: options.Concurrency = None,
@@ -33,7 +34,6 @@ def serve(
     log_level: options.LogLevel = None,
     config: options.Config = None,
     canonicalise: options.Canonicalise = None,
-    disk: options.Reserved = None,
     kv_bits: options.Reserved = None,
     draft_model: options.Reserved = None,
 ) -> None:

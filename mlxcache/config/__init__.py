@@ -1,16 +1,17 @@
 """What the server is told: flags, environment, config.toml, defaults, in that order.
 
 Nothing here imports MLX or Starlette. The names that other layers use:
-`Settings`, `load_settings`, `parse_size`, `ram_limit` and `machine_bytes`.
+`Settings`, `load_settings`, `parse_size`, `ram_limit`, `disk_limit` and `machine_bytes`.
 """
 
 from mlxcache.config.settings import Settings
-from mlxcache.config.sizes import format_size, machine_bytes, parse_size, ram_limit
+from mlxcache.config.sizes import disk_limit, format_size, machine_bytes, parse_size, ram_limit
 from mlxcache.config.sources import default_config_path, load_settings
 
 __all__ = [
     "Settings",
     "default_config_path",
+    "disk_limit",
     "format_size",
     "load_settings",
     "machine_bytes",

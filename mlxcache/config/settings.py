@@ -25,7 +25,8 @@ class Settings:
     """Everything `mlxcache serve` is told. Lengths are in tokens.
 
     `model`: a local path or a Hub id; None serves the built-in demo. `adapter`: the path of a
-    LoRA adapter. `ram`: see `ram_limit`. `context` None: as long as the model allows.
+    LoRA adapter. `ram`: see `ram_limit`; `disk`: see `disk_limit`. `context` None: as long as
+    the model allows.
     `max_tokens`: what a request that names no limit gets; None is all that the context leaves.
     `concurrency`: requests that compute at once; `queue`: how many more may wait.
     `prefill_chunk`: the most prompt tokens computed in one step. `chat_template_args`: keyword
@@ -39,7 +40,7 @@ class Settings:
     port: int = 8081
     cache_dir: Path = field(default_factory=_cache_dir)
     ram: str | int = "auto"
-    disk: Literal["off"] = "off"
+    disk: str | int = "auto"
     context: int | None = None
     max_tokens: int | None = None
     concurrency: int = 8
@@ -55,6 +56,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         read_size(self.ram)
+        if self.disk != "off":
+            read_size(self.disk)
         if self.adapter is not None and self.model is None:
             raise ConfigError("--adapter needs the model it was made for: add --model PATH|HUB_ID")
         if not (self.insecure or self.api_key or is_loopback(self.host)):

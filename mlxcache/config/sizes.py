@@ -1,8 +1,10 @@
-"""Sizes as people write them, and what `--ram` comes to on this machine. All results are bytes."""
+"""Sizes as people write them, and what `--ram` and `--disk` come to here. All results are bytes."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -13,8 +15,11 @@ from mlxcache.errors import ConfigError
 MIN_RAM = 64_000_000
 """`auto` never gives less, so that the smallest machine still serves short conversations."""
 
+MOST_DISK = 200 * 10**9
+"""`auto` never gives the disk tier more."""
+
 Size = int | float | Literal["auto"]
-"""Bytes, a share of the machine's memory (0 < share <= 1), or the server's own choice."""
+"""Bytes, a share of the memory or the disk (0 < share <= 1), or the server's own choice."""
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -88,6 +93,25 @@ def ram_limit(
     return max(share, MIN_RAM)
 
 
+def disk_limit(setting: str | int, folder: Path) -> int:
+    """The cap in bytes on what the disk tier keeps in `folder`, which need not exist; 0 for "off".
+
+    A percentage is of the whole disk that `folder` is on. `auto` is a quarter of what is free
+    there, what `folder` takes counted as free; at most 200 GB.
+    Raises ConfigError where `setting` is no size.
+    """
+    if setting == "off":
+        return 0
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    disk = shutil.disk_usage(existing)
+    explicit = parse_size(setting, total=disk.total)
+    if explicit is not None:
+        return explicit
+    return min((disk.free + _taken(folder)) // 4, MOST_DISK)
+
+
 def machine_bytes() -> int:
     """This machine's memory, or the container's limit (cgroup) where that is less."""
     total = psutil.virtual_memory().total
@@ -106,6 +130,18 @@ def format_size(size: int) -> str:
             number = f"{size / scale:.1f}".removesuffix(".0")
             return f"{number} {unit}"
     return f"{size} bytes"
+
+
+def _taken(folder: Path) -> int:
+    """What the file system counts for all files below `folder`."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(path, name)).st_blocks * 512
+            except FileNotFoundError:  # another server evicted it just now
+                continue
+    return total
 
 
 def _positive(size: int, text: object) -> int:

@@ -128,10 +128,10 @@ def _size(value: object) -> str | int:
     return value
 
 
-def _off(value: object) -> str:
-    if value == "off" or value is False:
+def _size_or_off(value: object) -> str | int:
+    if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
         return "off"
-    raise ValueError("not supported yet; remove it, or write off")
+    return _size(value)
 
 
 def _level(value: object) -> str:
@@ -161,7 +161,7 @@ READERS: Mapping[str, Callable[[object], object]] = {
     "port": _number(0, 65535, 8081),
     "cache_dir": _path,
     "ram": _size,
-    "disk": _off,
+    "disk": _size_or_off,
     "context": _number(16, _MANY, 32768),
     "max_tokens": _number(1, _MANY, 4096),
     "concurrency": _number(1, 256, 8),

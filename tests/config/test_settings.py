@@ -46,6 +46,9 @@ def test_the_key_is_not_in_the_repr():
 
 
 def test_a_wrong_size_is_found_before_anything_starts():
-    """Construction checks --ram, so that the engine need not."""
+    """Construction checks --ram and --disk, so that the engine need not."""
     with pytest.raises(ConfigError, match="no size"):
         Settings(ram="lots")
+    with pytest.raises(ConfigError, match="no size"):
+        Settings(disk="lots")
+    assert Settings(disk="off").disk == "off"

@@ -1,10 +1,12 @@
-"""Sizes as people write them, and what --ram comes to."""
+"""Sizes as people write them, and what --ram and --disk come to."""
+
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxcache.config import format_size, machine_bytes, parse_size, ram_limit
+from mlxcache.config import disk_limit, format_size, machine_bytes, parse_size, ram_limit
 from mlxcache.config.sizes import MIN_RAM
 from mlxcache.errors import ConfigError
 
@@ -83,6 +85,34 @@ def test_explicit_limits_are_taken_as_they_are():
     assert ram_limit("200MB", **sizes) == 200_000_000
     assert ram_limit("25%", **sizes) == 4 * GB
     assert ram_limit(123, **sizes) == 123
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk of 1 TB with 100 GB free."""
+    usage = SimpleNamespace(total=1000 * GB, free=100 * GB)
+    monkeypatch.setattr("mlxcache.config.sizes.shutil.disk_usage", lambda path: usage)
+    return usage
+
+
+def test_a_limit_of_the_disk_is_a_size_a_share_or_off(disk, tmp_path):
+    """The folder need not be there yet."""
+    folder = tmp_path / "not" / "there"
+    assert disk_limit("50GB", folder) == 50 * GB
+    assert disk_limit("10%", folder) == 100 * GB
+    assert disk_limit("off", folder) == 0
+
+
+def test_auto_on_a_disk_is_a_quarter_of_what_is_free(disk, tmp_path):
+    """Also at the next start, when some of it is taken by the cache itself; and never too much."""
+    assert disk_limit("auto", tmp_path) == 25 * GB
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "file").write_bytes(bytes(1_000_000))
+    taken = (tmp_path / "sub" / "file").stat().st_blocks * 512
+    disk.free -= taken
+    assert disk_limit("auto", tmp_path) == 25 * GB
+    disk.free = 900 * GB
+    assert disk_limit("auto", tmp_path) == 200 * GB
 
 
 def test_the_machine_has_memory_and_a_container_limit_lowers_it(tmp_path, monkeypatch):
