@@ -138,6 +138,10 @@ class Sampling:
     seed: int | None = None
 
 
+WARMING = "warm"
+"""The `Job.api` of what is computed ahead of use: no turn of a session."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One request as the engine takes it.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
-from mlxcache.api import anthropic, openai, status
+from mlxcache.api import anthropic, cache, openai, sessions, status
 from mlxcache.api.errors import HANDLERS
 from mlxcache.api.http import ApiSettings, Deps
 from mlxcache.api.middleware import RequestMiddleware
@@ -24,7 +24,13 @@ def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette
     settings = settings or ApiSettings()
     deps = Deps(engine, settings)
     return Starlette(
-        routes=[*openai.routes(deps), *anthropic.routes(deps), *status.routes(deps)],
+        routes=[
+            *openai.routes(deps),
+            *anthropic.routes(deps),
+            *sessions.routes(deps),
+            *cache.routes(deps),
+            *status.routes(deps),
+        ],
         middleware=[Middleware(RequestMiddleware, settings=settings)],
         exception_handlers=dict(HANDLERS),
     )

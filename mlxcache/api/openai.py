@@ -28,6 +28,7 @@ from mlxcache.api.http import (
 from mlxcache.api.openai_reply import Frame, Reply, gather
 from mlxcache.api.openai_wire import ChatRequest, Generation, TextRequest
 from mlxcache.api.sse import Events, EventStream, Pulse, close, event, start
+from mlxcache.api.titles import title_of, title_of_text
 from mlxcache.errors import BadRequest
 from mlxcache.types import Job
 
@@ -89,6 +90,7 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
         "parallel_tools": body.parallel_tool_calls is not False,
         "max_tokens": wire.max_tokens(body, deps.settings.default_max_tokens),
         "top_logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "title": title_of(chat.messages),
         "api": "chat",
     }
 
@@ -108,6 +110,7 @@ async def completions(deps: Deps, request: Request) -> Response:
     fields = _fields(deps, request, body) | {
         "max_tokens": wire.max_tokens(body, deps.settings.default_max_tokens or TEXT_MAX_TOKENS),
         "top_logprobs": body.logprobs,
+        "title": title_of_text(given) if isinstance(given, str) else None,
         "api": "completions",
         "raw": True,
     }

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from mlxcache.engine.forget import forget, forget_all, unlearn
-from mlxcache.errors import StoreError
+from mlxcache.engine.ram import forget, forget_all, in_ram, unlearn
+from mlxcache.errors import DiskFull, StoreError, Unsupported
+from mlxcache.store.database import translated
 from mlxcache.store.leaves import Leaf, anchor_of
-from mlxcache.store.listing import Held, Listed, nothing, on_disk
+from mlxcache.store.listing import Listed, nothing, on_disk
+from mlxcache.store.prefixes import forget_prefix, pin, viewing
 from mlxcache.store.sessions import Session, Sessions, Turn
+from mlxcache.store.snapshot import Export, SessionInfo, Spec, export, read_snapshot, restore
+from mlxcache.store.store import FREE_FLOOR, Store
 from mlxcache.types import Job, Tokens
 
 if TYPE_CHECKING:
     from mlxcache.engine.core import Core
-    from mlxcache.engine.memory import Memory
-    from mlxcache.store.store import Store
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -39,24 +44,36 @@ class OnMlxThread(Protocol):
     def __call__(self, action: Callable[[Core], T], /) -> Awaitable[T]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What sessions are of: a model's name and namespace, and what it caches per token."""
+
+    name: str
+    namespace: str
+    spec: Spec
+    vocab_size: int
+
+
 class SessionBook:
     """The sessions of one engine. Call everything but `turn` from the event loop.
 
-    `store` None: nothing is on disk. What is asked for is answered after the turns booked before.
+    `store` None: nothing is on disk. `incoming`: where snapshots wait that are being received.
+    What is asked for is answered after the turns booked before.
     """
 
     def __init__(
         self,
         sessions: Sessions,
-        namespace: str,
-        model: str,
+        model: Served,
         call: OnMlxThread,
+        incoming: Path,
         store: Store | None = None,
     ):
-        self.namespace = namespace
-        self.model = model
+        self.namespace = model.namespace
+        self._model = model
         self.count = sessions.count()
         self.store = store
+        self._incoming = incoming
         self._sessions = sessions
         self._call = call
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-sessions")
@@ -72,7 +89,7 @@ class SessionBook:
         marks, prompt = job.prompt.marks, len(job.prompt.ids)
         turn = Turn(
             namespace=self.namespace,
-            model=self.model,
+            model=self._model.name,
             ids=ids,
             prompt_tokens=prompt,
             anchor=anchor_of(marks, prompt),
@@ -109,11 +126,8 @@ class SessionBook:
 
     def _pin_all(self) -> None:
         self._timer = None
-        pinned: dict[str, list[Tokens]] = {}
-        for leaf in self._sessions.pinned(self.namespace):
-            pinned.setdefault(leaf.session, []).append(leaf.ids)
-        for id, paths in pinned.items() if self.store is not None else ():
-            self.store.pin(id, paths)  # type: ignore[union-attr]
+        for id in self._sessions.pinned():
+            self._pin(id, pinned=True)
 
     # -- asking ------------------------------------------------------------------------------
 
@@ -132,8 +146,9 @@ class SessionBook:
         if session.namespace == self.namespace:
             ids = [leaf.ids for leaf in leaves]
             ram = await self._call(lambda core: in_ram(core.memory, ids))
-            if (store := self.store) is not None:
-                disk = await self._run(lambda: on_disk(store, leaves))
+        if self.store is not None:
+            seen = viewing(self.store, session.namespace)
+            disk = await self._run(lambda: on_disk(seen, leaves))
         return Listed(session, tuple(leaves), ram, disk)
 
     # -- changing ----------------------------------------------------------------------------
@@ -142,15 +157,14 @@ class SessionBook:
         self, id: str, *, name: str | None = None, pinned: bool | None = None
     ) -> Listed:
         """Rename a session ("": no name), pin it or let it go. Raises NotFound and StoreError."""
-        session = await self._run(lambda: self._sessions.get(id))
         await self._run(lambda: self._sessions.update(id, name=name, pinned=pinned))
-        if pinned is not None and session.namespace == self.namespace:
+        if pinned is not None:
             await self._run(lambda: self._pin(id, pinned))
         return await self.get(id)
 
     def _pin(self, id: str, pinned: bool) -> None:
         if self.store is not None:
-            self.store.pin(id, [leaf.ids for leaf in self._sessions.leaves(id)] if pinned else [])
+            pin(self.store, self._sessions, id, pinned=pinned)
 
     async def fork(self, id: str, *, name: str | None = None, tokens: int | None = None) -> Listed:
         """A new session with the main leaf of `id`, or its first `tokens`.
@@ -171,35 +185,87 @@ class SessionBook:
         await self.settled()
         await self._run(lambda: self._sessions.delete(id))
         self.count -= 1
-        if session.namespace != self.namespace:
-            return
         await self._run(lambda: self._pin(id, pinned=False))
         for leaf in leaves:
-            await self._forget(leaf)
+            await self._forget(session.namespace, leaf)
 
-    async def _forget(self, leaf: Leaf) -> None:
+    async def _forget(self, namespace: str, leaf: Leaf) -> None:
         """Cut what only `leaf` needed."""
-        needed = await self._run(lambda: self._sessions.needed(self.namespace, leaf.ids))
-        if needed >= len(leaf.ids):
+        ids = leaf.ids
+        needed = await self._run(lambda: self._sessions.needed(namespace, ids))
+        if needed >= len(ids):
             return
-        await self._call(lambda core: forget(core.memory, leaf.ids, needed))
-        if (store := self.store) is not None:
-            await self._run(lambda: store.forget(leaf.ids, needed))
-            await self._call(lambda core: unlearn(core, leaf.ids))
+        if namespace == self.namespace:
+            await self._call(lambda core: forget(core.memory, ids, needed))
+            await self._call(lambda core: unlearn(core, ids))
+        if self.store is not None:
+            seen = viewing(self.store, namespace)
+            await self._run(lambda: forget_prefix(seen, ids, needed))
 
-    async def clear(self, *, pinned: bool = False) -> int:
+    async def clear(self, *, pinned: bool = False) -> dict[str, int]:
         """Empty both tiers and forget the sessions, pinned ones only if `pinned`.
 
-        What requests are using stays until it is evicted. Returns the bytes freed on disk.
-        Raises StoreError.
+        What requests are using stays until it is evicted. Returns `sessions` that went and
+        `freed_bytes` of the disk. Raises StoreError.
         """
         await self.settled()
-        self.count -= await self._run(lambda: self._sessions.clear(pinned=pinned))
+        sessions = await self._run(lambda: self._sessions.clear(pinned=pinned))
+        self.count -= sessions
         freed = 0
         if (store := self.store) is not None:
             freed = await self._run(lambda: store.clear(pinned=pinned))
         await self._call(forget_all)
-        return freed
+        return {"sessions": sessions, "freed_bytes": freed}
+
+    # -- snapshots ---------------------------------------------------------------------------
+
+    async def snapshot(self, id: str) -> Export:
+        """A snapshot of a session, to be iterated on another thread: reading it blocks.
+
+        Raises NotFound, StoreError, and Unsupported where nothing is on disk.
+        """
+        store = self._stored()
+        info = await self._run(lambda: self._sessions.info(id))
+        await self.settled()
+        seen = viewing(store, info.namespace)
+        return await asyncio.to_thread(export, seen, info)
+
+    def incoming(self, nbytes: int) -> Path:
+        """Where to put a snapshot of `nbytes` for `restore`.
+
+        Raises Unsupported where nothing is kept on disk, DiskFull where it has no room.
+        """
+        self._stored()
+        with translated(self._incoming):
+            self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if shutil.disk_usage(self._incoming).free < nbytes + FREE_FLOOR:
+                raise DiskFull(f"The disk has no room for a snapshot of {nbytes} bytes.")
+        return self._incoming
+
+    async def restore(self, path: Path, name: str | None = None) -> Listed:
+        """Take in the snapshot at `path`. Raises SnapshotRefused, StoreError and Unsupported."""
+        store, namespace = self._stored(), self.namespace
+        model = self._model
+
+        def take_in() -> SessionInfo:
+            checked = read_snapshot(
+                path,
+                namespace,
+                model=model.name,
+                spec=model.spec,
+                vocab_size=model.vocab_size,
+            )
+            return restore(store, checked)
+
+        info = await asyncio.to_thread(take_in)
+        made = await self._run(lambda: self._sessions.adopt(info, time.time(), name))
+        self.count += 1
+        return await self.get(made)
+
+    def _stored(self) -> Store:
+        if self.store is None:
+            raise Unsupported("This server has no disk tier, which snapshots come from and go to.")
+        return self.store
 
     async def settled(self) -> bool:
         """Wait until nothing is on its way to disk; False if that takes too long."""
@@ -219,20 +285,3 @@ class SessionBook:
         if self._timer is not None:
             self._timer.cancel()
         self._pool.shutdown()
-
-
-def in_ram(memory: Memory, paths: Sequence[Tokens]) -> Held:
-    """What the RAM tier holds of these token ids; asking is no use of it. MLX thread only."""
-    tokens, nbytes = [], 0
-    ends: dict[int, int] = {}
-    for ids in paths:
-        match = memory.tree.match(ids, touch=False)
-        tokens.append(memory.usable(match, len(ids) + 1)[0])
-        for node in match.nodes:
-            end = min(node.end, match.length)
-            before = ends.get(id(node), node.start)
-            if end == node.end and before < end:
-                nbytes += node.checkpoint_bytes
-            nbytes += max(0, end - before) * memory.layout.bytes_per_token
-            ends[id(node)] = max(end, before)
-    return Held(tuple(tokens), nbytes)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from mlxcache.errors import BadRequest, NotFound
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
 from mlxcache.store.leaves import Leaf, continued
 from mlxcache.store.session_rows import Session, Turn
+from mlxcache.store.snapshot_info import LeafInfo, SessionInfo
 from mlxcache.types import Tokens
 
 __all__ = ["Session", "Sessions", "Turn", "id_of", "new_id"]
@@ -63,11 +64,10 @@ class Sessions:
         with self._database.read() as db:
             return rows.leaves(db, "session = ?", (id,))
 
-    def pinned(self, namespace: str) -> list[Leaf]:
-        """The leaves of the pinned sessions of a namespace."""
-        where = "session IN (SELECT id FROM sessions WHERE namespace = ? AND pinned)"
+    def pinned(self) -> list[str]:
+        """The ids of the pinned sessions."""
         with self._database.read() as db:
-            return rows.leaves(db, where, (namespace,))
+            return [str(id) for (id,) in db.execute("SELECT id FROM sessions WHERE pinned")]
 
     def needed(self, namespace: str, ids: Tokens) -> int:
         """How many leading tokens of `ids` some session's leaf shares."""
@@ -155,13 +155,36 @@ class Sessions:
             rows.insert_leaf(db, source.namespace, leaf)
         return fork.id
 
-    def add(self, session: Session, leaves: list[Leaf]) -> None:
-        """Put in a session that came from elsewhere; leaves' ids and sessions are made anew.
+    def info(self, id: str) -> SessionInfo:
+        """A session as a snapshot carries it. Raises NotFound."""
+        with self._database.read() as db:
+            session, leaves = rows.get(db, id), rows.leaves(db, "session = ?", (id,))
+        own = {name: getattr(session, name) for name in _CARRIED}
+        return SessionInfo(leaves=tuple(_carried(leaf) for leaf in leaves), **own)
 
-        One of the same id is replaced.
+    def adopt(self, info: SessionInfo, at: float, name: str | None = None) -> str:
+        """Enter a session that came in a snapshot; returns its id, a new one if that is taken.
+
+        It counts as used `at`. A label that is taken stays with the session that has it.
         """
         with self._database.write() as db:
-            db.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
-            rows.insert(db, session)
-            for leaf in leaves:
-                rows.insert_leaf(db, session.namespace, replace(leaf, session=session.id))
+            own = {field: getattr(info, field) for field in _CARRIED}
+            made = replace(Session(pinned=False, **own), last_used_at=at, name=name or info.name)
+            if db.execute("SELECT 1 FROM sessions WHERE id = ?", (made.id,)).fetchone():
+                made = replace(made, id=new_id())
+            taken = "SELECT 1 FROM sessions WHERE namespace = ? AND label = ?"
+            if db.execute(taken, (made.namespace, made.label)).fetchone():
+                made = replace(made, label=None)
+            rows.insert(db, made)
+            for leaf in info.leaves:
+                own = {field: getattr(leaf, field) for field in _CARRIED_OF_LEAF}
+                rows.insert_leaf(db, made.namespace, Leaf(id=0, session=made.id, **own))
+        return made.id
+
+
+_CARRIED = tuple(field.name for field in fields(SessionInfo) if field.name != "leaves")
+_CARRIED_OF_LEAF = tuple(field.name for field in fields(LeafInfo))
+
+
+def _carried(leaf: Leaf) -> LeafInfo:
+    return LeafInfo(**{name: getattr(leaf, name) for name in _CARRIED_OF_LEAF})

@@ -1,16 +1,35 @@
-"""Giving up on purpose what the RAM tier holds. MLX thread only."""
+"""What sessions ask of the RAM tier: how much it holds, and to give it up. MLX thread only."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mlxcache.cache.tree import Node
 from mlxcache.engine.memory import Memory
 from mlxcache.store.digests import Chains
+from mlxcache.store.listing import Held
 from mlxcache.types import Tokens
 
 if TYPE_CHECKING:
     from mlxcache.engine.core import Core
+
+
+def in_ram(memory: Memory, paths: Sequence[Tokens]) -> Held:
+    """What the RAM tier holds of these token ids; asking is no use of it."""
+    tokens, nbytes = [], 0
+    ends: dict[int, int] = {}
+    for ids in paths:
+        match = memory.tree.match(ids, touch=False)
+        tokens.append(memory.usable(match, len(ids) + 1)[0])
+        for node in match.nodes:
+            end = min(node.end, match.length)
+            before = ends.get(id(node), node.start)
+            if end == node.end and before < end:
+                nbytes += node.checkpoint_bytes
+            nbytes += max(0, end - before) * memory.layout.bytes_per_token
+            ends[id(node)] = max(end, before)
+    return Held(tuple(tokens), nbytes)
 
 
 def forget(memory: Memory, ids: Tokens, keep: int) -> int:

@@ -1,0 +1,46 @@
+"""What changes the cache: warming a prefix, and clearing all of it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlxcache.api.http import (
+    Deps,
+    json_response,
+    read_body,
+    request_id,
+    serving,
+    while_connected,
+)
+from mlxcache.api.sessions import book
+from mlxcache.api.warm import warm
+from mlxcache.errors import BadRequest
+
+
+def routes(deps: Deps) -> list[Route]:
+    """The routes that change the cache; `status` has the one that tells."""
+    return [
+        Route("/v1/cache/warm", partial(warm_prefix, deps), methods=["POST"]),
+        Route("/v1/cache", partial(clear, deps), methods=["DELETE"]),
+    ]
+
+
+async def warm_prefix(deps: Deps, request: Request) -> Response:
+    """Compute the prefix that the body describes: a chat request, or a system prompt as text."""
+    body = await read_body(request, deps.settings.max_body_bytes)
+    serving(deps)
+    work = warm(deps.engine, body, request_id(request))
+    return json_response(await while_connected(request, work))
+
+
+async def clear(deps: Deps, request: Request) -> Response:
+    """Empty both tiers; pinned sessions stay on disk unless `?pinned=true`."""
+    pinned = request.query_params.get("pinned", "false")
+    if pinned not in ("true", "false"):
+        raise BadRequest("`pinned` must be 'true' or 'false'.", param="pinned")
+    cleared = await book(deps).clear(pinned=pinned == "true")
+    return json_response({"object": "cache.cleared", **cleared})

@@ -1,0 +1,147 @@
+"""Sessions over HTTP: the list, one, its name and pin, forks, snapshots out and in."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import anyio.to_thread
+import msgspec
+from starlette.concurrency import iterate_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from mlxcache.api.http import Deps, decode, json_response, read, read_body, serving
+from mlxcache.api.titles import clean
+from mlxcache.errors import BadRequest
+from mlxcache.store.database import translated
+
+if TYPE_CHECKING:
+    from mlxcache.engine.sessions import SessionBook
+
+DEFAULT_LIMIT = 100
+MOST_NAME = 200
+
+Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
+Handler = Callable[[Deps, Request], Awaitable[Response]]
+
+
+class Patch(msgspec.Struct, forbid_unknown_fields=True):
+    """What can be changed; a name of null takes it away."""
+
+    name: Name | msgspec.UnsetType | None = msgspec.UNSET
+    pinned: bool | msgspec.UnsetType = msgspec.UNSET
+
+
+class Fork(msgspec.Struct, forbid_unknown_fields=True):
+    """`at_tokens` None: at the end."""
+
+    name: Name | None = None
+    at_tokens: int | None = None
+
+
+def routes(deps: Deps) -> list[Route]:
+    """The routes of sessions."""
+    handlers: list[tuple[str, str, Handler]] = [
+        ("GET", "/v1/sessions", every),
+        ("POST", "/v1/sessions", restore),
+        ("GET", "/v1/sessions/{id}", one),
+        ("PATCH", "/v1/sessions/{id}", patch),
+        ("DELETE", "/v1/sessions/{id}", delete),
+        ("POST", "/v1/sessions/{id}/fork", fork),
+        ("GET", "/v1/sessions/{id}/snapshot", snapshot),
+    ]
+    return [Route(path, partial(h, deps), methods=[method]) for method, path, h in handlers]
+
+
+def book(deps: Deps) -> SessionBook:
+    """The sessions. Raises NotReady while the model loads."""
+    serving(deps)
+    return deps.engine.sessions
+
+
+async def every(deps: Deps, request: Request) -> Response:
+    """The sessions, those used last first; `?limit=` of them, 100 unless told."""
+    sessions, limit = book(deps), whole_number(request, "limit", DEFAULT_LIMIT)
+    data = [one.as_object() for one in await sessions.list(limit)]
+    return json_response({"object": "list", "data": data})
+
+
+def whole_number(request: Request, name: str, default: int) -> int:
+    """A number in the query. Raises BadRequest."""
+    text = request.query_params.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise BadRequest(f"`{name}` must be a whole number.", param=name)
+    return int(text)
+
+
+async def one(deps: Deps, request: Request) -> Response:
+    """One session with its leaves."""
+    return json_response((await book(deps).get(_id(request))).as_object(leaves=True))
+
+
+async def patch(deps: Deps, request: Request) -> Response:
+    """Rename a session, pin it or let it go; the session as it is then."""
+    sessions, body = book(deps), await read(request, Patch, deps)
+    name = None if body.name is msgspec.UNSET else clean(body.name or "")
+    pinned = None if body.pinned is msgspec.UNSET else body.pinned
+    changed = await sessions.patch(_id(request), name=name, pinned=pinned)
+    return json_response(changed.as_object())
+
+
+async def delete(deps: Deps, request: Request) -> Response:
+    """Remove a session with what no other session needs."""
+    id = _id(request)
+    await book(deps).delete(id)
+    return json_response({"id": id, "object": "session.deleted", "deleted": True})
+
+
+async def fork(deps: Deps, request: Request) -> Response:
+    """A new session that goes on from this one; no body is needed."""
+    sessions = book(deps)
+    body = decode(Fork, await read_body(request, deps.settings.max_body_bytes) or b"{}")
+    name = clean(body.name) if body.name else None
+    made = await sessions.fork(_id(request), name=name, tokens=body.at_tokens)
+    return json_response(made.as_object(), 201)
+
+
+async def snapshot(deps: Deps, request: Request) -> Response:
+    """A session as one file, streamed; `?format=` is `mlxcache` or `mlx-lm`."""
+    id, format = _id(request), request.query_params.get("format", "mlxcache")
+    if format not in ("mlxcache", "mlx-lm"):
+        raise BadRequest("`format` must be 'mlxcache' or 'mlx-lm'.", param="format")
+    made = await book(deps).snapshot(id)
+    return StreamingResponse(
+        iterate_in_threadpool(made),
+        media_type="application/octet-stream",
+        headers={
+            "Content-Length": str(made.nbytes),
+            "Content-Disposition": f'attachment; filename="{id}.safetensors"',
+        },
+    )
+
+
+async def restore(deps: Deps, request: Request) -> Response:
+    """A session from the snapshot that is the body; `?name=` names it."""
+    sessions = book(deps)
+    name = clean(request.query_params.get("name", ""))[:MOST_NAME] or None
+    announced = request.headers.get("content-length", "")
+    folder = sessions.incoming(int(announced) if announced.isdecimal() else 0)
+    fd, path = tempfile.mkstemp(".safetensors", "restore-", folder)
+    try:
+        with translated(folder), os.fdopen(fd, "wb") as file:
+            async for chunk in request.stream():
+                await anyio.to_thread.run_sync(file.write, chunk)
+        made = await sessions.restore(Path(path), name)
+    finally:
+        os.unlink(path)
+    return json_response(made.as_object(), 201)
+
+
+def _id(request: Request) -> str:
+    return str(request.path_params["id"])
