@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -11,19 +12,31 @@ import numpy as np
 from mlxcache.errors import SnapshotRefused
 from mlxcache.types import Tokens
 
-VERSION = 1
-"""Of the snapshot format."""
+FORMAT, VERSION = "mlxcache-snapshot", 1
+
+TOKENS, CHECKSUMS = "tokens", "checksums"
+"""Names of tensors: all leaves' own token ids; xxh3-64 of blocks, checkpoints, and the rest."""
 
 MOST_LEAVES = 256
 MOST_TOKENS = 1 << 24
 """The most that a snapshot may hold: leaves, and tokens in all leaves together."""
 
+MOST_TEXT = 100_000
 MOST_CHECKPOINTS = 4096
+MOST_STATE_TENSORS = 1 << 14
+MOST_STATE_BYTES = 1 << 30
+"""Of one checkpoint, which is read as a whole."""
+
+Spec = Mapping[str, tuple[str, tuple[int, ...]]]
+"""What a model caches per token: each tensor's dtype and shape by name (`wire.run_spec`)."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and those to do in all."""
 
 NO_TOKENS: Tokens = np.zeros(0, np.int32)
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
-Text = Annotated[str, msgspec.Meta(max_length=100_000)]
+Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
@@ -62,6 +75,16 @@ class SessionInfo:
     turns: int = 0
     created_at: float = 0.0
     last_used_at: float = 0.0
+
+
+def block_seed(leaf: int, block: int) -> int:
+    """What a block's checksum begins with, so that one cannot stand in another's place."""
+    return leaf << 32 | block
+
+
+def state_name(index: int, name: str) -> str:
+    """The name of a checkpoint's tensor: `index` is that in `Description.checkpoints`."""
+    return f"checkpoint.{index}.{name}"
 
 
 class Leaf(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,127 @@
+"""Sessions of a model that does not exist: its KV is a function of token and position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mlxcache.store.snapshot import LeafInfo, SessionInfo, Spec, export
+from mlxcache.store.store import Store
+from mlxcache.types import Tensor, Tokens
+
+NAMESPACE = "0123456789abcdef" * 2
+SPEC: Spec = {
+    "kv.0.0": ("F32", (2, 4)),
+    "kv.0.1": ("F32", (2, 4)),
+    "kv.1.0": ("BF16", (1, 8)),
+    "kv.1.1": ("BF16", (1, 6)),
+}
+
+
+def store_in(folder: Path, namespace: str = NAMESPACE, limit: int | None = None) -> Store:
+    return Store.open(folder, namespace, limit, free_floor=0)
+
+
+def ids_of(length: int, seed: int = 0, head: Tokens | None = None) -> Tokens:
+    """`length` ids, the first ones those of `head`."""
+    made = np.random.default_rng(seed).integers(0, 500, length, np.int32)
+    if head is not None:
+        made[: len(head)] = head
+    return made
+
+
+def kv(ids: Tokens, start: int, end: int) -> list[Tensor]:
+    """The KV of tokens [start, end)."""
+    tensors = []
+    at = np.arange(start, end).astype(np.uint16)
+    for salt, (name, (dtype, shape)) in enumerate(SPEC.items()):
+        kind = np.float32 if dtype == "F32" else np.uint16
+        rows = (ids[start:end].astype(np.uint16) * 64 + at + salt).astype(kind)
+        full = np.repeat(rows, int(np.prod(shape))).reshape(-1, *shape)
+        tensors.append(Tensor(name, dtype, full.shape, memoryview(full.tobytes())))
+    return tensors
+
+
+def state(ids: Tokens) -> list[Tensor]:
+    """The state after `ids`."""
+    value = np.full((1, 3, 5), float(ids.sum() % 977), np.float32)
+    skeleton = b'[[{"array":0}]]'
+    return [
+        Tensor("skeleton", "U8", (len(skeleton),), memoryview(skeleton)),
+        Tensor("state.0", "F32", value.shape, memoryview(value.tobytes())),
+    ]
+
+
+def save(store: Store, ids: Tokens, step: int = 100, states: Sequence[int] = ()) -> None:
+    """Write the KV of `ids` as turns would, and checkpoints at `states`."""
+    at = 0
+    while at < len(ids):
+        end = min(at + step, len(ids))
+        start = at // 64 * 64
+        store.write_run(ids[:end], start, kv(ids, start, end))
+        at = end
+    for position in states:
+        store.write_checkpoint(ids[:position], state(ids[:position]))
+
+
+def session(*leaves: Tokens, namespace: str = NAMESPACE) -> SessionInfo:
+    kinds = ["main", *["agent"] * (len(leaves) - 1)]
+    return SessionInfo(
+        id="ses_1",
+        namespace=namespace,
+        model="owner/some-model",
+        leaves=tuple(
+            LeafInfo(ids, kind, len(ids) - 1, min(7, len(ids)), 3, 1000.5)  # type: ignore[arg-type]
+            for ids, kind in zip(leaves, kinds, strict=True)
+        ),
+        label="abc",
+        name="a name",
+        title="Warum ist der Himmel blau? 🌌",
+        client="claude-cli",
+        turns=3,
+        created_at=900.25,
+        last_used_at=1000.5,
+    )
+
+
+def snapshot_in(path: Path, store: Store, info: SessionInfo) -> Path:
+    """Export `info` into the file `path`."""
+    made = export(store, info)
+    with path.open("wb") as out:
+        for part in made:
+            out.write(part)
+    assert path.stat().st_size == made.nbytes
+    return path
+
+
+def file_rows(path: Path, name: str, first: int, last: int) -> bytes:
+    """Rows [first, last) of a tensor of a run's file."""
+    import os
+
+    from mlxcache.store.safetensors import read_header
+
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        (place,) = (p for p in read_header(fd).places if p.name == name)
+        row = place.nbytes // place.shape[0]
+        return os.pread(fd, (last - first) * row, place.offset + first * row)
+    finally:
+        os.close(fd)
+
+
+def held(store: Store, ids: Tokens) -> int:
+    """How many tokens of `ids` are on disk, each file verified and its KV compared."""
+    found = store.find(ids)
+    for piece in found.pieces:
+        store.verify(piece, ids)
+        for tensor in kv(ids, piece.start, piece.end):
+            first, last = piece.start - piece.first, piece.end - piece.first
+            assert file_rows(piece.path, tensor.name, first, last) == bytes(tensor.data)
+    for saved in found.checkpoints:
+        store.verify_checkpoint(saved, ids)
+        for tensor in state(ids[: saved.position]):
+            rows = tensor.shape[0]
+            assert file_rows(saved.path, tensor.name, 0, rows) == bytes(tensor.data)
+    return found.length

@@ -1,0 +1,218 @@
+"""A session goes from one store into a file, and from the file into another store."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxcache.errors import DiskFull, SnapshotRefused, StoreError
+from mlxcache.store import snapshot_plan, snapshot_read
+from mlxcache.store.snapshot import Snapshot, export, read_snapshot, restore
+from tests.store.session_of import (
+    NAMESPACE,
+    SPEC,
+    held,
+    ids_of,
+    kv,
+    save,
+    session,
+    snapshot_in,
+    store_in,
+)
+
+
+def told(info: Any) -> dict[str, Any]:
+    """What a person would compare."""
+    fields = {k: getattr(info, k) for k in info.__slots__ if k not in ("leaves", "ids")}
+    if hasattr(info, "leaves"):
+        fields["leaves"] = [told(leaf) for leaf in info.leaves]
+    else:
+        fields["ids"] = info.ids.tolist()
+    return fields
+
+
+def moved(tmp_path: Path, info: Any, **options: Any) -> Snapshot:
+    """`info` from the store `a` through a file into the new store `b`."""
+    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), info)
+    snapshot = read_snapshot(path, NAMESPACE, spec=SPEC, **options)
+    assert told(restore(store_in(tmp_path / "b"), snapshot)) == told(info)
+    return snapshot
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 300, 1000])
+def test_a_session_is_the_same_elsewhere(tmp_path: Path, length: int) -> None:
+    ids = ids_of(length)
+    save(store_in(tmp_path / "a"), ids, states=[n for n in (1, 64, 250) if n <= length])
+    moved(tmp_path, session(ids))
+    b = store_in(tmp_path / "b")
+    assert held(b, ids) == length
+    assert [s.position for s in b.find(ids).checkpoints] == [n for n in (1, 64, 250) if n <= length]
+
+
+def test_leaves_that_share_a_prefix_hold_it_once(tmp_path: Path) -> None:
+    a = store_in(tmp_path / "a")
+    main = ids_of(1000)
+    agent = ids_of(700, 1, head=main[:500])
+    of_agent = ids_of(680, 2, head=agent[:600])
+    other = ids_of(130, 3)
+    inside = main[:256].copy()
+    leaves = [main, agent, of_agent, other, inside]
+    for leaf in leaves:
+        save(a, leaf, states=[70, len(leaf)])
+    snapshot = moved(tmp_path, session(*leaves))
+    b = store_in(tmp_path / "b")
+    for leaf in leaves:
+        assert held(b, leaf) == len(leaf)
+    parts = [(leaf.parent, leaf.start) for leaf in snapshot.description.leaves]
+    assert parts == [(None, 0), (0, 448), (1, 576), (None, 0), (0, 192)]
+    states = [(c.leaf, c.position) for c in snapshot.description.checkpoints]
+    assert states == [(0, 70), (0, 256), (0, 1000), (1, 700), (2, 680), (3, 70), (3, 130)]
+
+
+def test_what_is_not_on_disk_is_not_in_it_but_all_tokens_are(tmp_path: Path) -> None:
+    a = store_in(tmp_path / "a")
+    ids, agent = ids_of(500), ids_of(300, 1)
+    save(a, ids[:210])
+    snapshot = moved(tmp_path, session(ids, agent))
+    assert [leaf.rows for leaf in snapshot.description.leaves] == [210, 0]
+    assert held(store_in(tmp_path / "b"), ids) == 210
+    assert held(store_in(tmp_path / "b"), agent) == 0
+
+
+def test_a_model_with_states_alone(tmp_path: Path) -> None:
+    ids = ids_of(500)
+    save(store_in(tmp_path / "a"), ids[:0], states=())
+    store = store_in(tmp_path / "a")
+    from tests.store.session_of import state
+
+    for position in (100, 500):
+        store.write_checkpoint(ids[:position], state(ids[:position]))
+    moved(tmp_path, session(ids))
+    b = store_in(tmp_path / "b")
+    assert held(b, ids) == 0
+    assert [s.position for s in b.find(ids).checkpoints] == [100, 500]
+
+
+def test_a_damaged_run_is_left_out(tmp_path: Path) -> None:
+    a = store_in(tmp_path / "a")
+    ids = ids_of(640)
+    save(a, ids, step=128)
+    victim = a.find(ids).pieces[2].path
+    content = bytearray(victim.read_bytes())
+    content[-9] ^= 4
+    victim.write_bytes(content)
+    snapshot = moved(tmp_path, session(ids))
+    assert snapshot.description.leaves[0].rows == 256
+    assert held(store_in(tmp_path / "b"), ids) == 256
+
+
+def test_too_many_checkpoints_keep_the_first_and_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_plan, "MOST_STATES", 3)
+    ids = ids_of(300)
+    save(store_in(tmp_path / "a"), ids, states=[64, 128, 192, 256, 300])
+    snapshot = moved(tmp_path, session(ids))
+    assert [c.position for c in snapshot.description.checkpoints] == [64, 256, 300]
+
+
+def test_it_is_written_in_bounded_pieces_with_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_read, "PIECE_BYTES", 20_000)
+    ids = ids_of(1000)
+    save(store_in(tmp_path / "a"), ids, step=1000, states=[900])
+    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    steps: list[tuple[int, int]] = []
+    snapshot = read_snapshot(path)
+    restore(store_in(tmp_path / "b"), snapshot, lambda *at: steps.append(at))
+    b = store_in(tmp_path / "b")
+    assert held(b, ids) == 1000
+    assert len(b.find(ids).pieces) == len(steps) - 1 == 6
+    assert steps[-1] == (snapshot.nbytes, snapshot.nbytes)
+    assert steps == sorted(steps)
+
+
+def test_restoring_twice_writes_once(tmp_path: Path) -> None:
+    ids = ids_of(500)
+    save(store_in(tmp_path / "a"), ids, states=[300])
+    snapshot = moved(tmp_path, session(ids))
+    b = store_in(tmp_path / "b")
+    restore(b, snapshot)
+    assert b.stats().written_tokens == 0
+    assert held(b, ids) == 500
+
+
+def test_another_model_is_refused_by_namespace_and_both_are_named(tmp_path: Path) -> None:
+    ids = ids_of(100)
+    save(store_in(tmp_path / "a"), ids)
+    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    with pytest.raises(SnapshotRefused) as refused:
+        read_snapshot(path, "f" * 32, model="else/here")
+    text = str(refused.value)
+    assert "owner/some-model (01234567)" in text
+    assert "else/here (ffffffff)" in text
+    assert refused.value.code == "wrong_model"
+
+
+def test_other_shapes_and_unknown_ids_are_refused(tmp_path: Path) -> None:
+    ids = ids_of(100)
+    save(store_in(tmp_path / "a"), ids)
+    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    for name, other in (("kv.0.0", ("F16", (2, 4))), ("kv.9.0", ("F32", (2, 4)))):
+        with pytest.raises(SnapshotRefused, match="shapes"):
+            read_snapshot(path, spec={**SPEC, name: other})
+    with pytest.raises(SnapshotRefused, match="token ids"):
+        read_snapshot(path, vocab_size=int(ids.max()))
+    assert read_snapshot(path, vocab_size=int(ids.max()) + 1)
+
+
+def test_what_does_not_fit_the_cap_is_refused_before_it_evicts(tmp_path: Path) -> None:
+    ids = ids_of(3000)
+    save(store_in(tmp_path / "a"), ids, step=3000)
+    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    with pytest.raises(DiskFull):
+        restore(store_in(tmp_path / "b", limit=300_000), read_snapshot(path))
+    assert store_in(tmp_path / "b").stats().runs == 0
+
+
+def test_nothing_to_export(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no tokens"):
+        export(store_in(tmp_path / "a"), replace(session(ids_of(3)), leaves=()))
+
+
+def test_any_tool_can_read_it(tmp_path: Path) -> None:
+    """The whole session's keys of a layer are one tensor of a plain safetensors file."""
+    import mlx.core as mx
+
+    ids = ids_of(300)
+    save(store_in(tmp_path / "a"), ids)
+    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)  # type: ignore[misc]
+    assert metadata["format"] == "mlxcache-snapshot"
+    assert np.array_equal(np.array(arrays["tokens"]), ids)
+    expected = np.frombuffer(kv(ids, 0, 300)[0].data, np.float32).reshape(300, 2, 4)
+    assert np.array_equal(np.array(arrays["kv.0.0"]), expected)
+
+
+def test_a_large_session_is_never_in_ram(tmp_path: Path) -> None:
+    """184 MB through a file, for a third of which the process may grow."""
+    ids = ids_of(2_000_000)
+    a = store_in(tmp_path / "a")
+    for end in range(100_000, len(ids) + 1, 100_000):
+        start = (end - 100_000) // 64 * 64
+        a.write_run(ids[:end], start, kv(ids, start, end))
+    info = session(ids)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    path = snapshot_in(tmp_path / "s", a, info)
+    snapshot = read_snapshot(path)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert snapshot.nbytes == len(ids) * 92
+    assert grown * 1024 < 60e6
+    restore(store_in(tmp_path / "b"), snapshot)
+    assert store_in(tmp_path / "b").find(ids).length == len(ids)
