@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from xxhash import xxh3_64_hexdigest
 
@@ -22,6 +22,7 @@ MAX_HEADER = 100_000_000
 
 _LENGTH = 8
 _ALIGN = 64
+_MOST_AXES = 8  # the product of many large sizes would take minutes
 _OPENING = b'{"__metadata__":{"check":"'
 _NO_CHECK = b"0" * 16
 
@@ -133,7 +134,8 @@ def _place(name: str, entry: object, payload: int) -> Place:
 
 
 def _numbers(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+    few = isinstance(value, list) and len(value) <= _MOST_AXES
+    return few and all(type(n) is int and 0 <= n < 2**63 for n in cast("list[object]", value))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
