@@ -68,8 +68,9 @@ class Chains:
         whole = last.whole[: shared + 1]
         whole += extend(whole[-1], ids[shared * BLOCK :])
         chain = Chain(np.array(ids, np.int32), whole)
-        with self._lock:
-            self._last = chain
+        if shared < len(ids) // BLOCK:  # a prefix of the last one would only lose what is known
+            with self._lock:
+                self._last = chain
         return chain
 
 

@@ -57,18 +57,17 @@ class Folder:
                     yield kind, sub
 
     def overhead(self) -> int:
-        """Bytes on disk of all but runs and checkpoints: the index, folders, quarantine, locks.
-
-        The log counts twice, for what is in it moves into the index in time.
-        """
-        total = blocks(self.path)
-        for entry in _entries(self.path):
-            total += blocks(entry) * (2 if entry.name == f"{NAME}-wal" else 1)
+        """Bytes on disk of all but runs and checkpoints: the index, folders, quarantine, locks."""
+        total = blocks(self.path) + sum(blocks(entry) for entry in _entries(self.path))
         for top in self.kinds.values():
             total += sum(blocks(sub) for sub in _entries(top))
         for top in (self.quarantine, self.locks):
             total += sum(blocks(entry) for entry in _entries(top))
         return total
+
+    def log_bytes(self) -> int:
+        """Bytes on disk of the index's log."""
+        return blocks(self.path / f"{NAME}-wal")
 
     def free(self) -> int:
         """Bytes that the file system has left for this user."""

@@ -28,7 +28,7 @@ def check(core: Core) -> list[Problem]:
     """See `Store.check`. Files that another process removes meanwhile are no problem."""
     with translated(core.folder.path):
         with core.database.write() as connection:  # so that nothing comes or goes while listing
-            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             rows = {core.folder.file(row.kind, row.digest): row for row in index.rows(connection)}
             present = [Path(entry.path) for _, entry in core.folder.files()]
         problems = [] if verdict == "ok" else [Problem(core.folder.index, f"is damaged: {verdict}")]

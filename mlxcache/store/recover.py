@@ -24,7 +24,17 @@ from mlxcache.types import Tokens
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_NOT_DAMAGED = (
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+)
+"""What SQLite says of a place that cannot be used; all else is an index that cannot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +59,9 @@ def open_database(folder: Folder, limit: int | None) -> Database:
     try:
         return _open(folder)
     except StoreError as error:
-        if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:
+        if not isinstance(error.__cause__, sqlite3.Error):
+            raise
+        if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in _NOT_DAMAGED:
             raise
         log.warning("%s is damaged; it is made again from the files: %s", folder.index, error)
     with translated(folder.index):
@@ -77,15 +89,16 @@ def _open(folder: Folder) -> Database:
     try:
         with database.write() as connection:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version not in (0, SCHEMA_VERSION):
-                raise StoreError(f"{folder.index} was made by another version of mlxcache.")
+            if SCHEMA_VERSION < version < 1000:
+                raise StoreError(f"{folder.index} was made by a newer version of mlxcache.")
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
-                error = sqlite3.DatabaseError(verdict)
-                error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-                raise error
+                raise sqlite3.DatabaseError(verdict)
         database.create(index.SCHEMA)
+        with database.read() as connection:
+            index.rows(connection, "id = 0")  # raises if the tables are not what they should be
+            index.get_tokens(connection, 0)
     except BaseException:
         database.close()
         raise

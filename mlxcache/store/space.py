@@ -29,7 +29,7 @@ class Space:
         self.floor = floor
 
     def used(self, connection: sqlite3.Connection) -> int:
-        """Bytes that the folder takes by the file system's count, and is promised to take."""
+        """Bytes that the folder takes by the file system's count, or that are set aside."""
         (files,) = connection.execute("SELECT ifnull(sum(disk), 0) FROM file").fetchone()
         return int(files) + self.folder.overhead()
 
@@ -69,7 +69,7 @@ class Space:
     def shrink(self, connection: sqlite3.Connection, limit: int) -> list[Row]:
         """Evict in this transaction until all is within `limit`, as far as may go."""
         rows = index.rows(connection)
-        need = self.used(connection) + margin(limit) - limit
+        need = self.used(connection) + self._spare(limit) - limit
         need -= quarantine.free(self.folder, need)
         chosen = victims(rows, need, _pinned(connection), partly=True) or []
         self.remove(connection, chosen)
@@ -79,8 +79,12 @@ class Space:
         missing = self.floor + coming - self.folder.free()
         if self.limit is not None:
             used = self.used(connection) + without_row
-            missing = max(missing, used + margin(self.limit) - self.limit)
+            missing = max(missing, used + self._spare(self.limit) - self.limit)
         return missing
+
+    def _spare(self, limit: int) -> int:
+        """Bytes below the cap that files leave; what is in the log moves into the index in time."""
+        return min(MARGIN, limit // 16) + self.folder.log_bytes()
 
     def _sentence(self, coming: int) -> str:
         if self.folder.free() < self.floor + coming:
@@ -93,11 +97,6 @@ class Space:
             f"{format_size(coming)} more do not fit into the {format_size(self.limit)} "
             f"that {self.folder.path} may take."
         )
-
-
-def margin(limit: int) -> int:
-    """Bytes below the cap that files leave."""
-    return min(MARGIN, limit // 16)
 
 
 def _pinned(connection: sqlite3.Connection) -> set[int]:

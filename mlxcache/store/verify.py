@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxcache.errors import Corrupt, Gone
+from mlxcache.errors import Corrupt, Gone, StoreError
 from mlxcache.store import checksums, index
 from mlxcache.store.contents import read_checkpoint, read_run
 from mlxcache.store.core import Core
@@ -18,6 +19,9 @@ from mlxcache.store.found import Piece, Saved
 from mlxcache.store.index import Row
 from mlxcache.store.safetensors import Malformed
 from mlxcache.types import Tokens
+
+_BAD_DISK = (errno.EIO, errno.ENXIO, errno.EISDIR, errno.ELOOP)
+"""What reading a damaged file may give, and never a lack of descriptors or memory."""
 
 
 def run(core: Core, piece: Piece, ids: Tokens) -> None:
@@ -99,7 +103,9 @@ def _checked(core: Core, id: int, path: Path, check: Callable[[int], None]) -> N
     except FileNotFoundError as error:
         core.drop(id, corrupt=False)
         raise gone from error
-    except (Malformed, OSError) as error:  # a disk that cannot be read is as bad as wrong bytes
+    except (Malformed, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _BAD_DISK:
+            raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
         if not core.drop(id, corrupt=True):
             raise gone from error
         raise Corrupt(f"{path.name} is damaged and set aside: {error}.") from error
