@@ -10,7 +10,10 @@ from typing import Annotated
 import typer
 
 from mlxcache import __version__
+from mlxcache.cli import cache, sessions
 from mlxcache.cli.serve import serve
+from mlxcache.cli.snapshot import restore, snapshot
+from mlxcache.cli.warm import warm
 
 app = typer.Typer(
     name="mlxcache",
@@ -21,6 +24,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(serve)
+app.add_typer(sessions.app, name="sessions")
+for command in (snapshot, restore, warm):
+    app.command()(command)
+app.add_typer(cache.app, name="cache")
 
 
 @app.callback()

@@ -1,0 +1,125 @@
+"""`mlxcache cache`: figures, a check of the files, and making room."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from mlxcache.cli import show
+from mlxcache.cli.output import console, reporting
+from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, folder, target
+from mlxcache.config import format_size, parse_size
+from mlxcache.errors import ConfigError
+
+app = typer.Typer(
+    help="Figures of the cache, a check of its files, and making room.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+@app.command()
+def stats(
+    *,
+    as_json: Json = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Show what the cache holds, and what it was good for."""
+    with reporting():
+        found = target(url, api_key, cache_dir).stats()
+        if as_json:
+            show.print_json(found)
+        else:
+            show.facts(_facts(found))
+
+
+@app.command()
+def check(*, as_json: Json = False, cache_dir: CacheDir = None) -> None:
+    """Read every file on disk and verify it; exit status 1 if something is wrong.
+
+    Nothing is changed, and a server may run meanwhile.
+    """
+    from mlxcache.cli.offline import Offline  # noqa: PLC0415 - SQLite and numpy take a while
+
+    with reporting():
+        where = folder(cache_dir)
+        problems = Offline(where).check()
+        if as_json:
+            show.print_json({"object": "list", "data": problems})
+        elif problems:
+            show.table((("file", "left"), ("what is wrong", "left")), map(_problem, problems))
+        else:
+            console().print(f"All files in {where} are as they should be.")
+        if problems:
+            raise typer.Exit(1)
+
+
+@app.command()
+def prune(
+    *,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="SIZE", help="Evict what is beyond it, such as 5GB."),
+    ] = None,
+    as_json: Json = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Remove damaged files from quarantine and, with --to, what was used least recently."""
+    with reporting():
+        limit = None if to is None else _bytes(to)
+        found = target(url, api_key, cache_dir).prune(limit)
+        if as_json:
+            show.print_json(found)
+        else:
+            console().print(f"Freed {format_size(found['freed_bytes'])}")
+
+
+@app.command()
+def clear(
+    *,
+    pinned: Annotated[
+        bool, typer.Option("--pinned", metavar="", help="Pinned sessions too.")
+    ] = False,
+    as_json: Json = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Remove all sessions and all that is cached, in RAM and on disk."""
+    with reporting():
+        found = target(url, api_key, cache_dir).clear(pinned=pinned)
+        if as_json:
+            show.print_json(found)
+        else:
+            sessions, freed = found["sessions"], format_size(found["freed_bytes"])
+            console().print(f"Removed {sessions} sessions, freed {freed} on disk")
+
+
+def _bytes(text: str) -> int:
+    size = parse_size(text, total=0)
+    if not size:
+        raise ConfigError(f"--to must be a size such as 512MB or 8GB, not {text!r}")
+    return size
+
+
+def _problem(problem: dict[str, str]) -> tuple[str, str]:
+    return problem["path"], problem["what"]
+
+
+def _facts(found: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested figures as lines: `disk used` and its size."""
+    lines: list[tuple[str, str]] = []
+    for name, value in found.items():
+        words = f"{prefix}{name.removesuffix('_bytes').replace('_', ' ')}"
+        if isinstance(value, dict):
+            lines += _facts(value, f"{words} ")
+        elif name.endswith("_bytes") and isinstance(value, int):
+            lines.append((words, format_size(value)))
+        else:
+            lines.append((words, "-" if value is None else str(value)))
+    return lines

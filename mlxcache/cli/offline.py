@@ -1,0 +1,145 @@
+"""The cache folder without a server: what commands use where none runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlxcache.cli.remote import Progress
+from mlxcache.errors import MlxcacheError, NotFound
+from mlxcache.store.listing import Listed, nothing, on_disk
+from mlxcache.store.lock import alone
+from mlxcache.store.prefixes import delete_session, pin, viewing
+from mlxcache.store.sessions import Sessions
+from mlxcache.store.snapshot import export, read_snapshot, restore
+from mlxcache.store.store import Store
+
+FOLDER = "store"
+"""Of the disk tier, in the cache folder."""
+
+
+class Offline:
+    """Sessions and files below `cache_dir`. Changing them takes the folder's lock, alone."""
+
+    def __init__(self, cache_dir: Path):
+        self.cache_dir = cache_dir
+
+    # -- sessions ----------------------------------------------------------------------------
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """All sessions, those used last first."""
+        if not self._exists():
+            return []
+        with self._open() as (store, sessions):
+            rows = sessions.all()
+            return [_listed(store, sessions, row.id).as_object() for row in rows]
+
+    def session(self, id: str) -> dict[str, Any]:
+        """One session with its leaves."""
+        with self._open() as (store, sessions):
+            return _listed(store, sessions, id).as_object(leaves=True)
+
+    def patch(self, id: str, **changes: Any) -> dict[str, Any]:
+        """Change `name` or `pinned`."""
+        with alone(self.cache_dir), self._open() as (store, sessions):
+            sessions.update(id, **changes)
+            if "pinned" in changes:
+                pin(store, sessions, id, pinned=changes["pinned"])
+            return _listed(store, sessions, id).as_object()
+
+    def delete(self, id: str) -> None:
+        """Remove a session, and the files that no other needs."""
+        with alone(self.cache_dir), self._open() as (store, sessions):
+            delete_session(store, sessions, id)
+
+    def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
+        """A new session that goes on from `id`."""
+        with alone(self.cache_dir), self._open() as (store, sessions):
+            made = sessions.fork(id, time.time(), name, at_tokens)
+            return _listed(store, sessions, made).as_object()
+
+    def snapshot(self, id: str, path: Path, format: str, progress: Progress) -> int:
+        """Write a session to the file at `path`; its size in bytes."""
+        if format != "mlxcache":
+            raise MlxcacheError(f"--format {format} needs a server with the model: start one.")
+        done = 0
+        with self._open() as (store, sessions):
+            info = sessions.info(id)
+            parts = export(viewing(store, info.namespace), info)
+            with path.open("wb") as file:
+                for part in parts:
+                    file.write(part)
+                    done += len(part)
+                    progress(done, parts.nbytes)
+        return done
+
+    def restore(self, path: Path, name: str | None, progress: Progress) -> dict[str, Any]:
+        """Take in the snapshot at `path`, for whichever model it is of."""
+        checked = read_snapshot(path)
+        with alone(self.cache_dir), self._open(make=True) as (store, sessions):
+            info = restore(viewing(store, checked.session.namespace), checked, progress)
+            return _listed(store, sessions, sessions.adopt(info, time.time(), name)).as_object()
+
+    # -- the cache ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the disk tier; there is no other without a server."""
+        if not self._exists():
+            return {"disk": {"used_bytes": 0, "limit_bytes": None, "files": 0}, "sessions": 0}
+        with self._open() as (store, sessions):
+            stats = store.stats()
+            disk = {
+                "used_bytes": stats.used_bytes,
+                "limit_bytes": stats.limit_bytes,
+                "files": stats.runs + stats.checkpoints,
+                "tokens": stats.tokens,
+                "pinned_bytes": stats.pinned_bytes,
+                "quarantined": stats.quarantined,
+            }
+            return {"disk": disk, "sessions": sessions.count()}
+
+    def check(self) -> list[dict[str, str]]:
+        """What is wrong with the files, each read as a whole; nothing is changed."""
+        if not self._exists():
+            return []
+        with self._open() as (store, _):
+            return [{"path": str(one.path), "what": one.what} for one in store.check()]
+
+    def prune(self, limit: int | None) -> dict[str, Any]:
+        """Drop what is in quarantine, and what is beyond `limit` bytes."""
+        if not self._exists():
+            return {"freed_bytes": 0}
+        with alone(self.cache_dir), self._open() as (store, _):
+            return {"freed_bytes": store.prune(limit)}
+
+    def clear(self, *, pinned: bool) -> dict[str, Any]:
+        """Remove sessions and files, pinned ones only if `pinned`."""
+        if not self._exists():
+            return {"sessions": 0, "freed_bytes": 0}
+        with alone(self.cache_dir), self._open() as (store, sessions):
+            return {
+                "sessions": sessions.clear(pinned=pinned),
+                "freed_bytes": store.clear(pinned=pinned),
+            }
+
+    def _exists(self) -> bool:
+        return (self.cache_dir / FOLDER).is_dir()
+
+    @contextmanager
+    def _open(self, *, make: bool = False) -> Iterator[tuple[Store, Sessions]]:
+        if not make and not self._exists():
+            raise NotFound(f"There are no sessions in {self.cache_dir}.")
+        store = Store.open(self.cache_dir / FOLDER, "", None)
+        try:
+            yield store, Sessions(store.database)
+        finally:
+            store.close()
+
+
+def _listed(store: Store, sessions: Sessions, id: str) -> Listed:
+    session, leaves = sessions.get(id), sessions.leaves(id)
+    held = on_disk(viewing(store, session.namespace), leaves)
+    return Listed(session, tuple(leaves), nothing(leaves), held)

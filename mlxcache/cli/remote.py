@@ -1,0 +1,157 @@
+"""A running server, as commands use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from mlxcache.errors import MlxcacheError, NotFound
+
+ANSWER_S = 3.0
+"""How long a server may take to say that it is there."""
+
+PART_BYTES = 1 << 20
+_HEADER = "X-Mlxcache-Request"
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and those to do in all."""
+
+
+class NoServer(MlxcacheError):
+    """Nothing answers where a server was looked for, or it is no mlxcache."""
+
+
+class Remote:
+    """The server at `url`. What it refuses is raised as MlxcacheError, with its own words."""
+
+    def __init__(self, url: str, api_key: str | None = None):
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # a model may compute for minutes before it answers
+        timeout = httpx.Timeout(None, connect=ANSWER_S)
+        try:
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise NoServer(f"{url!r} is no address of a server: {error}") from error
+
+    def answers(self) -> bool:
+        """Whether an mlxcache server is there, also one that is still loading its model."""
+        try:
+            return _HEADER in self._http.get("/health", timeout=ANSWER_S).headers
+        except (httpx.HTTPError, httpx.InvalidURL):
+            return False
+
+    # -- sessions ----------------------------------------------------------------------------
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """All sessions, those used last first."""
+        found: list[dict[str, Any]] = self._json("GET", "/v1/sessions?limit=999999999")["data"]
+        return found
+
+    def session(self, id: str) -> dict[str, Any]:
+        """One session with its leaves."""
+        return self._json("GET", _path(id))
+
+    def patch(self, id: str, **changes: Any) -> dict[str, Any]:
+        """Change `name` or `pinned`."""
+        return self._json("PATCH", _path(id), json=changes)
+
+    def delete(self, id: str) -> None:
+        """Remove a session."""
+        self._json("DELETE", _path(id))
+
+    def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
+        """A new session that goes on from `id`."""
+        body = {"name": name, "at_tokens": at_tokens}
+        return self._json("POST", f"{_path(id)}/fork", json=body)
+
+    def snapshot(self, id: str, path: Path, format: str, progress: Progress) -> int:
+        """Write a session to the file at `path`; its size in bytes."""
+        done = 0
+        with (
+            self._request("GET", f"{_path(id)}/snapshot", params={"format": format}) as response,
+            path.open("wb") as file,
+        ):
+            total = int(response.headers.get("content-length", 0))
+            for part in response.iter_bytes(PART_BYTES):
+                file.write(part)
+                done += len(part)
+                progress(done, total)
+        if done < total:
+            raise MlxcacheError("The server broke off; its log says why.")
+        return done
+
+    def restore(self, path: Path, name: str | None, progress: Progress) -> dict[str, Any]:
+        """Take in the snapshot at `path`."""
+        total = path.stat().st_size
+
+        def parts() -> Iterator[bytes]:
+            done = 0
+            with path.open("rb") as file:
+                while part := file.read(PART_BYTES):
+                    yield part
+                    done += len(part)
+                    progress(done, total)
+
+        return self._json(
+            "POST",
+            "/v1/sessions",
+            params={"name": name} if name else {},
+            content=parts(),
+            headers={"Content-Length": str(total)},
+        )
+
+    # -- the cache ---------------------------------------------------------------------------
+
+    def warm(self, body: bytes) -> dict[str, Any]:
+        """Compute a prefix ahead of use."""
+        return self._json("POST", "/v1/cache/warm", content=body)
+
+    def stats(self) -> dict[str, Any]:
+        """The cache's figures."""
+        return self._json("GET", "/v1/cache")
+
+    def prune(self, limit: int | None) -> dict[str, Any]:
+        """Drop what is in quarantine, and what is beyond `limit` bytes on disk."""
+        params = {} if limit is None else {"limit_bytes": str(limit)}
+        return self._json("POST", "/v1/cache/prune", params=params)
+
+    def clear(self, *, pinned: bool) -> dict[str, Any]:
+        """Empty both tiers."""
+        return self._json("DELETE", "/v1/cache", params={"pinned": "true" if pinned else "false"})
+
+    # -- HTTP --------------------------------------------------------------------------------
+
+    def _json(self, method: str, path: str, **more: Any) -> dict[str, Any]:
+        with self._request(method, path, **more) as response:
+            found: dict[str, Any] = httpx.Response(200, content=response.read()).json()
+            return found
+
+    @contextmanager
+    def _request(self, method: str, path: str, **more: Any) -> Iterator[httpx.Response]:
+        try:
+            with self._http.stream(method, path, **more) as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                yield response
+        except httpx.TransportError as error:
+            raise NoServer(f"The server at {self.url} does not answer: {error}.") from error
+
+
+def _path(id: str) -> str:
+    return f"/v1/sessions/{quote(id, safe='')}"
+
+
+def _refusal(response: httpx.Response) -> MlxcacheError:
+    message = f"The server answered with status {response.status_code}."
+    with suppress(ValueError, KeyError, TypeError):
+        message = str(response.json()["error"]["message"])
+    if response.status_code == 401:
+        message += " Give it with --api-key or in MLXCACHE_API_KEY."
+    return (NotFound if response.status_code == 404 else MlxcacheError)(message)

@@ -1,0 +1,258 @@
+"""`mlxcache sessions`: what there is to go on with, and what to call it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from mlxcache.cli import show
+from mlxcache.cli.output import console, reporting
+from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, target
+from mlxcache.errors import NotFound
+
+app = typer.Typer(
+    help="List, show, pin, rename, fork and remove sessions, with a running server or without.",
+    invoke_without_command=True,
+    add_completion=False,
+)
+
+Id = Annotated[
+    str,
+    typer.Argument(metavar="ID", help="A session's id, the beginning of one, or its name."),
+]
+
+_COLUMNS = (
+    ("id", "left"),
+    ("name", "left"),
+    ("tokens", "right"),
+    ("RAM", "right"),
+    ("disk", "right"),
+    ("tier", "left"),
+    ("pinned", "left"),
+    ("last used", "right"),
+)
+
+
+@app.callback()
+def sessions(
+    ctx: typer.Context,
+    *,
+    as_json: Json = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """List, show, pin, rename, fork and remove sessions, with a running server or without.
+
+    Without a command: the list.
+    """
+    ctx.obj = (url, api_key, cache_dir)
+    if ctx.invoked_subcommand is None:
+        list_sessions(ctx, as_json=as_json)
+
+
+@app.command("list")
+def list_sessions(
+    ctx: typer.Context,
+    *,
+    as_json: Json = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """List all sessions, those used last first."""
+    with reporting():
+        found = _where(ctx, url, api_key, cache_dir).sessions()
+        if as_json:
+            show.print_json({"object": "list", "data": found})
+        elif found:
+            show.table(_COLUMNS, map(_row, found))
+        else:
+            console().print("There are no sessions yet.")
+
+
+@app.command("show")
+def show_session(
+    ctx: typer.Context,
+    id: Id,
+    *,
+    as_json: Json = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Show one session with its leaves: the main conversation and its agents'."""
+    with reporting():
+        where = _where(ctx, url, api_key, cache_dir)
+        found = where.session(find(where.sessions(), id))
+        if as_json:
+            show.print_json(found)
+        else:
+            _print(found)
+
+
+@app.command()
+def pin(
+    ctx: typer.Context,
+    id: Id,
+    *,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Keep a session: it is evicted last."""
+    _change(ctx, (url, api_key, cache_dir), id, "Pinned", pinned=True)
+
+
+@app.command()
+def unpin(
+    ctx: typer.Context,
+    id: Id,
+    *,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Let a session be evicted like any other."""
+    _change(ctx, (url, api_key, cache_dir), id, "Not pinned any more", pinned=False)
+
+
+@app.command()
+def rename(
+    ctx: typer.Context,
+    id: Id,
+    name: Annotated[str, typer.Argument(metavar="NAME", help='The new name; "" for none.')],
+    *,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Give a session a name."""
+    _change(ctx, (url, api_key, cache_dir), id, "Renamed", name=name)
+
+
+@app.command()
+def fork(
+    ctx: typer.Context,
+    id: Id,
+    *,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="The new one's name.")] = None,
+    at: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", min=1, help="Where to part; at the end unless given."),
+    ] = None,
+    as_json: Json = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Make a new session that goes on from this one. Its id serves as X-Session-Id."""
+    with reporting():
+        where = _where(ctx, url, api_key, cache_dir)
+        made = where.fork(find(where.sessions(), id), name, at)
+        if as_json:
+            show.print_json(made)
+        else:
+            console().print(f"Forked at {made['tokens']} tokens: {made['id']}")
+
+
+@app.command()
+def rm(
+    ctx: typer.Context,
+    id: Id,
+    *,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Remove a session, with all that no other session needs."""
+    with reporting():
+        where = _where(ctx, url, api_key, cache_dir)
+        found = find(where.sessions(), id)
+        where.delete(found)
+        console().print(f"Removed: {found}")
+
+
+def find(sessions: list[dict[str, Any]], text: str) -> str:
+    """The id that `text` stands for: an id, the beginning of just one, or one's name.
+
+    Raises NotFound.
+    """
+    if any(one["id"] == text for one in sessions):
+        return text
+    found = [one["id"] for one in sessions if one["name"] == text]
+    if not found and text:
+        found = [one["id"] for one in sessions if one["id"].startswith((text, f"ses_{text}"))]
+    if len(found) == 1:
+        return str(found[0])
+    if found:
+        raise NotFound(f"{text!r} may be any of {', '.join(found[:5])}: give the id.")
+    raise NotFound(f"No session has the id or the name {text!r}; see mlxcache sessions.")
+
+
+def _where(ctx: typer.Context, *given: Any) -> Any:
+    """The server or the folder, by the command's own options or by those before it."""
+    before = ctx.obj or (None, None, None)
+    own = (
+        mine if mine is not None else theirs for mine, theirs in zip(given, before, strict=False)
+    )
+    return target(*own) if given else target(*before)
+
+
+def _change(ctx: typer.Context, given: tuple[Any, ...], id: str, done: str, **changes: Any) -> None:
+    with reporting():
+        where = _where(ctx, *given)
+        changed = where.patch(find(where.sessions(), id), **changes)
+        console().print(f"{done}: {changed['id']} {show.name_of(changed)}".rstrip())
+
+
+def _row(one: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        one["id"],
+        show.name_of(one),
+        f"{one['tokens']:,}",
+        show.size(one["ram_bytes"]),
+        show.size(one["disk_bytes"]),
+        one["tier"] or "-",
+        "yes" if one["pinned"] else "",
+        show.age(one["last_used_at"]),
+    )
+
+
+def _print(one: dict[str, Any]) -> None:
+    show.facts(
+        (
+            ("id", one["id"]),
+            ("name", one["name"] or "-"),
+            ("title", one["title"] or "-"),
+            ("label", one["label"] or "-"),
+            ("model", one["model"]),
+            ("namespace", one["namespace"]),
+            ("client", one["client"] or "-"),
+            ("tokens", f"{one['tokens']:,}, of which {one['durable_tokens']:,} are durable"),
+            ("turns", f"{one['turns']:,}"),
+            ("RAM", show.size(one["ram_bytes"])),
+            ("disk", show.size(one["disk_bytes"])),
+            ("tier", one["tier"] or "-"),
+            ("pinned", "yes" if one["pinned"] else "no"),
+            ("created", show.moment(one["created_at"])),
+            ("last used", show.moment(one["last_used_at"])),
+        )
+    )
+    columns = (("leaf", "left"), ("tokens", "right"), ("in RAM", "right"), ("durable", "right"))
+    print()
+    show.table(
+        (*columns, ("turns", "right"), ("last used", "right")),
+        (
+            (
+                leaf["kind"],
+                f"{leaf['tokens']:,}",
+                f"{leaf['ram_tokens']:,}",
+                f"{leaf['durable_tokens']:,}",
+                f"{leaf['turns']:,}",
+                show.age(leaf["last_used_at"]),
+            )
+            for leaf in one["leaves"]
+        ),
+    )

@@ -1,0 +1,104 @@
+"""`mlxcache snapshot` and `mlxcache restore`: a session as a file, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+from mlxcache.cli import show
+from mlxcache.cli.output import console, reporting
+from mlxcache.cli.sessions import Id, find
+from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, target
+from mlxcache.config import format_size
+from mlxcache.errors import MlxcacheError
+
+
+class Format(StrEnum):
+    """Whose file it is to be."""
+
+    MLXCACHE = "mlxcache"
+    MLX_LM = "mlx-lm"
+
+
+def snapshot(
+    id: Id,
+    *,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", dir_okay=False, help="The file to write."),
+    ],
+    format: Annotated[
+        Format,
+        typer.Option(help="mlx-lm: for mlx_lm.generate --prompt-cache-file."),
+    ] = Format.MLXCACHE,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Write a session to one file, to go on with it elsewhere."""
+    with reporting():
+        where = target(url, api_key, cache_dir)
+        found = find(where.sessions(), id)
+        part = output.with_name(f".{output.name}.part")
+        try:
+            with _bar("writing") as progress:
+                size = where.snapshot(found, part, format.value, progress)
+            part.replace(output)
+        except OSError as error:
+            raise MlxcacheError(f"{output} cannot be written: {error.strerror}.") from error
+        finally:
+            part.unlink(missing_ok=True)
+        console().print(f"Wrote {output}: {format_size(size)}")
+
+
+def restore(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", exists=True, dir_okay=False, readable=True, help="A snapshot."
+        ),
+    ],
+    *,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What to call the session.")
+    ] = None,
+    as_json: Json = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Take in a session from a snapshot; its next turn is warm."""
+    with reporting():
+        where = target(url, api_key, cache_dir)
+        with _bar("reading") as progress:
+            made = where.restore(file, name, progress)
+        if as_json:
+            show.print_json(made)
+        else:
+            console().print(f"Restored {made['tokens']:,} tokens: {made['id']}")
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[_Progress]:
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    out = console(stderr=True)
+    with Bar(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        yield _Progress(bar)
+
+
+class _Progress:
+    """Shows bytes done of those to do."""
+
+    def __init__(self, bar: Bar):
+        self._bar = bar
+        self._task = bar.add_task("", total=None)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total or None)

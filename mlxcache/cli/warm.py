@@ -1,0 +1,52 @@
+"""`mlxcache warm`: a prefix into the cache ahead of its first use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlxcache.cli import show
+from mlxcache.cli.output import console, reporting
+from mlxcache.cli.target import ApiKey, Json, Url, server
+from mlxcache.errors import MlxcacheError
+
+
+def warm(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            allow_dash=True,
+            help="A chat request as JSON, of either API, or a plain system prompt; - is the input.",
+        ),
+    ],
+    *,
+    as_json: Json = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Compute a prefix ahead of its first use, so that the first turn is warm too.
+
+    Needs a running server.
+    """
+    with reporting():
+        found = server(url, api_key).warm(read_warm(file))
+        if as_json:
+            show.print_json(found)
+            return
+        console().print(
+            f"Warm: {found['prompt_tokens']:,} tokens, of which {found['fed_tokens']:,} were "
+            f"computed in {found['seconds']:.1f} s"
+        )
+
+
+def read_warm(file: Path) -> bytes:
+    """What a file to warm holds; `-` is the standard input. Raises MlxcacheError."""
+    try:
+        return typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise MlxcacheError(f"{file} cannot be read: {error.strerror}.") from error
