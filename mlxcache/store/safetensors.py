@@ -1,155 +1,23 @@
-"""The safetensors format: a header that is checked before anything it says is believed.
+"""The safetensors format, defined where the model layer can import it too."""
 
-Format: https://github.com/huggingface/safetensors#format. Beyond it, a file of ours carries in
-its metadata a checksum of the header itself.
-"""
+from mlxcache.safetensors import (
+    MAX_HEADER,
+    Header,
+    Malformed,
+    Place,
+    compose,
+    parse,
+    read_foreign_header,
+    read_header,
+)
 
-from __future__ import annotations
-
-import json
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import Any, cast
-
-from xxhash import xxh3_64_hexdigest
-
-from mlxcache.store.tensors import ITEM_BYTES, Tensor
-
-MAX_HEADER = 100_000_000
-"""Bytes; what the format's own library accepts."""
-
-_LENGTH = 8
-_ALIGN = 64
-_MOST_AXES = 8  # the product of many large sizes would take minutes
-_OPENING = b'{"__metadata__":{"check":"'
-_NO_CHECK = b"0" * 16
-
-
-class Malformed(ValueError):
-    """The bytes are no safetensors file, or not a whole one; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor's bytes are: `offset` is from the start of the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a file says of itself; the places cover its payload without gap or overlap."""
-
-    metadata: Mapping[str, str]
-    places: tuple[Place, ...]
-    nbytes: int
-
-
-def compose(metadata: Mapping[str, str], tensors: Sequence[Tensor] | Sequence[Place]) -> bytes:
-    """All bytes of a file that come before the payload, which is the tensors' bytes in order."""
-    table: dict[str, Any] = {"__metadata__": {"check": _NO_CHECK.decode(), **metadata}}
-    at = 0
-    for tensor in tensors:
-        if tensor.name in table:
-            raise ValueError(f"two tensors are named {tensor.name!r}")
-        table[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
-    text += b" " * (-(_LENGTH + len(text)) % _ALIGN)
-    if len(text) > MAX_HEADER:
-        raise ValueError(f"a header of {len(text)} bytes is more than the format allows")
-    raw = len(text).to_bytes(_LENGTH, "little") + text
-    check = xxh3_64_hexdigest(raw).encode()
-    at = _LENGTH + len(_OPENING)
-    return raw[:at] + check + raw[at + len(check) :]
-
-
-def read_header(fd: int, *, own: bool = True) -> Header:
-    """The header of the open file `fd`, whose size must be what it says.
-
-    `own`: the header's checksum must be there and right. Raises Malformed, and OSError.
-    """
-    size = os.fstat(fd).st_size
-    length = int.from_bytes(_pread(fd, _LENGTH, 0), "little")
-    if not 2 <= length <= min(MAX_HEADER, size - _LENGTH):
-        raise Malformed("its header does not fit into it")
-    raw = _pread(fd, _LENGTH + length, 0)
-    if own:
-        at = _LENGTH + len(_OPENING)
-        stored = raw[at : at + len(_NO_CHECK)]
-        zeroed = raw[:at] + _NO_CHECK + raw[at + len(_NO_CHECK) :]
-        if raw[_LENGTH:at] != _OPENING or stored != xxh3_64_hexdigest(zeroed).encode():
-            raise Malformed("its header is damaged, or not of mlxcache")
-    return parse(raw[_LENGTH:], size)
-
-
-def parse(text: bytes, size: int) -> Header:
-    """The header in `text`, of a file of `size` bytes in all. Raises Malformed."""
-    try:
-        table = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"its header is no JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise Malformed("its header is no table")
-    metadata = table.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise Malformed("its metadata is no table of texts")
-    payload = _LENGTH + len(text)
-    places = sorted(
-        (_place(name, entry, payload) for name, entry in table.items()),
-        key=lambda place: (place.offset, place.nbytes),
-    )
-    end = payload
-    for place in places:
-        if place.offset != end:
-            raise Malformed(f"tensor {place.name!r} does not begin where the one before ends")
-        end += place.nbytes
-    if end != size:
-        raise Malformed(f"it has {size} bytes, not the {end} that its header promises")
-    return Header(metadata, tuple(places), size)
-
-
-def _place(name: str, entry: object, payload: int) -> Place:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise Malformed(f"tensor {name!r} is not described")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not (isinstance(dtype, str) and dtype in ITEM_BYTES):
-        raise Malformed(f"tensor {name!r} has an unknown dtype")
-    if not (_numbers(shape) and _numbers(offsets) and len(offsets) == 2):
-        raise Malformed(f"tensor {name!r} has no valid shape or place")
-    begin, end = offsets
-    if end - begin != prod(shape) * ITEM_BYTES[dtype]:
-        raise Malformed(f"tensor {name!r} has not the bytes of its shape")
-    return Place(name, dtype, tuple(shape), payload + begin, end - begin)
-
-
-def _numbers(value: object) -> bool:
-    few = isinstance(value, list) and len(value) <= _MOST_AXES
-    return few and all(type(n) is int and 0 <= n < 2**63 for n in cast("list[object]", value))
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key stands twice")
-    return table
-
-
-def _pread(fd: int, length: int, offset: int) -> bytes:
-    data = os.pread(fd, length, offset)
-    while len(data) < length:
-        more = os.pread(fd, length - len(data), offset + len(data))
-        if not more:
-            raise Malformed("it ends too early")
-        data += more
-    return data
+__all__ = [
+    "MAX_HEADER",
+    "Header",
+    "Malformed",
+    "Place",
+    "compose",
+    "parse",
+    "read_foreign_header",
+    "read_header",
+]
