@@ -16,7 +16,7 @@ from mlxcache.api.http import (
     serving,
     while_connected,
 )
-from mlxcache.api.sessions import book
+from mlxcache.api.sessions import book, whole_number
 from mlxcache.api.warm import warm
 from mlxcache.errors import BadRequest
 
@@ -25,6 +25,7 @@ def routes(deps: Deps) -> list[Route]:
     """The routes that change the cache; `status` has the one that tells."""
     return [
         Route("/v1/cache/warm", partial(warm_prefix, deps), methods=["POST"]),
+        Route("/v1/cache/prune", partial(prune, deps), methods=["POST"]),
         Route("/v1/cache", partial(clear, deps), methods=["DELETE"]),
     ]
 
@@ -35,6 +36,13 @@ async def warm_prefix(deps: Deps, request: Request) -> Response:
     serving(deps)
     work = warm(deps.engine, body, request_id(request))
     return json_response(await while_connected(request, work))
+
+
+async def prune(deps: Deps, request: Request) -> Response:
+    """Drop damaged files, and with `?limit_bytes=` what was used least recently beyond that."""
+    asked = "limit_bytes" in request.query_params
+    limit = whole_number(request, "limit_bytes", 0) if asked else None
+    return json_response({"object": "cache.pruned", "freed_bytes": await book(deps).prune(limit)})
 
 
 async def clear(deps: Deps, request: Request) -> Response:

@@ -75,7 +75,7 @@ async def every(deps: Deps, request: Request) -> Response:
 def whole_number(request: Request, name: str, default: int) -> int:
     """A number in the query. Raises BadRequest."""
     text = request.query_params.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+    if not (text.isascii() and text.isdecimal() and len(text) < 18):
         raise BadRequest(f"`{name}` must be a whole number.", param=name)
     return int(text)
 

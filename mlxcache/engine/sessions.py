@@ -3,59 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
-import threading
 import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from mlxcache.engine.booking import Booking, Served
+from mlxcache.engine.calls import Calls
 from mlxcache.engine.ram import forget, forget_all, in_ram, unlearn
-from mlxcache.errors import DiskFull, StoreError, Unsupported
+from mlxcache.errors import DiskFull, MlxcacheError, Unsupported
+from mlxcache.model.wire import run_spec
 from mlxcache.store.database import translated
-from mlxcache.store.leaves import Leaf, anchor_of
-from mlxcache.store.listing import Listed, nothing, on_disk
-from mlxcache.store.prefixes import forget_prefix, pin, viewing
-from mlxcache.store.sessions import Session, Sessions, Turn
-from mlxcache.store.snapshot import Export, SessionInfo, Spec, export, read_snapshot, restore
+from mlxcache.store.leaves import Leaf
+from mlxcache.store.listing import Held, Listed, nothing, on_disk
+from mlxcache.store.prefixes import forget_prefix, viewing
+from mlxcache.store.sessions import Session, Sessions
+from mlxcache.store.snapshot import Export, SessionInfo, export, read_snapshot, restore
 from mlxcache.store.store import FREE_FLOOR, Store
-from mlxcache.types import Job, Tokens
+from mlxcache.store.temporary import TemporaryDatabase
+from mlxcache.types import WARMING
 
 if TYPE_CHECKING:
     from mlxcache.engine.core import Core
-
-log = logging.getLogger("mlxcache.engine")
+    from mlxcache.engine.task import Task
 
 T = TypeVar("T")
-
-PIN_S = 3.0
-"""Seconds after a turn of a pinned session at which its new files, written by then, are pinned."""
 
 SETTLE_S = 10.0
 """Seconds that a session which is still being written to disk is waited for."""
 
 
-class OnMlxThread(Protocol):
-    """Runs an action on the MLX thread; `Engine.call`."""
-
-    def __call__(self, action: Callable[[Core], T], /) -> Awaitable[T]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What sessions are of: a model's name and namespace, and what it caches per token."""
-
-    name: str
-    namespace: str
-    spec: Spec
-    vocab_size: int
-
-
 class SessionBook:
-    """The sessions of one engine. Call everything but `turn` from the event loop.
+    """The sessions of one engine. Call everything but `ended` from the event loop.
 
     `store` None: nothing is on disk. `incoming`: where snapshots wait that are being received.
     What is asked for is answered after the turns booked before.
@@ -65,91 +45,75 @@ class SessionBook:
         self,
         sessions: Sessions,
         model: Served,
-        call: OnMlxThread,
+        core: Core,
         incoming: Path,
         store: Store | None = None,
     ):
         self.namespace = model.namespace
-        self._model = model
-        self.count = sessions.count()
         self.store = store
+        self._model = model
         self._incoming = incoming
         self._sessions = sessions
-        self._call = call
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-sessions")
-        self._timer: threading.Timer | None = None
-        self._closed = False
-        self._failing = False
-        self._submit(self._pin_all)
+        self._core = core
+        self._calls = Calls(core.scheduler.inbox)
+        self._booking = Booking(sessions, model, store)
 
-    # -- booking -----------------------------------------------------------------------------
+    @property
+    def count(self) -> int:
+        """How many sessions there are."""
+        return self._booking.count
 
-    def turn(self, job: Job, ids: Tokens, at: float) -> None:
-        """Book a finished request, from any thread and at once. `ids`: its prompt and reply."""
-        marks, prompt = job.prompt.marks, len(job.prompt.ids)
-        turn = Turn(
-            namespace=self.namespace,
-            model=self._model.name,
-            ids=ids,
-            prompt_tokens=prompt,
-            anchor=anchor_of(marks, prompt),
-            head=marks[0] if len(marks) > 1 else 0,
-            at=at,
-            label=job.session,
-            client=job.client,
-            title=job.title,
-        )
-        self._submit(lambda: self._book(turn))
+    def ended(self, task: Task) -> None:
+        """Book a request that was admitted and is over. From any thread; returns at once."""
+        if task.record.status in ("done", "cancelled") and task.job.api != WARMING:
+            self._booking.turn(task.job, task.tokens(), time.time())
 
-    def _submit(self, action: Callable[[], None]) -> None:
-        if not self._closed:
-            self._pool.submit(self._guarded, action)
+    async def call(self, action: Callable[[Core], T]) -> T:
+        """The result of `action`, run on the MLX thread. Raises what it raises, and NotReady."""
+        return await self._calls.ask(lambda: action(self._core))
 
-    def _guarded(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-            self._failing = False
-        except StoreError as error:
-            if not self._failing:
-                log.warning("sessions are not kept: %s", error)
-            self._failing = True
-        except Exception:
-            log.exception("a session could not be kept")
-
-    def _book(self, turn: Turn) -> None:
-        id = self._sessions.turn(turn)
-        self.count = self._sessions.count()
-        if self.store is not None and self._sessions.get(id).pinned and self._timer is None:
-            self._timer = threading.Timer(PIN_S, lambda: self._submit(self._pin_all))
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _pin_all(self) -> None:
-        self._timer = None
-        for id in self._sessions.pinned():
-            self._pin(id, pinned=True)
+    def fail(self, error: MlxcacheError) -> None:
+        """The MLX thread will answer nobody any more."""
+        self._calls.fail(error)
 
     # -- asking ------------------------------------------------------------------------------
 
-    async def list(self, limit: int | None = None) -> list[Listed]:
-        """The sessions of this model, those used last first. Raises StoreError."""
-        rows = await self._run(lambda: self._sessions.all(limit))
-        return [await self._measured(row) for row in rows]
+    async def list(self, limit: int | None = None) -> Sequence[Listed]:
+        """The sessions, those used last first, also those of other models in the same folder.
+
+        Raises StoreError.
+        """
+        return await self._measured(lambda: self._sessions.all(limit))
 
     async def get(self, id: str) -> Listed:
         """One session. Raises NotFound and StoreError."""
-        return await self._measured(await self._run(lambda: self._sessions.get(id)))
+        return (await self._measured(lambda: [self._sessions.get(id)]))[0]
 
-    async def _measured(self, session: Session) -> Listed:
-        leaves = await self._run(lambda: self._sessions.leaves(session.id))
-        ram = disk = nothing(leaves)
-        if session.namespace == self.namespace:
-            ids = [leaf.ids for leaf in leaves]
-            ram = await self._call(lambda core: in_ram(core.memory, ids))
-        if self.store is not None:
-            seen = viewing(self.store, session.namespace)
-            disk = await self._run(lambda: on_disk(seen, leaves))
-        return Listed(session, tuple(leaves), ram, disk)
+    async def _measured(self, find: Callable[[], Sequence[Session]]) -> Sequence[Listed]:
+        """What `find` finds, with its leaves, and what each tier holds of them."""
+
+        def from_table() -> list[tuple[Session, Sequence[Leaf], Held]]:
+            return [(x, y := self._sessions.leaves(x.id), self._on_disk(x, y)) for x in find()]
+
+        def in_memory(core: Core) -> list[Held]:
+            return [
+                in_ram(core.memory, [leaf.ids for leaf in leaves])
+                if session.namespace == self.namespace
+                else nothing(leaves)
+                for session, leaves, _ in rows
+            ]
+
+        rows = await self._booking.run(from_table)
+        held = await self.call(in_memory)
+        return [
+            Listed(session, tuple(leaves), ram, disk)
+            for (session, leaves, disk), ram in zip(rows, held, strict=True)
+        ]
+
+    def _on_disk(self, session: Session, leaves: Sequence[Leaf]) -> Held:
+        if self.store is None:
+            return nothing(leaves)
+        return on_disk(viewing(self.store, session.namespace), leaves)
 
     # -- changing ----------------------------------------------------------------------------
 
@@ -157,22 +121,18 @@ class SessionBook:
         self, id: str, *, name: str | None = None, pinned: bool | None = None
     ) -> Listed:
         """Rename a session ("": no name), pin it or let it go. Raises NotFound and StoreError."""
-        await self._run(lambda: self._sessions.update(id, name=name, pinned=pinned))
+        await self._booking.run(lambda: self._sessions.update(id, name=name, pinned=pinned))
         if pinned is not None:
-            await self._run(lambda: self._pin(id, pinned))
+            await self._booking.run(lambda: self._booking.pin(id, pinned=pinned))
         return await self.get(id)
-
-    def _pin(self, id: str, pinned: bool) -> None:
-        if self.store is not None:
-            pin(self.store, self._sessions, id, pinned=pinned)
 
     async def fork(self, id: str, *, name: str | None = None, tokens: int | None = None) -> Listed:
         """A new session with the main leaf of `id`, or its first `tokens`.
 
         Raises NotFound, StoreError, and BadRequest where there are not so many tokens.
         """
-        made = await self._run(lambda: self._sessions.fork(id, time.time(), name, tokens))
-        self.count += 1
+        made = await self._booking.run(lambda: self._sessions.fork(id, time.time(), name, tokens))
+        self._booking.count += 1
         return await self.get(made)
 
     async def delete(self, id: str) -> None:
@@ -180,27 +140,27 @@ class SessionBook:
 
         Raises NotFound and StoreError.
         """
-        session = await self._run(lambda: self._sessions.get(id))
-        leaves = await self._run(lambda: self._sessions.leaves(id))
+        session = await self._booking.run(lambda: self._sessions.get(id))
+        leaves = await self._booking.run(lambda: self._sessions.leaves(id))
         await self.settled()
-        await self._run(lambda: self._sessions.delete(id))
-        self.count -= 1
-        await self._run(lambda: self._pin(id, pinned=False))
+        await self._booking.run(lambda: self._sessions.delete(id))
+        self._booking.count -= 1
+        await self._booking.run(lambda: self._booking.pin(id, pinned=False))
         for leaf in leaves:
             await self._forget(session.namespace, leaf)
 
     async def _forget(self, namespace: str, leaf: Leaf) -> None:
         """Cut what only `leaf` needed."""
         ids = leaf.ids
-        needed = await self._run(lambda: self._sessions.needed(namespace, ids))
+        needed = await self._booking.run(lambda: self._sessions.needed(namespace, ids))
         if needed >= len(ids):
             return
         if namespace == self.namespace:
-            await self._call(lambda core: forget(core.memory, ids, needed))
-            await self._call(lambda core: unlearn(core, ids))
+            await self.call(lambda core: forget(core.memory, ids, needed))
+            await self.call(lambda core: unlearn(core, ids))
         if self.store is not None:
             seen = viewing(self.store, namespace)
-            await self._run(lambda: forget_prefix(seen, ids, needed))
+            await self._booking.run(lambda: forget_prefix(seen, ids, needed))
 
     async def clear(self, *, pinned: bool = False) -> dict[str, int]:
         """Empty both tiers and forget the sessions, pinned ones only if `pinned`.
@@ -209,13 +169,21 @@ class SessionBook:
         `freed_bytes` of the disk. Raises StoreError.
         """
         await self.settled()
-        sessions = await self._run(lambda: self._sessions.clear(pinned=pinned))
-        self.count -= sessions
+        sessions = await self._booking.run(lambda: self._sessions.clear(pinned=pinned))
+        self._booking.count -= sessions
         freed = 0
         if (store := self.store) is not None:
-            freed = await self._run(lambda: store.clear(pinned=pinned))
-        await self._call(forget_all)
+            freed = await self._booking.run(lambda: store.clear(pinned=pinned))
+        await self.call(forget_all)
         return {"sessions": sessions, "freed_bytes": freed}
+
+    async def prune(self, limit: int | None = None) -> int:
+        """Drop what is in quarantine and beyond `limit` bytes on disk; the bytes freed.
+
+        Raises StoreError.
+        """
+        store = self.store
+        return 0 if store is None else await self._booking.run(lambda: store.prune(limit))
 
     # -- snapshots ---------------------------------------------------------------------------
 
@@ -225,7 +193,7 @@ class SessionBook:
         Raises NotFound, StoreError, and Unsupported where nothing is on disk.
         """
         store = self._stored()
-        info = await self._run(lambda: self._sessions.info(id))
+        info = await self._booking.run(lambda: self._sessions.info(id))
         await self.settled()
         seen = viewing(store, info.namespace)
         return await asyncio.to_thread(export, seen, info)
@@ -258,8 +226,8 @@ class SessionBook:
             return restore(store, checked)
 
         info = await asyncio.to_thread(take_in)
-        made = await self._run(lambda: self._sessions.adopt(info, time.time(), name))
-        self.count += 1
+        made = await self._booking.run(lambda: self._sessions.adopt(info, time.time(), name))
+        self._booking.count += 1
         return await self.get(made)
 
     def _stored(self) -> Store:
@@ -270,18 +238,26 @@ class SessionBook:
     async def settled(self) -> bool:
         """Wait until nothing is on its way to disk; False if that takes too long."""
         deadline = time.monotonic() + SETTLE_S
-        while await self._call(lambda core: core.disk is not None and core.disk.busy):
+        while await self.call(lambda core: core.disk is not None and core.disk.busy):
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(0.02)
         return True
 
-    async def _run(self, action: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, action)
-
     def close(self) -> None:
-        """Book what was handed over, and end. Blocks."""
-        self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-        self._pool.shutdown()
+        """Book what was handed over, and end. From any thread; blocks."""
+        self._booking.close()
+
+
+async def open_book(core: Core, cache_dir: Path) -> SessionBook:
+    """The sessions of a loaded model: in its store's database, else in one that is never written.
+
+    Raises StoreError.
+    """
+    store = core.disk.store if core.disk is not None else None
+    layout, name = core.layout, core.info.id
+    namespace = store.namespace if store is not None else f"ram:{name}"
+    served = Served(name, namespace, run_spec(layout), layout.vocab_size)
+    database = store.database if store is not None else TemporaryDatabase()
+    sessions = await asyncio.to_thread(Sessions, database)
+    return SessionBook(sessions, served, core, cache_dir / "incoming", store)

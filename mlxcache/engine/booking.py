@@ -1,0 +1,121 @@
+"""Booking finished requests as turns of sessions, on a thread of its own, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mlxcache.errors import NotReady, StoreError
+from mlxcache.store.leaves import anchor_of
+from mlxcache.store.prefixes import pin
+from mlxcache.store.sessions import Sessions, Turn
+from mlxcache.store.snapshot import Spec
+from mlxcache.store.store import Store
+from mlxcache.types import Job, Tokens
+
+log = logging.getLogger("mlxcache.engine")
+
+T = TypeVar("T")
+
+PIN_S = 3.0
+"""Seconds after a turn of a pinned session at which its new files, written by then, are pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What sessions are of: a model's name and namespace, and what it caches per token."""
+
+    name: str
+    namespace: str
+    spec: Spec
+    vocab_size: int
+
+
+class Booking:
+    """The one thread that touches the table of sessions. What runs on it runs in order.
+
+    `count`: sessions in the table, as far as this process knows.
+    """
+
+    def __init__(self, sessions: Sessions, model: Served, store: Store | None):
+        self.count = 0
+        self._sessions = sessions
+        self._model = model
+        self._store = store
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-sessions")
+        self._timer: threading.Timer | None = None
+        self._closed = False
+        self._failing = False
+        self._submit(self._pin_all)
+
+    def turn(self, job: Job, ids: Tokens, at: float) -> None:
+        """Book a finished request, from any thread and at once. `ids`: its prompt and reply.
+
+        The last token of a reply is drawn and never fed, so nothing is cached for it.
+        """
+        marks, prompt = job.prompt.marks, len(job.prompt.ids)
+        turn = Turn(
+            namespace=self._model.namespace,
+            model=self._model.name,
+            ids=ids[: max(prompt, len(ids) - 1)],
+            prompt_tokens=prompt,
+            anchor=anchor_of(marks, prompt),
+            head=marks[0] if len(marks) > 1 else 0,
+            at=at,
+            label=job.session,
+            client=job.client,
+            title=job.title,
+        )
+        self._submit(lambda: self._book(turn))
+
+    def _submit(self, action: Callable[[], None]) -> None:
+        if not self._closed:
+            self._pool.submit(self._guarded, action)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._failing = False
+        except StoreError as error:
+            if not self._failing:
+                log.warning("sessions are not kept: %s", error)
+            self._failing = True
+        except Exception:
+            log.exception("a session could not be kept")
+
+    def _book(self, turn: Turn) -> None:
+        id = self._sessions.turn(turn)
+        self.count = self._sessions.count()
+        if self._store is not None and self._sessions.get(id).pinned and self._timer is None:
+            self._timer = threading.Timer(PIN_S, lambda: self._submit(self._pin_all))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _pin_all(self) -> None:
+        self._timer = None
+        self.count = self._sessions.count()
+        for id in self._sessions.pinned():
+            self.pin(id, pinned=True)
+
+    def pin(self, id: str, *, pinned: bool) -> None:
+        """Evict what is on disk of a session last, or not any more. On the thread."""
+        if self._store is not None:
+            pin(self._store, self._sessions, id, pinned=pinned)
+
+    async def run(self, action: Callable[[], T]) -> T:
+        """The result of `action` on the thread. Raises what it raises, and NotReady at the end."""
+        if self._closed:
+            raise NotReady("The server is stopping.", retry_after=5.0)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, action)
+
+    def close(self) -> None:
+        """Book what was handed over, and end. Blocks."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._pool.shutdown()
