@@ -178,6 +178,8 @@ def translated(path: Path) -> Iterator[None]:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             raise DiskFull(f"The disk is full: {path} cannot grow.") from error
         raise StoreError(f"{path}: {error}.") from error
+    except UnicodeDecodeError as error:  # how a damaged schema, or text in a row, shows
+        raise StoreError(f"{path}: {error}.") from sqlite3.DatabaseError(str(error))
     except OSError as error:
         where = error.filename or path
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -45,6 +45,8 @@ CREATE TABLE IF NOT EXISTS pin (
 CREATE INDEX IF NOT EXISTS pin_file ON pin (file);
 """
 
+SHAPES = "SELECT name, tbl_name, sql FROM sqlite_master"
+
 COLUMNS = "id, kind, digest, base, key, start, stop, nbytes, disk, used, parent, previous, owner"
 _QUALIFIED = ", ".join(f"file.{name}" for name in COLUMNS.split(", "))
 NO_TOKENS: Tokens = np.empty(0, np.int32)
@@ -92,6 +94,15 @@ class Match:
             if start < position <= end:
                 return row
         return None
+
+
+def shapes() -> set[tuple[str, str, str | None]]:
+    """What `SHAPES` gives in an index that is as it should be."""
+    connection = sqlite3.connect(":memory:")
+    connection.executescript(SCHEMA)
+    found = set(connection.execute(SHAPES))
+    connection.close()
+    return found
 
 
 def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:

@@ -97,8 +97,8 @@ def _open(folder: Folder) -> Database:
                 raise sqlite3.DatabaseError(verdict)
         database.create(index.SCHEMA)
         with database.read() as connection:
-            index.rows(connection, "id = 0")  # raises if the tables are not what they should be
-            index.get_tokens(connection, 0)
+            if not index.shapes() <= set(connection.execute(index.SHAPES)):
+                raise sqlite3.DatabaseError("its tables are not what they should be")
     except BaseException:
         database.close()
         raise

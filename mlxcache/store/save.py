@@ -47,6 +47,7 @@ class _Draft:
 
 def run(core: Core, ids: Tokens, start: int, tensors: Sequence[Tensor]) -> None:
     """See `Store.write_run`."""
+    start = int(start)  # NumPy's integers are not JSON's
     count = len(ids) - start
     if start % BLOCK or start < 0 or count <= 0 or not tensors:
         raise ValueError(f"no run of {len(ids)} tokens can begin at {start}")
@@ -180,13 +181,17 @@ def _reserve(core: Core, chain: Chain, match: Match, made: _Draft) -> int:
             raise _Taken
         if _essence(index.lookup(connection, chain)) != _essence(match):
             raise _Changed
-        if same is not None:  # of a dead process, or nothing leads to it any more
+        if same is not None and same.owner is not None:
             core.space.remove(connection, [same])
+            same = None
         nbytes = sum(len(buffer) for buffer in made.buffers)
         size = core.space.estimate(nbytes, row.stop - row.start)
-        id = index.insert(connection, replace(row, nbytes=nbytes, disk=size))
-        core.make_room(connection, size, has_row=True)
-        return id
+        if same is None:
+            id = index.insert(connection, replace(row, nbytes=nbytes, disk=size))
+            core.make_room(connection, size, has_row=True)
+            return id
+    core.drop(same.id, corrupt=False)  # it should have been found: the index is wrong about it
+    raise _Changed
 
 
 def _put(core: Core, chain: Chain, id: int, made: _Draft) -> None:

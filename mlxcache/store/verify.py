@@ -26,39 +26,50 @@ _BAD_DISK = (errno.EIO, errno.ENXIO, errno.EISDIR, errno.ELOOP)
 
 def run(core: Core, piece: Piece, ids: Tokens) -> None:
     """Check `piece`, which `find` gave for ids that begin like `ids`. Raises Corrupt and Gone."""
-
-    def check(fd: int) -> None:
-        content = read_run(fd)
-        base = core.chains.of(ids[: piece.first]).whole[-1]
-        if content.namespace != core.namespace or content.base != base:
-            raise Malformed("it belongs to another prefix")
-        if (content.start, content.start + len(content.tokens)) != (piece.first, piece.last):
-            raise Malformed("it holds other positions")
-        wanted = slice(piece.start - piece.first, piece.end - piece.first)
-        if not np.array_equal(content.tokens[wanted], ids[piece.start : piece.end]):
-            raise Malformed("it holds other tokens")
-        blocks = range(wanted.start // BLOCK, (wanted.stop + BLOCK - 1) // BLOCK)
-        found = checksums.of_file_blocks(fd, content.header, len(content.tokens), blocks)
-        if tuple(found) != content.checksums[blocks.start : blocks.stop]:
-            raise Malformed("a block's checksum is wrong")
-
-    _checked(core, piece.id, piece.path, check)
+    base = core.chains.of(ids[: piece.first]).whole[-1]
+    _checked(core, piece.id, piece.path, lambda fd: run_is(fd, core.namespace, base, piece, ids))
 
 
 def checkpoint(core: Core, saved: Saved, ids: Tokens) -> None:
     """As `run`, of a checkpoint."""
+    digest = core.chains.of(ids[: saved.position]).at(saved.position)
+    position = saved.position
+    _checked(
+        core, saved.id, saved.path, lambda fd: checkpoint_is(fd, core.namespace, digest, position)
+    )
 
-    def check(fd: int) -> None:
-        content = read_checkpoint(fd)
-        digest = core.chains.of(ids[: saved.position]).at(saved.position)
-        if content.namespace != core.namespace or content.digest != digest:
-            raise Malformed("it belongs to another prefix")
-        if content.position != saved.position:
-            raise Malformed("it holds another position")
-        if checksums.of_file(fd, content.header) != content.checksum:
-            raise Malformed("its checksum is wrong")
 
-    _checked(core, saved.id, saved.path, check)
+def run_is(fd: int, namespace: str, base: bytes, piece: Piece, ids: Tokens) -> None:
+    """Check that the open file has what is wanted of `piece`, the KV of `ids` after `base`.
+
+    Raises Malformed and OSError.
+    """
+    content = read_run(fd)
+    if content.namespace != namespace or content.base != base:
+        raise Malformed("it belongs to another prefix")
+    if (content.start, content.start + len(content.tokens)) != (piece.first, piece.last):
+        raise Malformed("it holds other positions")
+    wanted = slice(piece.start - piece.first, piece.end - piece.first)
+    if not np.array_equal(content.tokens[wanted], ids[piece.start : piece.end]):
+        raise Malformed("it holds other tokens")
+    blocks = range(wanted.start // BLOCK, (wanted.stop + BLOCK - 1) // BLOCK)
+    found = checksums.of_file_blocks(fd, content.header, len(content.tokens), blocks)
+    if tuple(found) != content.checksums[blocks.start : blocks.stop]:
+        raise Malformed("a block's checksum is wrong")
+
+
+def checkpoint_is(fd: int, namespace: str, digest: bytes, position: int) -> None:
+    """Check that the open file is the state after the `position` tokens of `digest`.
+
+    Raises Malformed and OSError.
+    """
+    content = read_checkpoint(fd)
+    if content.namespace != namespace or content.digest != digest:
+        raise Malformed("it belongs to another prefix")
+    if content.position != position:
+        raise Malformed("it holds another position")
+    if checksums.of_file(fd, content.header) != content.checksum:
+        raise Malformed("its checksum is wrong")
 
 
 def whole(path: Path, row: Row) -> None:

@@ -1,0 +1,157 @@
+"""Made-up KV that depends on every token before it, so that wrong content shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from mlxcache.errors import Corrupt, Gone
+from mlxcache.store import Found, Store, Tensor
+from mlxcache.types import Tokens
+
+NAMESPACE = "model-a"
+ROW = 3
+"""Numbers per token of the first tensor; the second is of twice as many bytes' halves."""
+
+
+def tokens(count: int, seed: int = 0) -> Tokens:
+    """Random ids."""
+    return np.random.default_rng(seed).integers(0, 50_000, count, dtype=np.int32)
+
+
+def branch(ids: Tokens, at: int, count: int, seed: int = 1) -> Tokens:
+    """`count` tokens of which the first `at` are those of `ids`, and the next is another."""
+    tail = tokens(count - at, seed)
+    if at < len(ids) and len(tail) and tail[0] == ids[at]:
+        tail[0] += 1
+    return np.concatenate((ids[:at], tail)).astype(np.int32)
+
+
+def state(ids: Tokens) -> np.ndarray:
+    """One number per token that depends on all up to it."""
+    mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return np.cumsum(mixed * (np.arange(len(ids), dtype=np.uint64) + np.uint64(7)))
+
+
+def kv(ids: Tokens, start: int = 0, row: int = ROW) -> list[Tensor]:
+    """Tensors of tokens [start, len(ids)): F32 of shape (n, row) and BF16 of (n, 2, row)."""
+    seen = state(ids)[start:]
+    wide = (seen[:, None] >> np.arange(row, dtype=np.uint64)) % np.uint64(1 << 20)
+    first = wide.astype(np.float32)
+    second = np.stack((wide, wide + np.uint64(1)), axis=1).astype(np.uint16)
+    return [
+        Tensor("layers.0.keys", "F32", first.shape, first.data),
+        Tensor("layers.0.values", "BF16", second.shape, second.data),
+    ]
+
+
+def snapshot(ids: Tokens) -> list[Tensor]:
+    """Opaque state after `ids`."""
+    last = state(ids)[-1:]
+    return [
+        Tensor("state", "U64", (1,), last.data),
+        Tensor("none", "F16", (0, 4), b""),
+        Tensor("conv", "U8", (11,), last.tobytes() + b"abc"),
+    ]
+
+
+def run_bytes(count: int, row: int = ROW) -> int:
+    """Bytes of KV of so many tokens."""
+    return count * row * 8
+
+
+def put(store: Store, ids: Tokens, start: int = 0, row: int = ROW) -> None:
+    """Save tokens [start, len(ids))."""
+    store.write_run(ids, start, kv(ids, start, row))
+
+
+def turns(store: Store, ids: Tokens, *ends: int, row: int = ROW) -> None:
+    """Save a conversation turn by turn, each from the block in which the one before ended."""
+    start = 0
+    for end in ends:
+        put(store, ids[:end], start, row)
+        start = end // 64 * 64
+
+
+def assert_right(store: Store, ids: Tokens, row: int = ROW) -> Found:
+    """Whatever is found of `ids` passes its checks and is what would be computed."""
+    found = store.find(ids)
+    at = 0
+    right = kv(ids, 0, row)
+    for piece in found.pieces:
+        assert piece.start == at < piece.end
+        assert piece.first <= piece.start
+        assert piece.end <= piece.last
+        at = piece.end
+        store.verify(piece, ids)
+        assert _rows(piece.path, piece.start - piece.first, piece.end - piece.first) == [
+            _slice(tensor, piece.start, piece.end) for tensor in right
+        ]
+    assert at == found.length
+    for saved in found.checkpoints:
+        store.verify_checkpoint(saved, ids)
+        wanted = state(ids[: saved.position])[-1]
+        assert load_file(saved.path)["state"][0] == wanted
+    return found
+
+
+def length_right(store: Store, ids: Tokens) -> int:
+    """Tokens restored of `ids`, after as many misses as it takes; never wrong ones."""
+    while True:
+        try:
+            return assert_right(store, ids).length
+        except (Corrupt, Gone):
+            continue
+
+
+def on_disk(folder: Path) -> int:
+    """What the file system counts for a folder and all in it; each inode once."""
+    seen: dict[int, int] = {}
+    for path, folders, names in os.walk(folder):
+        for entry in [path, *(os.path.join(path, name) for name in (*names, *folders))]:
+            try:
+                stat = os.lstat(entry)
+            except FileNotFoundError:
+                continue
+            seen[stat.st_ino] = stat.st_blocks * 512
+    return sum(seen.values())
+
+
+def files(folder: Path) -> list[Path]:
+    """The runs and checkpoints."""
+    return sorted([*folder.glob("runs/*/*"), *folder.glob("checkpoints/*/*")])
+
+
+@contextmanager
+def opened(
+    folder: Path, limit: int | None = 10**9, namespace: str = NAMESPACE, free_floor: int = 0
+) -> Iterator[Store]:
+    """A store, closed at the end."""
+    store = Store.open(folder, namespace, limit, free_floor=free_floor)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _rows(path: Path, start: int, end: int) -> list[bytes]:
+    raw = path.read_bytes()
+    from mlxcache.store.safetensors import parse
+
+    size = int.from_bytes(raw[:8], "little")
+    header = parse(raw[8 : 8 + size], len(raw))
+    found = []
+    for place in header.places:
+        row = place.nbytes // place.shape[0]
+        found.append(raw[place.offset + start * row : place.offset + end * row])
+    return found
+
+
+def _slice(tensor: Tensor, start: int, end: int) -> bytes:
+    row = tensor.nbytes // tensor.shape[0]
+    return bytes(tensor.bytes[start * row : end * row])

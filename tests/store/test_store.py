@@ -1,0 +1,326 @@
+"""What is saved is found again, to the token, and stored once."""
+
+from __future__ import annotations
+
+import stat
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from mlxcache.errors import Gone, NotAnchored, StoreError
+from mlxcache.store import Store, Tensor
+from tests.store.content import (
+    NAMESPACE,
+    assert_right,
+    branch,
+    files,
+    kv,
+    on_disk,
+    opened,
+    put,
+    run_bytes,
+    snapshot,
+    state,
+    tokens,
+    turns,
+)
+
+
+def test_a_conversation_is_found_after_a_restart(folder):
+    """Turn by turn written, read as one, also a part of it."""
+    ids = tokens(700)
+    with opened(folder) as store:
+        turns(store, ids, 100, 350, 700)
+    with opened(folder) as store:
+        assert assert_right(store, ids).length == 700
+        for count in (1, 63, 64, 65, 100, 101, 349, 350, 699):
+            assert assert_right(store, ids[:count]).length == count
+        assert assert_right(store, np.concatenate((ids, tokens(50, 9)))).length == 700
+
+
+def test_a_match_goes_to_the_token(store):
+    """Inside a block, inside a partial tail, at the first token."""
+    ids = tokens(300)
+    put(store, ids)
+    for at in (0, 1, 40, 63, 64, 65, 127, 128, 290, 299):
+        assert assert_right(store, branch(ids, at, 400)).length == at
+
+
+def test_the_branch_that_shares_most_is_taken(store):
+    """Three runs begin in the same block, the fullest of which was written in between."""
+    ids = tokens(200)
+    for at, seed in ((130, 1), (170, 2), (140, 3)):
+        turns(store, branch(ids, at, 200, seed), 200)
+    assert assert_right(store, ids).length == 170
+
+
+def test_another_namespace_finds_nothing(store, folder):
+    """The same tokens through another model are other KV."""
+    ids = tokens(200)
+    put(store, ids)
+    with opened(folder, namespace="model-b") as other:
+        assert other.find(ids).length == 0
+        other.write_run(ids, 0, kv(ids + 1))
+        assert other.find(ids).length == 200
+    assert assert_right(store, ids).length == 200
+
+
+def test_what_is_there_is_not_written_again(store, folder):
+    """All of it, a part of it, and what diverges inside a block."""
+    ids = tokens(640)
+    put(store, ids)
+    before = store.stats().written_bytes
+    put(store, ids)
+    put(store, ids[:333])
+    assert store.stats().written_bytes == before
+    put(store, branch(ids, 500, 700))
+    assert store.stats().written_tokens == 640 + 700 - 448
+    assert len(files(folder)) == 2
+    assert assert_right(store, branch(ids, 500, 700)).length == 700
+
+
+def test_a_run_without_its_prefix_is_refused(store):
+    """Else it could never be reached."""
+    ids = tokens(300)
+    with pytest.raises(NotAnchored):
+        put(store, ids, 128)
+    put(store, ids[:100])
+    with pytest.raises(NotAnchored):
+        put(store, ids, 128)
+    put(store, ids, 64)
+    assert assert_right(store, ids).length == 300
+
+
+@pytest.mark.parametrize("start", [1, -64, 320, 63])
+def test_a_run_that_cannot_be_is_refused(store, start):
+    """Runs begin at blocks and hold something."""
+    ids = tokens(300)
+    with pytest.raises(ValueError, match="no run"):
+        store.write_run(ids, start, kv(ids))
+
+
+def test_tensors_that_do_not_fit_are_refused(store):
+    """Each must have a row per token, and the bytes of its shape."""
+    ids = tokens(100)
+    with pytest.raises(ValueError, match="100 tokens"):
+        store.write_run(ids, 0, kv(ids[:99]))
+    with pytest.raises(ValueError, match="bytes"):
+        Tensor("x", "F32", (2, 2), b"123")
+    with pytest.raises(ValueError, match="contiguous"):
+        Tensor("x", "U8", (2,), memoryview(b"1234")[::2])
+    with pytest.raises(ValueError, match="no dtype"):
+        Tensor("x", "F31", (1,), b"1234")
+
+
+def test_fifty_turns_write_little_more_than_their_tokens(store):
+    """Each turn writes what is new, and the partial block before it again."""
+    ids = tokens(50 * 400 + 7)
+    turns(store, ids, *(np.arange(1, 51) * 400 + 7), row=64)
+    assert assert_right(store, ids, row=64).length == len(ids)
+    assert store.stats().written_bytes <= 1.2 * run_bytes(len(ids), 64)
+
+
+def test_a_prefix_that_many_share_is_stored_once(store, folder):
+    """A hundred conversations over one system prompt."""
+    head = tokens(2000)
+    put(store, head)
+    for seed in range(100):
+        put(store, branch(head, 2000, 2100, seed + 1))
+    assert store.stats().written_tokens <= 2000 + 100 * (100 + 64)
+    for seed in (0, 57, 99):
+        assert assert_right(store, branch(head, 2000, 2100, seed + 1)).length == 2100
+
+
+def test_checkpoints_along_the_path_are_found(store):
+    """With runs and without, at any position, and no other path's."""
+    ids = tokens(500)
+    for position in (30, 64, 128, 200, 500):
+        store.write_checkpoint(ids[:position], snapshot(ids[:position]))
+    other = branch(ids, 150, 500)
+    store.write_checkpoint(other, snapshot(other))
+    found = assert_right(store, ids)
+    assert found.length == 0
+    assert [saved.position for saved in found.checkpoints] == [30, 64, 128, 200, 500]
+    found = assert_right(store, other)
+    assert [saved.position for saved in found.checkpoints] == [30, 64, 128, 500]
+    assert not store.find(ids[:29]).checkpoints
+    put(store, ids)
+    assert assert_right(store, ids).length == 500
+
+
+def test_a_checkpoint_is_written_once(store):
+    """The second time nothing happens."""
+    ids = tokens(100)
+    store.write_checkpoint(ids, snapshot(ids))
+    before = store.stats().written_bytes
+    store.write_checkpoint(ids, snapshot(ids))
+    assert store.stats().written_bytes == before
+    assert store.stats().checkpoints == 1
+
+
+def test_checkpoints_of_a_long_path_are_thinned(store):
+    """The first, the newest four of each path through, one per 4096 tokens."""
+    ids = tokens(20_000)
+    for position in range(500, 20_001, 500):
+        store.write_checkpoint(ids[:position], snapshot(ids[:position]))
+        if position == 6500:
+            fork = branch(ids, 6500, 7000)
+            store.write_checkpoint(fork, snapshot(fork))
+    kept = [saved.position for saved in assert_right(store, ids).checkpoints]
+    assert kept == [500, 4500, 5500, 6000, 6500, 8500, 12500, 16500, 18500, 19000, 19500, 20000]
+    assert [saved.position for saved in assert_right(store, fork).checkpoints][-2:] == [6500, 7000]
+
+
+def test_a_path_keeps_its_newest_when_another_goes_on(store):
+    """The four before a fork's end are of two paths."""
+    ids = tokens(4000)
+    for position in range(100, 1001, 100):
+        store.write_checkpoint(ids[:position], snapshot(ids[:position]))
+    fork = branch(ids, 950, 1100)
+    store.write_checkpoint(fork, snapshot(fork))
+    for position in range(1100, 3001, 100):
+        store.write_checkpoint(ids[:position], snapshot(ids[:position]))
+    positions = [saved.position for saved in store.find(fork).checkpoints]
+    assert positions[-4:] == [700, 800, 900, 1100]
+
+
+def test_files_are_private_and_other_tools_read_them(store, folder):
+    """Owner only; the safetensors library agrees on names, shapes and bytes."""
+    ids = tokens(100)
+    put(store, ids)
+    store.write_checkpoint(ids, snapshot(ids))
+    for path in [folder, *folder.rglob("*")]:
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.lstat().st_mode) == wanted, path
+    (checkpoint,) = folder.glob("checkpoints/*/*")
+    loaded = load_file(checkpoint)
+    assert loaded["state"][0] == state(ids)[-1]
+    assert loaded["none"].shape == (0, 4)
+
+
+def test_mlx_reads_a_run(store):
+    """Also the dtypes that numpy does not know."""
+    import mlx.core as mx
+
+    ids = tokens(100)
+    put(store, ids)
+    (piece,) = store.find(ids).pieces
+    loaded, metadata = mx.load(str(piece.path), return_metadata=True)
+    assert loaded["layers.0.values"].dtype == mx.bfloat16
+    assert np.array(loaded["layers.0.values"].view(mx.uint16)).tobytes() == bytes(kv(ids)[1].bytes)
+    assert metadata["namespace"] == NAMESPACE
+
+
+def test_finding_is_quick(store):
+    """20,000 tokens of fifty turns in a few ms, 200,000 in less than 50."""
+    ids = tokens(200_000)
+    turns(store, ids[:20_000], *range(400, 20_001, 400))
+    turns_of_long = tokens(200_000, 5)
+    turns(store, turns_of_long, *range(4000, 200_001, 4000), row=1)
+
+    def best(wanted: np.ndarray) -> float:
+        times = []
+        for _ in range(5):
+            store.find(wanted[:64])
+            began = time.perf_counter()
+            store.find(wanted)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    assert best(ids[:20_000]) < 0.010
+    assert store.find(turns_of_long).length == 200_000
+    assert best(turns_of_long) < 0.050
+
+
+def test_the_figures_are_the_file_systems(store, folder):
+    """All of the folder, by its count."""
+    ids = tokens(3000)
+    turns(store, ids, 1000, 2000, 3000)
+    store.write_checkpoint(ids, snapshot(ids))
+    assert store.stats().used_bytes == on_disk(folder)
+    assert (store.stats().runs, store.stats().checkpoints) == (3, 1)
+    assert store.stats().limit_bytes == 10**9
+
+
+def test_clear_and_prune(store, folder):
+    """Pinned files stay unless asked for; what is freed is counted."""
+    ids, other = tokens(2000), tokens(2000, 2)
+    put(store, ids)
+    put(store, other)
+    store.pin("kept", [ids])
+    assert store.clear() > 0
+    assert store.find(other).length == 0
+    assert assert_right(store, ids).length == 2000
+    store.prune()
+    assert store.find(ids).length == 2000
+    store.prune(limit=0)
+    assert store.find(ids).length == 0
+    put(store, ids)
+    store.clear(pinned=True)
+    assert not files(folder)
+    assert store.check() == []
+
+
+def test_a_closed_store_says_so(folder):
+    """Whatever is asked."""
+    with opened(folder) as store:
+        pass
+    with pytest.raises(StoreError, match="closed"):
+        store.find(tokens(10))
+    with pytest.raises(StoreError):
+        put(store, tokens(10))
+
+
+def test_a_place_that_cannot_be_a_folder(tmp_path):
+    """A sentence and not a traceback."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError):
+        Store.open(tmp_path / "file", NAMESPACE, 10**9)
+
+
+def test_a_folder_that_vanishes(store, folder: Path):
+    """Reading misses, writing says so; nothing is written beside it."""
+    import shutil
+
+    ids = tokens(200)
+    put(store, ids)
+    (piece,) = store.find(ids).pieces
+    shutil.rmtree(folder)
+    with pytest.raises((Gone, StoreError)):
+        store.verify(piece, ids)
+    with pytest.raises(StoreError, match="vanished"):
+        put(store, tokens(100, 3))
+    assert not folder.exists()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_history_is_found_to_the_longest_shared_token(tmp_path_factory, data):
+    """Branching conversations over few tokens, against a list of what was written."""
+    written: list[np.ndarray] = []
+    with opened(tmp_path_factory.mktemp("h") / "s") as store:
+        for step in range(data.draw(st.integers(1, 8))):
+            ids = tokens(data.draw(st.integers(1, 300)), step)
+            if written:
+                parent = data.draw(st.sampled_from(written))
+                at = data.draw(st.integers(0, len(parent)))
+                ids = branch(parent, at, at + data.draw(st.integers(1, 200)), step)
+            put(store, ids)
+            written.append(ids)
+        for ids in written:
+            at = data.draw(st.integers(0, len(ids)))
+            probe = branch(ids, at, len(ids) + 5, 77)
+            shared = max(_shared(probe, other) for other in written)
+            assert assert_right(store, probe).length == shared
+        assert store.check() == []
+
+
+def _shared(a: np.ndarray, b: np.ndarray) -> int:
+    count = min(len(a), len(b))
+    differ = np.flatnonzero(a[:count] != b[:count])
+    return int(differ[0]) if len(differ) else count
