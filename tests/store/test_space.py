@@ -1,0 +1,308 @@
+"""The cap holds at every moment, by the file system's count; what goes first, and what last."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxcache.errors import DiskFull, StoreError
+from mlxcache.store import Store
+from mlxcache.store import folder as store_folder
+from mlxcache.store.evict import victims
+from mlxcache.store.folder import Folder
+from mlxcache.store.index import Row
+from tests.store.content import (
+    assert_right,
+    branch,
+    files,
+    on_disk,
+    opened,
+    put,
+    run_bytes,
+    snapshot,
+    tokens,
+    turns,
+)
+
+MB = 10**6
+
+
+class Sampler:
+    """Sums what the folder takes, again and again, on a thread of its own."""
+
+    def __init__(self, folder: Path):
+        self.most = 0
+        self.samples = 0
+        self._folder = folder
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.most = max(self.most, on_disk(self._folder))
+            self.samples += 1
+
+
+def fill(store: Store, seeds: range, count: int = 3000, row: int = 20) -> None:
+    """Conversations with a checkpoint each; one that is refused is no error."""
+    for seed in seeds:
+        ids = tokens(count, seed)
+        turns(store, ids, count // 2, count, row=row)
+        store.write_checkpoint(ids, snapshot(ids))
+
+
+def test_the_cap_holds_while_writing(folder):
+    """Ten times as much is written as fits, in files of many sizes."""
+    limit = 8 * MB
+    with opened(folder, limit) as store, Sampler(folder) as sampler:
+        for seed in range(40):
+            count = (1 + seed % 7) * 700
+            fill(store, range(seed, seed + 1), count)
+            assert store.stats().used_bytes <= limit
+            assert assert_right(store, tokens(count, seed), 20).length == count
+        assert store.stats().evicted > 20
+    assert sampler.samples > 20
+    assert limit / 2 < sampler.most <= limit
+
+
+def test_the_cap_holds_with_two_processes(folder):
+    """Both write all the time, and evict what the other wrote."""
+    limit = 10 * MB
+    with opened(folder, limit) as store, Sampler(folder) as sampler:
+        code = (
+            "from tests.store.test_space import *\n"
+            f"with opened(Path({str(folder)!r}), {limit}) as store:\n"
+            "    fill(store, range(1000, 1025))\n"
+            "    print(store.stats().evicted)\n"
+        )
+        other = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        seed = 0
+        while other.poll() is None and seed < 5000:
+            fill(store, range(seed, seed + 1))
+            seed += 1
+        out, _ = other.communicate()
+        assert other.returncode == 0
+        assert int(out) > 0
+        assert store.stats().evicted > 0
+        assert store.check() == []
+    assert limit / 2 < sampler.most <= limit
+
+
+def test_a_lower_cap_holds_from_the_start(folder):
+    """What is too much goes as the folder opens."""
+    with opened(folder, 20 * MB) as store:
+        fill(store, range(20))
+        assert store.stats().used_bytes > 8 * MB
+    with opened(folder, 4 * MB) as store:
+        assert on_disk(folder) <= 4 * MB
+        assert store.find(tokens(3000, 19)).length == 3000
+    with opened(folder, None) as store:
+        assert store.find(tokens(3000, 19)).length == 3000
+
+
+def test_what_cannot_fit_is_refused_and_costs_nothing(folder):
+    """Nothing is evicted for it, and nothing is left of it."""
+    with opened(folder, 4 * MB) as store:
+        ids = tokens(3000)
+        put(store, ids)
+        large = tokens(40_000, 1)
+        with pytest.raises(DiskFull, match="do not fit into the 4 MB"):
+            put(store, large, row=20)
+        assert assert_right(store, ids).length == 3000
+        assert len(files(folder)) == 1
+        assert store.stats().evicted == 0
+
+
+def test_least_recently_used_goes_first(folder):
+    """What was found lately stays, whole."""
+    with opened(folder, 6 * MB) as store:
+        fill(store, range(6))
+        assert store.stats().evicted == 0
+        store.find(tokens(3000, 0))
+        store.find(tokens(3000, 3))
+        store.find(tokens(3000, 1), touch=False)
+        fill(store, range(100, 103))
+        lengths = [store.find(tokens(3000, seed), touch=False).length for seed in range(6)]
+        assert (lengths[0], lengths[3]) == (3000, 3000)
+        assert min(lengths[1], lengths[2]) < 3000
+        assert lengths[5] == 3000
+
+
+def test_a_conversation_shrinks_from_its_end(folder):
+    """What a branch builds on stays as long as the branch."""
+    with opened(folder, 6 * MB) as store:
+        ids = tokens(4800)
+        turns(store, ids, *range(600, 4801, 600), row=20)
+        fork = branch(ids, 1500, 1800)
+        put(store, fork, 1472, row=20)
+        seed = 100
+        while store.find(ids, touch=False).length == 4800:
+            store.find(fork)
+            fill(store, range(seed, seed + 1), 1000)
+            seed += 1
+        left = store.find(ids, touch=False).length
+        assert 1500 <= left < 4800
+        assert assert_right(store, fork, 20).length == 1800
+        assert store.check() == []
+
+
+def test_pinned_sessions_go_last(folder):
+    """After everything else, and then they do go."""
+    ids = tokens(3000)
+    with opened(folder, 6 * MB) as store:
+        turns(store, ids, 1500, 3000, row=20)
+        store.write_checkpoint(ids, snapshot(ids))
+        store.pin("a", [ids])
+        store.pin("b", [ids[:1000]])
+        assert store.stats().pinned_bytes > run_bytes(3000, 20)
+        fill(store, range(1, 30))
+        assert assert_right(store, ids, 20).length == 3000
+        assert store.find(ids).checkpoints
+        large = tokens(60_000, 99)
+        end = 0
+        while store.find(ids, touch=False).length == 3000:
+            others = [store.find(tokens(3000, seed), touch=False) for seed in range(1, 30)]
+            put(store, large[: end + 1024], end, row=20)
+            end += 1024
+        assert not any(found.length for found in others)
+        assert store.find(large).length == end
+        store.pin("a", [])
+        assert store.stats().pinned_bytes <= store.stats().used_bytes
+
+
+def test_a_pin_of_one_name_outlives_anothers(folder):
+    """Two sessions over one prefix."""
+    ids = tokens(3000)
+    with opened(folder, 6 * MB) as store:
+        put(store, ids, row=20)
+        store.pin("a", [ids])
+        store.pin("b", [ids])
+        store.pin("a", [])
+        fill(store, range(1, 30))
+        assert store.find(ids).length == 3000
+        store.pin("b", [])
+        fill(store, range(40, 70))
+        assert store.find(ids, touch=False).length == 0
+
+
+def test_the_quarantine_makes_room_first(folder):
+    """Damaged bytes go before whole ones."""
+    with opened(folder, 6 * MB) as store:
+        (folder / "quarantine" / "1-x").write_bytes(bytes(2 * MB))
+        seed = 0
+        while store.stats().quarantined:
+            fill(store, range(seed, seed + 1))
+            seed += 1
+        assert seed > 2
+        assert store.stats().evicted == 0
+
+
+def test_the_floor_of_free_space_is_kept(folder, monkeypatch):
+    """The cache gives way to whatever else fills the disk."""
+    disk = 100 * MB
+    monkeypatch.setattr(Folder, "free", lambda self: disk - taken - on_disk(folder))
+    taken = 80 * MB
+    with opened(folder, 50 * MB, free_floor=10 * MB) as store:
+        fill(store, range(30))
+        assert 7 * MB < on_disk(folder) <= 10 * MB
+        taken = 85 * MB
+        fill(store, range(30, 31))
+        assert on_disk(folder) <= 5 * MB
+        assert store.find(tokens(3000, 30)).length == 3000
+        taken = 95 * MB
+        with pytest.raises(DiskFull, match="kept free"):
+            fill(store, range(31, 32))
+
+
+@pytest.mark.parametrize(
+    ("number", "wanted"),
+    [(errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EROFS, StoreError)],
+)
+@pytest.mark.parametrize("call", ["write", "fsync", "rename", "ftruncate"])
+def test_a_disk_that_refuses_leaves_nothing_behind(folder, monkeypatch, number, wanted, call):
+    """Full or read-only at any step: an error of ours, no file, no row, and the next works."""
+    ids = tokens(500)
+    with opened(folder) as store:
+
+        def refuse(*_: object) -> None:
+            raise OSError(number, "refused")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store_folder.os, call, refuse)
+            with pytest.raises(wanted):
+                put(store, ids)
+        assert not files(folder)
+        assert store.stats().runs == 0
+        put(store, ids)
+        assert assert_right(store, ids).length == 500
+        assert store.check() == []
+
+
+def test_room_can_be_made_for_rows_of_others(folder):
+    """Sessions' titles and histories count too."""
+    with opened(folder, 6 * MB) as store:
+        fill(store, range(12))
+        evicted = store.stats().evicted
+        store.make_room(2 * MB)
+        assert store.stats().evicted > evicted
+        assert on_disk(folder) <= 4 * MB
+        with pytest.raises(DiskFull):
+            store.make_room(7 * MB)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_victims_are_leaves_in_order_of_use(data):
+    """Against the definition, step by step, on random trees."""
+    rows: list[Row] = []
+    for id in range(1, data.draw(st.integers(1, 12)) + 1):
+        parent = data.draw(st.one_of(st.none(), st.integers(1, id - 1))) if id > 1 else None
+        owner = data.draw(st.sampled_from([None, None, None, "x"]))
+        used = float(data.draw(st.integers(0, 3)))
+        rows.append(Row(id, "run", b"", b"", b"", 0, id, 1, 10, used, parent, None, owner))
+    pinned = set(data.draw(st.lists(st.integers(1, 12), max_size=4)))
+    need = data.draw(st.integers(-5, 130))
+    left = {row.id: row for row in rows}
+    wanted = []
+    while need > 10 * len(wanted):
+        leaves = [
+            row
+            for row in left.values()
+            if row.owner is None and not any(other.parent == row.id for other in left.values())
+        ]
+        if not leaves:
+            wanted = None
+            break
+        first = min(leaves, key=lambda row: (row.id in pinned, row.used, -row.stop))
+        wanted.append(left.pop(first.id))
+    assert victims(rows, need, pinned) == wanted
+
+
+def test_the_first_checkpoint_of_a_path_goes_last():
+    """Among those used at the same time; what ends further along goes first."""
+
+    def checkpoint(id: int, previous: int | None) -> Row:
+        return Row(id, "checkpoint", b"", b"", b"", id, id, 1, 10, 5.0, None, previous, None)
+
+    rows = [checkpoint(1, None), checkpoint(2, 1), checkpoint(3, 2)]
+    assert [row.id for row in victims(rows, 30, ()) or []] == [3, 2, 1]
+
+
+ROOT = Path(__file__).parents[2]
