@@ -56,9 +56,15 @@ class Header:
     nbytes: int
 
 
-def compose(metadata: Mapping[str, str], tensors: Sequence[Tensor] | Sequence[Place]) -> bytes:
-    """All bytes of a file that come before the payload, which is the tensors' bytes in order."""
-    table: dict[str, Any] = {"__metadata__": {"check": _NO_CHECK.decode(), **metadata}}
+def compose(
+    metadata: Mapping[str, str], tensors: Sequence[Tensor] | Sequence[Place], *, own: bool = True
+) -> bytes:
+    """All bytes of a file that come before the payload, which is the tensors' bytes in order.
+
+    `own`: with a checksum of the header in the metadata.
+    """
+    check = {"check": _NO_CHECK.decode()} if own else {}
+    table: dict[str, Any] = {"__metadata__": {**check, **metadata}}
     at = 0
     for tensor in tensors:
         if tensor.name in table:
@@ -74,6 +80,10 @@ def compose(metadata: Mapping[str, str], tensors: Sequence[Tensor] | Sequence[Pl
     if len(text) > MAX_HEADER:
         raise ValueError(f"a header of {len(text)} bytes is more than the format allows")
     raw = len(text).to_bytes(_LENGTH, "little") + text
+    return _with_check(raw) if own else raw
+
+
+def _with_check(raw: bytes) -> bytes:
     check = xxh3_64_hexdigest(raw).encode()
     at = _LENGTH + len(_OPENING)
     return raw[:at] + check + raw[at + len(check) :]

@@ -47,6 +47,13 @@ def run_name(slot: int, array: int) -> str:
     return f"kv.{slot}.{array}"
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """What safetensors calls a dtype. Raises ValueError for one that it does not know."""
+    if dtype not in _NAMES:
+        raise ValueError(f"safetensors has no name for {dtype}")
+    return _NAMES[dtype]
+
+
 def to_tensors(named: Iterable[tuple[str, mx.array]]) -> list[Tensor]:
     """Evaluated arrays as tensors, without a copy: nobody may write to them any more.
 
@@ -56,9 +63,7 @@ def to_tensors(named: Iterable[tuple[str, mx.array]]) -> list[Tensor]:
 
 
 def _tensor(name: str, array: mx.array) -> Tensor:
-    if array.dtype not in _NAMES:
-        raise ValueError(f"{name}: safetensors has no name for {array.dtype}")
-    return Tensor(name, _NAMES[array.dtype], tuple(array.shape), _bytes_of(array))
+    return Tensor(name, dtype_name(array.dtype), tuple(array.shape), _bytes_of(array))
 
 
 def _bytes_of(array: mx.array) -> memoryview:
