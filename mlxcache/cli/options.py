@@ -75,6 +75,14 @@ Queue = Annotated[
 PrefillChunk = Annotated[
     str | None, _value(MEMORY, "N", "Most prompt tokens computed in one step.", "2048")
 ]
+Warm = Annotated[
+    list[str] | None,
+    _value(
+        MEMORY,
+        "FILE",
+        "Compute a chat request or a system prompt at the start; may be given several times.",
+    ),
+]
 Host = Annotated[str | None, _value(SERVER, "HOST", "The address to listen on.", "127.0.0.1")]
 Port = Annotated[
     str | None, _value(SERVER, "PORT", "The port to listen on; 0 picks a free one.", "8081")

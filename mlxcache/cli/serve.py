@@ -26,6 +26,7 @@ def serve(
     concurrency: options.Concurrency = None,
     queue: options.Queue = None,
     prefill_chunk: options.PrefillChunk = None,
+    warm: options.Warm = None,
     host: options.Host = None,
     port: options.Port = None,
     api_key: options.ApiKey = None,
@@ -46,6 +47,7 @@ def serve(
     """
     with reporting():
         flags = {name: value for name, value in ctx.params.items() if name != "config"}
+        flags["warm"] = warm or None
         _run(load_settings(flags, os.environ, config))
 
 

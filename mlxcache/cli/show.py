@@ -24,11 +24,13 @@ def print_json(value: Any) -> None:
 
 
 def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows under `columns`: each a heading and how it is justified."""
+    """Print rows under `columns`: each a heading and how it is justified; no headings, no line."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=_PIPE_WIDTH)
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    made = Table(
+        box=None, pad_edge=False, header_style="bold", show_header=any(h for h, _ in columns)
+    )
     for heading, justify in columns:
         made.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
     for row in rows:

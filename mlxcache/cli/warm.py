@@ -9,7 +9,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.output import console, reporting
-from mlxcache.cli.target import ApiKey, Json, Url, server
+from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, server
 from mlxcache.errors import MlxcacheError
 
 
@@ -28,13 +28,14 @@ def warm(
     as_json: Json = False,
     url: Url = None,
     api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
 ) -> None:
     """Compute a prefix ahead of its first use, so that the first turn is warm too.
 
     Needs a running server.
     """
     with reporting():
-        found = server(url, api_key).warm(read_warm(file))
+        found = server(url, api_key, cache_dir).warm(read_warm(file))
         if as_json:
             show.print_json(found)
             return

@@ -31,6 +31,7 @@ class Settings:
     `concurrency`: requests that compute at once; `queue`: how many more may wait.
     `prefill_chunk`: the most prompt tokens computed in one step. `chat_template_args`: keyword
     arguments for the model's chat template, which a request's own override.
+    `warm`: files that `mlxcache warm` could take, computed at the start.
     `insecure` lets the server listen beyond this machine without a key.
     Raises ConfigError where values do not go together.
     """
@@ -53,6 +54,7 @@ class Settings:
     canonicalise: bool = True
     trust_remote_code: bool = False
     log_level: LogLevel = "info"
+    warm: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         read_size(self.ram)

@@ -6,6 +6,7 @@ Every flag `--some-flag` is `MLXCACHE_SOME_FLAG` in the environment and `some_fl
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -99,6 +100,18 @@ def _path(value: object) -> Path:
     return Path(value if isinstance(value, Path) else _text(value)).expanduser()
 
 
+def _files(value: object) -> tuple[Path, ...]:
+    """A list of paths; a variable has several with the separator of PATH between them."""
+    given = value.split(os.pathsep) if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"must be a file or a list of files, not {value!r}")
+    files = tuple(_path(one) for one in given)
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"there is no file {file}")
+    return files
+
+
 def _number(least: int, most: int, example: int) -> Callable[[object], int]:
     def read(value: object) -> int:
         try:
@@ -174,5 +187,6 @@ READERS: Mapping[str, Callable[[object], object]] = {
     "canonicalise": _switch,
     "trust_remote_code": _switch,
     "log_level": _level,
+    "warm": _files,
 }
 """How each setting is read from a flag, a variable or a TOML value; raises ValueError."""

@@ -16,6 +16,11 @@ from pathlib import Path
 
 from mlxcache.errors import StoreError
 
+
+class InUse(StoreError):
+    """Somebody else has the folder, in a way that leaves no room for this."""
+
+
 NAME = "serving.lock"
 NOTES = "serving"
 
@@ -31,28 +36,33 @@ class Serving:
 
 @contextmanager
 def serving(cache_dir: Path, url: str, model: str) -> Iterator[None]:
-    """Held by a server as long as it runs. Raises StoreError while a command changes the folder."""
+    """Held by a server as long as it runs.
+
+    Raises InUse while a command changes the folder, StoreError where it cannot be written.
+    """
     with _locked(cache_dir, fcntl.LOCK_SH) as free:
         if not free:
-            raise StoreError(
+            raise InUse(
                 f"Another command is changing {cache_dir}. Wait for it, or choose another folder "
                 "with --cache-dir DIR."
             )
         note = cache_dir / NOTES / f"{os.getpid()}.json"
-        note.parent.mkdir(mode=0o700, exist_ok=True)
-        note.touch(mode=0o600)
-        note.write_text(json.dumps(asdict(Serving(os.getpid(), url, model))))
+        with _named(cache_dir):
+            note.parent.mkdir(mode=0o700, exist_ok=True)
+            note.touch(mode=0o600)
+            note.write_text(json.dumps(asdict(Serving(os.getpid(), url, model))))
         try:
             yield
         finally:
-            note.unlink(missing_ok=True)
+            with suppress(OSError):  # the disk may have gone: a stale note does no harm
+                note.unlink(missing_ok=True)
 
 
 @contextmanager
 def alone(cache_dir: Path) -> Iterator[None]:
     """Held by a command that changes the folder without a server.
 
-    Raises StoreError, naming the servers, where one runs.
+    Raises InUse, naming the servers, where one runs.
     """
     with _locked(cache_dir, fcntl.LOCK_EX) as free:
         if not free:
@@ -60,9 +70,7 @@ def alone(cache_dir: Path) -> Iterator[None]:
                 f"{one.url} ({one.model}, process {one.pid})" for one in servers(cache_dir)
             )
             holder = f"The server at {names} uses" if names else "Another mlxcache command changes"
-            raise StoreError(
-                f"{holder} {cache_dir}. Ask it with --url URL, or stop it and try again."
-            )
+            raise InUse(f"{holder} {cache_dir}. Ask it with --url URL, or stop it and try again.")
         yield
 
 
@@ -90,11 +98,9 @@ def _runs(pid: int) -> bool:
 @contextmanager
 def _locked(cache_dir: Path, kind: int) -> Iterator[bool]:
     """Whether the lock could be had, which is then held. Raises StoreError."""
-    try:
+    with _named(cache_dir):
         cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(cache_dir / NAME, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise StoreError(f"{cache_dir}: {error.strerror}.") from error
     try:
         try:
             fcntl.flock(fd, kind | fcntl.LOCK_NB)
@@ -106,3 +112,11 @@ def _locked(cache_dir: Path, kind: int) -> Iterator[bool]:
         yield True
     finally:
         os.close(fd)
+
+
+@contextmanager
+def _named(cache_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{error.filename or cache_dir}: {error.strerror}.") from error

@@ -1,5 +1,6 @@
 """Flags win over the environment, which wins over the file, which wins over the defaults."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ VALUES = {
     "canonicalise": ("false", False),
     "trust_remote_code": ("1", True),
     "log_level": ("DEBUG", "debug"),
+    "warm": (__file__, (Path(__file__),)),
 }
 
 
@@ -151,3 +153,17 @@ def test_a_named_file_must_exist_and_be_toml(home):
 def test_an_empty_variable_is_not_set(home):
     """As shells and service files write it."""
     assert load_settings({}, {"MLXCACHE_PORT": ""}).port == 8081
+
+
+def test_files_to_warm_can_be_many_and_must_be_there(home):
+    """From a variable, a list in the file, or a flag that is repeated."""
+    one, two = home / "one", home / "two"
+    for file in (one, two):
+        file.write_text("x")
+    assert load_settings({}, {"MLXCACHE_WARM": f"{one}{os.pathsep}{two}"}).warm == (one, two)
+    assert load_settings({"warm": [str(two)]}, {"MLXCACHE_WARM": str(one)}).warm == (two,)
+    assert load_settings({}, {}, write(home, f'warm = ["{one}", "{two}"]')).warm == (one, two)
+    with pytest.raises(ConfigError, match=r"--warm: there is no file .*three"):
+        load_settings({"warm": [str(home / "three")]}, {})
+    with pytest.raises(ConfigError, match=r"warm in .*list of files"):
+        load_settings({}, {}, write(home, "warm = 3"))
