@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 import signal
+import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +23,8 @@ from mlxcache.api.http import ApiSettings
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.listen import listen
 from mlxcache.cli.output import Loading, log_line
+from mlxcache.cli.sharing import sharing
+from mlxcache.cli.warming import warm_files
 from mlxcache.cli.welcome import welcome
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
@@ -30,6 +34,8 @@ STOP_SECONDS = 7
 """How long the engine and the connections may take to end; the whole stays below ten seconds."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none reuses one that has just been closed."""
+SWITCH_SECONDS = 0.001
+"""How long a thread of Python's may keep others waiting: 5 ms, the default, show in a warm turn."""
 
 log = logging.getLogger("mlxcache.requests")
 
@@ -47,8 +53,16 @@ def _log_request(record: RequestRecord) -> None:
 
 async def run(settings: Settings, console: Console) -> None:
     """Serve until a signal. Raises CannotListen, ModelError or ConfigError if that cannot be."""
+    sys.setswitchinterval(SWITCH_SECONDS)
     sockets = listen(settings.host, settings.port)
     url = base_url(settings.host, sockets[0].getsockname()[1])
+    with sharing(settings, url):
+        await _serve(settings, console, sockets, url)
+
+
+async def _serve(
+    settings: Settings, console: Console, sockets: list[socket.socket], url: str
+) -> None:
     stop = asyncio.Event()
     _on_signals(stop, console)
     with Loading(console) as progress:
@@ -68,7 +82,9 @@ async def run(settings: Settings, console: Console) -> None:
     if loaded and engine.info is not None:
         ram = engine.figures()["ram"]["limit_bytes"]
         welcome(console, url, engine.info, ram, has_key=settings.api_key is not None)
+        warming = asyncio.create_task(warm_files(engine, settings.warm))
         await stop.wait()
+        warming.cancel()
     await _end(server, serving, engine)
 
 

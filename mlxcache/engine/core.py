@@ -6,27 +6,35 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from mlxcache.cache.budget import Budget
-from mlxcache.config import Settings, machine_bytes, ram_limit
+from mlxcache.config import Settings, disk_limit, machine_bytes, ram_limit
 from mlxcache.engine import cost
 from mlxcache.engine.decoder import Drawn, Row
+from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Task
-from mlxcache.errors import ModelError
-from mlxcache.model import device, kv
+from mlxcache.errors import ModelError, StoreError
+from mlxcache.model import device, kv, wire
+from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.load import Loaded
 from mlxcache.model.output import OutputParser
 from mlxcache.model.sampling import make_processors, make_sampler, top_logprobs
+from mlxcache.store.digests import BLOCK
+from mlxcache.store.store import Store
 
 log = logging.getLogger("mlxcache.engine")
 
 MIN_TRANSIENT = 16 << 20
+
+MOST_PENDING = 256 << 20
+"""Bytes of copies on their way to disk, at most."""
 
 LEAST_CONTEXT = 512
 """Tokens that the budget must have room for; with fewer no agent could ask anything."""
@@ -47,6 +55,7 @@ class Core:
         for name in self.layout.unknown:
             log.warning("cache class %s is unknown: the model is served, nothing is cached", name)
         self.memory = Memory(self.layout, self._budget(settings))
+        self.disk: Disk | None = None
         self.info = replace(loaded.info, context_length=self._longest(settings.ram))
         limits = Limits(
             concurrency=settings.concurrency,
@@ -78,9 +87,44 @@ class Core:
         self.cost = cost.measure(self.loaded.model, layout, limit // 8)
         self.transient = self._transient(limit, settings.concurrency)
         budget = Budget(limit)
-        if not budget.reserve("pool", pool) or not budget.reserve("transient", self.transient):
+        kinds = {"pool": pool, "transient": self.transient, "pending": 0}
+        if settings.disk != "off" and layout.cacheable:
+            block = BLOCK * layout.bytes_per_token
+            kinds["pending"] = max(2 * block, min(limit // 16, MOST_PENDING))
+        if not all(budget.reserve(kind, size) for kind, size in kinds.items()):
             raise ModelError(f"--ram {settings.ram} is too little to run this model at all")
         return budget
+
+    def open_disk(self, settings: Settings) -> None:
+        """Use the disk tier of this model's namespace. Where there can be none, say so."""
+        room = self.memory.budget.by_kind()["pending"]
+        if not room:
+            return
+        folder = settings.cache_dir / "store"
+        wake = self.scheduler.inbox.put
+        try:
+            store = Store.open(folder, self._namespace(settings), disk_limit(settings.disk, folder))
+            self.disk = Disk(store, self.memory, room, lambda: wake(_nothing))
+        except (StoreError, OSError) as error:
+            log.warning("no disk tier, all is served from RAM: %s", error)
+            self.memory.budget.release("pending", room)
+        self.scheduler.use(self.disk)
+
+    def _namespace(self, settings: Settings) -> str:
+        return fingerprint(
+            self.loaded.path,
+            adapter=Path(settings.adapter).expanduser() if settings.adapter else None,
+            memo=settings.cache_dir / "fingerprints.json",
+            layout_key=wire.layout_key(self.layout),
+        )
+
+    def close(self, seconds: float) -> None:
+        """Write what is not on disk yet, for at most so long, and let everything go."""
+        if self.disk is not None:
+            left = self.disk.close(seconds)
+            if left:
+                log.warning("%d tokens could not be written to disk in time", left)
+        self.memory.room.clear()
 
     def _transient(self, limit: int, rows: int) -> int:
         """Bytes set aside for forward passes: an eighth, or what the longest ones need."""
@@ -135,3 +179,7 @@ class Core:
                 return top_logprobs(drawn.logprobs, drawn.token, wanted, tokenizer)
 
             task.logprob = logprob
+
+
+def _nothing() -> None:
+    """What a wake-up has the MLX thread do."""

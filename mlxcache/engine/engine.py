@@ -9,11 +9,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mlxcache.config import Settings
 from mlxcache.engine.core import Core
-from mlxcache.engine.figures import Totals, snapshot
+from mlxcache.engine.figures import Totals, snapshot, with_disk
+from mlxcache.engine.sessions import SessionBook, open_book
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
 from mlxcache.errors import (
@@ -31,9 +32,12 @@ from mlxcache.types import Chat, Job, ModelInfo, Prompt, RequestRecord
 
 log = logging.getLogger("mlxcache.engine")
 
+T = TypeVar("T")
 State = Literal["loading", "ready", "failed", "stopped"]
 KEPT_RECORDS = 1000
 RENDER_THREADS = 4
+FLUSH_S = 5.0
+"""Seconds for which what is not on disk yet is written when the server stops."""
 
 
 def _silent(*_: Any) -> None:
@@ -66,6 +70,7 @@ class Engine:
         self._totals = Totals()
         self._figures: dict[str, Any] = {}
         self._core: Core | None = None
+        self._book: SessionBook | None = None
         self._builder: PromptBuilder | None = None
         self._thread: threading.Thread | None = None
         self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
@@ -88,6 +93,7 @@ class Engine:
             self._builder = PromptBuilder(
                 loaded.tokenizer, self.settings.chat_template_args, loaded.info.context_length
             )
+            self._book = await open_book(self._core, self.settings.cache_dir)
         except BaseException:
             self.state = "failed"
             raise
@@ -123,6 +129,8 @@ class Engine:
                 is_demo=True,
             )
             core = Core(load.load(spec), self.settings, self._ended, self._publish)
+            self._on_progress("opening the disk tier", None)
+            core.open_disk(self.settings)
             self._core = core
             self._publish()
         except BaseException as error:  # noqa: BLE001 - it is raised again in `start`
@@ -135,13 +143,17 @@ class Engine:
             log.exception("the MLX thread died")
             call(self._died)
         finally:
-            core.memory.room.clear()
+            if self._book is not None:
+                self._book.close()  # before the database that it writes to
+            core.close(FLUSH_S)
 
     def _died(self) -> None:
         self.state = "failed"
         for _, stream in list(self._live.values()):
             stream.fail(GenerationFailed("The engine has failed; the server must be restarted."))
         self._live.clear()
+        if self._book is not None:
+            self._book.fail(GenerationFailed("The engine has failed."))
 
     async def stop(self, seconds: float = 8.0) -> None:
         """End every request and the MLX thread, waiting at most `seconds`.
@@ -152,6 +164,8 @@ class Engine:
             self.state = "stopped"
         for _, stream in self._live.values():
             stream.fail(NotReady("The server is stopping.", retry_after=5.0))
+        if self._book is not None:
+            self._book.fail(NotReady("The server is stopping.", retry_after=5.0))
         thread, core = self._thread, self._core
         if thread is not None and core is not None:
             core.scheduler.inbox.put(core.scheduler.stop)
@@ -238,6 +252,8 @@ class Engine:
         record = task.record
         if task.lease is not None:
             self._totals.add(record)
+            if self._book is not None:
+                self._book.ended(task)
         self._publish()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._forget, record)
@@ -245,17 +261,30 @@ class Engine:
     def _publish(self) -> None:
         """On the MLX thread: let other threads see the figures as they are now."""
         assert self._core is not None
-        self._figures = snapshot(self._core.memory, self._totals)
+        self._figures = snapshot(self._core.memory, self._totals, self._core.disk)
 
     def _forget(self, record: RequestRecord) -> None:
         self._live.pop(record.id, None)
         self._on_request(record)
 
+    async def call(self, action: Callable[[Core], T]) -> T:
+        """The result of `action`, run on the MLX thread. Raises what it raises, and NotReady."""
+        return await self.sessions.call(action)
+
     # -- what others ask ---------------------------------------------------------------------
+
+    @property
+    def sessions(self) -> SessionBook:
+        """The sessions. Raises NotReady before the model is loaded."""
+        self._ready_builder()
+        assert self._book is not None
+        return self._book
 
     def figures(self) -> dict[str, Any]:
         """The body of `GET /v1/cache`; empty until the model is loaded."""
-        return self._figures
+        disk = self._core.disk if self._core is not None else None
+        figures = with_disk(self._figures, disk.stats()) if disk else self._figures
+        return figures | {"sessions": self._book.count} if self._book else figures
 
     def requests(self) -> list[RequestRecord]:
         """Recent requests, newest first."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
 from mlxcache.types import RequestRecord
 
@@ -37,7 +38,7 @@ class Totals:
             self.sessions.add(record.session)
 
 
-def snapshot(memory: Memory, totals: Totals) -> dict[str, Any]:
+def snapshot(memory: Memory, totals: Totals, disk: Disk | None) -> dict[str, Any]:
     """The body of `GET /v1/cache`. MLX thread only.
 
     `active_bytes` is what lineages hold beyond the tree; `mlx` is what MLX itself counts, weights
@@ -56,13 +57,27 @@ def snapshot(memory: Memory, totals: Totals) -> dict[str, Any]:
         "disk": {"used_bytes": 0, "limit_bytes": 0},
         "active_bytes": max(0, live - held),
         "reserved_bytes": kinds.get("transient", 0) + kinds.get("pool", 0),
-        "pending_bytes": 0,
+        "pending_bytes": disk.persist.pending_bytes if disk else 0,
         "mlx": {"active_bytes": mx.get_active_memory(), "pool_bytes": mx.get_cache_memory()},
         "sessions": len(totals.sessions),
         "segments": tree.segments,
         "checkpoints": tree.checkpoints,
         "requests": dict(totals.requests),
         "tokens": dict(totals.tokens),
-        "evictions": {"spilled": 0, "dropped": memory.room.dropped},
+        "evictions": {"spilled": memory.room.spilled, "dropped": memory.room.dropped},
         "restores": {"ok": 0, "corrupt": 0},
     }
+
+
+def with_disk(figures: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
+    """`figures` with what the disk tier says of itself.
+
+    `written_per_cached_token` is the wear: bytes written to disk for each prompt token that a cache
+    saved, since the server started.
+    """
+    if not figures:
+        return figures
+    disk = {name: value for name, value in stats.items() if name != "restores"}
+    saved = figures["tokens"]["cached"]
+    disk["written_per_cached_token"] = round(disk["written_bytes"] / saved, 1) if saved else None
+    return {**figures, "disk": disk, "restores": stats["restores"]}

@@ -19,12 +19,17 @@ from mlxcache.types import Tokens
 
 @dataclass(slots=True)
 class Lease:
-    """A lineage in use by one request, and the tree's node that it is locked at, if any."""
+    """A lineage in use by one request, and the tree's node that it is locked at, if any.
+
+    `bare`: it holds KV and no state, which is to be restored. `saved`: tokens on their way to disk.
+    """
 
     lineage: Lineage
     cached: int
     node: Node | None = None
     state_bytes: int = 0
+    bare: bool = False
+    saved: int = 0
 
 
 class Memory:
@@ -41,24 +46,37 @@ class Memory:
 
     def usable(self, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
         """How much of a match can be reused, capped so that one token is left to feed."""
-        limit = min(match.length, prompt_tokens - 1)
         if not self.layout.cacheable:
             return 0, None
-        lost = next((start for value, start, _ in match.segments if value.lost), limit)
-        limit = min(limit, lost)
+        limit = self._intact(match, prompt_tokens - 1)
         if not self.layout.opaque:
             return limit, None
         usable = [(at, node) for at, node in match.checkpoints if at <= limit]
         return (usable[-1][0], usable[-1][1].checkpoint) if usable else (0, None)
 
-    def acquire(self, ids: Tokens, reply: int) -> Lease | None:
+    def _intact(self, match: Match, upto: int) -> int:
+        """How much of a match, up to `upto`, has KV that is there."""
+        limit = min(match.length, upto)
+        lost = next((start for value, start, _ in match.segments if value.lost), limit)
+        return min(limit, lost)
+
+    def known(self, ids: Tokens) -> int:
+        """How many tokens of `ids` could be reused now. Changes nothing."""
+        return self.usable(self.tree.match(ids, touch=False), len(ids))[0]
+
+    def acquire(self, ids: Tokens, reply: int, planned: int = 0) -> Lease | None:
         """A whole lineage that holds the longest reusable prefix of `ids`.
 
         There is room in it for all of `ids` and `reply` tokens, or one growth step of them. None:
         not now, others hold what is needed. Mutates the tree (use, splits) and lineages.
+        `planned`: KV and states up to there are about to be restored, so all KV that is held
+        below serves, whether or not there is a state for it.
         """
         match = self.tree.match(ids)
         cached, state = self.usable(match, len(ids))
+        bare = planned > cached
+        if bare:
+            cached, state = self._intact(match, planned), None
         least = (len(ids) + min(reply, STEP) + 63) // 64 * 64
         anchor = match.nodes[-1] if match.nodes else None
         if anchor is not None:
@@ -73,6 +91,7 @@ class Memory:
         if not self._reserve_state(lease):
             self.release(lease)
             return None
+        lease.bare, lease.saved = bare, lease.cached
         lease.lineage.restore(state)
         return lease
 

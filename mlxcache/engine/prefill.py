@@ -19,6 +19,9 @@ WAITING_S = 1.0
 DECODING_S = 0.4
 """How long a chunk may take: alone, while others wait, while others decode. In seconds."""
 
+WITH_LAST = 64
+"""Tokens of a last chunk that is fed with the prompt's last token: logits of all are computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -47,15 +50,19 @@ class Prefill:
             task.skipped = 0 if task is chosen else task.skipped + 1
         return chosen
 
-    def chunk(self, task: Task, seconds: float) -> None:
+    def chunk(self, task: Task, seconds: float) -> mx.array | None:
         """Feed one chunk that takes about `seconds`.
 
+        A short last one includes the prompt's last token, and its logits are returned, shape
+        (1, vocabulary): that saves a pass of its own for it.
         Raises GenerationFailed where the model's cache does not grow by what it was fed.
         """
+        logits = None
         if task.remaining > 0:
-            self._feed(task, self._size(task, seconds))
+            logits = self._feed(task, self._size(task, seconds))
         if not task.held.lineage.aligned():
             raise GenerationFailed("The model's cache does not hold what it was fed.")
+        return logits
 
     def _size(self, task: Task, seconds: float) -> int:
         at = task.held.lineage.length
@@ -65,15 +72,16 @@ class Prefill:
         stop = next((s for s in task.stops if s > at), task.target)
         return min(size, stop - at, task.remaining)
 
-    def _feed(self, task: Task, size: int) -> None:
+    def _feed(self, task: Task, size: int) -> mx.array | None:
         lease, began = task.held, time.perf_counter()
         lineage = lease.lineage
         at, last = lineage.length, size == task.remaining
         marked = at + size in task.stops
-        chunk = mx.array(task.ids[at : at + size])[None]
-        self.model(chunk, cache=lineage.caches)
+        whole = last and not marked and size < WITH_LAST and self._room_for_logits(size, at)
+        end = at + size + whole
+        logits = self.model(mx.array(task.ids[at:end])[None], cache=lineage.caches)
         kv.eval_states(lineage.caches, wait=not last or marked)
-        lineage.length = at + size
+        lineage.length = end
         if not last:
             lineage.settle()
             mx.clear_cache()
@@ -82,3 +90,8 @@ class Prefill:
             self.memory.commit(lease, task.ids, checkpoint=marked)
         if not last:
             task.progress()
+        return logits[:, -1, :] if whole else None
+
+    def _room_for_logits(self, size: int, at: int) -> bool:
+        needed = self.cost.transient(size + 1, at) + size * self.cost.fixed
+        return needed <= self.limits.transient

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from mlxcache.cache.budget import Budget
@@ -24,7 +26,8 @@ def with_slack(tokens: int) -> int:
 class Room:
     """Every lineage, idle or busy, charged to one budget; the tree says what each is good for.
 
-    `dropped` counts evictions.
+    `dropped` counts evictions, `spilled` those of what is on disk. `relief` waits for something to
+    become evictable; False if nothing will.
     """
 
     def __init__(self, layout: Layout, budget: Budget, tree: PrefixTree):
@@ -33,7 +36,8 @@ class Room:
         self.tree = tree
         self.idle: dict[int, Lineage] = {}
         self.busy: dict[int, Lineage] = {}
-        self.dropped = 0
+        self.dropped = self.spilled = 0
+        self.relief: Callable[[], bool] | None = None
 
     def fit(self, held: int, least: int) -> int | None:
         """Reserve a buffer of `least` positions, with room to grow if that fits; its capacity.
@@ -83,7 +87,7 @@ class Room:
             if self._spare(lineage):
                 self.shrink(lineage, force=True)
         while self.budget.free < size:
-            if not self._evict(size - self.budget.free):
+            if not self._evict(size - self.budget.free) and not (self.relief and self.relief()):
                 return False
         return True
 
@@ -101,7 +105,10 @@ class Room:
         return True
 
     def _cut(self, leaf: Node, position: int) -> None:
-        self.dropped += 1
+        if self.relief is None:
+            self.dropped += 1
+        else:
+            self.spilled += 1
         gone = self.tree.cut(leaf, position)
         if id(gone.value) in self.idle:
             self.shrink(gone.value, force=True)
@@ -170,7 +177,7 @@ class Room:
 
     def largest(self) -> int:
         """Bytes that a single request could have if nothing else were held."""
-        return self.budget.limit - self._kind("transient") - self._kind("pool")
+        return self.budget.limit - sum(map(self._kind, ("transient", "pool", "pending")))
 
     def clear(self) -> None:
         """Drop everything that no request uses."""

@@ -8,27 +8,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mlxcache.cache.node import common_length
+from mlxcache.engine.admission import Admission
 from mlxcache.engine.cost import Cost
-from mlxcache.engine.decoder import Drawn
+from mlxcache.engine.disk import Disk
 from mlxcache.engine.lanes import Lane, Lanes
-from mlxcache.engine.memory import Memory
+from mlxcache.engine.memory import Lease, Memory
+from mlxcache.engine.outcome import Outcome, failure, take
 from mlxcache.engine.pace import Pace
 from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Prefill
-from mlxcache.engine.task import Task, checkpoint_stops
-from mlxcache.errors import ContextLengthExceeded, GenerationFailed, MlxcacheError, NotReady
-from mlxcache.types import Admitted, FinishReason
+from mlxcache.engine.task import Task
+from mlxcache.errors import MlxcacheError, NotReady, StoreError
+from mlxcache.types import FinishReason
 
 log = logging.getLogger("mlxcache.engine")
 
-Outcome = FinishReason | MlxcacheError
-"""How a reply ends."""
-
 COMMIT_EVERY = 1000
 """Tokens of a reply after which it is committed while it goes on."""
-
-WORTH_WAITING = 256
-"""Tokens that a running prefill must be about to share for a new request to wait for them."""
 
 
 class Scheduler:
@@ -49,7 +44,8 @@ class Scheduler:
         self.model = model
         self.memory = memory
         self.limits = limits
-        self.dress = dress
+        self.disk: Disk | None = None
+        self.admission = Admission(memory, limits, dress)
         self.ended = ended
         self.ticked = ticked
         self.pace = Pace(clock)
@@ -60,6 +56,10 @@ class Scheduler:
         self.lanes = Lanes(model, memory)
         self.stopping = False
 
+    def use(self, disk: Disk | None) -> None:
+        """Have a disk tier from now on, or none."""
+        self.disk = self.admission.disk = disk
+
     def run(self) -> None:
         """Tick until `stop` was called; then end what is left."""
         while not self.stopping:
@@ -69,11 +69,13 @@ class Scheduler:
 
     def tick(self) -> None:
         """Take what has arrived, then do one chunk of prefill and some steps of decoding."""
-        self._receive(block=not (self.prefilling or len(self.lanes) or self.waiting))
+        self._receive(block=self._nothing_to_do())
+        if self.disk is not None:
+            self.disk.persist.pump()
         if not self.prefilling:
             self.pace.begin(decoding=len(self.lanes) > 0)
         self._admit()
-        if self.prefilling:
+        if self._computable():
             self.pace.prefill(self._prefill_one)
         due = self.pace.due(sum(t.remaining for t in self.prefilling) / self.prefill.cost.rate)
         if self.prefilling and self.pace.holds(due):
@@ -86,6 +88,15 @@ class Scheduler:
             due,
             lambda: bool(len(self.lanes)) and self.inbox.empty(),
         )
+
+    def _nothing_to_do(self) -> bool:
+        """Whether only a message can bring work: a request, or news from the disk's threads."""
+        if len(self.lanes) or self._computable():
+            return False
+        if self.disk is None:
+            return not self.waiting
+        waits = all(t.look is not None and not t.look.found for t in self.waiting)
+        return not self.disk.persist.ready and (waits or self.disk.busy)
 
     def _receive(self, *, block: bool) -> None:
         try:
@@ -126,50 +137,18 @@ class Scheduler:
         for task in list(self.waiting):
             if self._active() >= self.limits.concurrency:
                 return
-            if self._should_wait(task):
+            if self.admission.waits(task, self.prefilling):
                 continue
             if not self._guard(task, lambda t=task: self._start(t)):  # type: ignore[misc]
                 return
 
-    def _should_wait(self, task: Task) -> bool:
-        """Whether a running prefill is about to compute much of what `task` needs."""
-        known = self.memory.usable(self.memory.tree.match(task.ids, touch=False), len(task.ids))[0]
-        for other in self.prefilling:
-            shared = min(common_length(other.ids, task.ids), task.target)
-            if self.memory.layout.opaque:
-                shared = max((at for at in other.stops if at <= shared), default=0)
-            enough = 1 if task.deferred else WORTH_WAITING
-            if shared - known >= enough and other.held.lineage.length < shared:
-                task.deferred = self.memory.layout.cacheable
-                return task.deferred
-        return False
-
     def _start(self, task: Task) -> bool:
         began = time.perf_counter()
-        task.limit = min(task.limit or self.limits.context, self.limits.context - len(task.ids))
-        lease = self.memory.acquire(task.ids, task.limit)
-        if lease is None and not self._active():
-            self.memory.room.clear()
-            lease = self.memory.acquire(task.ids, task.limit) or self.memory.acquire(task.ids, 1)
-            if lease is None:
-                self.waiting.remove(task)
-                raise ContextLengthExceeded(
-                    f"The prompt of {len(task.ids)} tokens does not fit the memory budget (--ram)."
-                )
-        if lease is None:
+        if not self.admission.lease(task, alone=not self._active()):
             return False
         self.waiting.remove(task)
-        task.lease = lease
         self.prefilling.append(task)
-        record = task.record
-        record.cached_tokens, record.status = lease.cached, "prefill"
-        task.phase("queue_s", began)
-        task.phase("match_s")
-        record.timing["restore_s"] = 0.0
-        if self.memory.layout.opaque:
-            task.stops = checkpoint_stops(task.job.prompt.marks, lease.cached, len(task.ids))
-        self.dress(task)
-        task.push(Admitted(len(task.ids), lease.cached))
+        self.admission.begin(task, began)
         return True
 
     def idle(self) -> bool:
@@ -178,17 +157,42 @@ class Scheduler:
 
     # -- prefill -----------------------------------------------------------------------------
 
+    def _computable(self) -> list[Task]:
+        """Those in prefill that do not wait for the disk."""
+        return [task for task in self.prefilling if not task.restoring or self._restorable(task)]
+
+    def _restorable(self, task: Task) -> bool:
+        return self.disk is not None and self.disk.ready(task)
+
     def _prefill_one(self) -> None:
         """One chunk of the request whose turn it is; into a lane with it if that was the last."""
-        task = self.prefill.next(self.prefilling)
+        task = self.prefill.next(self._computable())
         self._guard(task, lambda: self._prefill_chunk(task))
 
     def _prefill_chunk(self, task: Task) -> bool:
+        if task.restoring:
+            return self._restore(task)
         seconds = WAITING_S if len(self.prefilling) > 1 or self.waiting else ALONE_S
-        self.prefill.chunk(task, DECODING_S if len(self.lanes) else seconds)
-        if task.remaining == 0:
+        logits = self.prefill.chunk(task, DECODING_S if len(self.lanes) else seconds)
+        if task.remaining <= 0:
             self.prefilling.remove(task)
-            self.lanes.enter(task)
+            self.lanes.enter(task, logits)
+        self._progress(task)
+        return True
+
+    def _progress(self, task: Task) -> None:
+        if self.disk is not None and task.lease is not None:
+            self.disk.progress(task.lease, task.tokens())
+
+    def _restore(self, task: Task) -> bool:
+        """Read one piece; where that fails, the task starts again from what RAM holds."""
+        try:
+            self.admission.restore(task)
+        except (StoreError, OSError, RuntimeError, ValueError) as error:
+            log.warning("a prefix could not be restored, what is lacking is computed: %s", error)
+            self.admission.give_up(task)
+            self.prefilling.remove(task)
+            self.waiting.insert(0, task)
         return True
 
     # -- decoding ----------------------------------------------------------------------------
@@ -198,24 +202,24 @@ class Scheduler:
         for lane in list(lanes):
             try:
                 self._step(lane)
-            except Exception as error:  # noqa: BLE001 - `_failure` logs it
-                failure = _failure(error)
+            except Exception as error:  # noqa: BLE001 - `failure` logs it
+                reason = failure(error)
                 if not lane.batched:
-                    self._fail(lane.tasks[0], failure)
+                    self._fail(lane.tasks[0], reason)
                 elif lane in self.lanes.all:  # whose fault it was, each row finds out alone
                     self.lanes.apart(lane)
 
     def _step(self, lane: Lane) -> None:
         for task in list(lane.tasks):
             if task.row is not None and task.row.error is not None:
-                self._fail(task, _failure(task.row.error), keep=True)
+                self._fail(task, failure(task.row.error), keep=True)
         if lane in self.lanes.all and not self.lanes.make_ready(lane):
             self._end(lane, {lane.tasks[0]: "length"})
         if lane not in self.lanes.all:
             return
         ends: dict[Task, Outcome] = {}
         for task, drawn in zip(lane.tasks, self.lanes.step(lane), strict=True):
-            outcome = _take(task, drawn)
+            outcome = take(task, drawn)
             if outcome is not None:
                 ends[task] = outcome
         if ends:
@@ -224,6 +228,7 @@ class Scheduler:
             if len(task.out) % COMMIT_EVERY == 0:
                 self.lanes.sync(task)
                 self.memory.commit(task.held, task.tokens(), checkpoint=True)
+                self._progress(task)
 
     def _end(self, lane: Lane, ends: dict[Task, Outcome]) -> None:
         """These tasks leave their lane, and are over."""
@@ -239,8 +244,10 @@ class Scheduler:
         self._guard(task, lambda: self._close(task, reason))
 
     def _close(self, task: Task, reason: FinishReason) -> bool:
+        if task.look is not None:
+            task.look.dropped = True
         if task.lease is not None:
-            self.memory.commit(task.lease, task.tokens(), checkpoint=True)
+            self._keep(task, task.lease)
         task.flush(reason)
         if task.lease is not None:
             self.memory.release(task.lease)
@@ -248,12 +255,21 @@ class Scheduler:
         task.end()
         return True
 
+    def _keep(self, task: Task, lease: Lease) -> None:
+        """Commit all that a task computed, and have it written to disk."""
+        if task.restoring:
+            return
+        tokens = task.tokens()
+        self.memory.commit(lease, tokens, checkpoint=True)
+        if self.disk is not None:
+            self.disk.ended(lease, tokens)
+
     def _guard(self, task: Task, action: Callable[[], bool]) -> bool:
         """Run `action`; if it raises, fail `task` and nothing else."""
         try:
             return action()
-        except Exception as error:  # noqa: BLE001 - `_failure` logs it
-            self._fail(task, _failure(error))
+        except Exception as error:  # noqa: BLE001 - `failure` logs it
+            self._fail(task, failure(error))
         return True
 
     def _fail(self, task: Task, error: MlxcacheError, *, keep: bool = False) -> None:
@@ -267,7 +283,7 @@ class Scheduler:
         task.fail(error)
         if task.lease is not None:
             if keep:
-                self.memory.commit(task.lease, task.tokens(), checkpoint=True)
+                self._keep(task, task.lease)
                 self.memory.release(task.lease)
             else:
                 self.memory.abandon(task.lease)
@@ -280,19 +296,3 @@ class Scheduler:
         for task in [*self.waiting, *self.prefilling, *decoding]:
             task.push(error)
             self.cancel(task)
-
-
-def _take(task: Task, drawn: Drawn) -> Outcome | None:
-    """Hand a token out; why the task is over, if it is."""
-    try:
-        return task.take(drawn)
-    except Exception as error:  # noqa: BLE001 - `_failure` logs it
-        return _failure(error)
-
-
-def _failure(error: Exception) -> MlxcacheError:
-    """What the client is told of `error`, which the log gets whole."""
-    if isinstance(error, MlxcacheError):
-        return error
-    log.error("a request failed", exc_info=error)
-    return GenerationFailed(f"The model failed: {error}")

@@ -10,6 +10,7 @@ import numpy as np
 
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.memory import Lease
+from mlxcache.engine.restore import Look
 from mlxcache.errors import MlxcacheError
 from mlxcache.types import (
     Event,
@@ -60,6 +61,9 @@ class Task:
         self.stops: tuple[int, ...] = ()
         self.skipped = 0
         self.deferred = False
+        self.look: Look | None = None
+        self.restoring = False
+        self.restored = 0
         self.over = False
         self.submitted = time.perf_counter()
         self.phase_began = self.submitted

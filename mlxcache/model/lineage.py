@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
@@ -99,8 +99,11 @@ class Lineage:
         twin.fill([(self, start, end)], end - start)
         return twin
 
-    def append(self, tail: Sequence[Sequence[mx.array]], count: int) -> None:
-        """Append `count` positions, arrays per linear slot, shape (1, heads, count, dim)."""
+    def append(self, tail: Iterable[Sequence[mx.array]], count: int) -> None:
+        """Append `count` positions, arrays per linear slot, shape (1, heads, count, dim).
+
+        Evaluated slot by slot: an iterator need hold no more than one slot's arrays at a time.
+        """
         end = self.length + count
         for slot, new in zip(self.linear, tail, strict=True):
             for array, part in zip(kv.arrays_of(slot), new, strict=True):

@@ -193,9 +193,9 @@ def test_a_request_that_cannot_be_dressed_fails_before_it_computes(
 ) -> None:
     ids = prompt(rng, 100)
     bench.ask(ids)
-    dress, bench.scheduler.dress = bench.scheduler.dress, _undressable
+    dress, bench.scheduler.admission.dress = bench.scheduler.admission.dress, _undressable
     task = _failed(bench, ids + prompt(rng, 20))
-    bench.scheduler.dress = dress
+    bench.scheduler.admission.dress = dress
     assert isinstance(error(task), GenerationFailed)
     assert bench.ask(ids, tokens=20).out == bench.cold(ids, 20)
     at_rest(bench)

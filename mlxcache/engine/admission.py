@@ -1,0 +1,120 @@
+"""Who may start: the tasks that wait, in order, and what each needs before it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlxcache.cache.node import common_length
+from mlxcache.engine.disk import Disk
+from mlxcache.engine.memory import Memory
+from mlxcache.engine.prefill import Limits
+from mlxcache.engine.restore import WORTH_LOOKING
+from mlxcache.engine.task import Task, checkpoint_stops
+from mlxcache.errors import ContextLengthExceeded
+from mlxcache.types import Admitted
+
+WORTH_WAITING = 256
+"""Tokens that a running prefill must be about to share for a new request to wait for them."""
+
+
+class Admission:
+    """Gives tasks their lineages. `dress` gives an admitted task its parser and sampler."""
+
+    def __init__(self, memory: Memory, limits: Limits, dress: Callable[[Task], None]):
+        self.memory = memory
+        self.limits = limits
+        self.disk: Disk | None = None
+        self.dress = dress
+
+    def waits(self, task: Task, prefilling: list[Task]) -> bool:
+        """Whether `task` is better started later: its prefix is about to be there."""
+        if task.look is not None and not task.look.found:
+            return True
+        known = self.memory.known(task.ids)
+        for other in prefilling:
+            shared = min(common_length(other.ids, task.ids), task.target)
+            if self.memory.layout.opaque:
+                shared = max((at for at in other.stops if at <= shared), default=0)
+            enough = 1 if task.deferred else WORTH_WAITING
+            if shared - known >= enough and other.held.lineage.length < shared:
+                task.deferred = self.memory.layout.cacheable
+                return task.deferred
+        if self.disk is None or task.look is not None or task.target - known < WORTH_LOOKING:
+            return False
+        task.look = self.disk.restorer.look(task.ids, known)
+        return True
+
+    def lease(self, task: Task, *, alone: bool) -> bool:
+        """Get a lineage for `task`; False if others hold what it needs.
+
+        `alone`: nobody computes, so nothing will be given back by waiting, unless it is being
+        written to disk. Raises ContextLengthExceeded where the prompt can never fit.
+        """
+        memory, planned = self.memory, task.look.target if task.look else 0
+        task.limit = min(task.limit or self.limits.context, self.limits.context - len(task.ids))
+        lease = memory.acquire(task.ids, task.limit, planned)
+        if lease is None and alone and not (self.disk and self.disk.busy):
+            memory.room.clear()
+            lease = memory.acquire(task.ids, task.limit, planned)
+            lease = lease or memory.acquire(task.ids, 1, planned)
+            if lease is None:
+                raise ContextLengthExceeded(
+                    f"The prompt of {len(task.ids)} tokens does not fit the memory budget (--ram)."
+                )
+        task.lease = lease
+        return lease is not None
+
+    def admit(self, task: Task) -> None:
+        """Tell the client that its prefix is there: all counts are exact from now on."""
+        lease, record = task.held, task.record
+        record.cached_tokens, record.restored_tokens = lease.cached, task.restored
+        if self.memory.layout.opaque:
+            task.stops = checkpoint_stops(task.job.prompt.marks, lease.cached, len(task.ids))
+        self.dress(task)
+        task.push(Admitted(len(task.ids), lease.cached, task.restored))
+
+    def begin(self, task: Task, began: float) -> None:
+        """Book how long a task waited and was matched; admit it unless there is more on disk."""
+        record = task.record
+        record.status = "prefill"
+        task.phase("queue_s", began)
+        task.phase("match_s")
+        record.timing["restore_s"] = 0.0
+        task.restoring = task.held.bare
+        if not task.restoring:
+            self.admit(task)
+
+    def restore(self, task: Task) -> bool:
+        """Read one piece from disk; True once all that was planned is there.
+
+        Raises StoreError where that cannot be had.
+        """
+        assert self.disk is not None
+        assert task.look is not None
+        lease, at = task.held, task.held.lineage.length
+        complete = self.disk.restorer.load(task.look, lease)
+        if not self.memory.layout.opaque:
+            task.restored += lease.lineage.length - at
+            self.memory.commit(lease, task.ids, checkpoint=False)
+        elif complete:
+            task.restored = lease.lineage.length - lease.cached
+            self.memory.commit(lease, task.ids, checkpoint=True)
+        if not complete:
+            return False
+        lease.cached = lease.saved = lease.lineage.length
+        lease.bare = False
+        self.disk.persist.learn(task.ids[: task.look.target])
+        task.restoring = False
+        task.phase("restore_s")
+        self.admit(task)
+        return True
+
+    def give_up(self, task: Task) -> None:
+        """Let go of a lineage whose restore failed; what was read is kept where it can be used."""
+        lease, task.lease, task.restoring = task.held, None, False
+        assert task.look is not None
+        task.look.target = 0
+        if self.memory.layout.opaque:
+            self.memory.abandon(lease)
+        else:
+            self.memory.release(lease)

@@ -1,0 +1,87 @@
+"""The disk tier as the engine uses it: what is written behind, what is restored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mlxcache.engine.memory import Lease, Memory
+from mlxcache.engine.persist import WORTH_WRITING, Persist
+from mlxcache.engine.restore import Restorer
+from mlxcache.engine.task import Task
+from mlxcache.errors import StoreError
+from mlxcache.store.digests import BLOCK
+from mlxcache.store.store import Store
+from mlxcache.store.writer import Job, Writer
+from mlxcache.types import Tokens
+
+STATS_S = 0.5
+"""For how long the store's figures may be old."""
+
+
+class Disk:
+    """One model's store with its writer. `wake` lets the MLX thread look again, from any thread.
+
+    `room` bytes of copies may be on their way to disk at a time.
+    """
+
+    def __init__(self, store: Store, memory: Memory, room: int, wake: Callable[[], None]):
+        self.store = store
+        self._wake = wake
+        self.persist = Persist(memory.layout, memory.tree, store.namespace, room)
+        # `Persist` keeps to `room`; the writer still counts a job while it says that it is done
+        self.writer = Writer(store, 2 * room, self._written)
+        self.persist.attach(self.writer)
+        self.restorer = Restorer(store, memory.layout, wake)
+        memory.room.relief = self.persist.relieve
+        self._stats: dict[str, Any] = {}
+        self._stats_at = 0.0
+
+    def _written(self, job: Job, error: StoreError | None) -> None:
+        """On the writer's thread."""
+        self.persist.done.put((job, error))
+        self._wake()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is kept in RAM only until it is on disk."""
+        return self.persist.busy
+
+    def ready(self, task: Task) -> bool:
+        """Whether the next piece of a task's restore can be read."""
+        return task.look is not None and self.restorer.ready(task.look, task.held.lineage.length)
+
+    def progress(self, lease: Lease, ids: Tokens) -> None:
+        """After a commit of a request that goes on: write whole blocks, if many are new."""
+        if lease.node is not None and lease.lineage.length - lease.saved >= WORTH_WRITING:
+            lease.saved = lease.lineage.length // BLOCK * BLOCK
+            self.persist.mark(lease.node, ids[: lease.saved], states=False)
+
+    def ended(self, lease: Lease, ids: Tokens) -> None:
+        """After a request's last commit: write all of it."""
+        if lease.node is not None:
+            self.persist.mark(lease.node, ids[: lease.node.end], states=True)
+
+    def stats(self) -> dict[str, Any]:
+        """What `GET /v1/cache` says of the disk. From any thread; half a second old at most."""
+        if time.monotonic() - self._stats_at > STATS_S:
+            stats = self.store.stats()
+            self._stats_at = time.monotonic()
+            self._stats = {
+                "used_bytes": stats.used_bytes,
+                "limit_bytes": stats.limit_bytes,
+                "written_bytes": stats.written_bytes,
+                "files": stats.runs + stats.checkpoints,
+                "state": "suspended" if self.persist.failing else "ok",
+                "restores": {"ok": stats.verified, "corrupt": stats.corrupt},
+            }
+        return self._stats
+
+    def close(self, seconds: float) -> int:
+        """Write what is left, for at most so long; how many tokens could not be written."""
+        left = self.persist.drain(seconds)
+        self.restorer.close()
+        self.writer.close()
+        self.store.close()
+        return left

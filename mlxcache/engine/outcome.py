@@ -1,0 +1,31 @@
+"""How a reply ends, and what its client is told where it fails."""
+
+from __future__ import annotations
+
+import logging
+
+from mlxcache.engine.decoder import Drawn
+from mlxcache.engine.task import Task
+from mlxcache.errors import GenerationFailed, MlxcacheError
+from mlxcache.types import FinishReason
+
+log = logging.getLogger("mlxcache.engine")
+
+Outcome = FinishReason | MlxcacheError
+"""How a reply ends."""
+
+
+def take(task: Task, drawn: Drawn) -> Outcome | None:
+    """Hand a token out; why the task is over, if it is."""
+    try:
+        return task.take(drawn)
+    except Exception as error:  # noqa: BLE001 - `failure` logs it
+        return failure(error)
+
+
+def failure(error: Exception) -> MlxcacheError:
+    """What the client is told of `error`, which the log gets whole."""
+    if isinstance(error, MlxcacheError):
+        return error
+    log.error("a request failed", exc_info=error)
+    return GenerationFailed(f"The model failed: {error}")

@@ -1,0 +1,233 @@
+"""The disk tier under a real model: what is written behind, what a new process restores."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxcache.cache.budget import Budget
+from mlxcache.engine.disk import Disk
+from mlxcache.engine.memory import Memory
+from mlxcache.engine.task import Task
+from mlxcache.errors import DiskFull
+from mlxcache.model.toy import make_toy
+from mlxcache.store.store import Store
+from tests.engine.conftest import Bench
+
+FAMILIES = ("llama", "gemma3", "gpt_oss", "qwen3_5", "mamba2", "llama4", "deepseek_v3")
+ROOM = 1 << 20
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Bench(make_toy(folder / "model", request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(make_toy(tmp_path_factory.mktemp("llama") / "model", "llama"))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
+    """Gives a bench an empty RAM tier over the test's folder, as a new process has it."""
+    disks: list[Disk] = []
+
+    def begin(bench: Bench, ram: int = 1 << 30, limit: int = 1 << 30) -> Disk:
+        budget = Budget(ram)
+        assert budget.reserve("pending", ROOM)
+        bench.use(Memory(bench.memory.layout, budget))
+        store = Store.open(tmp_path / "store", "test", limit, free_floor=0)
+        inbox = bench.scheduler.inbox
+        disk = Disk(store, bench.memory, ROOM, lambda: inbox.put(lambda: None))
+        bench.scheduler.use(disk)
+        disks.append(disk)
+        return disk
+
+    yield begin
+    for disk in disks:
+        disk.close(0.0)
+
+
+def prompt(rng: np.random.Generator, length: int) -> list[int]:
+    return rng.integers(3, 250, length).tolist()
+
+
+def settled(disk: Disk) -> Disk:
+    """The disk once all is written."""
+    assert disk.persist.drain(20.0) == 0
+    assert not disk.busy
+    return disk
+
+
+def talk(bench: Bench, rng: np.random.Generator, turns: int) -> list[Task]:
+    """A conversation of `turns`; each prompt has a mark where its reply begins."""
+    tasks: list[Task] = []
+    ids: list[int] = []
+    for turn in range(turns):
+        new = prompt(rng, 300 if turn == 0 else 90)
+        ids = [*ids, *new]
+        tasks.append(bench.ask(ids, marks=(100, len(ids) - 3)))
+        ids = [*ids, *tasks[-1].out]
+    return tasks
+
+
+def test_the_next_turn_is_warm_after_a_restart(
+    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+) -> None:
+    disk = start(bench)
+    last = talk(bench, rng, 3)[-1]
+    settled(disk)
+    disk = start(bench)
+    ids = [*last.ids.tolist(), *last.out, *prompt(rng, 50)]
+    task = bench.ask(ids, marks=(100, len(ids) - 3))
+    assert task.out == bench.twin().ask(ids).out
+    assert task.record.restored_tokens == task.record.cached_tokens
+    assert task.record.cached_tokens >= len(last.ids) - 3
+    assert task.record.cached_tokens + task.record.fed_tokens >= len(ids) - 1
+    again = bench.ask([*ids, *task.out, 7, 8, 9])
+    assert again.record.restored_tokens == 0
+    assert again.record.cached_tokens >= len(ids) - 3
+
+
+def test_what_left_ram_comes_back_from_disk(
+    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+) -> None:
+    layout = bench.memory.layout
+    ram = ROOM + 1500 * layout.bytes_per_token + 12 * layout.checkpoint_bytes
+    disk = start(bench, ram=ram)
+    prompts = [prompt(rng, 400) for _ in range(5)]
+    outs = []
+    for ids in prompts:
+        outs.append(bench.ask(ids, marks=(100, 397)).out)
+        settled(disk)
+    twin = bench.twin()
+    for ids, out in zip(prompts, outs, strict=True):
+        more = [*ids, *out, *prompt(rng, 40)]
+        task = bench.ask(more, marks=(100, len(more) - 3))
+        settled(disk)
+        assert task.record.cached_tokens >= 397
+        assert task.out == twin.ask(more).out
+    assert bench.memory.room.spilled > 0
+    assert bench.memory.room.dropped == 0
+
+
+def test_a_branch_from_disk_reuses_what_it_shares(
+    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+) -> None:
+    disk = start(bench)
+    ids = prompt(rng, 500)
+    bench.ask(ids, marks=(100, 250, 497))
+    settled(disk)
+    start(bench)
+    other = [*ids[:290], *prompt(rng, 100)]
+    task = bench.ask(other, marks=(100, 250, len(other) - 3))
+    layout = bench.memory.layout
+    assert task.record.restored_tokens == (250 if layout.opaque else 290)
+    assert task.out == bench.twin().ask(other).out
+
+
+def test_damaged_files_are_a_miss_and_never_a_wrong_token(
+    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator, tmp_path: Path
+) -> None:
+    disk = start(bench)
+    last = talk(bench, rng, 3)[-1]
+    settled(disk)
+    ids = [*last.ids.tolist(), *last.out, *prompt(rng, 50)]
+    files = sorted((tmp_path / "store").rglob("*.safetensors"))
+    assert files
+    for file in files if bench.memory.layout.opaque else files[::2]:
+        data = bytearray(file.read_bytes())
+        data[-20] ^= 0x40
+        file.write_bytes(data)
+    disk = start(bench)
+    task = bench.ask(ids, marks=(100, len(ids) - 3))
+    assert task.out == bench.twin().ask(ids).out
+    assert disk.store.stats().corrupt >= 1
+    assert task.record.cached_tokens <= len(ids)
+
+
+def test_a_request_that_is_cancelled_while_it_is_restored_harms_nothing(
+    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+) -> None:
+    disk = start(bench)
+    last = talk(bench, rng, 2)[-1]
+    settled(disk)
+    ids = [*last.ids.tolist(), *last.out, *prompt(rng, 50)]
+    for ticks in range(6):
+        start(bench)
+        task = bench.put(ids, marks=(100, len(ids) - 3))
+        for _ in range(ticks):
+            bench.scheduler.tick()
+        bench.scheduler.cancel(task)
+        bench.run()
+        bench.check()
+        assert bench.ask(ids, marks=(100, len(ids) - 3)).out == bench.twin().ask(ids).out
+
+
+def test_a_long_prompt_is_on_disk_before_its_reply_ends(
+    llama: Bench, start: Callable[..., Disk], rng: np.random.Generator
+) -> None:
+    disk = start(llama)
+    ids = prompt(rng, 3000)
+    task = llama.put(ids, tokens=50)
+    llama.run(until=lambda: len(task.out) > 0)
+    settled(disk)
+    assert disk.store.find(np.asarray(ids, np.int32)).length >= 2000
+    llama.run()
+
+
+def test_a_disk_that_is_full_costs_nothing_but_the_disk(
+    llama: Bench,
+    start: Callable[..., Disk],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*args: object) -> None:
+        raise DiskFull("no space left on the device")
+
+    disk = start(llama)
+    monkeypatch.setattr(disk.store, "write_run", full)
+    with caplog.at_level(logging.WARNING):
+        tasks = talk(llama, rng, 3)
+        disk.persist.drain(5.0)
+        llama.ask([*tasks[-1].ids.tolist(), 5, 6])
+    assert [t.record.cached_tokens > 0 for t in tasks] == [False, True, True]
+    assert sum("suspended" in record.message for record in caplog.records) == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(disk.persist, "_retry_at", 0.0)
+    last = tasks[-1]
+    llama.ask([*last.ids.tolist(), *last.out, 9, 9])
+    settled(disk)
+    assert disk.store.find(last.ids).length == len(last.ids)
+
+
+def test_a_slow_disk_holds_dirty_segments_in_ram_and_drops_none(
+    llama: Bench,
+    start: Callable[..., Disk],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import time
+
+    disk = start(llama, ram=ROOM + 1600 * llama.memory.layout.bytes_per_token)
+    write = disk.store.write_run
+
+    def slowly(*args: object) -> None:
+        time.sleep(0.2)
+        write(*args)
+
+    monkeypatch.setattr(disk.store, "write_run", slowly)
+    prompts = [prompt(rng, 400) for _ in range(8)]
+    for ids in prompts:
+        llama.ask(ids)
+    settled(disk)
+    for ids in prompts:
+        assert disk.store.find(np.asarray(ids, np.int32)).length == len(ids)
+    assert llama.memory.room.dropped == 0
