@@ -68,9 +68,9 @@ def fill(store: Store, seeds: range, count: int = 3000, row: int = 20) -> None:
 
 def test_the_cap_holds_while_writing(folder):
     """Ten times as much is written as fits, in files of many sizes."""
-    limit = 8 * MB
+    limit = 6 * MB
     with opened(folder, limit) as store, Sampler(folder) as sampler:
-        for seed in range(40):
+        for seed in range(30):
             count = (1 + seed % 7) * 700
             fill(store, range(seed, seed + 1), count)
             assert store.stats().used_bytes <= limit
@@ -82,12 +82,12 @@ def test_the_cap_holds_while_writing(folder):
 
 def test_the_cap_holds_with_two_processes(folder):
     """Both write all the time, and evict what the other wrote."""
-    limit = 10 * MB
+    limit = 6 * MB
     with opened(folder, limit) as store, Sampler(folder) as sampler:
         code = (
             "from tests.store.test_space import *\n"
             f"with opened(Path({str(folder)!r}), {limit}) as store:\n"
-            "    fill(store, range(1000, 1025))\n"
+            "    fill(store, range(1000, 1015))\n"
             "    print(store.stats().evicted)\n"
         )
         other = subprocess.Popen(
