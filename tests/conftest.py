@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nothing that is tested writes to the user's own cache folder, nor reads what is there."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLXCACHE_CACHE_DIR", str(folder))  # for servers that tests start
+        patch.setattr(platformdirs, "user_cache_path", lambda *_, **__: folder)
+        yield folder
+
 
 ToyMaker = Callable[..., Path]
 

@@ -71,7 +71,7 @@ async def test_growing_conversations_stay_within_the_limit(
     await engine.stop()
     assert sampler.most - before - weights <= LIMIT
     assert figures["ram"]["high_water_bytes"] <= LIMIT
-    assert figures["evictions"]["dropped"] > 0
+    assert sum(figures["evictions"].values()) > 0
 
 
 async def test_a_prompt_that_can_never_fit_is_refused_at_once(toy_paths: dict[str, Path]) -> None:
