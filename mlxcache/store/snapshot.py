@@ -3,6 +3,7 @@
 Nothing here holds a session in RAM: files are read and written in ranges of a few MiB.
 """
 
+from mlxcache.store.snapshot_check import format_of
 from mlxcache.store.snapshot_info import LeafInfo, Progress, SessionInfo, Spec
 from mlxcache.store.snapshot_read import Snapshot, read_snapshot, restore
 from mlxcache.store.snapshot_write import Export
@@ -16,6 +17,7 @@ __all__ = [
     "Snapshot",
     "Spec",
     "export",
+    "format_of",
     "read_snapshot",
     "restore",
 ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -23,6 +26,23 @@ from mlxcache.types import Tokens
 
 _MOST_ROW = 16 << 20  # bytes of one token's KV
 _KV = re.compile(r"kv\.(0|[1-9][0-9]{0,4})\.[0-9]")
+
+
+def format_of(path: Path) -> Literal["mlxcache", "mlx-lm"]:
+    """Whose file it is, by its header. Raises SnapshotRefused where it is nobody's."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            metadata = read_foreign_header(fd, own=False).metadata
+        finally:
+            os.close(fd)
+    except (Malformed, OSError) as error:
+        raise SnapshotRefused(f"This is not a whole snapshot: {error}.") from error
+    if metadata.get("format") == FORMAT:
+        return "mlxcache"
+    if "1.0" in metadata:  # the class of the first layer's cache
+        return "mlx-lm"
+    raise SnapshotRefused("This is neither a snapshot nor a prompt cache of mlx-lm.")
 
 
 def bounded_header(fd: int) -> Header:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -89,11 +89,15 @@ def session(*leaves: Tokens, namespace: str = NAMESPACE) -> SessionInfo:
 def snapshot_in(path: Path, store: Store, info: SessionInfo) -> Path:
     """Export `info` into the file `path`."""
     made = export(store, info)
-    with path.open("wb") as out:
-        for part in made:
-            out.write(part)
+    write(path, made)
     assert path.stat().st_size == made.nbytes
     return path
+
+
+def write(path: Path, parts: Iterable[bytes]) -> None:
+    with path.open("wb") as out:
+        for part in parts:
+            out.write(part)
 
 
 def file_rows(path: Path, name: str, first: int, last: int) -> bytes:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxcache.errors import DiskFull, SnapshotRefused, StoreError
+from mlxcache.errors import DiskFull, Gone, SnapshotRefused, StoreError
 from mlxcache.store import snapshot_plan, snapshot_read
-from mlxcache.store.snapshot import Snapshot, export, read_snapshot, restore
+from mlxcache.store.snapshot import Snapshot, export, format_of, read_snapshot, restore
 from tests.store.session_of import (
     NAMESPACE,
     SPEC,
@@ -23,6 +23,7 @@ from tests.store.session_of import (
     session,
     snapshot_in,
     store_in,
+    write,
 )
 
 
@@ -179,6 +180,34 @@ def test_what_does_not_fit_the_cap_is_refused_before_it_evicts(tmp_path: Path) -
     with pytest.raises(DiskFull):
         restore(store_in(tmp_path / "b", limit=300_000), read_snapshot(path))
     assert store_in(tmp_path / "b").stats().runs == 0
+
+
+def test_what_is_evicted_while_it_is_read_ends_the_file_short(tmp_path: Path) -> None:
+    ids = ids_of(640)
+    a = store_in(tmp_path / "a")
+    save(a, ids, step=128)
+    made = export(a, session(ids))
+    a.find(ids).pieces[3].path.unlink()
+    with pytest.raises(Gone):
+        write(tmp_path / "s", made)
+    with pytest.raises(SnapshotRefused):
+        read_snapshot(tmp_path / "s")
+
+
+def test_whose_file_it_is(tmp_path: Path) -> None:
+    import mlx.core as mx
+
+    ids = ids_of(10)
+    save(store_in(tmp_path / "a"), ids)
+    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    assert format_of(path) == "mlxcache"
+    other = tmp_path / "o.safetensors"
+    mx.save_safetensors(str(other), {"0.0": mx.zeros(3)}, {"1.0": "KVCache"})
+    assert format_of(other) == "mlx-lm"
+    mx.save_safetensors(str(other), {"weight": mx.zeros(3)})
+    for none in (other, tmp_path / "nowhere", tmp_path):
+        with pytest.raises(SnapshotRefused):
+            format_of(none)
 
 
 def test_nothing_to_export(tmp_path: Path) -> None:
