@@ -54,15 +54,12 @@ class Booking:
         self._submit(self._pin_all)
 
     def turn(self, job: Job, ids: Tokens, at: float) -> None:
-        """Book a finished request, from any thread and at once. `ids`: its prompt and reply.
-
-        The last token of a reply is drawn and never fed, so nothing is cached for it.
-        """
+        """Book a finished request, from any thread and at once. `ids`: its prompt and reply."""
         marks, prompt = job.prompt.marks, len(job.prompt.ids)
         turn = Turn(
             namespace=self._model.namespace,
             model=self._model.name,
-            ids=ids[: max(prompt, len(ids) - 1)],
+            ids=ids,
             prompt_tokens=prompt,
             anchor=anchor_of(marks, prompt),
             head=marks[0] if len(marks) > 1 else 0,

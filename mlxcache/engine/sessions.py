@@ -64,9 +64,13 @@ class SessionBook:
         return self._booking.count
 
     def ended(self, task: Task) -> None:
-        """Book a request that was admitted and is over. From any thread; returns at once."""
-        if task.record.status in ("done", "cancelled") and task.job.api != WARMING:
-            self._booking.turn(task.job, task.tokens(), time.time())
+        """Book a request that was admitted and is over. On the MLX thread; returns at once."""
+        if task.record.status not in ("done", "cancelled") or task.job.api == WARMING:
+            return
+        ids = task.tokens()
+        if task.out and self._core.memory.tree.match(ids, touch=False).length < len(ids):
+            ids = ids[:-1]  # the last token was drawn and not fed: nothing is cached for it
+        self._booking.turn(task.job, ids, time.time())
 
     async def call(self, action: Callable[[Core], T]) -> T:
         """The result of `action`, run on the MLX thread. Raises what it raises, and NotReady."""

@@ -1,0 +1,236 @@
+"""Sessions of a real engine: booked, measured in both tiers, forked, removed, carried over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxcache.config import Settings
+from mlxcache.engine.engine import Engine
+from mlxcache.errors import NotFound, NotReady, SnapshotRefused, Unsupported
+from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens
+
+HEAD = 40
+Make = Callable[..., Awaitable[Engine]]
+
+
+def text(seed: int, tokens: int) -> list[int]:
+    """Token ids of no meaning."""
+    return np.random.default_rng(seed).integers(100, 400, tokens).tolist()
+
+
+def prompt(*parts: list[int], head: int = HEAD) -> Prompt:
+    """A prompt of a head and messages, each of which begins at a mark."""
+    ids = text(0, head)
+    marks = []
+    for part in parts:
+        marks.append(len(ids))
+        ids = ids + part
+    return Prompt(np.array(ids, np.int32), tuple(mark for mark in marks if mark))
+
+
+async def ask(engine: Engine, given: Prompt, tokens: int = 8, **more: object) -> Finished:
+    """Run a request to its end."""
+    job = Job(f"req_{time.monotonic_ns()}", given, max_tokens=tokens, raw=True, **more)  # type: ignore[arg-type]
+    async for event in await engine.submit(job):
+        if isinstance(event, Finished):
+            return event
+    raise AssertionError("it did not finish")
+
+
+@asynccontextmanager
+async def started(model: Path, folder: Path, disk: str = "1GB") -> AsyncIterator[Engine]:
+    """An engine on a toy."""
+    engine = Engine(Settings(model=str(model), cache_dir=folder, ram="300MB", disk=disk))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture(params=["llama", "qwen3_5"])
+async def engine(request, toy, tmp_path):
+    """One with and one without layers that cannot be sliced."""
+    async with started(toy(request.param), tmp_path) as running:
+        yield running
+
+
+async def durable(engine: Engine, id: str) -> int:
+    """The durable tokens once all is written."""
+    assert await engine.sessions.settled()
+    return (await engine.sessions.get(id)).as_object()["durable_tokens"]
+
+
+async def test_a_turn_is_in_the_list_when_its_reply_is_over(engine: Engine):
+    """With its figures in both tiers; all of it is durable soon."""
+    given = prompt(text(1, 200), text(2, 10))
+    await ask(engine, given, session="mine", client="cli/1", title="Fix it")
+    [listed] = await engine.sessions.list()
+    found = listed.as_object(leaves=True)
+    assert found["tokens"] in (len(given.ids) + 7, len(given.ids) + 8)
+    assert found["ram_bytes"] > 0
+    assert (found["label"], found["title"], found["client"]) == ("mine", "Fix it", "cli/1")
+    assert (found["turns"], found["agents"], engine.figures()["sessions"]) == (1, 0, 1)
+    assert await durable(engine, found["id"]) == found["tokens"]
+    found = (await engine.sessions.get(found["id"])).as_object(leaves=True)
+    assert found["tier"] == "both"
+    assert found["leaves"][0]["ram_tokens"] == found["tokens"]
+    assert found["disk_bytes"] > 0
+
+
+async def test_what_is_warmed_or_refused_is_no_turn(engine: Engine):
+    """Nor what is asked again in another words."""
+    await ask(engine, prompt(text(1, 100)), api=WARMING)
+    assert await engine.sessions.list() == []
+
+
+async def test_a_cancelled_request_is_a_turn_of_its_session(engine: Engine):
+    """What it computed is kept, so it is shown."""
+    stream = await engine.submit(Job("req_1", prompt(text(1, 100), text(2, 5)), session="s"))
+    async for event in stream:
+        if not isinstance(event, Finished):
+            await stream.aclose()
+    [listed] = await engine.sessions.list()
+    assert listed.session.turns == 1
+
+
+async def test_sessions_outlive_the_process(toy, tmp_path):
+    """Under the same id, on disk and not in RAM; the next turn belongs to it."""
+    model, given = toy("llama"), prompt(text(1, 300), text(2, 10))
+    async with started(model, tmp_path) as engine:
+        await ask(engine, given, session="mine")
+        [before] = await engine.sessions.list()
+        await engine.sessions.patch(before.session.id, name="kept", pinned=True)
+    async with started(model, tmp_path) as engine:
+        [after] = await engine.sessions.list()
+        assert after.session.id == before.session.id
+        assert (after.session.name, after.session.pinned) == ("kept", True)
+        assert (after.ram.nbytes, after.tier) == (0, "disk")
+        assert after.disk.tokens == (len(before.leaves[0].ids),)
+        again = prompt(text(1, 300), text(2, 10), text(3, 20))
+        last = await ask(engine, again, session="mine")
+        assert last.restored_tokens >= 300
+        [now] = await engine.sessions.list()
+        assert (now.session.id, now.session.turns) == (before.session.id, 2)
+
+
+async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine):
+    """From RAM and from disk, there by whole files; what others share stays, and so do forks."""
+    begin, two = prompt(text(1, 256)), prompt(text(2, 256))
+    await ask(engine, begin, session="one")
+    one = prompt(text(1, 256), text(3, 256))
+    await ask(engine, one, session="one")
+    await ask(engine, two, session="two")
+    first, second = (x.session.id for x in await engine.sessions.list())
+    assert await durable(engine, first) > 256
+    fork = await engine.sessions.fork(second, tokens=150)
+    await engine.sessions.delete(second)
+    left = {x.session.id: x for x in await engine.sessions.list()}
+    assert set(left) == {first, fork.session.id}
+    assert left[first].tier == "both"
+    assert left[first].disk.tokens == (len(left[first].leaves[0].ids),)
+
+    def known(ids: Tokens) -> int:
+        return engine._core.memory.tree.match(ids, touch=False).length  # type: ignore[union-attr]
+
+    assert await engine.call(lambda core: known(one.ids)) == 150
+    await engine.sessions.delete(fork.session.id)
+    assert await engine.call(lambda core: known(one.ids)) == HEAD
+    store = engine.sessions.store
+    assert store is not None
+    assert HEAD < store.find(one.ids, touch=False).length < len(begin.ids) + 64
+    await engine.sessions.delete(first)
+    assert await engine.call(lambda core: known(two.ids)) == 0
+    assert store.stats().runs == store.stats().checkpoints == 0
+    with pytest.raises(NotFound):
+        await engine.sessions.delete(first)
+    await engine.call(lambda core: core.memory.tree.check())
+
+
+async def test_what_was_removed_is_written_again_when_it_comes_again(engine: Engine):
+    """The engine forgets that it was on disk."""
+    for _ in range(2):
+        await ask(engine, prompt(text(1, 256)), session="one")
+        [listed] = await engine.sessions.list()
+        assert await durable(engine, listed.session.id) == len(listed.leaves[0].ids)
+        await engine.sessions.delete(listed.session.id)
+
+
+async def test_clearing_empties_both_tiers(engine: Engine):
+    """And spares what is pinned on disk, unless told."""
+    for seed in (1, 2):
+        await ask(engine, prompt(text(seed, 256)), session=str(seed))
+    pinned = (await engine.sessions.list())[0].session.id
+    await durable(engine, pinned)
+    await engine.sessions.patch(pinned, pinned=True)
+    done = await engine.sessions.clear()
+    assert done["sessions"] == 1
+    assert done["freed_bytes"] > 0
+    [left] = await engine.sessions.list()
+    assert (left.session.id, left.ram.nbytes) == (pinned, 0)
+    assert left.disk.tokens == (len(left.leaves[0].ids),)
+    assert (await engine.sessions.clear(pinned=True))["sessions"] == 1
+    assert await engine.sessions.list() == []
+    assert engine.sessions.store.stats().runs == 0  # type: ignore[union-attr]
+    assert (await ask(engine, prompt(text(1, 256)))).cached_tokens == 0
+
+
+async def test_a_snapshot_goes_on_in_another_folder(toy, tmp_path):
+    """Under its own id, and under a new one where that is taken; other models refuse it."""
+    model, given = toy("llama"), prompt(text(1, 300), text(2, 10))
+    file = tmp_path / "snapshot"
+    async with started(model, tmp_path / "a") as engine:
+        await ask(engine, given, session="mine", title="T")
+        [listed] = await engine.sessions.list()
+        made = await engine.sessions.snapshot(listed.session.id)
+        file.write_bytes(b"".join(await asyncio.to_thread(list, made)))
+        assert file.stat().st_size == made.nbytes
+        again = await engine.sessions.restore(file, "copy")
+        assert again.session.id != listed.session.id
+        assert (again.session.name, again.session.label) == ("copy", None)
+    async with started(model, tmp_path / "b") as engine:
+        there = await engine.sessions.restore(file)
+        assert there.session.id == listed.session.id
+        assert (there.session.label, there.session.title) == ("mine", "T")
+        last = await ask(engine, prompt(text(1, 300), text(2, 10), text(3, 9)), session="mine")
+        assert last.restored_tokens >= 300
+        assert (await engine.sessions.get(there.session.id)).session.turns == 2
+    async with started(toy("qwen3_5"), tmp_path / "b") as engine:
+        assert [x.session.id for x in await engine.sessions.list()] == [listed.session.id]
+        with pytest.raises(SnapshotRefused):
+            await engine.sessions.restore(file)
+
+
+async def test_without_a_disk_there_are_sessions_and_no_snapshots(toy, tmp_path):
+    """Nothing of them reaches the folder."""
+    async with started(toy("llama"), tmp_path, disk="off") as engine:
+        await ask(engine, prompt(text(1, 100)), session="mine")
+        [listed] = await engine.sessions.list()
+        assert (listed.tier, listed.disk.nbytes) == ("ram", 0)
+        await engine.sessions.patch(listed.session.id, pinned=True)
+        with pytest.raises(Unsupported):
+            await engine.sessions.snapshot(listed.session.id)
+        with pytest.raises(Unsupported):
+            engine.sessions.incoming(0)
+        await engine.sessions.delete(listed.session.id)
+        assert (await ask(engine, prompt(text(1, 100)))).cached_tokens == 0
+    assert not list(tmp_path.rglob("*.sqlite"))
+
+
+async def test_a_call_raises_what_its_action_raises(engine: Engine):
+    """The MLX thread lives on, and after the end nobody waits for it."""
+    with pytest.raises(ZeroDivisionError):
+        await engine.call(lambda core: 1 / 0)
+    assert await engine.call(lambda core: 2) == 2
+    await engine.stop()
+    with pytest.raises(NotReady):
+        await engine.call(lambda core: 3)
+    with pytest.raises(NotReady):
+        await engine.sessions.list()
