@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 import time
@@ -90,11 +91,13 @@ def _chunks(fd: int, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
     if not hasattr(_mine, "buffer"):
         _mine.buffer = memoryview(bytearray(BUFFER_BYTES))
     buffer: memoryview = _mine.buffer
+    file = io.FileIO(fd, closefd=False)
+    file.seek(start)
     while start < stop:
         if hasattr(os, "posix_fadvise"):  # so that the disk reads on while this part is hashed
             os.posix_fadvise(fd, start, min(_AHEAD, stop - start), os.POSIX_FADV_WILLNEED)
         view = buffer[: min(BUFFER_BYTES, stop - start)]
-        count = os.preadv(fd, [view], start)
+        count = file.readinto(view)
         if not count:
             raise Malformed("it ends too early")
         yield start, view[:count]

@@ -163,6 +163,7 @@ class Database:
             f"wal_autocheckpoint={WAL_PAGES}",
             f"journal_size_limit={WAL_PAGES * 4096}",
             "temp_store=MEMORY",
+            "cache_spill=OFF",  # the log grows at commits only, when room has been made for it
             "foreign_keys=ON",
         ):
             connection.execute(f"PRAGMA {pragma}").fetchall()

@@ -18,12 +18,16 @@ from mlxcache.store.folder import CHECKPOINT, RUN, SUFFIX, TEMP_SUFFIX, Folder, 
 from mlxcache.store.index import Row
 from mlxcache.store.owner import alive
 from mlxcache.store.safetensors import Malformed
+from mlxcache.store.space import TOKEN_BYTES
 from mlxcache.store.verify import opened
 from mlxcache.types import Tokens
 
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+_ROW_BYTES = 2048
+"""What each of many new rows may add to the index and its log, beside tokens."""
+
 _NOT_DAMAGED = (
     sqlite3.SQLITE_PERM,
     sqlite3.SQLITE_BUSY,
@@ -82,6 +86,7 @@ def recover(core: Core) -> None:
             _drop_lost(core, connection, sizes)
             if strays:
                 _adopt_all(core, connection, strays)
+                _fit(core, connection, strays)
 
 
 def _open(folder: Folder) -> Database:
@@ -169,6 +174,14 @@ def _adopt_all(core: Core, connection: sqlite3.Connection, strays: list[tuple[st
     found.sort(key=lambda stray: (stray.row.kind == CHECKPOINT, stray.row.start))
     for stray in found:
         _adopt(connection, holders, stray)
+
+
+def _fit(core: Core, connection: sqlite3.Connection, strays: list[tuple[str, Path]]) -> None:
+    """Make room for all the new rows before they are written: the folder may be full to its cap."""
+    if core.space.limit is not None:
+        (tokens,) = connection.execute("SELECT ifnull(sum(stop - start), 0) FROM file").fetchone()
+        growth = TOKEN_BYTES * tokens + _ROW_BYTES * len(strays)
+        core.space.shrink(connection, max(0, core.space.limit - growth))
 
 
 def _read(kind: str, path: Path) -> _Stray:

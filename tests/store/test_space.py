@@ -117,6 +117,21 @@ def test_a_lower_cap_holds_from_the_start(folder):
         assert store.find(tokens(3000, 19)).length == 3000
 
 
+def test_the_cap_holds_while_a_lost_index_is_made_again(folder):
+    """Its rows need room of their own, of which there is little when the folder is full."""
+    with opened(folder) as store:
+        fill(store, range(80), 1000, 8)
+        runs = store.stats().runs
+    for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
+        (folder / name).unlink(missing_ok=True)
+    limit = on_disk(folder) + 200_000
+    with Sampler(folder) as sampler, opened(folder, limit) as store:
+        assert runs / 2 < store.stats().runs < runs
+        assert store.check() == []
+        fill(store, range(100, 105), 1000, 8)
+    assert sampler.most <= limit
+
+
 def test_what_cannot_fit_is_refused_and_costs_nothing(folder):
     """Nothing is evicted for it, and nothing is left of it."""
     with opened(folder, 4 * MB) as store:
