@@ -156,15 +156,14 @@ class SessionBook:
     async def _forget(self, namespace: str, leaf: Leaf) -> None:
         """Cut what only `leaf` needed."""
         ids = leaf.ids
-        needed = await self._booking.run(lambda: self._sessions.needed(namespace, ids))
-        if needed >= len(ids):
-            return
+        others = await self._booking.run(lambda: self._sessions.sharing(namespace, ids))
+        needed = max(others.values(), default=0)
         if namespace == self.namespace:
             await self.call(lambda core: forget(core.memory, ids, needed))
             await self.call(lambda core: unlearn(core, ids))
         if self.store is not None:
             seen = viewing(self.store, namespace)
-            await self._booking.run(lambda: forget_prefix(seen, ids, needed))
+            await self._booking.run(lambda: forget_prefix(seen, self._sessions, ids))
 
     async def clear(self, *, pinned: bool = False) -> dict[str, int]:
         """Empty both tiers and forget the sessions, pinned ones only if `pinned`.

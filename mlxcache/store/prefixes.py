@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from mlxcache.store import index
 from mlxcache.store.core import Core
+from mlxcache.store.found import Piece, Saved
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
@@ -25,18 +27,25 @@ def pin(store: Store, sessions: Sessions, id: str, *, pinned: bool) -> None:
     viewing(store, sessions.get(id).namespace).pin(id, paths)
 
 
-def forget_prefix(store: Store, ids: Tokens, keep: int) -> int:
-    """Remove the files that hold nothing but `ids` beyond the first `keep`; how many tokens went.
+def forget_prefix(store: Store, sessions: Sessions, ids: Tokens) -> int:
+    """Remove the files of `ids` that no session needs; how many went. Raises StoreError.
 
-    Files that build on them go too. A file that also holds what is to be kept stays whole.
-    Raises StoreError.
+    A file that also holds tokens of a session stays whole.
     """
+    others = sessions.sharing(store.namespace, ids)
+    needed = {file.id for leaf in others for file in _files(store, sessions.ids(leaf))}
+    gone = 0
+    for file in reversed(_files(store, ids)):
+        with store.database.read() as connection:
+            above = {row.id for row in index.below(connection, file.id)}
+        if not above & needed:
+            gone += store._core.drop(file.id, corrupt=False)
+    return gone
+
+
+def _files(store: Store, ids: Tokens) -> list[Piece | Saved]:
     found = store.find(ids, touch=False)
-    checkpoints = [saved.id for saved in found.checkpoints if saved.position > keep]
-    runs = [piece for piece in found.pieces if piece.first >= keep]
-    for id in (*checkpoints, *(piece.id for piece in reversed(runs))):
-        store._core.drop(id, corrupt=False)
-    return sum(piece.end - piece.start for piece in runs)
+    return [*found.pieces, *found.checkpoints]
 
 
 def delete_session(store: Store, sessions: Sessions, id: str) -> None:
@@ -44,8 +53,5 @@ def delete_session(store: Store, sessions: Sessions, id: str) -> None:
     session, leaves = sessions.get(id), sessions.leaves(id)
     store.pin(id, [])
     sessions.delete(id)
-    seen = viewing(store, session.namespace)
     for leaf in leaves:
-        needed = sessions.needed(session.namespace, leaf.ids)
-        if needed < len(leaf.ids):
-            forget_prefix(seen, leaf.ids, needed)
+        forget_prefix(viewing(store, session.namespace), sessions, leaf.ids)

@@ -107,12 +107,13 @@ def leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[
 
 def _leaf(db: sqlite3.Connection, row: tuple[Any, ...]) -> Leaf:
     id, session, kind, prompt, anchor, turns, used = row
-    return Leaf(id, session, kind, _ids(db, id), prompt, anchor, turns, used)
+    return Leaf(id, session, kind, ids(db, id), prompt, anchor, turns, used)
 
 
-def _ids(db: sqlite3.Connection, leaf: int) -> Tokens:
+def ids(db: sqlite3.Connection, leaf: int) -> Tokens:
+    """A leaf's token ids; none if it is gone."""
     rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
-    return np.frombuffer(b"".join(ids for (ids,) in rows), "<i4").astype(np.int32)
+    return np.frombuffer(b"".join(part for (part,) in rows), "<i4").astype(np.int32)
 
 
 def get(db: sqlite3.Connection, id: str) -> Session:

@@ -69,12 +69,18 @@ class Sessions:
         with self._database.read() as db:
             return [str(id) for (id,) in db.execute("SELECT id FROM sessions WHERE pinned")]
 
-    def needed(self, namespace: str, ids: Tokens) -> int:
-        """How many leading tokens of `ids` some session's leaf shares."""
+    def sharing(self, namespace: str, ids: Tokens) -> dict[int, int]:
+        """The leaves that begin as `ids` do, by their ids, and how many tokens they share."""
         query = "SELECT id FROM leaves WHERE namespace = ?"
         with self._database.read() as db:
             held = db.execute(query, (namespace,)).fetchall()
-            return max((rows.shared(db, leaf, ids) for (leaf,) in held), default=0)
+            found = {leaf: rows.shared(db, leaf, ids) for (leaf,) in held}
+        return {leaf: shared for leaf, shared in found.items() if shared}
+
+    def ids(self, leaf: int) -> Tokens:
+        """A leaf's token ids; none if it is gone."""
+        with self._database.read() as db:
+            return rows.ids(db, leaf)
 
     # -- changing ----------------------------------------------------------------------------
 

@@ -109,7 +109,9 @@ def test_ids_are_kept_in_parts_and_only_new_ones_are_written(sessions, monkeypat
         now = turn(text + tail, label="L")
         sessions.turn(now)
         assert sessions.leaves(id)[0].ids.tolist() == now.ids.tolist()
-        assert sessions.needed("n", now.ids) == len(now.ids)
+        [leaf] = sessions.sharing("n", now.ids)
+        assert sessions.sharing("n", now.ids) == {leaf: len(now.ids)}
+        assert sessions.ids(leaf).tolist() == now.ids.tolist()
     with sessions._database.read() as db:
         after = db.execute("SELECT start, ids FROM leaf_tokens ORDER BY start").fetchall()
     assert after[:4] == before[:4]
@@ -148,13 +150,13 @@ def test_names_and_pins_can_be_changed_and_taken_back(sessions):
 
 
 def test_deleting_leaves_no_rows_and_says_what_others_need(sessions):
-    """`needed` counts what other leaves share of the ids."""
+    """`sharing` counts what other leaves share of the ids."""
     id, other = (sessions.turn(turn(talk(n))) for n in (0, 500))
     ids = sessions.leaves(id)[0].ids
-    assert sessions.needed("n", ids) == len(ids)
+    assert sorted(sessions.sharing("n", ids).values()) == [len(HEAD), len(ids)]
     sessions.delete(id)
-    assert sessions.needed("n", ids) == len(HEAD)
-    assert sessions.needed("m", ids) == 0
+    assert list(sessions.sharing("n", ids).values()) == [len(HEAD)]
+    assert sessions.sharing("m", ids) == {}
     with pytest.raises(NotFound):
         sessions.get(id)
     assert [row.id for row in sessions.all()] == [other]
