@@ -34,12 +34,15 @@ def forget_prefix(store: Store, sessions: Sessions, ids: Tokens) -> int:
     """
     others = sessions.sharing(store.namespace, ids)
     needed = {file.id for leaf in others for file in _files(store, sessions.ids(leaf))}
-    gone = 0
-    for file in reversed(_files(store, ids)):
+    gone, left = 0, [file.id for file in _files(store, ids)]
+    while left:
+        id = left.pop()
         with store.database.read() as connection:
-            above = {row.id for row in index.below(connection, file.id)}
-        if not above & needed:
-            gone += store._core.drop(file.id, corrupt=False)
+            rows = index.below(connection, id)
+        if rows and not {row.id for row in rows} & needed:
+            gone += store._core.drop(id, corrupt=False)
+            # what it was built on may have stayed for its sake alone
+            left += [row.parent for row in rows if row.id == id and row.parent is not None]
     return gone
 
 

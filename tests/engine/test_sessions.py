@@ -145,7 +145,7 @@ async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine):
     assert await engine.call(lambda core: known(one.ids)) == HEAD
     store = engine.sessions.store
     assert store is not None
-    assert HEAD < store.find(one.ids, touch=False).length < len(begin.ids) + 64
+    assert HEAD <= store.find(one.ids, touch=False).length <= len(begin.ids)
     await engine.sessions.delete(first)
     assert await engine.call(lambda core: known(two.ids)) == 0
     assert store.stats().runs == store.stats().checkpoints == 0
