@@ -249,6 +249,19 @@ def test_check_reports_and_changes_nothing(folder):
         assert [problem.path for problem in store.check()] == [first]
 
 
+def test_an_index_of_other_tables_is_made_again(folder):
+    """As a flipped byte in SQLite's own description of them makes it."""
+    every = history(folder)
+    index = folder / "index.sqlite"
+    raw = index.read_bytes()
+    index.write_bytes(raw.replace(b"parent INTEGER,", b"parenT INTEGER,"))
+    assert index.read_bytes() != raw
+    with opened(folder) as store:
+        assert store.stats().quarantined == 1
+        for ids in every:
+            assert assert_right(store, ids).length == len(ids)
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_damaged_index_never_serves_wrong_content(tmp_path_factory, data):

@@ -176,6 +176,17 @@ def test_checkpoints_of_a_long_path_are_thinned(store):
     assert [saved.position for saved in assert_right(store, fork).checkpoints][-2:] == [6500, 7000]
 
 
+def test_checkpoints_stay_linked_as_others_go(store):
+    """Each follows the one before it on its path that is still there."""
+    ids = tokens(1000)
+    for position in range(100, 1001, 100):
+        store.write_checkpoint(ids[:position], snapshot(ids[:position]))
+    query = "SELECT stop, (SELECT stop FROM file AS f WHERE f.id = file.previous) FROM file"
+    with store.database.read() as connection:
+        linked = dict(connection.execute(query).fetchall())
+    assert linked == {100: None, 700: 100, 800: 700, 900: 800, 1000: 900}
+
+
 def test_a_path_keeps_its_newest_when_another_goes_on(store):
     """The four before a fork's end are of two paths."""
     ids = tokens(4000)
