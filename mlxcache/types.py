@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from mlxcache.image import ImageSpan
+
 Tokens = npt.NDArray[np.int32]
 """Token ids, shape (n,)."""
 
@@ -84,8 +86,9 @@ class Chat:
     """A conversation in the form that chat templates take, whichever API it came by.
 
     `messages` are OpenAI-shaped: `role` (system, developer, user, assistant, tool), `content`
-    (a string, always), and where they apply `reasoning_content`, `tool_calls` (each `{"id",
-    "type": "function", "function": {"name", "arguments": dict}}`), `tool_call_id`, `name`.
+    (a string; a user's that holds images is a list of strings and Images), and where they apply
+    `reasoning_content`, `tool_calls` (each `{"id", "type": "function", "function": {"name",
+    "arguments": dict}}`), `tool_call_id`, `name`.
     `tools` are `{"type": "function", "function": {"name", "description", "parameters"}}`.
     `template_args` go to the template as keyword arguments (`enable_thinking`, ...).
     `breakpoint` is the number of leading messages up to and with the last one that carries a
@@ -104,6 +107,9 @@ class Chat:
 class Prompt:
     """The token ids that one request renders to.
 
+    `ids` are what the cache knows the prompt by. Where `images` stand, they are less than 0 and
+    made from the image's digest, for two images of one size have the same tokens; `tokens` are
+    then those that the model is fed. Without images it is None: they are `ids`.
     `marks` are ascending token positions worth a checkpoint: the end of tools and system, of
     each message, and just before the generation prompt (the last one). `breakpoint` is the
     token position that `Chat.breakpoint` falls on, or None. `thinking_open`: the prompt ends
@@ -117,6 +123,13 @@ class Prompt:
     breakpoint: int | None = None
     thinking_open: bool = False
     generic_tools: bool = False
+    tokens: Tokens | None = None
+    images: tuple[ImageSpan, ...] = ()
+
+    @property
+    def fed(self) -> Tokens:
+        """The ids that the model is fed, shape (n,)."""
+        return self.ids if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +266,7 @@ class ModelInfo:
     architecture: str
     has_thinking: bool
     has_tools: bool
+    has_images: bool = False
     is_demo: bool = False
     created: int = 0
 

@@ -55,3 +55,11 @@ def toy_gemma3(toy: ToyMaker) -> Path:
 def toy_qwen3_5(toy: ToyMaker) -> Path:
     """Recurrent layers and full attention in turn."""
     return toy("qwen3_5")
+
+
+@pytest.fixture(scope="session")
+def toy_muse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Muse Spark, which takes images: sliding windows of 64 tokens and full attention in turn."""
+    from tests.muse.toy import make_muse
+
+    return make_muse(tmp_path_factory.mktemp("muse") / "muse")

@@ -37,7 +37,7 @@ def routes(deps: http.Deps) -> list[Route]:
 
     async def count_tokens(request: Request) -> Response:
         body = await http.read(request, wire.Conversation, deps)
-        chat, _ = to_chat(body, strict=False)
+        chat, _ = to_chat(body, strict=False, images=http.takes_images(deps))
         http.serving(deps)
         prompt = await deps.engine.render(chat)  # no session: a count is no turn of one
         return http.json_response({"input_tokens": len(prompt.ids)})
@@ -104,7 +104,7 @@ async def _events(
 
 
 async def _job(request: Request, body: wire.Request, deps: http.Deps) -> Job:
-    chat, tools = to_chat(body)
+    chat, tools = to_chat(body, images=http.takes_images(deps))
     http.serving(deps)
     session = _label(request, body)
     begun = time.perf_counter()

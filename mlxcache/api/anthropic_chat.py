@@ -13,6 +13,8 @@ from typing import Any
 from mlxcache.api import anthropic_wire as wire
 from mlxcache.api.anthropic_text import Reader, blocks, join, marked_by
 from mlxcache.api.anthropic_tools import Function, Toolbox
+from mlxcache.api.images import Inlet, Item
+from mlxcache.api.images import content as joined
 from mlxcache.api.thinking import recover
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import Chat
@@ -20,12 +22,18 @@ from mlxcache.types import Chat
 ID_PREFIX = "toolu_"
 """What tool call ids begin with on this API; chats have them without."""
 
+SHOWN_BELOW = "The result is an image; it follows."
+"""What stands for a tool's result that is nothing but an image."""
 
-def to_chat(body: wire.Conversation, *, strict: bool = True) -> tuple[Chat, tuple[Function, ...]]:
+
+def to_chat(
+    body: wire.Conversation, *, strict: bool = True, images: bool = False
+) -> tuple[Chat, tuple[Function, ...]]:
     """The chat that `body` asks for, and every tool that may be called, deferred ones included.
 
     A last message of the assistant's is to be continued. Where that cannot be (it ends in a tool
     call, in reasoning or in white space), `strict` raises BadRequest, else it is taken as closed.
+    `images`: the model takes them; if it does not, they are refused.
 
     Raises:
         Unsupported: something that would change the answer cannot be done.
@@ -34,7 +42,7 @@ def to_chat(body: wire.Conversation, *, strict: bool = True) -> tuple[Chat, tupl
     _refuse(body)
     try:
         tools = Toolbox(body.tools or ())
-        writer = _Writer(tools)
+        writer = _Writer(tools, Inlet(images))
         writer.begin(body)
         for i, message in enumerate(body.messages):
             writer.write(message, f"messages[{i}]")
@@ -96,10 +104,10 @@ def _continues(writer: _Writer, strict: bool) -> bool:
 class _Writer:
     """The messages so far, and how many of them the last cache_control mark covers."""
 
-    def __init__(self, tools: Toolbox):
+    def __init__(self, tools: Toolbox, inlet: Inlet):
         self.messages: list[dict[str, Any]] = []
         self.breakpoint: int | None = None
-        self._read = Reader(tools)
+        self._read = Reader(tools, inlet)
         self._names: dict[str, str] = {}
 
     def begin(self, body: wire.Conversation) -> None:
@@ -129,31 +137,38 @@ class _Writer:
             self.breakpoint = len(self.messages)
 
     def _user(self, content: wire.Content, where: str) -> None:
+        """Texts and images between tools' results, which keep their text; theirs come after all."""
         before = len(self.messages)
-        texts: list[str] = []
+        items: list[Item] = []
+        shown: list[Item] = []
         marked = False
         for at, block in blocks(content, where):
             if isinstance(block, wire.ToolResult):
-                self._put_texts(texts, marked)
-                texts, marked = [], False
-                self._tool_result(block, at)
+                self._put_items(items, marked)
+                items, marked = [], False
+                shown += self._tool_result(block, at)
             else:
-                texts.append(self._read.text(block, at))
+                items.append(self._read.item(block, at))
                 marked |= marked_by(block)
-        if before == len(self.messages) and not any(texts):
+        items = shown + items
+        if before == len(self.messages) and not any(items):
             self._put({"role": "user", "content": ""}, marked)
         else:
-            self._put_texts(texts, marked)
+            self._put_items(items, marked)
 
-    def _put_texts(self, texts: list[str], marked: bool) -> None:
-        if any(texts):
-            self._put({"role": "user", "content": join(texts)}, marked)
+    def _put_items(self, items: list[Item], marked: bool) -> None:
+        if any(items):
+            self._put({"role": "user", "content": joined(items, "\n\n")}, marked)
         elif marked:
             self.breakpoint = len(self.messages)
 
-    def _tool_result(self, block: wire.ToolResult, where: str) -> None:
-        texts, marked = self._read.texts(block.content or "", where)
-        content = join(texts)
+    def _tool_result(self, block: wire.ToolResult, where: str) -> list[Item]:
+        """Put a tool's result; its images are returned, for templates take none there."""
+        items, marked = self._read.items(block.content or "", where)
+        images = [item for item in items if not isinstance(item, str)]
+        content = join([item for item in items if isinstance(item, str)])
+        if images and not content:
+            content = SHOWN_BELOW
         id = block.tool_use_id.removeprefix(ID_PREFIX)
         message = {
             "role": "tool",
@@ -163,6 +178,7 @@ class _Writer:
         if id in self._names:
             message["name"] = self._names[id]
         self._put(message, marked or marked_by(block))
+        return [*images]
 
     def _assistant(self, content: wire.Content, where: str) -> None:
         texts: list[str] = []

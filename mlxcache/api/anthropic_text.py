@@ -1,7 +1,7 @@
-"""Content blocks as the text that stands for them in a message.
+"""Content blocks as the text that stands for them in a message, or as images.
 
 Text is itself. What only another server could run or read, such as a web search of an earlier
-conversation, is described as plainly as can be; an image is refused by `anthropic_wire.block`.
+conversation, is described as plainly as can be.
 """
 
 from __future__ import annotations
@@ -12,14 +12,28 @@ from typing import Any
 
 from mlxcache.api import anthropic_wire as wire
 from mlxcache.api.anthropic_tools import Toolbox
+from mlxcache.api.images import Inlet, Item
 from mlxcache.errors import BadRequest, Unsupported
 
 
 class Reader:
     """Reads blocks; a reference to a tool reads as that tool's description."""
 
-    def __init__(self, tools: Toolbox):
+    def __init__(self, tools: Toolbox, inlet: Inlet):
         self._tools = tools
+        self._inlet = inlet
+
+    def item(self, block: wire.Block, where: str) -> Item:
+        """One block's text, or its image. Raises as `text` does, Unsupported for what is no text
+        where the model takes no images."""
+        if isinstance(block, wire.Image) and self._inlet.served:
+            return self._inlet.source(block.source, where)
+        return self.text(block, where)
+
+    def items(self, content: wire.Content, where: str) -> tuple[list[Item], bool]:
+        """Each block's text or image, and whether any block carries a cache_control mark."""
+        found = list(blocks(content, where))
+        return [self.item(block, at) for at, block in found], any(marked_by(b) for _, b in found)
 
     def texts(self, content: wire.Content, where: str) -> tuple[list[str], bool]:
         """Each block's text, and whether any block carries a cache_control mark."""
@@ -49,6 +63,10 @@ class Reader:
                 text = f"[{name}] {_json(block.input)}"
             case wire.ServerToolResult():
                 text = self._server_result(block)
+            case wire.Image() if not self._inlet.served:
+                raise Unsupported(
+                    f"{where}: content of type 'image' is not supported.", param=where
+                )
             case _:
                 raise BadRequest(f"{where}: such a block cannot stand here.", param=where)
         return text

@@ -53,6 +53,11 @@ class ToolResult(Struct):
     cache_control: Any = None
 
 
+class Image(Struct):
+    source: Any = None
+    cache_control: Any = None
+
+
 class Source(Struct):
     type: str = ""
     data: str = ""
@@ -109,6 +114,7 @@ Block = (
     | ToolUse
     | ToolReference
     | ToolResult
+    | Image
     | Document
     | SearchResult
     | ServerToolUse
@@ -125,6 +131,7 @@ _BLOCKS: dict[str, type[Block]] = {
     "tool_use": ToolUse,
     "tool_reference": ToolReference,
     "tool_result": ToolResult,
+    "image": Image,
     "document": Document,
     "search_result": SearchResult,
     "server_tool_use": ServerToolUse,
@@ -204,7 +211,7 @@ def block(raw: RawBlock, where: str) -> Block:
     """One content block, read by its type. `where` is its path in the body, for errors.
 
     Raises:
-        Unsupported: the type is not one that can be rendered, such as an image.
+        Unsupported: the type is not one that can be rendered.
         BadRequest: there is no type, or a field is missing or of the wrong type.
     """
     kind = raw.get("type")

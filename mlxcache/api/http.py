@@ -193,6 +193,11 @@ def serving(deps: Deps) -> ModelInfo:
     raise NotReady("The model is still loading.", retry_after=5.0)
 
 
+def takes_images(deps: Deps) -> bool:
+    """Whether the model that is served takes images; False while there is none."""
+    return deps.engine.info is not None and deps.engine.info.has_images
+
+
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client goes away.
 

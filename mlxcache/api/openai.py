@@ -23,6 +23,7 @@ from mlxcache.api.http import (
     request_id,
     serving,
     session_label,
+    takes_images,
     while_connected,
 )
 from mlxcache.api.openai_reply import Frame, Reply, gather
@@ -84,7 +85,7 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
     """One reply to a conversation."""
     body = await read(request, ChatRequest, deps)
     wire.check(body)
-    chat = wire.to_chat(body)
+    chat = wire.to_chat(body, images=takes_images(deps))
     fields = _fields(deps, request, body) | {
         "tools": tuple(chat.tools) if wire.calls_wanted(body) else None,
         "parallel_tools": body.parallel_tool_calls is not False,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mlxcache.api.http import decode
+from mlxcache.api.images import Inlet, Item, content
 from mlxcache.api.openai_wire import (
     CalledFunction,
     ChatRequest,
@@ -25,6 +26,7 @@ from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import Chat, Prompt, Sampling, Tokens
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
 _HARMLESS: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {})
 _RESERVED_ARGS = frozenset(
     {
@@ -126,10 +128,14 @@ def max_tokens(body: Generation, default: int | None) -> int | None:
     return min(asked, _INT32)
 
 
-def to_chat(body: ChatRequest) -> Chat:
-    """The conversation, its tools and its template arguments."""
+def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
+    """The conversation, its tools and its template arguments.
+
+    Raises Unsupported for an image, unless the model takes `images`, and for other media.
+    """
+    inlet = Inlet(images)
     return Chat(
-        messages=[_message(m, i) for i, m in enumerate(body.messages)],
+        messages=[_message(m, i, inlet) for i, m in enumerate(body.messages)],
         tools=tuple(_tool(t, i) for i, t in enumerate(body.tools or ())),
         template_args=_template_args(body),
         continue_final=bool(body.continue_final_message),
@@ -178,9 +184,9 @@ def _tool(tool: Tool, index: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _message(message: Message, index: int) -> dict[str, Any]:
+def _message(message: Message, index: int, inlet: Inlet) -> dict[str, Any]:
     role = "tool" if message.role == "function" else message.role
-    out: dict[str, Any] = {"role": role, "content": _content(message, index)}
+    out: dict[str, Any] = {"role": role, "content": _content(message, index, inlet)}
     if message.name:
         out["name"] = message.name
     if role == "tool" and message.tool_call_id:
@@ -194,10 +200,18 @@ def _message(message: Message, index: int) -> dict[str, Any]:
     return out
 
 
-def _content(message: Message, index: int) -> str:
+def _content(message: Message, index: int, inlet: Inlet) -> str | list[Item]:
     if isinstance(message.content, list):
         where = f"messages[{index}].content"
-        return "".join(_text(p, f"{where}[{i}]") for i, p in enumerate(message.content))
+        shows = inlet.served and message.role == "user"
+        items: list[Item] = []
+        for i, part in enumerate(message.content):
+            at = f"{where}[{i}]"
+            if shows and part.type in _IMAGE_PARTS:
+                items.append(inlet.url(part.image_url or part.image, at))
+            else:
+                items.append(_text(part, at))
+        return content(items, "")
     return message.content or message.refusal or ""
 
 

@@ -17,11 +17,13 @@ Name = Annotated[str, Meta(min_length=1)]
 
 
 class Part(Struct):
-    """One part of a message's content; only those that hold text are served."""
+    """One part of a message's content: text, or an image for models that take one."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+    image: Any = None
 
 
 class CalledFunction(Struct):

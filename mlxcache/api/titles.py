@@ -30,10 +30,17 @@ def title_of(messages: Iterable[Mapping[str, Any]]) -> str | None:
     """
     for message in messages:
         if message.get("role") == "user":
-            title = title_of_text(str(message.get("content") or ""))
+            title = title_of_text(_written(message.get("content")))
             if title:
                 return title
     return None
+
+
+def _written(content: Any) -> str:
+    """A message's text, also beside images."""
+    if isinstance(content, list):
+        return " ".join(part for part in content if isinstance(part, str))
+    return str(content or "")
 
 
 def title_of_text(text: str) -> str | None:

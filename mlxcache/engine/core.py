@@ -13,14 +13,14 @@ import numpy as np
 
 from mlxcache.cache.budget import Budget
 from mlxcache.config import Settings, disk_limit, machine_bytes, ram_limit
-from mlxcache.engine import cost
+from mlxcache.engine import cost, images
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Task
-from mlxcache.errors import ModelError, StoreError
+from mlxcache.errors import BadRequest, ContextLengthExceeded, ModelError, StoreError
 from mlxcache.model import device, kv, wire
 from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.load import Loaded
@@ -28,6 +28,7 @@ from mlxcache.model.output import OutputParser
 from mlxcache.model.sampling import make_processors, make_sampler, top_logprobs
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.store import Store
+from mlxcache.types import Prompt
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -51,10 +52,12 @@ class Core:
         ticked: Callable[[], None],
     ):
         self.loaded = loaded
+        self._ram = settings.ram
         self.layout = kv.survey(loaded.model)
         for name in self.layout.unknown:
             log.warning("cache class %s is unknown: the model is served, nothing is cached", name)
         self.memory = Memory(self.layout, self._budget(settings))
+        self.images = self._make_images(settings)
         self.disk: Disk | None = None
         self.info = replace(loaded.info, context_length=self._longest(settings.ram))
         limits = Limits(
@@ -72,6 +75,47 @@ class Core:
             ended=ended,
             ticked=ticked,
         )
+        self.scheduler.prefill.images = self.images
+
+    def _make_images(self, settings: Settings) -> images.Images | None:
+        """What feeds images, with the memory for it set aside; None where there can be none."""
+        vision, budget = self.loaded.vision, self.memory.budget
+        if vision is None:
+            return None
+        found = images.measure(vision, self.transient)
+        if found is None:
+            log.warning("this model is fed the same whatever an image shows: text alone is served")
+            return None
+        largest = found.longest(self.transient, vision.most_tokens)
+        while largest and found.kept(largest, settings.prefill_chunk) > budget.limit // 8:
+            largest //= 2
+        if not largest or not budget.reserve("images", found.kept(largest, settings.prefill_chunk)):
+            log.warning("--ram %s has no room for images: text alone is served", settings.ram)
+            return None
+        return images.Images(vision, found, largest)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise BadRequest or ContextLengthExceeded for what can never be fed. In any thread."""
+        tokens, context = len(prompt.ids), self.info.context_length
+        if tokens == 0:
+            raise BadRequest("The prompt is empty.", param="prompt")
+        if tokens >= context:
+            own = self.loaded.info.context_length
+            why = f" (all that --ram {self._ram} has room for)" if context < own else ""
+            raise ContextLengthExceeded(
+                f"prompt is too long: {tokens} tokens > {context - 1} maximum{why}"
+            )
+        longest = max((span.end - span.start for span in prompt.images), default=0)
+        if self.images is not None and longest > self.images.largest:
+            raise BadRequest(
+                f"An image of {longest} tokens is too large: the memory budget (--ram) has room "
+                f"for one of {self.images.largest}.",
+                param="messages",
+            )
+        ids, vocabulary = prompt.fed, self.layout.vocab_size
+        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            # the CPU reads beyond the embedding table without a check
+            raise BadRequest(f"Token ids must be from 0 to {vocabulary - 1}.", param="prompt")
 
     def _budget(self, settings: Settings) -> Budget:
         """The budget by `--ram`, with what MLX's pool and forward passes take set aside."""
@@ -166,10 +210,10 @@ class Core:
             thinking_open=job.prompt.thinking_open,
             generic_tools=job.prompt.generic_tools,
             plain=job.raw,
-            prime=task.ids[-4:].tolist() if job.raw else (),
+            prime=task.fed[-4:].tolist() if job.raw else (),
         )
         processors = make_processors(job.sampling, len(task.ids))
-        context = mx.array(np.asarray(task.ids[:-1])) if processors else None
+        context = mx.array(np.asarray(task.fed[:-1])) if processors else None
         sampler = make_sampler(job.sampling, self.layout.vocab_size)
         task.row = Row(task, sampler, processors, context)
         if job.top_logprobs is not None:

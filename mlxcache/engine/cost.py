@@ -67,10 +67,11 @@ class Cost:
             self.rate = 0.7 * self.rate + 0.3 * tokens / seconds
 
 
-def _peak(feed: Callable[[], None]) -> int:
+def peak(run: Callable[[], object]) -> int:
+    """Bytes that MLX holds, at most, while `run` does, beyond those before it."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    feed()
+    run()
     return max(0, mx.get_peak_memory() - before)
 
 
@@ -92,7 +93,7 @@ def measure(model: Any, layout: Layout, room: int) -> Cost:
             model(chunk, cache=line.caches)
             kv.eval_states(line.caches)
 
-        return _peak(feed)
+        return peak(feed)
 
     probe(2, 0)
     began = time.perf_counter()

@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from mlxcache.config import Settings
@@ -18,8 +19,6 @@ from mlxcache.engine.sessions import SessionBook, open_book
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
 from mlxcache.errors import (
-    BadRequest,
-    ContextLengthExceeded,
     GenerationFailed,
     MlxcacheError,
     NotReady,
@@ -91,13 +90,16 @@ class Engine:
             assert self._core is not None
             loaded = self._core.loaded
             self._builder = PromptBuilder(
-                loaded.tokenizer, self.settings.chat_template_args, loaded.info.context_length
+                loaded.tokenizer,
+                self.settings.chat_template_args,
+                loaded.info.context_length,
+                loaded.vision if self._core.images else None,
             )
             self._book = await open_book(self._core, self.settings.cache_dir)
         except BaseException:
             self.state = "failed"
             raise
-        self.info = self._core.info
+        self.info = replace(self._core.info, has_images=self._builder.takes_images)
         self.state = "ready"
 
     def _spec(self) -> load.ModelSpec | None:
@@ -224,19 +226,7 @@ class Engine:
         return stream
 
     def _check(self, job: Job, core: Core) -> None:
-        tokens, context = len(job.prompt.ids), core.info.context_length
-        if tokens == 0:
-            raise BadRequest("The prompt is empty.", param="prompt")
-        if tokens >= context:
-            own = core.loaded.info.context_length
-            why = f" (all that --ram {self.settings.ram} has room for)" if context < own else ""
-            raise ContextLengthExceeded(
-                f"prompt is too long: {tokens} tokens > {context - 1} maximum{why}"
-            )
-        ids, vocabulary = job.prompt.ids, core.layout.vocab_size
-        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-            # the CPU reads beyond the embedding table without a check
-            raise BadRequest(f"Token ids must be from 0 to {vocabulary - 1}.", param="prompt")
+        core.check(job.prompt)
         validate(job.sampling, core.layout.vocab_size)
         waiting = sum(s.record.status == "queued" for _, s in self._live.values())
         if waiting >= self.settings.queue:

@@ -59,7 +59,7 @@ def solo(model: Any, task: Task, logits: mx.array | None) -> Lane:
     assert task.row is not None
     lineage = task.held.lineage
     decoder = Decoder(model, [task.row], lineage.caches)
-    decoder.start([int(task.ids[-1])], logits)
+    decoder.start([int(task.fed[-1])], logits)
     lineage.length += logits is None
     return Lane(decoder, [task])
 
@@ -165,7 +165,7 @@ class Lanes:
             return False
         while task.behind:
             at = lineage.length
-            piece = task.tokens()[at : at + CATCH_UP]
+            piece = task.fed_ids()[at : at + CATCH_UP]
             self.model(mx.array(piece)[None], cache=lineage.caches)
             kv.eval_states(lineage.caches)
             lineage.length += len(piece)
@@ -241,7 +241,7 @@ class Lanes:
             own = lane.decoder.alone(i, task.held.lineage.caches)
             (row,) = own.rows
             if row.processors:
-                row.context = mx.array(task.tokens())
+                row.context = mx.array(task.fed_ids())
             self.all.append(Lane(own, [task]))
         self.memory.budget.release("batch", lane.bytes)
         mx.clear_cache()

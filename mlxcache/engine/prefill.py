@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxcache.engine.cost import Cost
+from mlxcache.engine.images import Images
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
@@ -41,9 +42,15 @@ class Prefill:
         self.memory = memory
         self.cost = cost
         self.limits = limits
+        self.images: Images | None = None
 
     def next(self, tasks: list[Task]) -> Task:
-        """The shortest first; a task that was passed over gains two chunks each time."""
+        """The shortest first; a task that was passed over gains two chunks each time.
+
+        One that is in the middle of an image goes on until it is past it.
+        """
+        if self.images is not None and (holder := self.images.holder(tasks)) is not None:
+            return holder
         bonus = 2 * self.limits.prefill_chunk
         chosen = min(tasks, key=lambda t: t.remaining - bonus * t.skipped)
         for task in tasks:
@@ -73,13 +80,15 @@ class Prefill:
         return min(size, stop - at, task.remaining)
 
     def _feed(self, task: Task, size: int) -> mx.array | None:
-        lease, began = task.held, time.perf_counter()
+        lease = task.held
         lineage = lease.lineage
         at, last = lineage.length, size == task.remaining
         marked = at + size in task.stops
         whole = last and not marked and size < WITH_LAST and self._room_for_logits(size, at)
         end = at + size + whole
-        logits = self.model(mx.array(task.ids[at:end])[None], cache=lineage.caches)
+        images = self.images.inputs(task, at, end) if self.images else {}
+        began = time.perf_counter()
+        logits = self.model(mx.array(task.fed[at:end])[None], cache=lineage.caches, **images)
         kv.eval_states(lineage.caches, wait=not last or marked)
         lineage.length = end
         if not last:

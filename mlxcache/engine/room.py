@@ -177,7 +177,7 @@ class Room:
 
     def largest(self) -> int:
         """Bytes that a single request could have if nothing else were held."""
-        return self.budget.limit - sum(map(self._kind, ("transient", "pool", "pending")))
+        return self.budget.limit - sum(map(self._kind, ("transient", "pool", "pending", "images")))
 
     def clear(self) -> None:
         """Drop everything that no request uses."""

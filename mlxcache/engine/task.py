@@ -45,13 +45,18 @@ class Parser(Protocol):
 
 
 class Task:
-    """One request, from admission to its end."""
+    """One request, from admission to its end.
+
+    `ids` are the prompt's as the cache knows them, `fed` as the model does.
+    """
 
     def __init__(self, job: Job, push: Callable[[Event | BaseException], None], r: RequestRecord):
         self.job = job
         self.push = push
         self.record = r
         self.ids = job.prompt.ids
+        self.fed = job.prompt.fed
+        self.images = job.prompt.images
         self.out: list[int] = []
         self.limit = job.max_tokens or 0
         self.lease: Lease | None = None
@@ -90,8 +95,12 @@ class Task:
         return len(self.ids) + len(self.out) - self.held.lineage.length
 
     def tokens(self) -> Tokens:
-        """Prompt and reply so far, shape (n,)."""
+        """Prompt and reply so far, as the cache knows them, shape (n,)."""
         return np.concatenate([self.ids, np.asarray(self.out, np.int32)])
+
+    def fed_ids(self) -> Tokens:
+        """Prompt and reply so far, as the model is fed them, shape (n,)."""
+        return np.concatenate([self.fed, np.asarray(self.out, np.int32)])
 
     def phase(self, name: str, now: float | None = None) -> None:
         """Book the time from the last phase to `now` under `name`, in seconds."""

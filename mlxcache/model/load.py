@@ -22,6 +22,7 @@ from mlxcache.errors import ModelError
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.hub import Progress, display_name, resolve
 from mlxcache.model.markers import is_harmony, thinks
+from mlxcache.model.vision import Vision, load_vision
 from mlxcache.types import ModelInfo
 
 __all__ = ["Loaded", "ModelSpec", "Progress", "load", "resolve"]
@@ -70,13 +71,17 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run. `config` is config.json as mlx-lm reads it; `path` the folder."""
+    """A model ready to run. `config` is config.json as mlx-lm reads it; `path` the folder.
+
+    `vision` None: it takes no images.
+    """
 
     model: nn.Module
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     info: ModelInfo
     path: Path
+    vision: Vision | None = None
 
 
 def load(spec: ModelSpec, progress: Progress | None = None) -> Loaded:
@@ -94,7 +99,9 @@ def load(spec: ModelSpec, progress: Progress | None = None) -> Loaded:
     context_length(native_length(config), spec.context)  # refused before the weights are read
     model, config = _load_weights(spec, path)
     tokenizer = _load_tokenizer(spec, path, config, template)
-    return Loaded(model, tokenizer, config, _info(spec, path, model, tokenizer, config), path)
+    info = _info(spec, path, model, tokenizer, config)
+    vision = load_vision(model, tokenizer, config)
+    return Loaded(model, tokenizer, config, info, path, vision)
 
 
 def _checked_config(path: Path) -> dict[str, Any]:

@@ -13,8 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxcache.errors import BadRequest
+from mlxcache.image import Image
 from mlxcache.prompt.template import Message
 from mlxcache.prompt.traits import Traits
+
+Content = str | list[str | Image]
+"""A message's text, or its texts and images in order."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -87,12 +91,12 @@ class _Placed:
     def _last_role(self) -> str | None:
         return self.messages[-1]["role"] if self.messages else None
 
-    def _append(self, text: str) -> None:
+    def _append(self, text: Content) -> None:
         """Put a text after the last message's own."""
         last = self.messages[-1]
         self.messages[-1] = {**last, "content": _joined(last.get("content"), text)}
 
-    def _system(self, role: str, text: str) -> None:
+    def _system(self, role: str, text: Content) -> None:
         traits = self._traits
         role = role if traits.developer else "system"
         if len(self.messages) == 1 and self._last_role == role:
@@ -174,12 +178,14 @@ class _Placed:
         return _short(call_id) if self._traits.short_ids else call_id
 
 
-def _text(content: Any) -> str:
-    """Content as text: None is empty, a list of text parts is joined."""
+def _text(content: Any) -> Content:
+    """Content as text: None is empty, a list of text parts is joined; with images, it stays."""
     if isinstance(content, str):
         return content
     if content is None:
         return ""
+    if isinstance(content, list) and any(isinstance(part, Image) for part in content):
+        return content
     if isinstance(content, list | tuple):
         parts = (part.get("text") if isinstance(part, Mapping) else part for part in content)
         texts = list(parts)
@@ -188,8 +194,16 @@ def _text(content: Any) -> str:
     raise BadRequest("a message's content must be text", param="messages")
 
 
-def _joined(first: str | None, second: str, between: str = "\n\n") -> str:
-    return f"{first}{between}{second}" if first and second else first or second
+def _joined(first: Content | None, second: Content, between: str = "\n\n") -> Content:
+    if not first or not second:
+        return first or second
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}{between}{second}"
+    return [*_listed(first), between, *_listed(second)]
+
+
+def _listed(content: Content) -> list[str | Image]:
+    return [content] if isinstance(content, str) else content
 
 
 def _object(arguments: Any) -> Any:

@@ -10,6 +10,7 @@ from mlxcache.errors import ConfigError, ContextLengthExceeded, MlxcacheError
 from mlxcache.prompt.check import incremental_holds
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.images import Album, Pictures, with_images
 from mlxcache.prompt.marks import learn_openers, marks
 from mlxcache.prompt.recent import Anchors, Tokenised, Tokeniser
 from mlxcache.prompt.renderer import Rendered, Renderer
@@ -28,7 +29,8 @@ class PromptBuilder:
     What the template takes, and whether its tokenizer can work incrementally, is found out
     here, by rendering and encoding small conversations; that takes tens of milliseconds.
     `context`: the tokens that the model takes, if there is a limit. It spares tokenising what is
-    many times longer; what is a little too long is for others to refuse.
+    many times longer; what is a little too long is for others to refuse. `pictures`: what the model
+    has for images, if it takes any; `takes_images` tells whether its template does, too.
     `incremental`: only what changed since a session's last turn is tokenised.
     Raises ConfigError where `template_args` are not for the template, or break it.
     """
@@ -38,6 +40,7 @@ class PromptBuilder:
         tokenizer: ChatTokenizer,
         template_args: Mapping[str, Any] | None = None,
         context: int | None = None,
+        pictures: Pictures | None = None,
     ):
         args = dict(template_args or {})
         self._context = context
@@ -56,7 +59,9 @@ class PromptBuilder:
             normalize=_normalizer(tokenizer),
         )
         self.traits = probe(template, args)
-        self._renderer = Renderer(template, self.traits, escape, args)
+        self._album = Album(template, pictures, args)
+        self.takes_images = self._album.exists
+        self._renderer = Renderer(template, self.traits, escape, args, self._album)
         self._codec = Codec(tokenizer, added, controls, escape)
         anchors = Anchors(added, controls, normalizer=_normalizer(tokenizer) is not None)
         self._tokeniser = Tokeniser(self._codec, anchors, incremental=self._codec.direct)
@@ -91,13 +96,14 @@ class PromptBuilder:
         prompt = self._tokeniser.encode(rendered.text, session)
         generation = self._tokeniser.position(prompt, rendered.generation)
         placed = marks(prompt, self.openers, generation)
-        return Prompt(
+        made = Prompt(
             ids=prompt.ids,
             marks=placed,
             breakpoint=self._breakpoint(chat, prompt, generation),
             thinking_open=self._thinking(rendered, prompt, placed),
             generic_tools=bool(chat.tools) and not self.traits.tools,
         )
+        return with_images(made, self._album, rendered.images) if rendered.images else made
 
     def _refuse_too_long(self, text: str, param: str) -> None:
         if self._context is not None and self._codec.exceeds(text, self._context):

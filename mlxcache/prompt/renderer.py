@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
+from mlxcache.image import Image
 from mlxcache.prompt.adapt import adapt
 from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.images import Album, images_of
 from mlxcache.prompt.recent import common_prefix
 from mlxcache.prompt.template import RESERVED, Message, Template, too_deep
 from mlxcache.prompt.traits import NAME, SHORT_ID, TOOL, A, R, Traits, U
@@ -33,18 +35,28 @@ _KEPT = 64
 class Rendered:
     """A text with sentinels, and the character at which its generation prompt starts.
 
-    That is the text's length where there is none, as when a message is to be continued.
+    That is the text's length where there is none, as when a message is to be continued. `images`
+    are those that stand in it, in order.
     """
 
     text: str
     generation: int
+    images: tuple[Image, ...] = ()
 
 
 class Renderer:
     """Escapes, adapts and renders conversations. Safe in any thread."""
 
-    def __init__(self, template: Template, traits: Traits, escape: Escape, args: Mapping[str, Any]):
+    def __init__(
+        self,
+        template: Template,
+        traits: Traits,
+        escape: Escape,
+        args: Mapping[str, Any],
+        album: Album,
+    ):
         self._template, self._traits, self._escape, self._args = template, traits, escape, args
+        self._album = album
         self._generations: dict[str, str | None] = {}
 
     def render(self, chat: Chat) -> Rendered:
@@ -67,14 +79,15 @@ class Renderer:
             messages = self._messages(chat, len(chat.messages), tools)
         except RecursionError as error:
             raise too_deep() from error
+        images = tuple(images_of(messages))
         if chat.continue_final:
             text = self._open(messages, tools, args)
-            return Rendered(text, len(text))
+            return Rendered(text, len(text), images)
         text = self._text(messages, tools, args, generation=True)
         prompt = self._generation(str(messages[-1]["role"]), args)
         if prompt is not None and text.endswith(prompt):
-            return Rendered(text, len(text) - len(prompt))
-        return Rendered(text, self._shared(text, messages, tools, args))
+            return Rendered(text, len(text) - len(prompt), images)
+        return Rendered(text, self._shared(text, messages, tools, args), images)
 
     def shared(self, chat: Chat, leading: int, text: str) -> int:
         """The characters that a conversation's text shares with that of its leading messages.
@@ -164,4 +177,6 @@ class Renderer:
         self, messages: list[Message], tools: Any, args: Mapping[str, Any], *, generation: bool
     ) -> str:
         listed = tools if self._traits.tools else None
-        return self._template.render(messages, tools=listed, generation=generation, args=args)
+        shown, images = self._album.shown(messages)
+        text = self._template.render(shown, tools=listed, generation=generation, args=args)
+        return self._album.written_out(text, images)

@@ -132,9 +132,12 @@ def check_spec(kv: tuple[Place, ...], spec: Spec | None) -> None:
 
 
 def leaf_ids(raw: memoryview, description: Description, vocab_size: int | None) -> list[Tokens]:
-    """Each leaf's token ids from 0. Raises SnapshotRefused for ids that no model has."""
+    """Each leaf's token ids from 0. Raises SnapshotRefused for ids that no model has.
+
+    Those less than 0 stand for images; no model is ever fed them.
+    """
     own = np.frombuffer(raw, "<i4")
-    if own.min(initial=0) < 0 or (vocab_size and own.max(initial=0) >= vocab_size):
+    if vocab_size and own.max(initial=0) >= vocab_size:
         raise SnapshotRefused("The snapshot holds token ids that the model does not know.")
     found: list[Tokens] = []
     at = 0

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mlxcache.errors import MlxcacheError
+from mlxcache.image import Image
 from mlxcache.types import (
     Admitted,
     Chat,
@@ -182,10 +183,9 @@ class FakeEngine:
         self.sessions.append(session)
         if self.render_error:
             raise self.render_error
-        for message in chat.messages:
-            assert isinstance(message["content"], str)
-            message["content"].encode()  # as a tokenizer would
-        length = sum(1 + len(m["content"].split()) for m in chat.messages)
+        texts = [_text(message["content"], self.info) for message in chat.messages]
+        "".join(texts).encode()  # as a tokenizer would
+        length = sum(1 + len(text.split()) for text in texts)
         at = chat.breakpoint
         return Prompt(np.arange(length + 1, dtype=np.int32), breakpoint=at and min(at, length))
 
@@ -229,3 +229,11 @@ class FakeEngine:
     def request(self, id: str) -> RequestRecord | None:
         """By id."""
         return next((r for r in self.records if r.id == id), None)
+
+
+def _text(content: Any, info: ModelInfo | None) -> str:
+    """A message's text; an image is a word, where the model takes any."""
+    if info is not None and info.has_images and isinstance(content, list):
+        return " ".join("image" if isinstance(part, Image) else part for part in content)
+    assert isinstance(content, str)
+    return content

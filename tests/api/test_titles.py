@@ -3,6 +3,7 @@
 import pytest
 
 from mlxcache.api.titles import LONGEST, title_of, title_of_text
+from mlxcache.image import Image
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,12 @@ def test_the_first_message_with_words_of_a_person_gives_the_title():
     ]
     assert title_of(messages) == "Fix it"
     assert title_of(messages[:3]) is None
+
+
+def test_words_beside_an_image_are_the_title():
+    """An image has no words; without any, the next message is looked at."""
+    image = Image(b"x", b"y" * 32)
+    shown = {"role": "user", "content": ["Look at", image, "this"]}
+    assert title_of([shown]) == "Look at this"
+    bare = {"role": "user", "content": [image]}
+    assert title_of([bare, {"role": "user", "content": "And?"}]) == "And?"

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.images import Album
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.template import Template
 from mlxcache.prompt.traits import probe
@@ -21,7 +22,8 @@ FAMILIES = ("CHATML", "STRICT_SYSTEM", "LLAMA3", "GEMMA", "MISTRAL", "HOISTS")
 def make(source: str, **args: Any) -> tuple[Renderer, Escape]:
     template = Template(kinds.tokenizer("byte_level", source))
     escape = Escape([*CONTROL, *MARKS], MARKS[:2])
-    return Renderer(template, probe(template, args), escape, args), escape
+    album = Album(template, None, args)
+    return Renderer(template, probe(template, args), escape, args, album), escape
 
 
 def source_of(name: str) -> str:

@@ -173,6 +173,17 @@ def test_other_shapes_and_unknown_ids_are_refused(tmp_path: Path) -> None:
     assert read_snapshot(path, vocab_size=int(ids.max()) + 1)
 
 
+def test_ids_that_stand_for_an_image_come_back(tmp_path: Path) -> None:
+    """They are less than 0, as no token's id is."""
+    ids = ids_of(100)
+    ids[40:60] = ~ids[40:60]
+    save(store_in(tmp_path / "a"), ids)
+    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    store = store_in(tmp_path / "b")
+    restore(store, read_snapshot(path, vocab_size=int(ids.max()) + 1))
+    assert held(store, ids) == held(store_in(tmp_path / "a"), ids) > 60
+
+
 def test_what_does_not_fit_the_cap_is_refused_before_it_evicts(tmp_path: Path) -> None:
     ids = ids_of(3000)
     save(store_in(tmp_path / "a"), ids, step=3000)

@@ -1,0 +1,142 @@
+"""Feeding prompts that hold images: what the model sees in place of their tokens, and its cost.
+
+An image goes through the vision tower whole, when the first chunk that needs it is fed, and its
+rows are kept until the last such chunk is. MLX thread only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlxcache.engine.cost import SAFETY, peak
+from mlxcache.engine.task import Task
+from mlxcache.image import Image, ImageSpan
+from mlxcache.model.vision import Vision, encode
+
+SIDES = (224, 320, 448, 640, 896)
+"""Pixels on a side of the images that the vision tower is measured with."""
+
+MARGIN = 0.15
+"""Allowance over the growth that was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCost:
+    """What memory images take, measured on the model.
+
+    The vision tower at work on an image of `tokens` takes `peak` bytes; on n times as many tokens
+    n ** `growth` times that, where attention is materialised n squared. `row_bytes` are those of
+    one row that is kept, `pixel_bytes` those of one token's pixels.
+    """
+
+    tokens: int
+    peak: int
+    growth: float
+    row_bytes: int
+    pixel_bytes: int
+
+    def transient(self, tokens: int) -> int:
+        """Bytes that an image of so many tokens takes while its rows are made."""
+        times = tokens / self.tokens
+        # what grows faster than by the number of tokens is, below a measured point, under a line
+        return int(SAFETY * self.peak * times ** (self.growth if times > 1 else 1.0))
+
+    def longest(self, room: int, most: int) -> int:
+        """The tokens, at most `most`, of the longest image that `room` bytes are enough for."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.transient(middle) <= room else (low, middle - 1)
+        return low
+
+    def kept(self, tokens: int, chunk: int) -> int:
+        """Bytes for the rows of a chunk and of images that it begins and ends in, and pixels.
+
+        `tokens` are those of the longest image.
+        """
+        return self.row_bytes * (2 * tokens + 2 * chunk) + self.pixel_bytes * tokens
+
+
+def measure(vision: Vision, room: int) -> ImageCost | None:
+    """See what memory ever larger images take, while `room` bytes are surely enough.
+
+    None: this model is fed the same whatever they show.
+    """
+    noise = np.random.default_rng(0)
+    points: list[tuple[int, int]] = []
+    for side in SIDES:
+        if points and 4 * points[-1][1] > room:
+            break
+        data = encode(noise.integers(0, 256, (side, side, 3), dtype=np.uint8))
+        image = Image(data, hashlib.sha256(data).digest())
+        tokens = vision.text(image).count(vision.image_token)
+        points.append((tokens, peak(lambda image=image: vision.rows(image))))  # type: ignore[misc]
+        mx.clear_cache()
+    if not vision.sees(image):
+        return None
+    tokens, most = points[-1]
+    growth = 2.0
+    if len(points) == len(SIDES) and points[-2][0] < tokens:
+        (fewer, less) = points[-2]
+        growth = math.log(most / less) / math.log(tokens / fewer) + MARGIN
+    row_bytes = vision.embed(np.zeros(1, np.int32)).nbytes
+    pixel_bytes = vision.pixels(image).nbytes // tokens
+    return ImageCost(tokens, most, min(max(growth, 1.0), 2.0), row_bytes, pixel_bytes)
+
+
+class Images:
+    """The rows of the images that one task is being fed; there is room for one task's at a time.
+
+    `largest`: tokens of the longest image that there is memory for.
+    """
+
+    def __init__(self, vision: Vision, cost: ImageCost, largest: int):
+        self.vision = vision
+        self.cost = cost
+        self.largest = largest
+        self._task: Task | None = None
+        self._rows: dict[int, mx.array] = {}
+
+    def holder(self, tasks: Sequence[Task]) -> Task | None:
+        """The one of `tasks` that is in the middle of an image: its rows would be made again."""
+        return self._task if self._task in tasks else None
+
+    def inputs(self, task: Task, start: int, end: int) -> dict[str, mx.array]:
+        """What the model takes besides the ids of [start, end): nothing where no image stands.
+
+        Else its `input_embeddings`, shape (1, end - start, hidden).
+        """
+        spans = [s for s in task.images if s.start < end and start < s.end]
+        if self._task is not task:
+            self._rows.clear()
+        if not spans:
+            self._task = None
+            self._rows.clear()
+            return {}
+        parts: list[mx.array] = []
+        at = start
+        for span in spans:
+            first, last = max(span.start, start), min(span.end, end)
+            if at < first:
+                parts.append(self.vision.embed(task.fed[at:first]))
+            parts.append(self._span(span)[first - span.start : last - span.start])
+            at = last
+        if at < end:
+            parts.append(self.vision.embed(task.fed[at:end]))
+        embeddings = mx.concatenate(parts)[None]
+        mx.eval(embeddings)
+        unfinished = spans[-1].end > end
+        self._task = task if unfinished else None
+        self._rows = {s.start: self._rows[s.start] for s in spans[-1:] if unfinished}
+        return {"input_embeddings": embeddings}
+
+    def _span(self, span: ImageSpan) -> mx.array:
+        if span.start not in self._rows:
+            self._rows[span.start] = self.vision.rows(span.image)
+        return self._rows[span.start]

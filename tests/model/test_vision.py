@@ -1,0 +1,179 @@
+"""Images are decoded within limits, once, and become the rows that mlx-lm makes of them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.processors import load_processor
+from PIL import Image as Pillow
+
+from mlxcache.errors import BadRequest
+from mlxcache.image import Image
+from mlxcache.model import vision as module
+from mlxcache.model.load import Loaded, ModelSpec, load
+from mlxcache.model.vision import Vision, decode, load_vision
+from tests.muse.toy import image, picture
+
+
+@pytest.fixture(scope="module")
+def loaded(toy_muse: Path) -> Loaded:
+    return load(ModelSpec(str(toy_muse), trust_remote_code=True))
+
+
+@pytest.fixture
+def vision(loaded: Loaded) -> Vision:
+    """Nothing remembered yet."""
+    found = load_vision(loaded.model, loaded.tokenizer, loaded.config)
+    assert found is not None
+    return found
+
+
+def encoded(kind: str, mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> bytes:
+    file = io.BytesIO()
+    Pillow.new(mode, size, 1).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
+def test_what_both_apis_document_is_decoded(kind: str) -> None:
+    assert decode(encoded(kind)).shape == (30, 40, 3)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "I;16"])
+def test_any_colours_become_rgb(mode: str) -> None:
+    pixels = decode(encoded("PNG", mode))
+    assert (pixels.shape, pixels.dtype) == ((30, 40, 3), np.uint8)
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG file of a few bytes that says it is as large as that."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + checksum
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "cannot be read"),
+        (b"hello", "cannot be read"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot be read"),
+        (encoded("BMP"), "cannot be read"),
+        (encoded("PNG")[:60], "cannot be read"),
+        (bomb(10_000, 10_000), "too large"),
+        (bomb(60_000, 60_000), "cannot be read"),
+        (bomb(2**31 - 1, 1), "cannot be read|too large"),
+        (bomb(0, 5), "cannot be read"),
+        (bomb(6_000, 6_000), "cannot be read"),
+    ],
+)
+def test_what_cannot_be_an_image_is_a_bad_request(data: bytes, said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        decode(data)
+
+
+def test_any_damage_is_a_bad_request_or_an_image() -> None:
+    whole = picture(1)
+    noise = np.random.default_rng(3)
+    for _ in range(200):
+        data = bytearray(whole)
+        for at in noise.integers(0, len(data), 3):
+            data[at] ^= int(noise.integers(1, 256))
+        try:
+            assert decode(bytes(data)).ndim == 3
+        except BadRequest:
+            continue
+
+
+def test_text_has_a_token_for_each_row(vision: Vision) -> None:
+    for width, height, count in ((28, 28, 1), (140, 112, 20), (300, 50, 22), (1, 900, 33)):
+        shown = image(1, width, height)
+        text = vision.text(shown)
+        assert text == "<|image_start|>" + "<|patch|>" * count + "<|image_end|>"
+        assert vision.rows(shown).shape == (count, 64)
+
+
+def test_rows_are_those_that_mlx_lm_makes(vision: Vision, loaded: Loaded) -> None:
+    processor = load_processor(loaded.model, loaded.config)
+    shown = [image(1), image(2, 280, 84)]
+    text, pixels = processor("a<|patch|>b<|patch|>", images=[decode(i.data) for i in shown])
+    ids = mx.array(loaded.tokenizer.encode(text, add_special_tokens=False))
+    rows = loaded.model.embed_inputs(ids, pixel_values=pixels)
+    expected = rows[mx.array(np.flatnonzero(np.array(ids) == vision.token_id))]
+    assert text == f"a{vision.text(shown[0])}b{vision.text(shown[1])}"
+    got = mx.concatenate([vision.rows(i) for i in shown])
+    assert mx.allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_is_decoded_once_for_its_text_and_its_rows(
+    vision: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = []
+
+    def counted(data: bytes) -> Any:
+        decoded.append(data)
+        return decode(data)
+
+    monkeypatch.setattr(module, "decode", counted)
+    shown = image(1)
+    vision.text(shown)
+    vision.rows(shown)
+    vision.text(Image(shown.data, shown.digest))
+    assert len(decoded) == 1
+    vision.rows(shown)
+    assert len(decoded) == 2
+
+
+def test_little_is_remembered(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_TEXTS", 5)
+    monkeypatch.setattr(module, "KEPT_BYTES", 3 * 20 * 28 * 28 * 3 * 4)
+    for seed in range(12):
+        vision.text(image(seed))
+    assert len(vision._texts) == 5
+    assert len(vision._pixels) == 3
+    assert vision.rows(image(0)).shape == (20, 64)
+
+
+def test_an_image_that_the_processor_refuses_is_a_bad_request(vision: Vision) -> None:
+    vision._processor = lambda text, images: vision._fail()  # type: ignore[attr-defined]
+    vision._fail = lambda: (_ for _ in ()).throw(ValueError("no grid"))  # type: ignore[attr-defined]
+    data = picture(77)
+    with pytest.raises(BadRequest, match="takes no such image: no grid"):
+        vision.text(Image(data, hashlib.sha256(data).digest()))
+
+
+def test_a_text_model_has_no_vision(toy_llama: Path) -> None:
+    assert load(ModelSpec(str(toy_llama))).vision is None
+
+
+def test_without_pillow_text_is_served_and_the_log_says_what_to_install(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert load_vision(loaded.model, loaded.tokenizer, loaded.config) is None
+    assert "mlxcache[vision]" in caplog.text
+
+
+def test_a_model_that_cannot_be_fed_rows_is_a_text_model(
+    loaded: Loaded, toy_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llama = load(ModelSpec(str(toy_llama)))
+    config = {**llama.config, "vision_config": {"patch_size": 14}, "processor_type": "muse_spark"}
+    assert load_vision(llama.model, loaded.tokenizer, config) is None
+    assert "text alone" in caplog.text
+    caplog.clear()
+    assert load_vision(loaded.model, llama.tokenizer, loaded.config) is None
+    assert "no <|patch|>" in caplog.text

@@ -1,0 +1,207 @@
+"""Images in a prompt: where their tokens are, and that they stand for what the images show."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxcache.errors import BadRequest, GenerationFailed
+from mlxcache.image import Image, ImageSpan
+from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.prompt.images import Album, known_by
+from mlxcache.prompt.template import Template
+from mlxcache.types import Chat
+from tests.prompt import kinds, templates
+
+TOKEN, BEFORE, BEHIND = "[INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"
+_TEXT = "{{- m.content -}}"
+_PARTS = """{%- if m.content is string -%}{{- m.content -}}{%- else -%}{%- for part in m.content -%}
+{{- part.text if part.type == 'text' else ('[INST]' if TEST else '') -}}
+{%- endfor -%}{%- endif -%}"""
+
+
+def source(test: str = "part.type == 'image'", *, start: str = "") -> str:
+    return start + templates.chatml().replace(_TEXT, _PARTS.replace("TEST", test))
+
+
+GOLDEN = [100, 101, -1722689523, -1280443958, -1113952247, -1720832774, -72030972, 107, 108, 109]
+
+ALTERNATES = """\
+{%- for m in messages -%}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{- raise_exception('no') -}}{%- endif -%}
+{%- endfor -%}"""
+
+
+class Pictures:
+    """An image of n bytes has n tokens, between two marks."""
+
+    image_token = TOKEN
+
+    def __init__(self, token_id: int):
+        self.token_id = token_id
+
+    def text(self, image: Image) -> str:
+        if not image.data:
+            raise BadRequest("an empty image")
+        return BEFORE + TOKEN * len(image.data) + BEHIND
+
+
+def image(show: str, size: int = 5) -> Image:
+    return Image(b"x" * size, hashlib.sha256(show.encode()).digest())
+
+
+def user(*content: str | Image) -> dict[str, Any]:
+    return {"role": "user", "content": list(content)}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def make(template: str) -> PromptBuilder:
+    tokenizer = kinds.tokenizer("byte_level", template)
+    pictures = Pictures(tokenizer.get_added_vocab()[TOKEN])
+    return PromptBuilder(tokenizer, pictures=pictures)
+
+
+BUILDER = make(source())
+ALTERNATING = make(source(start=ALTERNATES))
+
+
+@pytest.mark.parametrize("test", ["part.type == 'image'", "part.type == 'image_url'", "true"])
+def test_whichever_form_the_template_knows_is_used(test: str) -> None:
+    builder = make(source(test))
+    assert builder.takes_images
+    (span,) = builder.chat(Chat([user("See ", image("a"), "?")])).images
+    assert span.end - span.start == 5
+
+
+@pytest.mark.parametrize("template", [templates.chatml(), source("false"), templates.GEMMA])
+def test_a_template_that_writes_no_image_takes_none(
+    template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    builder = make(template)
+    assert not builder.takes_images
+    assert "text alone" in caplog.text
+    with pytest.raises(BadRequest, match="no images"):
+        builder.chat(Chat([user("See ", image("a"))]))
+    assert builder.chat(Chat([{"role": "user", "content": "Hi"}])).tokens is None
+
+
+def test_the_model_is_fed_the_tokens_and_the_cache_knows_the_images() -> None:
+    prompt = BUILDER.chat(Chat([user("a ", image("1"), " b ", image("2", 3), " c")]))
+    tokens = BUILDER._codec.encode(
+        "<|im_start|>user\na "
+        + f"{BEFORE}{TOKEN * 5}{BEHIND} b {BEFORE}{TOKEN * 3}{BEHIND} c"
+        + "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt.fed.tolist() == tokens.tolist()
+    assert [s.end - s.start for s in prompt.images] == [5, 3]
+    patches = {i for s in prompt.images for i in range(s.start, s.end)}
+    around = {at for s in prompt.images for at in (s.start - 1, s.end)}
+    for i, (known, fed) in enumerate(zip(prompt.ids, prompt.fed, strict=True)):
+        assert (known < 0) == (i in patches | around)
+        assert known < 0 or known == fed
+    assert max(prompt.marks) < len(prompt.ids)
+
+
+def test_two_images_of_one_size_share_no_id() -> None:
+    one, other = (BUILDER.chat(Chat([user(image(show), "?")])) for show in "ab")
+    assert one.fed.tolist() == other.fed.tolist()
+    (span,) = one.images
+    inside = slice(span.start - 1, span.end + 1)
+    assert not (one.ids[inside] == other.ids[inside]).any()
+    assert np.array_equal(one.ids[span.end + 1 :], other.ids[span.end + 1 :])
+
+
+def test_the_ids_of_an_image_are_the_same_in_every_process() -> None:
+    """They are on disk, and there they have to be found again."""
+    ids = np.arange(100, 110, dtype=np.int32)
+    span = ImageSpan(3, 6, Image(b"", bytes(range(32))))
+    known = known_by(ids, [span])
+    assert known.tolist() == GOLDEN
+    assert ids.tolist() == list(range(100, 110))
+
+
+def test_images_side_by_side_keep_their_own_ids() -> None:
+    ids = np.full(8, 7, np.int32)
+    first, second = (Image(b"", bytes([i]) * 32) for i in (1, 2))
+    alone = known_by(ids, [ImageSpan(0, 4, first)])
+    both = known_by(ids, [ImageSpan(0, 4, first), ImageSpan(4, 8, second)])
+    assert (both < 0).all()
+    assert (alone[:5] < 0).all()
+    assert not (both[4:] == known_by(ids, [ImageSpan(0, 4, first)])[4:]).all()
+
+
+def test_the_token_in_a_persons_text_is_no_image() -> None:
+    prompt = BUILDER.chat(Chat([user(f"{TOKEN} is text, ", image("1"), f" also {TOKEN}")]))
+    (span,) = prompt.images
+    token = BUILDER._album._pictures.token_id  # type: ignore[union-attr]
+    assert np.count_nonzero(prompt.fed == token) == span.end - span.start == 5
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    turns=st.lists(
+        st.lists(st.sampled_from(["text ", TOKEN, "\n\n", image("a"), image("b", 2)]), min_size=1),
+        min_size=1,
+        max_size=5,
+    ),
+    alternates=st.booleans(),
+)
+def test_a_turn_up_to_its_last_mark_starts_the_next_turn(
+    turns: list[list[str | Image]], alternates: bool
+) -> None:
+    builder = ALTERNATING if alternates else BUILDER
+    messages: list[dict[str, Any]] = []
+    before = np.zeros(0, dtype=np.int32)
+    for turn in turns:
+        messages.append(user(*turn))
+        prompt = builder.chat(Chat(messages), "s")
+        assert prompt.ids[: len(before)].tolist() == before.tolist()
+        assert len(prompt.images) == sum(
+            isinstance(part, Image) for m in messages[::2] for part in m["content"]
+        )
+        before = prompt.ids[: prompt.marks[-1]]
+        messages.append(assistant("So."))
+
+
+def test_messages_that_a_template_wants_as_one_keep_their_images_in_order() -> None:
+    chat = Chat(
+        [user("a ", image("1")), user(image("2", 3), " b"), {"role": "user", "content": "c"}]
+    )
+    prompt = ALTERNATING.chat(chat)
+    assert [s.image for s in prompt.images] == [image("1"), image("2", 3)]
+
+
+def test_a_breakpoint_behind_an_image_is_behind_its_tokens() -> None:
+    messages = [user("a ", image("1")), assistant("b"), user("c")]
+    prompt = BUILDER.chat(Chat(messages, breakpoint=1))
+    assert prompt.breakpoint is not None
+    assert prompt.images[0].end < prompt.breakpoint < len(prompt.ids) - 5
+
+
+def test_an_image_where_the_template_leaves_it_out_is_a_bad_request() -> None:
+    builder = make(source("loop.first or messages | length == 1"))
+    with pytest.raises(BadRequest, match="no place for an image"):
+        builder.chat(Chat([user("a"), assistant("b"), user("c ", image("1"))]))
+
+
+def test_what_the_processor_refuses_is_a_bad_request() -> None:
+    with pytest.raises(BadRequest, match="an empty image"):
+        BUILDER.chat(Chat([user("a", Image(b"", b""))]))
+
+
+def test_tokens_that_are_not_where_they_should_be_are_an_error() -> None:
+    pictures = Pictures(9)
+    template = Template(kinds.tokenizer("byte_level", source()))
+    album = Album(template, pictures, {})
+    for ids in ([1, 9, 9, 1], [1, 9, 9, 9, 1], [1, 9, 9, 2, 9, 1], [1, 9, 9, 9]):
+        wanted = 4 if ids.count(9) == 3 and ids[-1] == 1 and 2 not in ids else 3
+        with pytest.raises(GenerationFailed):
+            album.place(np.array(ids, np.int32), [image("1", wanted)])
