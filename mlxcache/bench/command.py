@@ -16,13 +16,14 @@ from typing import Any
 
 from rich.console import Console
 
-from mlxcache.bench import checks, flags, models, report
+from mlxcache.bench import checks, flags, models, report, restart
 from mlxcache.bench.checks import Check
-from mlxcache.bench.client import Refused
+from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.measure import Plan, Results, play
 from mlxcache.bench.own import NoOwnTime, measuring
 from mlxcache.bench.process import (
     Launch,
+    Lives,
     NotStarted,
     Server,
     mlx_lm_server,
@@ -30,12 +31,12 @@ from mlxcache.bench.process import (
     running,
 )
 from mlxcache.bench.scenarios import SCENARIOS, Visit
-from mlxcache.bench.suite import MEMORY
+from mlxcache.bench.suite import DISK, MEMORY, RESTART
 from mlxcache.bench.text import Filler
-from mlxcache.errors import ModelError
+from mlxcache.errors import MlxcacheError
 from mlxcache.model.hub import resolve
 
-FAILURES = (NotStarted, NoOwnTime, ModelError, Refused, OSError, ValueError)
+FAILURES = (NotStarted, NoOwnTime, MlxcacheError, Refused, OSError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,14 @@ class Bench:
         scenarios = [name for name in SCENARIOS if name in self.options.names]
         if scenarios:
             self._speed(scenarios)
-        for name in MEMORY:
-            if name in self.options.names:
-                self._memory(name)
+        for names, measure in (
+            (MEMORY, self._memory),
+            (RESTART, self._restart),
+            (DISK, self._disk),
+        ):
+            for name in names:
+                if name in self.options.names:
+                    measure(name)
         self.found["checks"] = report.checks_json(self.checks)
         report.show_checks(self.console, self.checks)
 
@@ -124,6 +130,33 @@ class Bench:
             server = stack.enter_context(running(launch, model, self.folder, self.options.wait_s))
             held = check(server, Filler(model), kv_bytes)
         self.found.setdefault("memory", {})[name] = held.figures
+        self.checks += held.checks
+
+    def _restart(self, name: str) -> None:
+        model, options = self._model(RESTART[name]), self.options
+        filler = Filler(model)
+        launches = [self._ours(name), *options.launches]
+        with ExitStack() as stack, self.console.status(name) as status:
+            lives = [Lives(one, model, self.folder, options.wait_s) for one in launches]
+            for one in lives:
+                stack.callback(one.end)
+
+            def visit(client: Client, run: int) -> Visit:
+                seed = f"{self.folder.name}/{name}/{run}"
+                return Visit(client, filler, options.tokens, options.reply_tokens, seed)
+
+            rounds = restart.play(lives, options.runs, visit, status.update)
+        restart.show(self.console, rounds, name)
+        self.found.setdefault("restart", {})[name] = restart.as_json(rounds)
+        self.checks += restart.checks(rounds)
+
+    def _disk(self, name: str) -> None:
+        check, make = DISK[name]
+        model = self._model(make)
+        with self.console.status(name) as status:
+            held = check(model, self.folder / f"cache-{name}", self.options.runs, status.update)
+        report.show_figures(self.console, name, held.figures)
+        self.found.setdefault("disk", {})[name] = held.figures
         self.checks += held.checks
 
 

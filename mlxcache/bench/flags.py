@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mlxcache.bench.process import Launch, parse_against
-from mlxcache.bench.suite import NAMES
+from mlxcache.bench.suite import DEFAULT, NAMES
 
 Model = Annotated[
     str | None, typer.Option(metavar="PATH|HUB_ID", help="Default: a small one made on the spot.")
@@ -31,7 +31,10 @@ Against = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help=f"One of {', '.join(NAMES)}. Repeatable; default: all."),
+    typer.Option(
+        metavar="NAME",
+        help=f"One of {', '.join(NAMES)}. Repeatable; default: the first {len(DEFAULT)}.",
+    ),
 ]
 Keep = Annotated[
     bool,
@@ -57,8 +60,8 @@ def launches(against: Sequence[str]) -> list[Launch]:
 
 
 def names(only: Sequence[str]) -> Sequence[str]:
-    """What --only names, everything if nothing. Raises typer.BadParameter."""
+    """What --only names, the default if nothing. Raises typer.BadParameter."""
     unknown = [name for name in only if name not in NAMES]
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(NAMES)}")
-    return only or NAMES
+    return only or DEFAULT

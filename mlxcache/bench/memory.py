@@ -75,9 +75,9 @@ def watching(client: Client) -> Iterator[Watch]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a memory check found: its figures, for the report, and its bounds."""
+    """What a check of memory or of the disk tier found: figures for the report, and bounds."""
 
-    figures: dict[str, float]
+    figures: dict[str, Any]
     checks: Sequence[Check]
 
 

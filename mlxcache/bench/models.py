@@ -22,14 +22,37 @@ def for_speed(path: Path) -> Path:
     reply's end on, and not from somewhere within it.
     """
     make_bench_toy(path)
+    return _lonely_replies(path)
+
+
+def windowed(path: Path) -> Path:
+    """As `for_speed`, every other layer with a sliding window of 512 tokens."""
+    return _lonely_replies(_middling(path, "gemma3"))
+
+
+def recurrent(path: Path) -> Path:
+    """As `for_speed`, every other layer recurrent."""
+    return _lonely_replies(_middling(path, "qwen3_5"))
+
+
+def _middling(path: Path, family: str) -> Path:
+    return make_toy(
+        path, family, vocab_size=4096, hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32,
+        intermediate=768, context=131072, window=512,
+    )  # fmt: skip
+
+
+def _lonely_replies(path: Path) -> Path:
+    """Silence all tokens of the model in `path` but those of characters that no merge joins."""
     vocabulary: dict[str, int] = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab()
     kept = [vocabulary[letter] for letter in lonely(vocabulary)]
     weights = mx.load(str(path / "model.safetensors"))
     assert isinstance(weights, dict)
-    head = weights["lm_head.weight"]
+    (name,) = (name for name in weights if name.endswith("lm_head.weight"))
+    head = weights[name]
     silenced = mx.zeros_like(head)
     silenced[mx.array(kept)] = head[mx.array(kept)]
-    weights["lm_head.weight"] = silenced
+    weights[name] = silenced
     mx.eval(weights)
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     return path

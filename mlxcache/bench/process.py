@@ -110,6 +110,13 @@ class Server:
         while not self._over.wait(SAMPLE_S):
             self.peak_bytes = max(self.peak_bytes, self.resident())
 
+    def kill(self) -> None:
+        """End the whole process group at once, as kill -9 does."""
+        self._over.set()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
     def end(self) -> None:
         """Ask the whole process group to end, then make it."""
         self._over.set()
@@ -118,6 +125,37 @@ class Server:
                 os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
+
+
+class Lives:
+    """A launch of which one server runs at a time: begun, killed, begun again on the same files.
+
+    Each begins on a port of its own. Raises NotStarted where one does not start.
+    """
+
+    def __init__(self, launch: Launch, model: Path, logs: Path, wait_s: float):
+        self.name = launch.name
+        self._start = (launch, model, logs, wait_s)
+        self._stack = contextlib.ExitStack()
+        self._server: Server | None = None
+
+    @property
+    def server(self) -> Server:
+        """The one that runs, begun now if none does."""
+        if self._server is None:
+            self._server = self._stack.enter_context(running(*self._start))
+        return self._server
+
+    def kill(self) -> None:
+        """Kill the one that runs. The next use of `server` begins another."""
+        if self._server is not None:
+            self._server.kill()
+            self.end()
+
+    def end(self) -> None:
+        """End the one that runs."""
+        self._server = None
+        self._stack.close()
 
 
 @contextlib.contextmanager

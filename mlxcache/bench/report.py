@@ -48,26 +48,28 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=WIDTH)
 
 
-def _table(title: str, *left: str) -> Table:
+def table_of(title: str, *left: str) -> Table:
+    """An empty table with columns for names; figures get theirs from the caller."""
     return Table(*left, title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
 
 
 def _scenarios(results: Results, names: Sequence[str]) -> Table:
-    table = _table("Medians; × is ours by theirs, pair by pair", "scenario", "server")
+    table = table_of("Medians; × is ours by theirs, pair by pair", "scenario", "server")
     for title in (*FIGURES.values(), *COMPARED.values()):
         table.add_column(title, justify="right")
     for scenario in results.samples:
         for at, name in enumerate(names):
             middle_of = results.medians(scenario, name)
-            cells = [_cell(figure, middle_of.get(figure)) for figure in FIGURES]
+            cells = [cell(figure, middle_of.get(figure)) for figure in FIGURES]
             if name != OURS:
-                cells += [_ratio(results.ratio(scenario, figure, name)) for figure in COMPARED]
+                cells += [ratio(results.ratio(scenario, figure, name)) for figure in COMPARED]
             table.add_row("" if at else scenario, name, *cells)
         table.add_section()
     return table
 
 
-def _cell(figure: str, value: float | None) -> str:
+def cell(figure: str, value: float | None) -> str:
+    """A figure as people read it; its name tells its unit."""
     if value is None:
         return "-"
     if figure.endswith("_s"):
@@ -75,7 +77,8 @@ def _cell(figure: str, value: float | None) -> str:
     return f"{value:.0f}" if figure.endswith("_tokens") else f"{value:.1f}"
 
 
-def _ratio(value: float | None) -> str:
+def ratio(value: float | None) -> str:
+    """A ratio as people read it."""
     return "-" if value is None else f"{value:.2f}"
 
 
@@ -90,7 +93,7 @@ def megabytes(size: float) -> str:
 
 
 def _memory(servers: Sequence[Server]) -> Table:
-    table = _table("Resident memory", "server")
+    table = table_of("Resident memory", "server")
     table.add_column("at rest", justify="right")
     table.add_column("peak", justify="right")
     for server in servers:
@@ -99,7 +102,7 @@ def _memory(servers: Sequence[Server]) -> Table:
 
 
 def _timings(results: Results) -> Table:
-    table = _table("Where a warm turn's first token goes", "part")
+    table = table_of("Where a warm turn's first token goes", "part")
     table.add_column("median", justify="right")
     for name, value in overhead(results).items():
         table.add_row(name, milliseconds(value))
@@ -118,9 +121,27 @@ def overhead(results: Results) -> dict[str, float]:
     return {name: value for name, value in parts.items() if value is not None}
 
 
+def show_figures(console: Console, title: str, figures: Mapping[str, Any]) -> None:
+    """Print single figures by their names, which tell their units; lists are left out."""
+    table = table_of(title, "figure")
+    table.add_column("median", justify="right")
+    for name, value in figures.items():
+        if not isinstance(value, list):
+            table.add_row(name, _figure(name, value))
+    console.print(table)
+
+
+def _figure(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if "bytes" in name:
+        return megabytes(value) + ("/s" if name.endswith("_s") else "")
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
 def show_checks(console: Console, checks: Sequence[Check]) -> None:
     """Print each bound, and whether it holds."""
-    table = _table("Bounds", "bound")
+    table = table_of("Bounds", "bound")
     for title in ("measured", "asked", ""):
         table.add_column(title, justify="right")
     for check in checks:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from mlxcache.bench import budget, memory, models
 from mlxcache.bench.process import Server
+from mlxcache.bench.restore_speed import restore_speed
 from mlxcache.bench.scenarios import SCENARIOS
 from mlxcache.bench.text import Filler
+from mlxcache.bench.write_beside import write_beside
 
 MemoryCheck = Callable[[Server, Filler, float], memory.Held]
 
@@ -20,4 +22,21 @@ MEMORY: dict[str, tuple[MemoryCheck, Callable[[Path], Path], tuple[str, ...]]] =
 """Each on a server of its own, started with these flags besides, and where no model is named on
 one made for it."""
 
-NAMES = [*SCENARIOS, *MEMORY]
+RESTART: dict[str, Callable[[Path], Path]] = {
+    "restart": models.for_speed,
+    "restart_window": models.windowed,
+    "restart_recurrent": models.recurrent,
+}
+"""A conversation that goes on after kill -9, on the model made where none is named."""
+
+DiskCheck = Callable[[Path, Path, int, Callable[[str], None]], memory.Held]
+
+DISK: dict[str, tuple[DiskCheck, Callable[[Path], Path]]] = {
+    "restore_speed": (restore_speed, models.heavy),
+    "write_beside": (write_beside, models.heavy),
+}
+"""In this process: the model's folder, a folder to write in, repetitions, what tells of steps."""
+
+DEFAULT = [*SCENARIOS, *MEMORY, "restart", *DISK]
+NAMES = [*DEFAULT, *(name for name in RESTART if name not in DEFAULT)]
+"""What runs where nothing is named, and all that can be named."""

@@ -1,0 +1,130 @@
+"""An engine in this process with sessions of random KV: for what the disk tier alone costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlxcache.config import Settings
+from mlxcache.engine.core import Core
+from mlxcache.engine.disk import Disk
+from mlxcache.engine.engine import Engine
+from mlxcache.engine.memory import Memory
+from mlxcache.engine.ram import forget_all
+from mlxcache.engine.stream import Stream
+from mlxcache.types import Finished, Job, Prompt, Sampling, Tokens
+
+AT_ONCE = 1024
+"""Tokens whose random KV is made, to be repeated as often as it takes."""
+
+POLL_S = 0.002
+
+
+class Inside:
+    """An engine whose RAM tier is filled without computing. Call all from its event loop."""
+
+    def __init__(self, engine: Engine, core: Core, disk: Disk):
+        self.engine = engine
+        self.disk = disk
+        self.core = core
+        self._asked = 0
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model has."""
+        return self.core.layout.vocab_size
+
+    def tokens(self, nbytes: int, seed: int) -> Tokens:
+        """Random ids whose KV takes `nbytes` or a little more."""
+        count = -(-nbytes // self.core.layout.bytes_per_token)
+        return np.random.default_rng(seed).integers(0, self.vocabulary, count, np.int32)
+
+    async def put(self, ids: Tokens) -> None:
+        """Give the RAM tier random KV for `ids`, as a request that computed them leaves it."""
+        await self.engine.call(lambda core: _put(core.memory, ids))
+
+    async def mark(self, ids: Tokens) -> None:
+        """Have what RAM holds of `ids` written, as after a request's end."""
+
+        def begin(core: Core) -> None:
+            node = core.memory.tree.match(ids, touch=False).nodes[-1]
+            self.disk.persist.mark(node, ids, states=False)
+
+        await self.engine.call(begin)
+
+    async def written(self) -> None:
+        """Wait until nothing is on its way to disk."""
+        await self.until(lambda: not self.disk.busy)
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Wait for what other threads change; `reached` looks at it and does no more."""
+        while not reached():  # noqa: ASYNC110 - the MLX thread sets no asyncio.Event
+            await asyncio.sleep(POLL_S)
+
+    async def forget(self) -> None:
+        """Empty the RAM tier."""
+        await self.engine.call(forget_all)
+
+    async def clear(self) -> None:
+        """Empty both tiers."""
+        await self.engine.sessions.clear()
+
+    def files(self, ids: Tokens) -> Sequence[Path]:
+        """The files that hold `ids`, in their order."""
+        return [piece.path for piece in self.disk.store.find(ids, touch=False).pieces]
+
+    async def ask(self, ids: Tokens, max_tokens: int) -> Stream:
+        """Submit a request. Raises MlxcacheError."""
+        self._asked += 1
+        job = Job(f"bench-{self._asked}", Prompt(ids), Sampling(), max_tokens=max_tokens)
+        return await self.engine.submit(job)
+
+    def generated(self) -> int:
+        """Tokens that the requests which decode now have drawn so far."""
+        return sum(len(task.out) for lane in self.core.scheduler.lanes.all for task in lane.tasks)
+
+
+async def drained(stream: Stream) -> None:
+    """Read a stream to its end."""
+    async for event in stream:
+        if isinstance(event, Finished):
+            return
+
+
+@asynccontextmanager
+async def running_inside(model: Path, cache_dir: Path, ram: str) -> AsyncIterator[Inside]:
+    """An engine on `model` with a disk tier in `cache_dir`. Raises ModelError, ValueError.
+
+    ValueError: its KV cannot be made without computing, or it has no disk tier.
+    """
+    engine = Engine(Settings(model=str(model), cache_dir=cache_dir, ram=ram, disk="100GB"))
+    await engine.start()
+    try:
+        core = await engine.call(lambda core: core)
+        if core.disk is None or core.layout.opaque or not core.layout.cacheable:
+            raise ValueError(f"{model}: its KV alone is not what it caches, or it has no disk tier")
+        yield Inside(engine, core, core.disk)
+    finally:
+        await engine.stop()
+
+
+def _put(memory: Memory, ids: Tokens) -> None:
+    lease = memory.acquire(ids, 1)
+    if lease is None:
+        raise ValueError(f"--ram has no room for {len(ids)} tokens")
+    lineage, layout = lease.lineage, memory.layout
+    noise = [
+        [mx.random.normal((1, heads, AT_ONCE, dim)).astype(dtype) for heads, dim, dtype in spec]
+        for spec in layout.specs
+    ]
+    mx.eval(noise)
+    while lineage.length < len(ids):
+        count = min(AT_ONCE, len(ids) - lineage.length)
+        lineage.append([[array[..., :count, :] for array in slot] for slot in noise], count)
+    memory.commit(lease, ids, checkpoint=False)
+    memory.release(lease)

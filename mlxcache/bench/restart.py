@@ -1,0 +1,158 @@
+"""A server that is killed right after a reply and started again: what the next turn costs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from mlxcache.bench import report
+from mlxcache.bench.checks import Check
+from mlxcache.bench.client import Client, Refused, Reply
+from mlxcache.bench.measure import by, middle
+from mlxcache.bench.memory import size
+from mlxcache.bench.process import OURS, Lives, NotStarted
+from mlxcache.bench.scenarios import Visit
+
+LONG_S, SOONER = 10.0, 20.0
+"""Where a cold first token takes so long, one after a restart comes so many times sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A first turn, the next one, and after kill -9 and a new start the one after that.
+
+    Times are in seconds until the first text. Counts are of the turn after the restart, None where
+    the server does not tell: `restored_tokens` came from disk, `lost_tokens` are those of the first
+    turn, its reply included, that were not cached any more; 0 or less where all of it was.
+    """
+
+    cold_s: float
+    warm_s: float
+    again_s: float
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    restored_tokens: int | None
+    lost_tokens: int | None
+
+
+@dataclass(slots=True)
+class Rounds:
+    """All rounds by server, and what failed."""
+
+    taken: dict[str, list[Round]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def medians(self, server: str) -> dict[str, float | None]:
+        """The median of each figure; `sooner`: cold by restarted, within a round."""
+        rounds = self.taken[server]
+        found = {name: middle(getattr(one, name) for one in rounds) for name in _FIGURES}
+        return found | {"sooner": middle(by(one.cold_s, one.again_s) for one in rounds)}
+
+    def ratio(self, server: str) -> float | None:
+        """This server's first token after a restart, by the other's in the same round."""
+        pairs = zip(self.taken[OURS], self.taken[server], strict=False)
+        return middle(by(mine.again_s, other.again_s) for mine, other in pairs)
+
+
+_FIGURES = tuple(Round.__dataclass_fields__)
+_COLUMNS = {
+    "cold_s": "cold",
+    "warm_s": "warm",
+    "again_s": "restarted",
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "restored_tokens": "from disk",
+}
+
+
+def play(
+    lives: Sequence[Lives],
+    runs: int,
+    visit: Callable[[Client, int], Visit],
+    on_step: Callable[[str], None],
+) -> Rounds:
+    """So many rounds at each server, in turn. One that fails is left out from then on."""
+    rounds = Rounds({one.name: [] for one in lives})
+    out: set[str] = set()
+    for run in range(runs):
+        for one in [*lives[run % len(lives) :], *lives[: run % len(lives)]]:
+            if one.name in out:
+                continue
+            on_step(f"{run + 1}/{runs} restart {one.name}")
+            try:
+                rounds.taken[one.name].append(_round(one, visit(one.server.client, run)))
+            except (Refused, NotStarted) as error:
+                out.add(one.name)
+                rounds.failures.append(f"{one.name}, restart: {error}")
+    return rounds
+
+
+def _round(lives: Lives, visit: Visit) -> Round:
+    cold = visit.open("main")
+    talk = visit.talk("main")
+    warm = talk.ask(visit.words())
+    lives.kill()
+    talk.client = lives.server.client
+    again = talk.ask(visit.words())
+    cached = again.cached_tokens
+    return Round(
+        cold_s=cold.first_s,
+        warm_s=warm.first_s,
+        again_s=again.first_s,
+        prompt_tokens=again.prompt_tokens,
+        cached_tokens=cached,
+        restored_tokens=_restored(talk.client, again),
+        lost_tokens=None if cached is None else size(cold) - cached,
+    )
+
+
+def _restored(client: Client, reply: Reply) -> int | None:
+    """What our server says of a request; others have no such answer."""
+    if reply.request is None:
+        return None
+    with contextlib.suppress(Refused):
+        record: Mapping[str, Any] = client.get(f"/v1/requests/{reply.request}")
+        return int(record["restored_tokens"])
+    return None
+
+
+def checks(rounds: Rounds) -> list[Check]:
+    """The bounds that this server's rounds are held to."""
+    failed = sum(failure.startswith(f"{OURS},") for failure in rounds.failures)
+    found = [Check("restarts that failed here", failed, 0)]
+    mine = rounds.medians(OURS)
+    lost = max((one.lost_tokens or 0 for one in rounds.taken[OURS]), default=0)
+    found.append(Check("tokens of the turn before the last that a kill cost", lost, 0))
+    if (mine["cold_s"] or 0) >= LONG_S and mine["sooner"] is not None:
+        name = "first token after a restart, times sooner than cold"
+        found.append(Check(name, mine["sooner"], SOONER, least=True))
+    return found
+
+
+def show(console: Console, rounds: Rounds, title: str) -> None:
+    """Print the medians by server."""
+    table = report.table_of(f"{title}: killed after the second turn; first tokens", "server")
+    for name in (*_COLUMNS.values(), "sooner than cold", "× restarted"):
+        table.add_column(name, justify="right")
+    for server in rounds.taken:
+        found = rounds.medians(server)
+        cells = [report.cell(figure, found[figure]) for figure in _COLUMNS]
+        ratio = None if server == OURS else rounds.ratio(server)
+        table.add_row(server, *cells, report.ratio(found["sooner"]), report.ratio(ratio))
+    console.print(table)
+    for failure in rounds.failures:
+        console.print(failure, style="red", markup=False)
+
+
+def as_json(rounds: Rounds) -> dict[str, Any]:
+    """Every round, with the medians and the ratios to the other servers."""
+    return {
+        "medians": {server: rounds.medians(server) for server in rounds.taken},
+        "ratios": {server: rounds.ratio(server) for server in rounds.taken if server != OURS},
+        "rounds": {name: [asdict(one) for one in taken] for name, taken in rounds.taken.items()},
+        "failures": rounds.failures,
+    }

@@ -1,0 +1,103 @@
+"""How fast a prefix comes back from disk, by plain reading of the same files."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mlxcache.bench import pagecache
+from mlxcache.bench.checks import Check
+from mlxcache.bench.inside import Inside, drained, running_inside
+from mlxcache.bench.measure import middle
+from mlxcache.bench.memory import Held
+from mlxcache.types import Tokens
+
+TOTAL_BYTES = 1_100_000_000
+"""Of all files together."""
+
+LEAST = 0.70
+"""The rate of restoring, checksums and lookup included, by that of reading alone."""
+
+PATIENCE_S = 120.0
+
+
+def restore_speed(
+    model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int = TOTAL_BYTES
+) -> Held:
+    """Read `total` bytes of KV back `runs` times, and beside each time the files alone.
+
+    Restoring is timed from the moment a request is submitted to its admission: by then its prefix
+    was looked up, verified and copied into a lineage. Raises ValueError, MlxcacheError, OSError.
+    """
+    return asyncio.run(_play(model, folder, runs, on_step, total))
+
+
+async def _play(
+    model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int
+) -> Held:
+    async with running_inside(model, folder, ram=f"{4 * total + (2 << 30)}") as inside:
+        ids = inside.tokens(total, 1)
+        await inside.put(ids)
+        await inside.mark(ids)
+        await inside.written()
+        files = inside.files(ids)
+        nbytes = sum(file.stat().st_size for file in files)
+        plain, restored, how = [], [], pagecache.drop(files)
+        for run in range(runs):
+            for ours in (run % 2 == 0, run % 2 == 1):
+                on_step(f"{run + 1}/{runs} {'restoring' if ours else 'reading'}")
+                if ours:
+                    restored.append(await _restore(inside, ids, files, run))
+                else:
+                    pagecache.drop(files)
+                    plain.append(await asyncio.to_thread(_read, files))
+    return _held(nbytes, len(files), plain, restored, how)
+
+
+async def _restore(inside: Inside, ids: Tokens, files: Sequence[Path], run: int) -> float:
+    """Seconds to the admission of a request that goes on from `ids`."""
+    await inside.forget()
+    await inside.written()
+    more = np.random.default_rng(1000 + run).integers(0, inside.vocabulary, 8, np.int32)
+    pagecache.drop(files)
+    began = time.perf_counter()
+    stream = await inside.ask(np.concatenate([ids, more]), 1)
+    admitted = await stream.admitted(PATIENCE_S)
+    seconds = time.perf_counter() - began
+    if admitted is None or admitted.restored_tokens != len(ids):
+        raise ValueError(f"of {len(ids)} tokens on disk not all were restored: {admitted}")
+    await drained(stream)
+    await inside.written()
+    return seconds
+
+
+def _read(files: Sequence[Path]) -> float:
+    began = time.perf_counter()
+    pagecache.read(files)
+    return time.perf_counter() - began
+
+
+def _held(
+    nbytes: int, files: int, plain: list[float], restored: list[float], how: str | None
+) -> Held:
+    ratio = middle(a / b for a, b in zip(plain, restored, strict=True))
+    plain_s, restored_s = middle(plain), middle(restored)
+    assert ratio is not None
+    assert plain_s is not None
+    assert restored_s is not None
+    figures = {
+        "bytes": nbytes,
+        "files": files,
+        "plain_bytes_s": nbytes / plain_s,
+        "restored_bytes_s": nbytes / restored_s,
+        "ratio": ratio,
+        "page_cache": f"dropped by {how}" if how else "not dropped: no bound",
+        "plain_s": plain,
+        "restored_s": restored,
+    }
+    bound = Check("restoring, by plain reading of the same files", ratio, LEAST, least=True)
+    return Held(figures, [bound] if how else [])

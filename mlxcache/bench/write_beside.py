@@ -1,0 +1,144 @@
+"""How much of its pace a reply keeps while another session is being written to disk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxcache.bench.checks import Check
+from mlxcache.bench.inside import Inside, drained, running_inside
+from mlxcache.bench.measure import middle
+from mlxcache.bench.memory import Held
+from mlxcache.store.folder import write
+
+TOTAL_BYTES = 1_000_000_000
+LEAST = 0.9
+"""Tokens per second beside the store, by those beside a plain thread that writes as much."""
+
+REPLY_TOKENS, SETTLED_TOKENS = 16_000, 16
+"""The longest reply, and how many of its tokens are drawn before it is timed."""
+
+Work = Coroutine[Any, Any, None]
+
+
+@dataclass(slots=True)
+class Paces:
+    """Tokens per second, and seconds that the writing took, of each repetition."""
+
+    alone: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    store: list[float] = field(default_factory=list)
+    plain_s: list[float] = field(default_factory=list)
+    store_s: list[float] = field(default_factory=list)
+
+
+def write_beside(
+    model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int = TOTAL_BYTES
+) -> Held:
+    """Write a new session of `total` bytes `runs` times beside a reply, and as much plainly.
+
+    The plain thread writes files of the same sizes in the same way: made durable, then renamed.
+    Raises ValueError, MlxcacheError, OSError.
+    """
+    return asyncio.run(_play(model, folder, runs, on_step, total))
+
+
+async def _play(
+    model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int
+) -> Held:
+    paces, beside = Paces(), folder / "plain"
+    beside.mkdir(parents=True)
+    async with running_inside(model, folder, ram=f"{4 * total + (2 << 30)}") as inside:
+        on_step("0 the first session")
+        sizes = await _sizes(inside, total)
+        data = os.urandom(max(sizes))
+        for run in range(runs):
+            ids = inside.tokens(total, 10 + run)
+            await inside.put(ids)
+            for ours in (run % 2 == 0, run % 2 == 1):
+                on_step(f"{run + 1}/{runs} beside {'the store' if ours else 'a plain thread'}")
+                async with _decoding(inside, run):
+                    if not paces.store or not ours:
+                        paces.alone.append((await _pace(inside, asyncio.sleep(1.0)))[0])
+                    if ours:
+                        pace = await _pace(inside, _stored(inside, ids))
+                        paces.store.append(pace[0])
+                        paces.store_s.append(pace[1])
+                    else:
+                        pace = await _pace(inside, asyncio.to_thread(_plainly, beside, sizes, data))
+                        paces.plain.append(pace[0])
+                        paces.plain_s.append(pace[1])
+            await inside.clear()
+            for file in beside.iterdir():
+                file.unlink()
+    return _held(sum(sizes), len(sizes), paces)
+
+
+async def _sizes(inside: Inside, total: int) -> Sequence[int]:
+    """The sizes of the files that a session of `total` bytes becomes."""
+    ids = inside.tokens(total, 1)
+    await inside.put(ids)
+    await _stored(inside, ids)
+    sizes = [file.stat().st_size for file in inside.files(ids)]
+    await inside.clear()
+    return sizes
+
+
+async def _stored(inside: Inside, ids: Any) -> None:
+    await inside.mark(ids)
+    await inside.written()
+
+
+def _plainly(folder: Path, sizes: Sequence[int], data: bytes) -> None:
+    for number, size in enumerate(sizes):
+        write(folder / ".temp", folder / str(number), [memoryview(data)[:size]])
+
+
+@asynccontextmanager
+async def _decoding(inside: Inside, run: int) -> AsyncIterator[None]:
+    """A reply that goes on for as long as the block lasts."""
+    prompt = inside.tokens(32 * inside.core.layout.bytes_per_token, 500 + run)
+    stream = await inside.ask(prompt, REPLY_TOKENS)
+    reading = asyncio.ensure_future(drained(stream))
+    await inside.until(lambda: inside.generated() >= SETTLED_TOKENS or reading.done())
+    try:
+        yield
+        if reading.done():
+            raise ValueError("the reply ended before the writing did")
+    finally:
+        await stream.aclose()
+        await reading
+        await inside.written()
+
+
+async def _pace(inside: Inside, work: Work) -> tuple[float, float]:
+    """Tokens per second while `work` is done, and the seconds that it took."""
+    before, began = inside.generated(), time.perf_counter()
+    await work
+    seconds = time.perf_counter() - began
+    return (inside.generated() - before) / seconds, seconds
+
+
+def _held(nbytes: int, files: int, paces: Paces) -> Held:
+    ratio = middle(a / b for a, b in zip(paces.store, paces.plain, strict=True))
+    assert ratio is not None
+    figures = {
+        "bytes": nbytes,
+        "files": files,
+        "alone_tokens_s": middle(paces.alone),
+        "beside_plain_tokens_s": middle(paces.plain),
+        "beside_store_tokens_s": middle(paces.store),
+        "plain_bytes_s": nbytes / (middle(paces.plain_s) or 1),
+        "store_bytes_s": nbytes / (middle(paces.store_s) or 1),
+        "ratio": ratio,
+        "store": paces.store,
+        "plain": paces.plain,
+    }
+    name = "tokens/s beside a session being written, by those beside a plain writer"
+    return Held(figures, [Check(name, ratio, LEAST, least=True)])
