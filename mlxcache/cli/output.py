@@ -115,10 +115,11 @@ def log_line(record: RequestRecord) -> str:
     steps = record.generated_tokens - 1
     speed = f"{steps / decode:.1f} tok/s" if decode and steps > 0 else "- tok/s"
     end = record.finish_reason if record.status == "done" else record.status
+    restored = f" ({record.restored_tokens} from disk)" if record.restored_tokens else ""
     fields = [
         f"session {(record.session or '-')[-8:]}",
         f"prompt {record.prompt_tokens}",
-        f"cached {record.cached_tokens}",
+        f"cached {record.cached_tokens}" + restored,
         f"fed {record.fed_tokens}",
         f"first token {'-' if first is None else f'{first:.2f} s'}",
         speed,

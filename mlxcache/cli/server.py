@@ -80,8 +80,8 @@ async def _serve(
             await _end(server, serving, engine)
             raise
     if loaded and engine.info is not None:
-        ram = engine.figures()["ram"]["limit_bytes"]
-        welcome(console, url, engine.info, ram, has_key=settings.api_key is not None)
+        has_key = settings.api_key is not None
+        welcome(console, url, engine.info, engine.figures(), has_key=has_key)
         warming = asyncio.create_task(warm_files(engine, settings.warm))
         await stop.wait()
         warming.cancel()

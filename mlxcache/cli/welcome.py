@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -12,12 +15,16 @@ from mlxcache.model.demo import DEMO_NOTICE
 from mlxcache.types import ModelInfo
 
 
-def welcome(console: Console, url: str, info: ModelInfo, ram_bytes: int, *, has_key: bool) -> None:
-    """Print the address, the model, its context, the budget, and the lines to paste.
+def welcome(
+    console: Console, url: str, info: ModelInfo, figures: Mapping[str, Any], *, has_key: bool
+) -> None:
+    """Print the address, the model, its context, the budgets, and the lines to paste.
+
+    `figures` are what `GET /v1/cache` says.
 
     The lines stand outside of any frame, each unbroken, so that a copy of one is the command.
     """
-    facts = _facts(url, info, ram_bytes)
+    facts = _facts(url, info, figures)
     if console.is_terminal:
         console.print(Panel.fit(facts, title="mlxcache", padding=(0, 2)), soft_wrap=False)
     else:
@@ -34,7 +41,8 @@ def welcome(console: Console, url: str, info: ModelInfo, ram_bytes: int, *, has_
     console.print()
 
 
-def _facts(url: str, info: ModelInfo, ram_bytes: int) -> Text:
+def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any]) -> Text:
+    ram, disk = figures["ram"]["limit_bytes"], figures["disk"]
     context = f"{info.context_length:,} tokens"
     if info.context_length < info.max_context_length:
         context += f" (the model has {info.max_context_length:,})"
@@ -42,7 +50,14 @@ def _facts(url: str, info: ModelInfo, ram_bytes: int) -> Text:
         ("Address", url),
         ("Model", info.id),
         ("Context", context),
-        ("RAM", f"{format_size(ram_bytes)}, beside the model's {format_size(info.weights_bytes)}"),
+        ("RAM", f"{format_size(ram)}, beside the model's {format_size(info.weights_bytes)}"),
+        ("Disk", _disk(disk["used_bytes"], disk["limit_bytes"])),
     )
     text = Text("\n").join(Text.assemble((f"{name:<9}", "bold"), value) for name, value in lines)
     return text.append(f"\n\n{DEMO_NOTICE}", "yellow") if info.is_demo else text
+
+
+def _disk(used: int, limit: int) -> str:
+    if not limit:
+        return "off: what was computed ends with the server"
+    return f"{format_size(limit)}, {format_size(used)} of it used"
