@@ -235,6 +235,26 @@ async def test_penalties_count_real_tokens(client: Client) -> None:
     assert warm.cached > 0
 
 
+async def test_an_image_passes_the_vision_tower_once_whoever_else_is_fed(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are kept from chunk to chunk, and only as long."""
+    images = client.engine._core.images  # type: ignore[union-attr]
+    assert images is not None
+    made: list[bytes] = []
+    rows = images.vision.rows
+
+    def counted(shown: Image) -> mx.array:
+        made.append(shown.digest)
+        return rows(shown)
+
+    monkeypatch.setattr(images.vision, "rows", counted)
+    shown = [image(i, 420, 392 + 28 * i) for i in range(3)]
+    await asyncio.gather(*(client.ask(user("Look: ", one, " Well?")) for one in shown))
+    assert sorted(made) == sorted(one.digest for one in shown)
+    assert images._rows == {}
+
+
 async def test_ids_below_zero_are_refused_where_no_image_stands(client: Client) -> None:
     job = Job("x", Prompt(np.array([5, -7, 9], np.int32)))
     with pytest.raises(BadRequest, match="Token ids"):
