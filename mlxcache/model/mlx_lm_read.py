@@ -125,6 +125,8 @@ class _Reader:
         if len(lengths) > 1:
             raise SnapshotRefused("The prompt cache's layers are not equally long.")
         length = lengths.pop() if lengths else 0
+        if length < 0:
+            raise SnapshotRefused("The prompt cache has a negative length.")
         slots = [
             self._linear(slot, key, length, spec)
             for (slot, key), spec in zip(linear, self._layout.specs, strict=True)

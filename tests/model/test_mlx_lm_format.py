@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -93,6 +94,13 @@ def test_mlx_lm_goes_on_from_our_file(
     assert greedy(model, MORE, caches) == greedy(model, np.concatenate([ids, MORE]))
 
 
+def test_a_file_holds_slices_and_no_room_for_more(toy_llama: Path, tmp_path: Path) -> None:
+    model = mlx_lm.load(str(toy_llama))[0]
+    path = written(tmp_path / "p.safetensors", model, random_ids(100))
+    kv_bytes = 100 * kv.survey(model).bytes_per_token
+    assert kv_bytes < path.stat().st_size < kv_bytes + 5000
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
 def test_the_command_goes_on_from_our_file(toy: ToyMaker, family: str, tmp_path: Path) -> None:
     folder = toy(family)
@@ -171,6 +179,9 @@ def test_other_weights_or_tokens_are_noticed(toy: ToyMaker, tmp_path: Path) -> N
     assert agrees(model, layout, found, ids)
     assert not agrees(other, layout, found, ids)
     assert not agrees(model, layout, found, ids[:-1])
+    own = read_prompt_cache(written(tmp_path / "own", model, ids), layout, mx.cpu)
+    assert agrees(model, layout, own, ids)
+    assert not agrees(other, layout, own, ids)
     for at in (0, 70, 1500, 1999):
         wrong = ids.copy()
         wrong[at] += 1
@@ -204,6 +215,30 @@ def test_options_that_make_other_caches_are_named(
     save_prompt_cache(str(path), caches, {"model": "toy"})
     with pytest.raises(SnapshotRefused, match=f"made with {option}"):
         read_prompt_cache(path, kv.survey(model), mx.cpu)
+
+
+def test_lengths_that_contradict_each_other_are_refused(toy_llama: Path, tmp_path: Path) -> None:
+    model = mlx_lm.load(str(toy_llama))[0]
+    layout = kv.survey(model)
+    path = tmp_path / "p.safetensors"
+    for offsets in ([30, 30, 30, 29], [300] * 4, [-1] * 4):
+        caches = make_prompt_cache(model)
+        model(mx.array(random_ids(30)[None]), cache=caches)
+        for cache, offset in zip(caches, offsets, strict=True):
+            cache.offset = offset
+        save_prompt_cache(str(path), caches, {"model": "toy"})
+        with pytest.raises(SnapshotRefused):
+            read_prompt_cache(path, layout, mx.cpu)
+    written(path, model, random_ids(30))
+    arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)  # type: ignore[misc]
+    metadata["0.mlxcache_ids"] = base64.b64encode(bytes(4 * 29)).decode()
+    mx.save_safetensors(str(path), arrays, metadata)
+    with pytest.raises(SnapshotRefused, match="equally long"):
+        read_prompt_cache(path, layout, mx.cpu)
+    arrays["0.2"] = mx.zeros(1 << 20, mx.int32)
+    mx.save_safetensors(str(path), arrays, metadata)
+    with pytest.raises(SnapshotRefused, match="version"):
+        read_prompt_cache(path, layout, mx.cpu)
 
 
 def test_other_models_are_refused(toy: ToyMaker, tmp_path: Path) -> None:

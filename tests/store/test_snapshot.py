@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxcache.errors import DiskFull, Gone, SnapshotRefused, StoreError
-from mlxcache.store import snapshot_plan, snapshot_read
+from mlxcache.store import snapshot_check, snapshot_plan, snapshot_read
 from mlxcache.store.snapshot import Snapshot, export, format_of, read_snapshot, restore
 from tests.store.session_of import (
     NAMESPACE,
@@ -182,6 +182,34 @@ def test_ids_that_stand_for_an_image_come_back(tmp_path: Path) -> None:
     store = store_in(tmp_path / "b")
     restore(store, read_snapshot(path, vocab_size=int(ids.max()) + 1))
     assert held(store, ids) == held(store_in(tmp_path / "a"), ids) > 60
+
+
+@pytest.mark.parametrize("limit", ["_MOST_ROW", "MOST_STATE_BYTES"])
+def test_what_is_read_as_a_whole_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    ids = ids_of(100)
+    save(store_in(tmp_path / "a"), ids, states=[100])
+    path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    monkeypatch.setattr(snapshot_check, limit, {"_MOST_ROW": 91, "MOST_STATE_BYTES": 74}[limit])
+    with pytest.raises(SnapshotRefused):
+        read_snapshot(path)
+    monkeypatch.setattr(snapshot_check, limit, {"_MOST_ROW": 92, "MOST_STATE_BYTES": 75}[limit])
+    assert read_snapshot(path)
+
+
+def test_kv_whose_prefix_was_evicted_meanwhile_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = store_in(tmp_path / "a")
+    main, agent = ids_of(300), ids_of(300, 1, head=ids_of(300)[:200])
+    save(a, main)
+    save(a, agent)
+    find = a.find
+    monkeypatch.setattr(a, "find", lambda ids: find(ids[:100] if ids is main else ids))
+    made = export(a, session(main, agent))
+    write(tmp_path / "s", made)
+    assert [leaf.rows for leaf in read_snapshot(tmp_path / "s").description.leaves] == [100, 0]
 
 
 def test_what_does_not_fit_the_cap_is_refused_before_it_evicts(tmp_path: Path) -> None:
