@@ -14,13 +14,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import mlx.core as mx
-
 from mlxcache.cache.tree import Node, PrefixTree
 from mlxcache.errors import NotAnchored, StoreError
 from mlxcache.model import wire
 from mlxcache.model.kv import Layout, State
-from mlxcache.model.lineage import Span
+from mlxcache.model.lineage import Span, token_major
 from mlxcache.store.digests import BLOCK, Chain, Chains
 from mlxcache.store.writer import Job, Writer
 from mlxcache.types import Tokens
@@ -183,7 +181,7 @@ class Persist:
             path.at, path.states = len(path.ids), []
             return None
         within = [(owner, max(start, a), b) for owner, a, b in spans if b > start]
-        arrays = _token_major(self.layout, within)
+        arrays = token_major(self.layout, within)
         path.at = end
         self.known.update(path.chain.whole[start // BLOCK + 1 : end // BLOCK + 1])
         tensors = wire.run_tensors(arrays)
@@ -280,27 +278,3 @@ class Persist:
 def _state_key(path: _Path, at: int) -> bytes:
     """What stands for the checkpoint at `at` among the known digests."""
     return b"state" + path.chain.at(at)
-
-
-def _token_major(layout: Layout, spans: list[Span]) -> list[list[mx.array]]:
-    """Copies of `spans`, evaluated; per linear slot its arrays, shape (tokens, heads, dim)."""
-    out: list[list[mx.array]] = []
-    for i, spec in enumerate(layout.specs):
-        made = []
-        for j in range(len(spec)):
-            parts = [owner.view(i, j, a, b)[0].swapaxes(0, 1) for owner, a, b in spans]
-            made.append(_joined(parts))
-            del parts  # a view that is held when its buffer is next written to costs a copy
-        mx.eval(made)
-        out.append(made)
-    return out
-
-
-def _joined(parts: list[mx.array]) -> mx.array:
-    """`parts` one after another, row-contiguous and in a buffer of their own. Lazy."""
-    if len(parts) == 1 and len(parts[0]) > 1:
-        middle = len(parts[0]) // 2
-        parts = [parts[0][:middle], parts[0][middle:]]
-    if len(parts) == 1:
-        return mx.contiguous(parts[0] * mx.array(1, parts[0].dtype))
-    return mx.concatenate(parts)
