@@ -22,7 +22,9 @@ from mlxcache.errors import BadRequest
 from mlxcache.store.database import translated
 
 if TYPE_CHECKING:
+    from mlxcache.engine.prompt_caches import PromptCacheExport
     from mlxcache.engine.sessions import SessionBook
+    from mlxcache.store.snapshot import Export
 
 DEFAULT_LIMIT = 100
 MOST_NAME = 200
@@ -115,7 +117,9 @@ async def snapshot(deps: Deps, request: Request) -> Response:
     id, format = _id(request), request.query_params.get("format", "mlxcache")
     if format not in ("mlxcache", "mlx-lm"):
         raise BadRequest("`format` must be 'mlxcache' or 'mlx-lm'.", param="format")
-    made = await book(deps).snapshot(id)
+    sessions = book(deps)
+    export = sessions.prompt_cache if format == "mlx-lm" else sessions.snapshot
+    made: Export | PromptCacheExport = await export(id)
     return StreamingResponse(
         iterate_in_threadpool(made),
         media_type="application/octet-stream",

@@ -28,9 +28,13 @@ PIN_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What sessions are of: a model's name and namespace, and what it caches per token."""
+    """What sessions are of: a model's name and namespace, and what it caches per token.
+
+    `path`: what mlx-lm's tools have to be given as --model.
+    """
 
     name: str
+    path: str
     namespace: str
     spec: Spec
     vocab_size: int

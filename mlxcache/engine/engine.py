@@ -95,7 +95,7 @@ class Engine:
                 loaded.info.context_length,
                 loaded.vision if self._core.images else None,
             )
-            self._book = await open_book(self._core, self.settings.cache_dir)
+            self._book = await open_book(self._core, self.settings, self.submit)
         except BaseException:
             self.state = "failed"
             raise

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from mlxcache.config import Settings
 from mlxcache.engine.booking import Booking, Served
 from mlxcache.engine.calls import Calls
+from mlxcache.engine.prompt_caches import PromptCacheExport, Submit, compute
 from mlxcache.engine.ram import forget, forget_all, in_ram, unlearn
 from mlxcache.errors import DiskFull, MlxcacheError, Unsupported
 from mlxcache.model.wire import run_spec
@@ -46,6 +48,8 @@ class SessionBook:
         sessions: Sessions,
         model: Served,
         core: Core,
+        submit: Submit,
+        *,
         incoming: Path,
         store: Store | None = None,
     ):
@@ -55,6 +59,7 @@ class SessionBook:
         self._incoming = incoming
         self._sessions = sessions
         self._core = core
+        self._submit = submit
         self._calls = Calls(core.scheduler.inbox)
         self._booking = Booking(sessions, model, store)
 
@@ -201,6 +206,20 @@ class SessionBook:
         seen = viewing(store, info.namespace)
         return await asyncio.to_thread(export, seen, info)
 
+    async def prompt_cache(self, id: str) -> PromptCacheExport:
+        """The main leaf of a session as a file for mlx-lm's tools, computed where it is not there.
+
+        Raises NotFound, Busy, Unsupported for a session of another model or with images, and what
+        `Engine.submit` raises.
+        """
+        info = await self._booking.run(lambda: self._sessions.info(id))
+        if info.namespace != self.namespace:
+            raise Unsupported(f"This session is of another model ({info.model}): serve that one.")
+        ids = info.leaves[0].ids
+        await compute(self._submit, ids)
+        path = self._model.path
+        return await self.call(lambda core: PromptCacheExport(core, ids, path))
+
     def incoming(self, nbytes: int) -> Path:
         """Where to put a snapshot of `nbytes` for `restore`.
 
@@ -252,7 +271,7 @@ class SessionBook:
         self._booking.close()
 
 
-async def open_book(core: Core, cache_dir: Path) -> SessionBook:
+async def open_book(core: Core, settings: Settings, submit: Submit) -> SessionBook:
     """The sessions of a loaded model: in its store's database, else in one that is never written.
 
     Raises StoreError.
@@ -260,7 +279,9 @@ async def open_book(core: Core, cache_dir: Path) -> SessionBook:
     store = core.disk.store if core.disk is not None else None
     layout, name = core.layout, core.info.id
     namespace = store.namespace if store is not None else f"ram:{name}"
-    served = Served(name, namespace, run_spec(layout), layout.vocab_size)
+    path = settings.model or str(core.loaded.path)
+    served = Served(name, path, namespace, run_spec(layout), layout.vocab_size)
     database = store.database if store is not None else TemporaryDatabase()
     sessions = await asyncio.to_thread(Sessions, database)
-    return SessionBook(sessions, served, core, cache_dir / "incoming", store)
+    incoming = settings.cache_dir / "incoming"
+    return SessionBook(sessions, served, core, submit, incoming=incoming, store=store)

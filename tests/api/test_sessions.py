@@ -79,8 +79,12 @@ class FakeBook:
     async def delete(self, id: str) -> None:
         self._note("delete", id)
 
-    async def snapshot(self, id: str, format: str = "mlxcache") -> Snapshot:
-        self._note("snapshot", id, format)
+    async def snapshot(self, id: str) -> Snapshot:
+        self._note("snapshot", id)
+        return Snapshot()
+
+    async def prompt_cache(self, id: str) -> Snapshot:
+        self._note("prompt_cache", id)
         return Snapshot()
 
     def incoming(self, nbytes: int) -> Path:
@@ -185,7 +189,8 @@ async def test_a_snapshot_streams_with_its_length(
     assert response.headers["content-length"] == "6"
     assert f"{ID}.safetensors" in response.headers["content-disposition"]
     assert (await client.get(f"/v1/sessions/{ID}/snapshot?format=zip")).status_code == 400
-    assert book.asked == [("snapshot", ID, "mlxcache")]
+    assert (await client.get(f"/v1/sessions/{ID}/snapshot?format=mlx-lm")).content == b"abcdef"
+    assert book.asked == [("snapshot", ID), ("prompt_cache", ID)]
 
 
 async def test_a_snapshot_is_received_into_a_file_that_goes_again(

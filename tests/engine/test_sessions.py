@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -206,6 +207,54 @@ async def test_a_snapshot_goes_on_in_another_folder(toy, tmp_path):
         assert [x.session.id for x in await engine.sessions.list()] == [listed.session.id]
         with pytest.raises(SnapshotRefused):
             await engine.sessions.restore(file)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+async def test_mlx_lm_continues_a_session_from_its_prompt_cache(toy, tmp_path, family):
+    """With the tokens that this engine says; the session itself goes on as before."""
+    from mlx_lm import load
+    from mlx_lm.generate import generate_step
+    from mlx_lm.models.cache import load_prompt_cache
+
+    model, file = toy(family), tmp_path / "cache.safetensors"
+    more = text(3, 20)
+    async with started(model, tmp_path / "a") as engine:
+        await ask(engine, prompt(text(1, 200), text(2, 10)), session="mine")
+        [listed] = await engine.sessions.list()
+        made = await engine.sessions.prompt_cache(listed.session.id)
+        file.write_bytes(b"".join(await asyncio.to_thread(list, made)))
+        assert file.stat().st_size == made.nbytes
+        ids = listed.leaves[0].ids.tolist()
+        stream = await engine.submit(
+            Job("r", Prompt(np.array(ids + more, np.int32)), max_tokens=10, raw=True)
+        )
+        async for _ in stream:
+            pass
+        newest = (await engine.sessions.list())[0]
+        ours = newest.leaves[0].ids.tolist()[len(ids + more) :]
+        assert await engine.call(lambda core: len(core.memory.busy)) == 0
+        await engine.call(lambda core: core.memory.tree.check())
+    loaded, _ = load(str(model))
+    steps = generate_step(
+        mx.array(more), loaded, max_tokens=10, prompt_cache=load_prompt_cache(str(file))
+    )
+    assert [int(token) for token, _ in steps][: len(ours)] == ours
+    assert len(ours) >= 9
+
+
+async def test_a_prompt_cache_that_nobody_reads_holds_nothing(toy, tmp_path):
+    """Also where the reader leaves in the middle."""
+    async with started(toy("llama"), tmp_path) as engine:
+        await ask(engine, prompt(text(1, 200)), session="mine")
+        [listed] = await engine.sessions.list()
+        for parts in (0, 1):
+            made = await engine.sessions.prompt_cache(listed.session.id)
+            reading = iter(made)
+            if parts:
+                await asyncio.to_thread(next, reading)
+            assert await engine.call(lambda core: len(core.memory.busy)) == 1
+            del made, reading
+            assert await engine.call(lambda core: len(core.memory.busy)) == 0
 
 
 async def test_without_a_disk_there_are_sessions_and_no_snapshots(toy, tmp_path):
