@@ -35,6 +35,11 @@ def recurrent(path: Path) -> Path:
     return _lonely_replies(_middling(path, "qwen3_5"))
 
 
+def tiny(path: Path, family: str) -> Path:
+    """The least of a family, for where only the server counts. Raises KeyError."""
+    return _lonely_replies(make_toy(path, family))
+
+
 def _middling(path: Path, family: str) -> Path:
     return make_toy(
         path, family, vocab_size=4096, hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32,

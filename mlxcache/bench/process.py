@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -152,6 +153,14 @@ class Lives:
             self._server.kill()
             self.end()
 
+    def kill_starting(self, seconds: float) -> None:
+        """Begin one, and kill it after `seconds`, whatever it is doing then."""
+        launch, model, logs, _ = self._start
+        with (logs / f"{self.name}-starting.log").open("wb") as output:
+            server = _begun(launch, str(model), free_port(), output)
+        time.sleep(seconds)
+        server.kill()
+
     def end(self) -> None:
         """End the one that runs."""
         self._server = None
@@ -165,27 +174,31 @@ def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[
     It is ready when it lists its models or says that it is well, and has answered one chat.
     `wait_s` bounds each of the two.
     """
-    port, path = free_port(), str(model)
+    port = free_port()
     log = logs / f"{launch.name.replace('/', '_')}-{port}.log"
-    env = dict(os.environ)
-    if launch.foreign:
-        env.pop("PYTHONPATH", None)
-        env.pop("VIRTUAL_ENV", None)
     with log.open("wb") as output:
-        try:
-            process = subprocess.Popen(
-                launch.filled(path, port), stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True, env=env,
-            )  # fmt: skip
-        except OSError as error:
-            raise NotStarted(f"{launch.name}: {error}") from error
-    server = Server(launch, process, Client(port, path))
+        server = _begun(launch, str(model), port, output)
     try:
         _await(server, wait_s, log)
         server.watch()
         yield server
     finally:
         server.end()
+
+
+def _begun(launch: Launch, model: str, port: int, output: IO[bytes]) -> Server:
+    env = dict(os.environ)
+    if launch.foreign:
+        env.pop("PYTHONPATH", None)
+        env.pop("VIRTUAL_ENV", None)
+    try:
+        process = subprocess.Popen(
+            launch.filled(model, port), stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True, env=env,
+        )  # fmt: skip
+    except OSError as error:
+        raise NotStarted(f"{launch.name}: {error}") from error
+    return Server(launch, process, Client(port, model))
 
 
 def _await(server: Server, wait_s: float, log: Path) -> None:

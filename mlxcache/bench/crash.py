@@ -1,0 +1,255 @@
+"""kill -9 at random moments under load, and what must hold after each.
+
+`python -m mlxcache.bench.crash --kills 200` takes about 20 minutes; exit status 1 on a violation.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mlxcache.bench import models
+from mlxcache.bench.client import Client, Refused
+from mlxcache.bench.process import Lives, NotStarted, ours
+from mlxcache.bench.text import Filler
+from mlxcache.errors import NotFound, StoreError
+from mlxcache.store.listing import durable
+from mlxcache.store.prefixes import viewing
+from mlxcache.store.sessions import Sessions
+from mlxcache.store.store import Store
+
+TALKERS, TURNS = 3, 6
+FIRST_TOKENS, TURN_TOKENS, REPLY_TOKENS = 400, 60, 24
+FAMILIES = ("llama", "qwen3_5", "gemma3")
+LIMIT = "2GB"
+LATEST_S = 2.5
+"""A kill comes at most so long after the load began."""
+
+STARTING, START_KILL_S = 0.1, 3.0
+"""The share of kills before which another one comes while the server starts, and how soon."""
+
+WATCH_S, WATCHED = 0.03, 16
+"""How often the sessions used last are looked at, and how many of them."""
+
+OTHER_FILES = 16
+"""Files of a store besides runs and checkpoints: the index and its log, locks."""
+
+START_S = 60.0
+
+
+@dataclass(slots=True)
+class Seen:
+    """What servers said before they were killed: by session the most `durable_tokens`."""
+
+    durable: dict[str, int] = field(default_factory=dict)
+    turns: int = 0
+
+    def take(self, sessions: Sequence[Any]) -> None:
+        """Note the answer of `GET /v1/sessions`."""
+        for one in sessions:
+            self.durable[one["id"]] = max(one["durable_tokens"], self.durable.get(one["id"], 0))
+
+
+class Talker:
+    """Conversations of a few turns, one after another; the one that a kill broke off goes on."""
+
+    def __init__(self, filler: Filler, name: str):
+        self._filler = filler
+        self._name = name
+        self._said = 0
+        self._messages: list[dict[str, str]] = []
+
+    def talk(self, client: Client, seen: Seen, over: threading.Event) -> None:
+        """Talk until the server is gone."""
+        while not over.is_set():
+            if len(self._messages) >= 2 * TURNS:
+                self._messages = []
+            if len(self._messages) % 2 == 0:
+                self._said += 1
+                tokens = TURN_TOKENS if self._messages else FIRST_TOKENS
+                text = self._filler.text(tokens, f"{self._name}/{self._said}")
+                self._messages.append({"role": "user", "content": text})
+            try:
+                reply = client.chat(self._messages, REPLY_TOKENS)
+            except Refused as refused:
+                if refused.status == 0:
+                    return
+                raise
+            self._messages.append({"role": "assistant", "content": reply.text})
+            seen.turns += 1
+
+
+def _watch(client: Client, seen: Seen, over: threading.Event) -> None:
+    while not over.wait(WATCH_S):
+        try:
+            seen.take(client.get(f"/v1/sessions?limit={WATCHED}")["data"])
+        except Refused:
+            return
+
+
+def under_load(lives: Lives, talkers: Sequence[Talker], seen: Seen, seconds: float) -> None:
+    """Kill the server when it has been talked to for so long. Raises Refused, NotStarted."""
+    client, over = lives.server.client, threading.Event()
+    failed: list[BaseException] = []
+
+    def guarded(work: Callable[[Client, Seen, threading.Event], None]) -> None:
+        try:
+            work(client, seen, over)
+        except BaseException as error:  # noqa: BLE001 - it is raised again below
+            failed.append(error)
+
+    works = [*(one.talk for one in talkers), _watch]
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds)
+    lives.kill()
+    over.set()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def look(folder: Path, seen: Seen) -> list[str]:
+    """Open the store as the next server does; what is wrong, as sentences."""
+    try:
+        store = Store.open(folder, "", None)
+    except StoreError as error:
+        return [f"the store does not open: {error}"]
+    try:
+        wrong = [f"{problem.path.name} {problem.what}" for problem in store.check()]
+        stats = store.stats()
+        known = stats.runs + stats.checkpoints + stats.quarantined
+        files = sum(path.is_file() for path in folder.rglob("*"))
+        if files > known + OTHER_FILES:
+            wrong.append(f"{files} files, of which the index knows {known}")
+        if stats.quarantined:
+            wrong.append(f"{stats.quarantined} files were found damaged")
+        return wrong + _lost(store, seen)
+    finally:
+        store.close()
+
+
+def _lost(store: Store, seen: Seen) -> list[str]:
+    sessions, wrong = Sessions(store.database), []
+    for id, before in seen.durable.items():
+        try:
+            session, leaf = sessions.get(id), sessions.leaves(id)[0]
+        except NotFound:
+            wrong.append(f"session {id} is gone")
+            continue
+        found = durable(viewing(store, session.namespace).find(leaf.ids, touch=False))
+        if found < before:
+            wrong.append(f"session {id} had {before} durable tokens and has {found}")
+    return wrong
+
+
+def told(client: Client, seen: Seen) -> list[str]:
+    """What the next server tells of the sessions, held to what the killed ones told."""
+    listed: Any = client.get("/v1/sessions?limit=100000")["data"]
+    now = {one["id"]: one["durable_tokens"] for one in listed}
+    return [
+        f"the server tells of {now.get(id, 'no')} durable tokens of session {id}, not {before}"
+        for id, before in seen.durable.items()
+        if now.get(id, -1) < before
+    ]
+
+
+@dataclass(slots=True)
+class Proof:
+    """A folder, servers of several models that take turns on it, and what was found."""
+
+    folder: Path
+    kills: int
+    rng: random.Random
+    say: Callable[[str], None]
+    seen: Seen = field(default_factory=Seen)
+    wrong: list[str] = field(default_factory=list)
+    done: Counter[str] = field(default_factory=Counter)
+
+    def run(self, families: Sequence[str], deadline: float) -> None:
+        """Kill until it was often enough, or time is up. Raises Refused, NotStarted."""
+        store = self.folder / "cache" / "store"
+        servers = {family: self._server(family) for family in families}
+        try:
+            for kill in range(self.kills):
+                if time.monotonic() > deadline:
+                    break
+                family = families[kill % len(families)]
+                lives, talkers = servers[family]
+                # by turns the next server puts right what the last one left, and a look does
+                if self.rng.random() < STARTING:
+                    self._start(lives)
+                self.wrong += told(lives.server.client, self.seen)
+                under_load(lives, talkers, self.seen, self.rng.uniform(0.0, LATEST_S))
+                self.done[family] += 1
+                if self.rng.random() < 0.5 or kill == self.kills - 1:
+                    self.wrong += look(store, self.seen)
+                    self.done["looks"] += 1
+                self._tell(kill)
+        finally:
+            for lives, _ in servers.values():
+                lives.end()
+
+    def _server(self, family: str) -> tuple[Lives, list[Talker]]:
+        model = models.tiny(self.folder / family, family)
+        filler = Filler(model)
+        launch = ours(self.folder / "cache", "--disk", LIMIT, "--ram", "1GB")
+        lives = Lives(launch, model, self.folder, START_S)
+        return lives, [Talker(filler, f"{family} {number}") for number in range(TALKERS)]
+
+    def _tell(self, kill: int) -> None:
+        durable_tokens = sum(self.seen.durable.values())
+        self.say(
+            f"{kill + 1}/{self.kills} kills, {self.seen.turns} turns, {len(self.seen.durable)} "
+            f"sessions with {durable_tokens} durable tokens seen, {len(self.wrong)} violations"
+        )
+
+    def _start(self, lives: Lives) -> None:
+        """Kill a server while it starts, at a random moment."""
+        lives.kill_starting(self.rng.uniform(0.0, START_KILL_S))
+        self.done["while starting"] += 1
+
+
+Kills = Annotated[int, typer.Option(min=1, help="How often a server is killed.")]
+Families = Annotated[
+    list[str] | None,
+    typer.Option("--family", help="A kind of model; repeatable, they take turns."),
+]
+Minutes = Annotated[float, typer.Option(help="No kill begins after so long.")]
+Seed = Annotated[int | None, typer.Option(help="Of the moments; default: another each time.")]
+
+
+def crash(
+    kills: Kills = 200, family: Families = None, minutes: Minutes = 60.0, seed: Seed = None
+) -> None:
+    """Kill servers under load at random moments; what was durable must be there after each."""
+    seed = random.randrange(10**6) if seed is None else seed
+    folder = Path(tempfile.mkdtemp(prefix="mlxcache-crash-"))
+    proof = Proof(folder, kills, random.Random(seed), lambda line: print(line, flush=True))
+    try:
+        proof.run(family or FAMILIES, time.monotonic() + 60 * minutes)
+    except (NotStarted, Refused) as error:
+        proof.wrong.append(f"a server failed: {error}")
+    print(f"seed {seed}: {dict(proof.done)}, {proof.seen.turns} turns answered")
+    print("\n".join(proof.wrong) or "no violation")
+    if proof.wrong or not proof.seen.durable:
+        print(f"left for a look: {folder}")
+        sys.exit(1)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    typer.run(crash)
