@@ -116,7 +116,7 @@ def _restored(client: Client, reply: Reply) -> int | None:
         return None
     with contextlib.suppress(Refused):
         record: Mapping[str, Any] = client.get(f"/v1/requests/{reply.request}")
-        return int(record["restored_tokens"])
+        return record.get("restored_tokens")
     return None
 
 

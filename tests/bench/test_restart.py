@@ -1,0 +1,141 @@
+"""A server that is killed and started again, and what is made of its rounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mlxcache.bench import process, restart
+from mlxcache.bench.client import Client
+from mlxcache.bench.models import light, recurrent, windowed
+from mlxcache.bench.process import OURS, THEIRS, Lives, NotStarted
+from mlxcache.bench.restart import Round, Rounds
+from mlxcache.bench.scenarios import Visit
+from mlxcache.bench.text import Filler
+from tests.bench.test_command import bench
+from tests.bench.test_process import fake
+from tests.bench.test_scenarios import Words
+
+
+@pytest.fixture
+def lives(tmp_path: Path) -> Iterator[Lives]:
+    """A fake server with a child process, begun when it is first asked for."""
+    with ExitStack() as stack:
+        one = Lives(fake("child"), tmp_path, tmp_path, 20)
+        stack.callback(one.end)
+        yield one
+
+
+def test_a_killed_server_is_gone_and_the_next_one_is_another(lives: Lives) -> None:
+    """Asked twice, the same one answers; after a kill it is a new process on a new port."""
+    first = lives.server
+    assert lives.server is first
+    lives.kill()
+    assert not first.alive()
+    assert lives.server is not first
+    assert lives.server.alive()
+    assert not first.alive()
+
+
+def test_a_server_can_be_killed_before_it_answers(lives: Lives, tmp_path: Path) -> None:
+    """And none is left of it."""
+    begun: list[process.Server] = []
+    real = process._begun
+
+    def noted(*args: object) -> process.Server:
+        begun.append(real(*args))  # type: ignore[arg-type]
+        return begun[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "_begun", noted)
+        lives.kill_starting(0.0)
+    assert len(begun) == 1
+    assert not begun[0].alive()
+
+
+def test_a_round_is_two_turns_a_kill_and_a_third(lives: Lives) -> None:
+    """The third one goes to the next server, and a server that fails is left out and told."""
+    clients: list[Client] = []
+
+    def visit(client: Client, run: int) -> Visit:
+        clients.append(client)
+        return Visit(client, Words(), 800, 4, f"{run}")  # type: ignore[arg-type]
+
+    class Broken:
+        name = "broken"
+
+        @property
+        def server(self) -> process.Server:
+            raise NotStarted("no such flag")
+
+    rounds = restart.play([lives, Broken()], 2, visit, lambda _: None)  # type: ignore[list-item]
+    assert [one.cached_tokens for one in rounds.taken["fake"]] == [5, 5]
+    assert [one.lost_tokens for one in rounds.taken["fake"]] == [4, 4]  # 7 + 3 - 1 - 5
+    assert rounds.taken["broken"] == []
+    assert rounds.failures == ["broken, restart: no such flag"]
+    # the second round begins at the server that the first one ended with
+    assert len({client.port for client in clients}) == 2
+    assert clients[1].port != lives.server.client.port
+
+
+def one_round(cold_s: float, again_s: float, lost: int | None = 0) -> Round:
+    return Round(cold_s, 0.1, again_s, 1000, 900, 890, lost)
+
+
+def test_the_bound_holds_where_cold_takes_long() -> None:
+    """A short cold turn is measured and not held to anything."""
+    short = Rounds({OURS: [one_round(2.0, 1.0)]})
+    assert [check.ok for check in restart.checks(short)] == [True, True]
+    slow = Rounds({OURS: [one_round(12.0, 1.0), one_round(12.0, 1.0), one_round(12.0, 0.01)]})
+    assert [check.ok for check in restart.checks(slow)] == [True, True, False]
+    fast = Rounds({OURS: [one_round(12.0, 0.5)]})
+    assert [check.ok for check in restart.checks(fast)] == [True, True, True]
+
+
+def test_lost_tokens_and_failures_break_their_bounds() -> None:
+    """One round that lost a token is enough, and so is a server of ours that did not start."""
+    lost = Rounds({OURS: [one_round(2.0, 1.0, -3), one_round(2.0, 1.0, 1)]})
+    assert [check.ok for check in restart.checks(lost)] == [True, False]
+    failed = Rounds({OURS: []}, [f"{OURS}, restart: no", f"{THEIRS}, restart: no"])
+    assert [check.measured for check in restart.checks(failed)] == [1, 0]
+
+
+def test_servers_are_compared_within_a_round() -> None:
+    """The medians of ratios, and not the ratio of medians."""
+    rounds = Rounds({
+        OURS: [one_round(10.0, 1.0), one_round(100.0, 10.0), one_round(10.0, 1.0)],
+        THEIRS: [one_round(10.0, 5.0), one_round(100.0, 50.0), one_round(10.0, 0.1, None)],
+    })  # fmt: skip
+    assert rounds.ratio(THEIRS) == pytest.approx(0.2)
+    assert rounds.medians(OURS)["sooner"] == pytest.approx(10.0)
+    assert rounds.medians(THEIRS)["lost_tokens"] == 0
+    assert restart.as_json(rounds)["ratios"] == {THEIRS: rounds.ratio(THEIRS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [light, windowed, recurrent])
+def test_our_server_goes_on_from_disk(make: object, tmp_path: Path) -> None:
+    """Killed right after the second reply, it has the first turn whole, from disk."""
+    model, file = make(tmp_path / "model"), tmp_path / "out.json"  # type: ignore[operator]
+    args = ["--model", str(model), "--tokens", "700", "--runs", "1", "--no-mlx-lm"]
+    done = bench(*args, "--only", "restart", "--assert", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (taken,) = json.loads(file.read_text())["restart"]["restart"]["rounds"][OURS]
+    assert taken["restored_tokens"] >= 700
+    assert taken["cached_tokens"] < taken["prompt_tokens"]
+
+
+def test_the_models_speak_in_characters_that_come_back_alone(tmp_path: Path) -> None:
+    """Only they have a row in the head that is not zero, whatever the family calls it."""
+    import mlx.core as mx
+
+    for make in (windowed, recurrent):
+        weights = mx.load(str(make(tmp_path / make.__name__) / "model.safetensors"))
+        (head,) = (weights[name] for name in weights if name.endswith("lm_head.weight"))
+        rows = int((mx.abs(head).sum(axis=1) > 0).sum())
+        assert 10 < rows < 100
+        assert Filler(tmp_path / make.__name__).text(10, "a")
