@@ -26,7 +26,7 @@ from mlxcache.model.window import WindowCache
 from mlxcache.safetensors import Header, Malformed, Place, read_foreign_header
 from mlxcache.types import Tokens
 
-_MOST_SCALAR = 4096  # bytes
+_MOST_SMALL = 4096  # bytes of a number or a class's name
 _NAMES: dict[type, str] = {
     KVCache: "KVCache",
     WindowCache: "RotatingKVCache",
@@ -208,7 +208,7 @@ class _Reader:
 
     def _small(self, key: str) -> mx.array:
         place = self._places.get(key)
-        if place is None or place.nbytes > _MOST_SCALAR:
+        if place is None or place.nbytes > _MOST_SMALL:
             raise SnapshotRefused("The prompt cache was made by another version of mlx-lm.")
         return self._arrays[key]
 
