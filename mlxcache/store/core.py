@@ -50,11 +50,11 @@ class Core:
         with self._lock:
             return self._counts[what]
 
-    def use(self, rows: Iterable[Row]) -> None:
-        """All of `rows` were used just now, equally so."""
+    def use(self, rows: Iterable[Row], *, unless_within: float = 0.0) -> None:
+        """All of `rows` were used just now; not worth a note for one used so many seconds ago."""
         now = time.time()
         with self._lock:
-            self._uses.update((row.id, now) for row in rows)
+            self._uses.update((row.id, now) for row in rows if now - row.used >= unless_within)
 
     def note_uses(self, connection: sqlite3.Connection) -> None:
         """Write the uses since the last time into the index."""

@@ -107,15 +107,16 @@ def shapes() -> set[tuple[str, str, str | None]]:
 
 def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
     """The longest durable prefix of the chain's ids, to the token, and the checkpoints along it."""
-    ids = chain.ids
+    raw = np.ascontiguousarray(chain.ids, "<i4").tobytes()
     checkpoints: list[Row] = []
     reaches: list[tuple[int, int, Row]] = []
     for row, tokens in _with_keys(connection, chain.whole):
         if row.kind == CHECKPOINT:
-            if row.start <= len(ids) and row.digest == chain.at(row.start):
+            if row.start <= len(chain.ids) and row.digest == chain.at(row.start):
                 checkpoints.append(row)
         else:
-            reaches.append((row.start, row.start + _common(tokens, ids[row.start :]), row))
+            wanted = raw[row.start * 4 : row.start * 4 + len(tokens)]
+            reaches.append((row.start, row.start + _common(tokens, wanted), row))
     cover, cursor = _cover(reaches)
     last = _sibling(connection, chain, cursor)
     if last is not None:
@@ -124,6 +125,13 @@ def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
         cursor = end
     checkpoints.sort(key=lambda row: row.start)
     return Match(cursor, tuple(cover), tuple(checkpoints))
+
+
+def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
+    """Differs after files came, went or became durable."""
+    query = "SELECT count(*), ifnull(max(id), 0), ifnull(sum(owner IS NULL), 0) FROM file"
+    count, newest, durable = connection.execute(query).fetchone()
+    return count, newest, durable
 
 
 def insert(connection: sqlite3.Connection, row: Row) -> int:
@@ -186,7 +194,7 @@ def touch(connection: sqlite3.Connection, uses: Iterable[tuple[float, int]]) -> 
 
 def _with_keys(
     connection: sqlite3.Connection, keys: Sequence[bytes]
-) -> Iterable[tuple[Row, Tokens]]:
+) -> Iterable[tuple[Row, bytes]]:
     for at in range(0, len(keys), _VARIABLES):
         part = keys[at : at + _VARIABLES]
         query = (
@@ -194,7 +202,7 @@ def _with_keys(
             f"WHERE file.owner IS NULL AND file.key IN ({','.join('?' * len(part))})"
         )
         for *columns, raw in connection.execute(query, part):
-            yield Row(*columns), _tokens(raw or b"")
+            yield Row(*columns), raw or b""
 
 
 def _cover(reaches: list[tuple[int, int, Row]]) -> tuple[list[tuple[Row, int, int]], int]:
@@ -219,8 +227,8 @@ def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple
     """A run of the block in which `cursor` is that shares more of it, and where it parts."""
     block = cursor // BLOCK
     start = block * BLOCK
-    wanted = chain.ids[start : start + BLOCK]
-    if start + len(wanted) <= cursor:
+    wanted = np.ascontiguousarray(chain.ids[start : start + BLOCK], "<i4").tobytes()
+    if start + len(wanted) // 4 <= cursor:
         return None
     query = (
         "SELECT file.id, substr(tokens.ids, 1, ?) FROM file JOIN tokens ON tokens.file = file.id "
@@ -229,17 +237,20 @@ def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple
     )
     best, best_end = None, cursor
     for id, raw in connection.execute(query, (BLOCK * 4, chain.whole[block], RUN, _SIBLINGS)):
-        end = start + _common(_tokens(raw), wanted)
+        end = start + _common(raw, wanted)
         if end > best_end:
             best, best_end = id, end
     row = one(connection, "id = ?", best) if best is not None else None
     return None if row is None else (row, best_end)
 
 
-def _common(tokens: Tokens, ids: Tokens) -> int:
-    count = min(len(tokens), len(ids))
-    differ = np.flatnonzero(tokens[:count] != ids[:count])
-    return int(differ[0]) if len(differ) else count
+def _common(tokens: bytes, wanted: bytes) -> int:
+    """How many tokens two runs of them share, each of 4 bytes, from their beginning."""
+    count = min(len(tokens), len(wanted)) // 4
+    if tokens[: count * 4] == wanted[: count * 4]:
+        return count
+    differ = np.frombuffer(tokens, "<i4", count) != np.frombuffer(wanted, "<i4", count)
+    return int(differ.argmax())
 
 
 def _tokens(raw: bytes) -> Tokens:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mlxcache.store.folder import Folder, remove
+
+_TRIES, _PAUSE_S = 20, 0.01
+"""A process that is gone may hold its lock a little longer."""
 
 
 class Owner:
@@ -37,12 +41,32 @@ def alive(folder: Folder, name: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        free = _free(fd)
+        for _ in range(0 if free or _exists(name) else _TRIES):
+            time.sleep(_PAUSE_S)
+            free = free or _free(fd)
+        return not free
     finally:
         os.close(fd)
-    return False
+
+
+def _free(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _exists(name: str) -> bool:
+    """Whether a process of the name's id is there; another container's may not be seen."""
+    try:
+        os.kill(int(name.partition("-")[0]), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 @contextmanager

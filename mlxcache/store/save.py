@@ -25,6 +25,9 @@ WAIT_S = 30.0
 """How long a file that another process is writing is waited for."""
 
 _POLL_S = 0.02
+_USE_S = 30.0
+"""A path that is written to is marked as used so often at most."""
+
 _NO_HEADER = Header({}, (), 0)
 
 
@@ -45,7 +48,9 @@ class _Draft:
     tokens: Tokens | None = None
 
 
-def run(core: Core, ids: Tokens, start: int, tensors: Sequence[Tensor]) -> None:
+def run(
+    core: Core, ids: Tokens, start: int, tensors: Sequence[Tensor], late: frozenset[str]
+) -> None:
     """See `Store.write_run`."""
     start = int(start)  # NumPy's integers are not JSON's
     count = len(ids) - start
@@ -55,13 +60,16 @@ def run(core: Core, ids: Tokens, start: int, tensors: Sequence[Tensor]) -> None:
         if not tensor.shape or tensor.shape[0] != count:
             raise ValueError(f"{tensor.name} of shape {tensor.shape} is not one of {count} tokens")
     chain = core.chains.of(ids)
+    ordered = sorted(tensors, key=lambda tensor: tensor.name in late)
 
     def draft(match: Match) -> _Draft | None:
         if match.length < start:
             raise NotAnchored(f"of the {start} tokens before a run, {match.length} are on disk")
         if match.length >= len(ids):
             return None
-        return _draft_run(core, chain, match, _from(tensors, match.length // BLOCK * BLOCK - start))
+        return _draft_run(
+            core, chain, match, _from(ordered, match.length // BLOCK * BLOCK - start), late
+        )
 
     _save(core, chain, draft)
 
@@ -90,14 +98,28 @@ def _from(tensors: Sequence[Tensor], skipped: int) -> list[Tensor]:
     return found
 
 
-def _draft_run(core: Core, chain: Chain, match: Match, tensors: list[Tensor]) -> _Draft:
+def _draft_run(
+    core: Core, chain: Chain, match: Match, tensors: list[Tensor], late: frozenset[str]
+) -> _Draft:
     stop = len(chain.ids)
     start = match.length // BLOCK * BLOCK
     base = chain.whole[start // BLOCK]
     buffers = [tensor.bytes for tensor in tensors]
-    sums = checksums.of_blocks(buffers, stop - start)
     tokens = chain.ids[start:]
-    words = contents.Run(_NO_HEADER, core.namespace, base, start, tokens, tuple(sums))
+    sums, late_sums = (
+        checksums.of_blocks([t.bytes for t in tensors if (t.name in late) is is_late], len(tokens))
+        for is_late in (False, True)
+    )
+    words = contents.Run(
+        _NO_HEADER,
+        core.namespace,
+        base,
+        start,
+        tokens,
+        tuple(sums),
+        late,
+        tuple(late_sums) if late else (),
+    )
     header = contents.run_header(words, tensors)
     row = _row(core, RUN, chain.at(stop), base, match.holder(start))
     row = replace(row, key=chain.at(min(start + BLOCK, stop)), start=start, stop=stop)
@@ -149,13 +171,14 @@ def _save(core: Core, chain: Chain, draft: Callable[[Match], _Draft | None]) -> 
     with core.saving:
         while True:
             with core.database.read() as connection:
+                version = index.version(connection)
                 match = index.lookup(connection, chain)
-            core.use(_path(match))
+            core.use(_path(match), unless_within=_USE_S)
             made = draft(match)
             if made is None:
                 return
             try:
-                id = _reserve(core, chain, match, made)
+                id = _reserve(core, chain, match, made, version)
             except _Taken:
                 if time.monotonic() > deadline:
                     raise StoreError(
@@ -165,12 +188,14 @@ def _save(core: Core, chain: Chain, draft: Callable[[Match], _Draft | None]) -> 
             except _Changed:
                 continue
             else:
-                _put(core, chain, id, made)
+                _put(core, chain, match, made, id)
                 return
 
 
-def _reserve(core: Core, chain: Chain, match: Match, made: _Draft) -> int:
-    """Add the row, make the room; returns the id. Raises _Changed."""
+def _reserve(
+    core: Core, chain: Chain, match: Match, made: _Draft, version: tuple[int, int, int]
+) -> int:
+    """Add the row, make the room; returns the id. Raises _Changed if `match` no longer holds."""
     row = made.row
     with core.database.write() as connection:
         core.check_there()
@@ -179,7 +204,8 @@ def _reserve(core: Core, chain: Chain, match: Match, made: _Draft) -> int:
         same = index.one(connection, "kind = ? AND digest = ?", row.kind, row.digest)
         if same is not None and same.owner is not None and alive(core.folder, same.owner):
             raise _Taken
-        if _essence(index.lookup(connection, chain)) != _essence(match):
+        changed = index.version(connection) != version
+        if changed and _essence(index.lookup(connection, chain)) != _essence(match):
             raise _Changed
         if same is not None and same.owner is not None:
             core.space.remove(connection, [same])
@@ -194,7 +220,7 @@ def _reserve(core: Core, chain: Chain, match: Match, made: _Draft) -> int:
     raise _Changed
 
 
-def _put(core: Core, chain: Chain, id: int, made: _Draft) -> None:
+def _put(core: Core, chain: Chain, match: Match, made: _Draft, id: int) -> None:
     """Write the file and make its row durable; after an error neither is there."""
     row = made.row
     final = core.folder.file(row.kind, row.digest)
@@ -203,7 +229,15 @@ def _put(core: Core, chain: Chain, id: int, made: _Draft) -> None:
         with translated(final):
             size = write(temp, final, made.buffers)
         with core.database.write() as connection:
-            _make_durable(core, connection, chain, made, id=id, size=size)
+            _make_durable(connection, made, id, size)
+            if made.tokens is None:
+                path = index.lookup(connection, chain).checkpoints
+                core.space.remove(connection, superseded(connection, path))
+            for checkpoint in match.checkpoints:
+                if checkpoint.parent is None and row.start < checkpoint.start <= row.stop:
+                    connection.execute(
+                        "UPDATE file SET parent = ? WHERE id = ?", (id, checkpoint.id)
+                    )
     except BaseException:
         with suppress(StoreError), core.database.write() as connection:
             connection.execute("DELETE FROM file WHERE id = ?", (id,))
@@ -214,10 +248,7 @@ def _put(core: Core, chain: Chain, id: int, made: _Draft) -> None:
     core.count("written_tokens", row.stop - row.start)
 
 
-def _make_durable(
-    core: Core, connection: sqlite3.Connection, chain: Chain, made: _Draft, *, id: int, size: int
-) -> None:
-    row = made.row
+def _make_durable(connection: sqlite3.Connection, made: _Draft, id: int, size: int) -> None:
     changed = connection.execute(
         "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?", (size, time.time(), id)
     )
@@ -225,13 +256,6 @@ def _make_durable(
         raise NotAnchored("what a run builds on was found damaged while it was written")
     if made.tokens is not None:
         index.put_tokens(connection, id, made.tokens)
-    path = index.lookup(connection, chain).checkpoints
-    if row.kind == CHECKPOINT:
-        core.space.remove(connection, superseded(connection, path))
-        return
-    for checkpoint in path:
-        if checkpoint.parent is None and row.start < checkpoint.start <= row.stop:
-            connection.execute("UPDATE file SET parent = ? WHERE id = ?", (id, checkpoint.id))
 
 
 def _path(match: Match) -> list[Row]:
