@@ -61,6 +61,9 @@ class Admission:
                 raise ContextLengthExceeded(
                     f"The prompt of {len(task.ids)} tokens does not fit the memory budget (--ram)."
                 )
+        if lease is not None and lease.bare and task.look and lease.cached < task.look.known:
+            memory.release(lease)  # some of what was in RAM has left it: look again
+            task.look = lease = None
         task.lease = lease
         return lease is not None
 

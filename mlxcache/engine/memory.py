@@ -58,7 +58,13 @@ class Memory:
         """How much of a match, up to `upto`, has KV that is there."""
         limit = min(match.length, upto)
         lost = next((start for value, start, _ in match.segments if value.lost), limit)
-        return min(limit, lost)
+        limit = min(limit, lost)
+        hollow = [
+            (start, value.hollow) for value, start, _ in match.segments if value.hollow > start
+        ]
+        if hollow and hollow[0][0] < limit < hollow[-1][1] + self.layout.longest_window:
+            return hollow[0][0]
+        return limit
 
     def known(self, ids: Tokens) -> int:
         """How many tokens of `ids` could be reused now. Changes nothing."""

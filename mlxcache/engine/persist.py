@@ -177,15 +177,16 @@ class Persist:
         start, end = path.at, min(path.at + self.run_tokens, len(path.ids))
         match = self.tree.match(path.ids[:end], touch=False)
         spans: list[Span] = match.spans(end) if match.length >= end else []
-        if not spans or any(owner.lost for owner, _, _ in spans):
+        within = [(owner, max(start, a), b) for owner, a, b in spans if b > start]
+        if not within or any(owner.lost or owner.hollow > a for owner, a, _ in within):
             path.at, path.states = len(path.ids), []
             return None
-        within = [(owner, max(start, a), b) for owner, a, b in spans if b > start]
         arrays = token_major(self.layout, within)
         path.at = end
         self.known.update(path.chain.whole[start // BLOCK + 1 : end // BLOCK + 1])
         tensors = wire.run_tensors(arrays)
-        return Job(path.ids[:end], start, tensors, sum(t.data.nbytes for t in tensors), path)
+        size = sum(tensor.data.nbytes for tensor in tensors)
+        return Job(path.ids[:end], start, tensors, size, path, wire.late_names(self.layout))
 
     # -- what became of it ---------------------------------------------------------------------
 

@@ -35,7 +35,9 @@ class Look:
 
     `found` once it was looked up; `target`: the position up to which it can be restored, 0 where
     that is not worth while; `verified`: how far its files are known to be sound; `sound`: so is
-    the checkpoint at `target`, if one is needed; `failed`: nothing more will be.
+    the checkpoint at `target`, if one is needed; `failed`: nothing more will be. `late_from`: files
+    that end before it are read without sliding windows, which no later position sees.
+    `known` tokens are in RAM, and their files are not looked at; `dropped`: nobody waits any more.
     """
 
     ids: Tokens
@@ -44,6 +46,7 @@ class Look:
     pieces: tuple[Piece, ...] = ()
     state: Saved | None = None
     verified: int = 0
+    late_from: int = 0
     sound: bool = False
     failed: bool = False
     dropped: bool = False
@@ -99,6 +102,8 @@ class Restorer:
         if target - look.known < WORTH_READING:
             return
         look.pieces = tuple(p for p in found.pieces if p.start < target)
+        if not look.known and self.layout.longest_window:
+            look.late_from = max(0, target - self.layout.longest_window)
         look.state, look.target = state, target
 
     def _verify(self, look: Look) -> None:
@@ -109,7 +114,7 @@ class Restorer:
             if look.dropped:
                 return
             if piece.end > look.known:
-                self.store.verify(piece, look.ids)
+                self.store.verify(piece, look.ids, late=piece.end > look.late_from)
             look.verified = piece.end
             self._wake()
 
@@ -136,7 +141,9 @@ class Restorer:
             end = min(piece.end, look.target)
             arrays = wire.load_run(piece.path, self.layout, self._stream)
             first, last = lineage.length - piece.first, end - piece.first
-            lineage.append(_slots(arrays, first, last), last - first)
+            late = piece.end > look.late_from
+            lineage.append(self._slots(arrays, first, last, late), last - first)
+            lineage.hollow = lineage.hollow if late else end
         if not self.layout.specs:
             lineage.length = look.target
         if lineage.length < look.target:
@@ -145,8 +152,13 @@ class Restorer:
             lineage.restore(wire.load_state(look.state.path, self.layout, self._stream))
         return True
 
+    def _slots(
+        self, arrays: list[list[mx.array]], first: int, last: int, late: bool
+    ) -> Iterator[list[mx.array]]:
+        """Rows of one slot's arrays after the other's; those that were read are let go.
 
-def _slots(arrays: list[list[mx.array]], first: int, last: int) -> Iterator[list[mx.array]]:
-    """Rows of one slot's arrays after the other's; those that were read are let go."""
-    while arrays:
-        yield wire.row_major([arrays.pop(0)], first, last)[0]
+        Without `late`, nothing is read of sliding windows.
+        """
+        for window in self.layout.windows:
+            rows = wire.row_major([arrays.pop(0)], first, last)[0]
+            yield rows if late or window is None else [mx.zeros_like(row) for row in rows]

@@ -236,6 +236,11 @@ class Layout:
         return min((w for w in self.windows if w is not None), default=None)
 
     @property
+    def longest_window(self) -> int:
+        """The largest sliding window in tokens; 0 if there is none."""
+        return max((w for w in self.windows if w is not None), default=0)
+
+    @property
     def widest(self) -> int:
         """The bytes that one position takes in the largest array."""
         return max((h * d * t.size for spec in self.specs for h, d, t in spec), default=0)

@@ -22,9 +22,11 @@ class Lineage:
     With `base` 0 it is *whole*: the model can be fed with `caches`, which appends in place. With
     `base` above 0 it is *compact*: its own range alone, to be sliced from. Every method evaluates
     what it makes, one array at a time, so that the peak is one array above the result.
+
+    Below `hollow` sliding windows may hold nothing: no position from there on by a window sees it.
     """
 
-    __slots__ = ("base", "caches", "capacity", "layout", "length", "linear", "slots", "users")
+    __slots__ = ("base", "caches", "capacity", "hollow", "layout", "length", "linear", "slots")
 
     def __init__(self, layout: Layout):
         self.layout = layout
@@ -34,6 +36,7 @@ class Lineage:
         self.base = 0
         self.length = 0
         self.capacity = 0
+        self.hollow = 0
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +56,7 @@ class Lineage:
     def _rebuild(self, sources: Sequence[Span], capacity: int) -> None:
         """Refill every buffer from `sources` (contiguous spans), `capacity` positions each."""
         base, end = (sources[0][1], sources[-1][2]) if sources else (0, 0)
+        hollow = max((_hollow(span) for span in sources), default=0)
         for i, slot in enumerate(self.linear):
             for j, (heads, dim, dtype) in enumerate(self.layout.specs[i]):
                 parts = [owner.view(i, j, start, stop) for owner, start, stop in sources]
@@ -64,7 +68,7 @@ class Lineage:
                 setattr(slot, kv.ARRAYS[j], out)
                 mx.clear_cache()  # what was replaced has a size that is not asked for again
             kv.set_offset(slot, end)
-        self.base, self.length, self.capacity = base, end, capacity
+        self.base, self.length, self.capacity, self.hollow = base, end, capacity, hollow
 
     def view(self, slot: int, array: int, start: int, stop: int) -> mx.array:
         """A lazy slice of positions [start, stop); drop it before the next write."""
@@ -79,6 +83,7 @@ class Lineage:
     def truncate(self, length: int) -> None:
         """Forget positions from `length` on; their room is kept."""
         self.length = length
+        self.hollow = min(self.hollow, length)
         for slot in self.linear:
             kv.set_offset(slot, length)
 
@@ -114,11 +119,13 @@ class Lineage:
     def append_span(self, span: Span) -> None:
         """Append a copy of positions that another lineage holds, beginning at `length`."""
         owner, start, end = span
+        hollow = max(self.hollow, _hollow(span))
         sizes = [range(len(spec)) for spec in self.layout.specs]
         self.append(
             [[owner.view(i, j, start, end) for j in arrays] for i, arrays in enumerate(sizes)],
             end - start,
         )
+        self.hollow = hollow
 
     def capture(self) -> State:
         """The opaque slots' state at `length`, evaluated."""
@@ -165,6 +172,12 @@ class Lineage:
         """Drop every buffer now, whoever still holds this object."""
         self.caches, self.slots, self.linear = [], [], []
         self.capacity = 0
+
+
+def _hollow(span: Span) -> int:
+    """How far into a span windows may hold nothing; 0 if they hold all of it."""
+    owner, start, end = span
+    return min(owner.hollow, end) if owner.hollow > start else 0
 
 
 def token_major(layout: Layout, spans: Sequence[Span]) -> list[list[mx.array]]:

@@ -94,6 +94,12 @@ def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
     }
 
 
+def late_names(layout: Layout) -> frozenset[str]:
+    """The tensors of a run that only positions soon after it see: those of sliding windows."""
+    sliding = [i for i, window in enumerate(layout.windows) if window is not None]
+    return frozenset(run_name(i, j) for i in sliding for j in range(len(layout.specs[i])))
+
+
 def layout_key(layout: Layout) -> str:
     """What of a layout makes KV readable: the same for every layout with the same tensors."""
     return json.dumps(

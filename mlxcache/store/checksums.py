@@ -6,12 +6,12 @@ import io
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from xxhash import xxh3_64
 
 from mlxcache.store.digests import BLOCK
-from mlxcache.store.safetensors import Header, Malformed
+from mlxcache.store.safetensors import Header, Malformed, Place
 
 BUFFER_BYTES = 4 << 20
 _AHEAD = 16 << 20
@@ -50,13 +50,13 @@ def of_whole(buffers: Sequence[memoryview]) -> bytes:
     return state.digest()
 
 
-def of_file_blocks(fd: int, header: Header, tokens: int, blocks: range) -> list[bytes]:
-    """As `of_blocks`, read from a file of `tokens` tokens: the checksums of `blocks` of it.
+def of_file_blocks(fd: int, places: Iterable[Place], tokens: int, blocks: range) -> list[bytes]:
+    """As `of_blocks`, read from a file of `tokens` tokens: those of `blocks`, over `places` of it.
 
     Raises Malformed where the file ends early or a tensor is not token-major, and OSError.
     """
     states = [xxh3_64() for _ in blocks]
-    for place in header.places:
+    for place in places:
         if not place.shape or place.shape[0] != tokens:
             raise Malformed(f"tensor {place.name!r} is not one of {tokens} tokens")
         row = place.nbytes // tokens

@@ -23,7 +23,8 @@ _CHECKSUM_BYTES = 8
 class Run:
     """A run's own words: `tokens` from position `start`, after the prefix of digest `base`.
 
-    `checksums` has 8 bytes per block, the last one perhaps partial.
+    `checksums` has 8 bytes per block, the last one perhaps partial. They leave out the tensors
+    named in `late`, which only positions soon after the run need, and which have `late_checksums`.
     """
 
     header: Header
@@ -32,6 +33,8 @@ class Run:
     start: int
     tokens: Tokens
     checksums: tuple[bytes, ...]
+    late: frozenset[str] = frozenset()
+    late_checksums: tuple[bytes, ...] = ()
 
     @property
     def digests(self) -> list[bytes]:
@@ -72,6 +75,8 @@ def run_header(run: Run, tensors: Sequence[Tensor]) -> bytes:
         "start": str(run.start),
         "tokens": base64.b64encode(np.ascontiguousarray(run.tokens, "<i4").tobytes()).decode(),
         "checksums": b"".join(run.checksums).hex(),
+        "late": " ".join(sorted(run.late)),
+        "late_checksums": b"".join(run.late_checksums).hex(),
     }
     return compose(metadata, tensors)
 
@@ -101,23 +106,31 @@ def read_run(fd: int) -> Run:
         _expect(header, RUN)
         words = header.metadata
         tokens = np.frombuffer(base64.b64decode(words["tokens"], validate=True), "<i4")
-        sums = bytes.fromhex(words["checksums"])
+        sums, late = _sums(words["checksums"]), _sums(words["late_checksums"])
         run = Run(
             header,
             words["namespace"],
             bytes.fromhex(words["base"]),
             int(words["start"]),
             tokens.astype(np.int32),
-            tuple(sums[at : at + 8] for at in range(0, len(sums), _CHECKSUM_BYTES)),
+            sums,
+            frozenset(words["late"].split()),
+            late,
         )
     except (KeyError, ValueError, binascii.Error) as error:
         raise Malformed(f"its metadata is not a run's ({error})") from error
     count = len(tokens)
     if not count or run.start % BLOCK or run.start < 0 or len(run.base) != DIGEST_BYTES:
         raise Malformed("its metadata is not a run's")
-    if len(sums) != (count + BLOCK - 1) // BLOCK * _CHECKSUM_BYTES:
+    blocks = (count + BLOCK - 1) // BLOCK
+    if len(sums) != blocks or len(late) != (blocks if run.late else 0):
         raise Malformed("it has not one checksum per block")
     return run
+
+
+def _sums(text: str) -> tuple[bytes, ...]:
+    sums = bytes.fromhex(text)
+    return tuple(sums[at : at + 8] for at in range(0, len(sums), _CHECKSUM_BYTES))
 
 
 def read_checkpoint(fd: int) -> Checkpoint:

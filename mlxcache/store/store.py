@@ -79,26 +79,35 @@ class Store:
         )
         return Found(match.length, pieces, saved)
 
-    def verify(self, piece: Piece, ids: Tokens) -> None:
+    def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
         """Read the file and check that it holds what `find` said, from its header to checksums.
+
+        Without `late`, the tensors that were written as such are neither read nor checked.
 
         Raises Corrupt: the file is in quarantine, and all that builds on it is gone too. Raises
         Gone if the file was evicted meanwhile.
         """
-        verify.run(self._core, piece, ids)
+        verify.run(self._core, piece, ids, late)
 
     def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
         """As `verify`, of a checkpoint."""
         verify.checkpoint(self._core, saved, ids)
 
-    def write_run(self, ids: Tokens, start: int, tensors: Sequence[Tensor]) -> None:
+    def write_run(
+        self,
+        ids: Tokens,
+        start: int,
+        tensors: Sequence[Tensor],
+        late: frozenset[str] = frozenset(),
+    ) -> None:
         """Save the KV of tokens [start, len(ids)); durable on return.
 
         `start` is a multiple of 64, and the first axis of each tensor is those tokens. Blocks that
         are on disk already are left out; nothing is written where all are. Raises NotAnchored
-        if [0, start) is not on disk, DiskFull if no room can be made, StoreError.
+        if [0, start) is not on disk, DiskFull if no room can be made, StoreError. `late` names
+        tensors that only positions soon after these tokens need: `verify` can leave them out.
         """
-        save.run(self._core, ids, start, tensors)
+        save.run(self._core, ids, start, tensors, late)
 
     def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
         """Save the state after `ids`; durable on return. Raises DiskFull and StoreError.

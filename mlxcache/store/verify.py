@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxcache.errors import Corrupt, Gone, StoreError
 from mlxcache.store import checksums, index
-from mlxcache.store.contents import read_checkpoint, read_run
+from mlxcache.store.contents import Run, read_checkpoint, read_run
 from mlxcache.store.core import Core
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Piece, Saved
@@ -24,10 +24,11 @@ _BAD_DISK = (errno.EIO, errno.ENXIO, errno.EISDIR, errno.ELOOP)
 """What reading a damaged file may give, and never a lack of descriptors or memory."""
 
 
-def run(core: Core, piece: Piece, ids: Tokens) -> None:
+def run(core: Core, piece: Piece, ids: Tokens, late: bool) -> None:
     """Check `piece`, which `find` gave for ids that begin like `ids`. Raises Corrupt and Gone."""
     base = core.chains.of(ids[: piece.first]).whole[-1]
-    _checked(core, piece.id, piece.path, lambda fd: run_is(fd, core.namespace, base, piece, ids))
+    name = core.namespace
+    _checked(core, piece.id, piece.path, lambda fd: run_is(fd, name, base, piece, ids, late=late))
 
 
 def checkpoint(core: Core, saved: Saved, ids: Tokens) -> None:
@@ -39,8 +40,12 @@ def checkpoint(core: Core, saved: Saved, ids: Tokens) -> None:
     )
 
 
-def run_is(fd: int, namespace: str, base: bytes, piece: Piece, ids: Tokens) -> None:
+def run_is(
+    fd: int, namespace: str, base: bytes, piece: Piece, ids: Tokens, *, late: bool = True
+) -> None:
     """Check that the open file has what is wanted of `piece`, the KV of `ids` after `base`.
+
+    Without `late`, its late tensors are not read.
 
     Raises Malformed and OSError.
     """
@@ -53,9 +58,7 @@ def run_is(fd: int, namespace: str, base: bytes, piece: Piece, ids: Tokens) -> N
     if not np.array_equal(content.tokens[wanted], ids[piece.start : piece.end]):
         raise Malformed("it holds other tokens")
     blocks = range(wanted.start // BLOCK, (wanted.stop + BLOCK - 1) // BLOCK)
-    found = checksums.of_file_blocks(fd, content.header, len(content.tokens), blocks)
-    if tuple(found) != content.checksums[blocks.start : blocks.stop]:
-        raise Malformed("a block's checksum is wrong")
+    _blocks_are(fd, content, blocks, late)
 
 
 def checkpoint_is(fd: int, namespace: str, digest: bytes, position: int) -> None:
@@ -82,15 +85,24 @@ def whole(path: Path, row: Row) -> None:
             if (content.start, content.digest) != (row.start, row.digest):
                 raise Malformed("it is not the run that its name says")
             blocks = range(len(content.checksums))
-            found = checksums.of_file_blocks(fd, content.header, len(content.tokens), blocks)
-            right = tuple(found) == content.checksums
+            _blocks_are(fd, content, blocks, late=True)
         else:
             state = read_checkpoint(fd)
             if (state.position, state.digest) != (row.start, row.digest):
                 raise Malformed("it is not the checkpoint that its name says")
-            right = checksums.of_file(fd, state.header) == state.checksum
-        if not right:
-            raise Malformed("a checksum is wrong")
+            if checksums.of_file(fd, state.header) != state.checksum:
+                raise Malformed("its checksum is wrong")
+
+
+def _blocks_are(fd: int, content: Run, blocks: range, late: bool) -> None:
+    """Raise Malformed unless each block has the checksum that its run gives."""
+    places = content.header.places
+    for names_late, sums in ((False, content.checksums), (True, content.late_checksums)):
+        wanted = [place for place in places if (place.name in content.late) is names_late]
+        if not names_late or (late and sums):
+            found = checksums.of_file_blocks(fd, wanted, len(content.tokens), blocks)
+            if tuple(found) != sums[blocks.start : blocks.stop]:
+                raise Malformed("a block's checksum is wrong")
 
 
 @contextmanager

@@ -25,7 +25,8 @@ IDLE_S = 2.0
 class Job:
     """A run of tokens [start, len(ids)), or a checkpoint after `ids` where `start` is None.
 
-    `nbytes`: what it counts against the writer's limit. `tag` is the caller's own.
+    `nbytes`: what it counts against the writer's limit. `tag` is the caller's own. `late`:
+    see `Store.write_run`.
     """
 
     ids: Tokens
@@ -33,6 +34,7 @@ class Job:
     tensors: Sequence[Tensor]
     nbytes: int
     tag: Any = None
+    late: frozenset[str] = frozenset()
 
 
 class Writer:
@@ -145,7 +147,7 @@ class Writer:
             if job.start is None:
                 self._store.write_checkpoint(job.ids, job.tensors)
             else:
-                self._store.write_run(job.ids, job.start, job.tensors)
+                self._store.write_run(job.ids, job.start, job.tensors, job.late)
         except StoreError as raised:
             error = raised
         except Exception as raised:  # logged; the next job is written

@@ -143,13 +143,37 @@ def test_damaged_files_are_a_miss_and_never_a_wrong_token(
     assert files
     for file in files if bench.memory.layout.opaque else files[::2]:
         data = bytearray(file.read_bytes())
-        data[-20] ^= 0x40
+        payload = 8 + int.from_bytes(data[:8], "little")
+        data[payload + 5] ^= 0x40
         file.write_bytes(data)
     disk = start(bench)
     task = bench.ask(ids, marks=(100, len(ids) - 3))
     assert task.out == bench.twin().ask(ids).out
     assert disk.store.stats().corrupt >= 1
     assert task.record.cached_tokens <= len(ids)
+
+
+@pytest.mark.parametrize("bench", ["gemma3", "gpt_oss"], indirect=True)
+def test_windows_are_read_only_where_a_later_position_sees_them(
+    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+) -> None:
+    """And what is not there is never taken for KV: not by a branch, not by a copy of it."""
+    disk = start(bench)
+    last = talk(bench, rng, 6)[-1]
+    settled(disk)
+    start(bench)
+    ids = [*last.ids.tolist(), *last.out, *prompt(rng, 50)]
+    task = bench.ask(ids)
+    (lineage,) = {id(v): v for v in bench.memory.tree.values()}.values()
+    window = bench.memory.layout.longest_window
+    assert 0 < lineage.hollow <= task.record.restored_tokens - window
+    twin = bench.twin()
+    assert task.out == twin.ask(ids).out
+    for at in (len(ids) - 20, lineage.hollow + 1, lineage.hollow // 2, 310):
+        branch = [*ids[:at], *prompt(rng, 30)]
+        again = bench.ask(branch)
+        assert again.out == twin.ask(branch).out
+        assert again.record.cached_tokens >= at - 1
 
 
 def test_a_request_that_is_cancelled_while_it_is_restored_harms_nothing(
