@@ -117,8 +117,8 @@ async def snapshot(deps: Deps, request: Request) -> Response:
     id, format = _id(request), request.query_params.get("format", "mlxcache")
     if format not in ("mlxcache", "mlx-lm"):
         raise BadRequest("`format` must be 'mlxcache' or 'mlx-lm'.", param="format")
-    sessions = book(deps)
-    export = sessions.prompt_cache if format == "mlx-lm" else sessions.snapshot
+    portable = book(deps).portable
+    export = portable.prompt_cache if format == "mlx-lm" else portable.snapshot
     made: Export | PromptCacheExport = await export(id)
     return StreamingResponse(
         iterate_in_threadpool(made),
@@ -131,17 +131,27 @@ async def snapshot(deps: Deps, request: Request) -> Response:
 
 
 async def restore(deps: Deps, request: Request) -> Response:
-    """A session from the snapshot that is the body; `?name=` names it."""
-    sessions = book(deps)
+    """A session from the snapshot that is the body; `?name=` names it.
+
+    Of a prompt cache of mlx-lm's the body begins with `?prompt_bytes=` of what it was made of.
+    """
+    portable = book(deps).portable
     name = clean(request.query_params.get("name", ""))[:MOST_NAME] or None
     announced = request.headers.get("content-length", "")
-    folder = sessions.incoming(int(announced) if announced.isdecimal() else 0)
+    folder = portable.incoming(int(announced) if announced.isdecimal() else 0)
+    left = whole_number(request, "prompt_bytes", 0)
+    if left > deps.settings.max_body_bytes:
+        raise BadRequest("The prompt is too long.", param="prompt_bytes")
+    prompt = b""
     fd, path = tempfile.mkstemp(".safetensors", "restore-", folder)
     try:
         with translated(folder), os.fdopen(fd, "wb") as file:
             async for chunk in request.stream():
-                await anyio.to_thread.run_sync(file.write, chunk)
-        made = await sessions.restore(Path(path), name)
+                head, rest = chunk[:left], chunk[left:]
+                prompt, left = prompt + head, left - len(head)
+                await anyio.to_thread.run_sync(file.write, rest)
+        text = prompt.decode(errors="replace") or None
+        made = await portable.restore(Path(path), name, text)
     finally:
         os.unlink(path)
     return json_response(made.as_object(), 201)

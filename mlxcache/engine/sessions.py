@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,17 +11,17 @@ from typing import TYPE_CHECKING, TypeVar
 from mlxcache.config import Settings
 from mlxcache.engine.booking import Booking, Served
 from mlxcache.engine.calls import Calls
-from mlxcache.engine.prompt_caches import PromptCacheExport, Submit, compute
+from mlxcache.engine.portable import Portable
+from mlxcache.engine.prompt_caches import Submit
 from mlxcache.engine.ram import forget, forget_all, in_ram, unlearn
-from mlxcache.errors import DiskFull, MlxcacheError, Unsupported
+from mlxcache.errors import MlxcacheError
 from mlxcache.model.wire import run_spec
-from mlxcache.store.database import translated
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed, nothing, on_disk
 from mlxcache.store.prefixes import forget_prefix, viewing
 from mlxcache.store.sessions import Session, Sessions
-from mlxcache.store.snapshot import Export, SessionInfo, export, read_snapshot, restore
-from mlxcache.store.store import FREE_FLOOR, Store
+from mlxcache.store.snapshot_info import SessionInfo
+from mlxcache.store.store import Store
 from mlxcache.store.temporary import TemporaryDatabase
 from mlxcache.types import WARMING
 
@@ -39,7 +38,8 @@ SETTLE_S = 10.0
 class SessionBook:
     """The sessions of one engine. Call everything but `ended` from the event loop.
 
-    `store` None: nothing is on disk. `incoming`: where snapshots wait that are being received.
+    `store` None: nothing is on disk. `portable`: sessions as files. `incoming`: where those wait
+    that are being received.
     What is asked for is answered after the turns booked before.
     """
 
@@ -56,12 +56,11 @@ class SessionBook:
         self.namespace = model.namespace
         self.store = store
         self._model = model
-        self._incoming = incoming
         self._sessions = sessions
         self._core = core
-        self._submit = submit
         self._calls = Calls(core.scheduler.inbox)
         self._booking = Booking(sessions, model, store)
+        self.portable = Portable(self, model, submit, incoming)
 
     @property
     def count(self) -> int:
@@ -193,69 +192,15 @@ class SessionBook:
         store = self.store
         return 0 if store is None else await self._booking.run(lambda: store.prune(limit))
 
-    # -- snapshots ---------------------------------------------------------------------------
+    async def info(self, id: str) -> SessionInfo:
+        """A session as a snapshot carries it. Raises NotFound and StoreError."""
+        return await self._booking.run(lambda: self._sessions.info(id))
 
-    async def snapshot(self, id: str) -> Export:
-        """A snapshot of a session, to be iterated on another thread: reading it blocks.
-
-        Raises NotFound, StoreError, and Unsupported where nothing is on disk.
-        """
-        store = self._stored()
-        info = await self._booking.run(lambda: self._sessions.info(id))
-        await self.settled()
-        seen = viewing(store, info.namespace)
-        return await asyncio.to_thread(export, seen, info)
-
-    async def prompt_cache(self, id: str) -> PromptCacheExport:
-        """The main leaf of a session as a file for mlx-lm's tools, computed where it is not there.
-
-        Raises NotFound, Busy, Unsupported for a session of another model or with images, and what
-        `Engine.submit` raises.
-        """
-        info = await self._booking.run(lambda: self._sessions.info(id))
-        if info.namespace != self.namespace:
-            raise Unsupported(f"This session is of another model ({info.model}): serve that one.")
-        ids = info.leaves[0].ids
-        await compute(self._submit, ids)
-        path = self._model.path
-        return await self.call(lambda core: PromptCacheExport(core, ids, path))
-
-    def incoming(self, nbytes: int) -> Path:
-        """Where to put a snapshot of `nbytes` for `restore`.
-
-        Raises Unsupported where nothing is kept on disk, DiskFull where it has no room.
-        """
-        self._stored()
-        with translated(self._incoming):
-            self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if shutil.disk_usage(self._incoming).free < nbytes + FREE_FLOOR:
-                raise DiskFull(f"The disk has no room for a snapshot of {nbytes} bytes.")
-        return self._incoming
-
-    async def restore(self, path: Path, name: str | None = None) -> Listed:
-        """Take in the snapshot at `path`. Raises SnapshotRefused, StoreError and Unsupported."""
-        store, namespace = self._stored(), self.namespace
-        model = self._model
-
-        def take_in() -> SessionInfo:
-            checked = read_snapshot(
-                path,
-                namespace,
-                model=model.name,
-                spec=model.spec,
-                vocab_size=model.vocab_size,
-            )
-            return restore(store, checked)
-
-        info = await asyncio.to_thread(take_in)
+    async def adopt(self, info: SessionInfo, name: str | None) -> Listed:
+        """Enter a session that came in a file. Raises StoreError."""
         made = await self._booking.run(lambda: self._sessions.adopt(info, time.time(), name))
         self._booking.count += 1
         return await self.get(made)
-
-    def _stored(self) -> Store:
-        if self.store is None:
-            raise Unsupported("This server has no disk tier, which snapshots come from and go to.")
-        return self.store
 
     async def settled(self) -> bool:
         """Wait until nothing is on its way to disk; False if that takes too long."""

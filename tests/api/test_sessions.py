@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class FakeBook:
         self.asked: list[Any] = []
         self.error: Exception | None = None
         self.folder = folder
+        self.portable = self
 
     def _note(self, *asked: Any) -> None:
         if self.error:
@@ -91,8 +92,10 @@ class FakeBook:
         self._note("incoming", nbytes)
         return self.folder
 
-    async def restore(self, path: Path, name: str | None = None) -> Listed:
-        self._note("restore", await anyio.Path(path).read_bytes(), name)
+    async def restore(
+        self, path: Path, name: str | None = None, prompt: str | None = None
+    ) -> Listed:
+        self._note("restore", await anyio.Path(path).read_bytes(), name, prompt)
         return listed()
 
     async def clear(self, *, pinned: bool = False) -> dict[str, int]:
@@ -199,16 +202,30 @@ async def test_a_snapshot_is_received_into_a_file_that_goes_again(
     """Also where it is refused."""
     response = await client.post("/v1/sessions?name=mine", content=b"x" * 100)
     assert response.status_code == 201
-    assert book.asked == [("incoming", 100), ("restore", b"x" * 100, "mine")]
+    assert book.asked == [("incoming", 100), ("restore", b"x" * 100, "mine", None)]
     assert os.listdir(tmp_path) == []
 
-    async def refuse(path: Path, name: str | None = None) -> Listed:
+    async def refuse(*_: Any) -> Listed:
         raise SnapshotRefused("It is of another model.")
 
     book.restore = refuse  # type: ignore[method-assign]
     response = await client.post("/v1/sessions", content=b"x")
     assert response.status_code == 400
     assert os.listdir(tmp_path) == []
+
+
+async def test_a_prompt_may_stand_before_the_file(
+    client: httpx.AsyncClient, book: FakeBook
+) -> None:
+    """For mlx-lm's files, which have no tokens."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        for part in (b"Na", b"me itxy", b"z"):
+            yield part
+
+    response = await client.post("/v1/sessions?prompt_bytes=7", content=parts())
+    assert response.status_code == 201
+    assert book.asked[1:] == [("restore", b"xyz", None, "Name it")]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import pytest
 
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.errors import NotFound, NotReady, SnapshotRefused, Unsupported
+from mlxcache.errors import BadRequest, NotFound, NotReady, SnapshotRefused, Unsupported
 from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens
 
 HEAD = 40
@@ -190,14 +191,14 @@ async def test_a_snapshot_goes_on_in_another_folder(toy, tmp_path):
     async with started(model, tmp_path / "a") as engine:
         await ask(engine, given, session="mine", title="T")
         [listed] = await engine.sessions.list()
-        made = await engine.sessions.snapshot(listed.session.id)
+        made = await engine.sessions.portable.snapshot(listed.session.id)
         file.write_bytes(b"".join(await asyncio.to_thread(list, made)))
         assert file.stat().st_size == made.nbytes
-        again = await engine.sessions.restore(file, "copy")
+        again = await engine.sessions.portable.restore(file, "copy")
         assert again.session.id != listed.session.id
         assert (again.session.name, again.session.label) == ("copy", None)
     async with started(model, tmp_path / "b") as engine:
-        there = await engine.sessions.restore(file)
+        there = await engine.sessions.portable.restore(file)
         assert there.session.id == listed.session.id
         assert (there.session.label, there.session.title) == ("mine", "T")
         last = await ask(engine, prompt(text(1, 300), text(2, 10), text(3, 9)), session="mine")
@@ -206,7 +207,7 @@ async def test_a_snapshot_goes_on_in_another_folder(toy, tmp_path):
     async with started(toy("qwen3_5"), tmp_path / "b") as engine:
         assert [x.session.id for x in await engine.sessions.list()] == [listed.session.id]
         with pytest.raises(SnapshotRefused):
-            await engine.sessions.restore(file)
+            await engine.sessions.portable.restore(file)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
@@ -221,7 +222,7 @@ async def test_mlx_lm_continues_a_session_from_its_prompt_cache(toy, tmp_path, f
     async with started(model, tmp_path / "a") as engine:
         await ask(engine, prompt(text(1, 200), text(2, 10)), session="mine")
         [listed] = await engine.sessions.list()
-        made = await engine.sessions.prompt_cache(listed.session.id)
+        made = await engine.sessions.portable.prompt_cache(listed.session.id)
         file.write_bytes(b"".join(await asyncio.to_thread(list, made)))
         assert file.stat().st_size == made.nbytes
         ids = listed.leaves[0].ids.tolist()
@@ -242,13 +243,49 @@ async def test_mlx_lm_continues_a_session_from_its_prompt_cache(toy, tmp_path, f
     assert len(ours) >= 9
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+async def test_a_prompt_cache_of_mlx_lm_is_gone_on_with(toy, tmp_path, family):
+    """Warm where the model agrees with it, computed where it does not, refused without a prompt."""
+    from mlx_lm import load
+    from mlx_lm.generate import generate_step
+    from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+
+    model, file = toy(family), tmp_path / "cache.safetensors"
+    loaded, _ = load(str(model))
+    ids, other = text(1, 300), text(2, 300)
+    cache = make_prompt_cache(loaded)
+    for _ in generate_step(mx.array(ids), loaded, max_tokens=0, prompt_cache=cache):
+        pass
+    save_prompt_cache(str(file), cache, {"model": str(model), "tokenizer_config": "{}"})
+    async with started(model, tmp_path / "a", disk="off") as engine:
+        restore = engine.sessions.portable.restore
+        with pytest.raises(BadRequest, match="--prompt"):
+            await restore(file)
+        made = await restore(file, "mine", json.dumps(ids))
+        assert made.leaves[0].ids.tolist() == ids
+        assert (made.session.name, made.session.turns) == ("mine", 0)
+        assert made.ram.tokens == (300,)
+        last = await ask(engine, Prompt(np.array(ids + text(3, 10), np.int32), (100,)))
+        assert last.cached_tokens == 300
+        [now] = await engine.sessions.list()
+        reply = now.leaves[0].ids.tolist()[310:]
+        wrong = await restore(file, "other", json.dumps(other))
+        assert wrong.ram.tokens == (300,)
+        await engine.call(lambda core: core.memory.tree.check())
+    async with started(model, tmp_path / "b", disk="off") as engine:
+        await ask(engine, Prompt(np.array(ids + text(3, 10), np.int32), (100,)))
+        [cold] = await engine.sessions.list()
+        assert cold.leaves[0].ids.tolist()[310:] == reply
+        await ask(engine, Prompt(np.array(other + text(3, 10), np.int32), (100,)))
+
+
 async def test_a_prompt_cache_that_nobody_reads_holds_nothing(toy, tmp_path):
     """Also where the reader leaves in the middle."""
     async with started(toy("llama"), tmp_path) as engine:
         await ask(engine, prompt(text(1, 200)), session="mine")
         [listed] = await engine.sessions.list()
         for parts in (0, 1):
-            made = await engine.sessions.prompt_cache(listed.session.id)
+            made = await engine.sessions.portable.prompt_cache(listed.session.id)
             reading = iter(made)
             if parts:
                 await asyncio.to_thread(next, reading)
@@ -265,9 +302,7 @@ async def test_without_a_disk_there_are_sessions_and_no_snapshots(toy, tmp_path)
         assert (listed.tier, listed.disk.nbytes) == ("ram", 0)
         await engine.sessions.patch(listed.session.id, pinned=True)
         with pytest.raises(Unsupported):
-            await engine.sessions.snapshot(listed.session.id)
-        with pytest.raises(Unsupported):
-            engine.sessions.incoming(0)
+            await engine.sessions.portable.snapshot(listed.session.id)
         await engine.sessions.delete(listed.session.id)
         assert (await ask(engine, prompt(text(1, 100)))).cached_tokens == 0
     assert not list(tmp_path.rglob("*.sqlite"))

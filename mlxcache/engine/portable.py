@@ -1,0 +1,113 @@
+"""Sessions as files: snapshots, and mlx-lm's prompt caches."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlxcache.engine.booking import Served
+from mlxcache.engine.prompt_caches import PromptCacheExport, Submit, compute
+from mlxcache.engine.prompt_import import take_in
+from mlxcache.errors import DiskFull, SnapshotRefused, Unsupported
+from mlxcache.store.database import translated
+from mlxcache.store.prefixes import viewing
+from mlxcache.store.sessions import new_id
+from mlxcache.store.snapshot import (
+    Export,
+    LeafInfo,
+    SessionInfo,
+    Snapshot,
+    export,
+    read_snapshot,
+    restore,
+)
+from mlxcache.store.store import FREE_FLOOR, Store
+
+if TYPE_CHECKING:
+    from mlxcache.engine.sessions import SessionBook
+    from mlxcache.store.listing import Listed
+
+
+class Portable:
+    """What goes out of a book of sessions, and comes in. Call it from the event loop."""
+
+    def __init__(self, book: SessionBook, model: Served, submit: Submit, incoming: Path):
+        self._book = book
+        self._model = model
+        self._submit = submit
+        self._incoming = incoming
+
+    async def snapshot(self, id: str) -> Export:
+        """A snapshot of a session, to be iterated on another thread: reading it blocks.
+
+        Raises NotFound, StoreError, and Unsupported where nothing is on disk.
+        """
+        store = self._stored()
+        info = await self._book.info(id)
+        await self._book.settled()
+        return await asyncio.to_thread(export, viewing(store, info.namespace), info)
+
+    async def prompt_cache(self, id: str) -> PromptCacheExport:
+        """The main leaf of a session as a file for mlx-lm's tools, computed where it is not there.
+
+        Raises NotFound, Busy, Unsupported for a session of another model or with images, and what
+        `Engine.submit` raises.
+        """
+        info = await self._book.info(id)
+        if info.namespace != self._model.namespace:
+            raise Unsupported(f"This session is of another model ({info.model}): serve that one.")
+        ids, path = info.leaves[0].ids, self._model.path
+        await compute(self._submit, ids)
+        return await self._book.call(lambda core: PromptCacheExport(core, ids, path))
+
+    def incoming(self, nbytes: int) -> Path:
+        """Where to put a file of `nbytes` for `restore`. Raises DiskFull where it has no room."""
+        with translated(self._incoming):
+            self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if shutil.disk_usage(self._incoming).free < nbytes + FREE_FLOOR:
+                raise DiskFull(f"The disk has no room for a file of {nbytes} bytes.")
+        return self._incoming
+
+    async def restore(
+        self, path: Path, name: str | None = None, prompt: str | None = None
+    ) -> Listed:
+        """Take in the snapshot at `path`, or a prompt cache of mlx-lm's that was made of `prompt`.
+
+        What of a prompt cache cannot be used is computed. Raises SnapshotRefused, BadRequest,
+        StoreError, Unsupported for snapshots where nothing is kept on disk, and for prompt caches
+        what `Engine.submit` raises.
+        """
+        try:
+            checked = await asyncio.to_thread(self._read, path)
+        except SnapshotRefused as refused:
+            try:
+                ids = await self._book.call(lambda core: take_in(core, path, prompt))
+            except SnapshotRefused as error:
+                raise (refused if prompt is None else error) from error
+            await compute(self._submit, ids)
+            leaf = LeafInfo(ids, prompt_tokens=len(ids), anchor=len(ids), last_used_at=time.time())
+            model = self._model
+            info = SessionInfo(
+                new_id(), model.namespace, model.name, (leaf,), created_at=time.time()
+            )
+        else:
+            info = await asyncio.to_thread(restore, self._stored(), checked)
+        return await self._book.adopt(info, name)
+
+    def _read(self, path: Path) -> Snapshot:
+        model = self._model
+        return read_snapshot(
+            path,
+            model.namespace,
+            model=model.name,
+            spec=model.spec,
+            vocab_size=model.vocab_size,
+        )
+
+    def _stored(self) -> Store:
+        if self._book.store is None:
+            raise Unsupported("This server has no disk tier, which snapshots come from and go to.")
+        return self._book.store
