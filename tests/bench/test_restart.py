@@ -121,8 +121,8 @@ def test_servers_are_compared_within_a_round() -> None:
 def test_our_server_goes_on_from_disk(make: object, tmp_path: Path) -> None:
     """Killed right after the second reply, it has the first turn whole, from disk."""
     model, file = make(tmp_path / "model"), tmp_path / "out.json"  # type: ignore[operator]
-    args = ["--model", str(model), "--tokens", "700", "--runs", "1", "--no-mlx-lm"]
-    done = bench(*args, "--only", "restart", "--assert", "--json", str(file))
+    args = ["--model", str(model), "--tokens", "700", "--reply", "200", "--runs", "1"]
+    done = bench(*args, "--no-mlx-lm", "--only", "restart", "--assert", "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     (taken,) = json.loads(file.read_text())["restart"]["restart"]["rounds"][OURS]
     assert taken["restored_tokens"] >= 700
