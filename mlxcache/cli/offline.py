@@ -76,8 +76,12 @@ class Offline:
                     progress(done, parts.nbytes)
         return done
 
-    def restore(self, path: Path, name: str | None, progress: Progress) -> dict[str, Any]:
+    def restore(
+        self, path: Path, name: str | None, prompt: str | None, progress: Progress
+    ) -> dict[str, Any]:
         """Take in the snapshot at `path`, for whichever model it is of."""
+        if prompt is not None:
+            raise MlxcacheError("--prompt is for mlx-lm's files, which need a server: start one.")
         checked = read_snapshot(path)
         with alone(self.cache_dir), self._open(make=True) as (store, sessions):
             info = restore(viewing(store, checked.session.namespace), checked, progress)

@@ -86,12 +86,18 @@ class Remote:
             raise MlxcacheError("The server broke off; its log says why.")
         return done
 
-    def restore(self, path: Path, name: str | None, progress: Progress) -> dict[str, Any]:
-        """Take in the snapshot at `path`."""
-        total = path.stat().st_size
+    def restore(
+        self, path: Path, name: str | None, prompt: str | None, progress: Progress
+    ) -> dict[str, Any]:
+        """Take in the snapshot at `path`, or mlx-lm's prompt cache that was made of `prompt`."""
+        total, head = path.stat().st_size, (prompt or "").encode()
+        params = {"name": name} if name else {}
+        if head:
+            params["prompt_bytes"] = str(len(head))
 
         def parts() -> Iterator[bytes]:
             done = 0
+            yield head
             with path.open("rb") as file:
                 while part := file.read(PART_BYTES):
                     yield part
@@ -101,9 +107,9 @@ class Remote:
         return self._json(
             "POST",
             "/v1/sessions",
-            params={"name": name} if name else {},
+            params=params,
             content=parts(),
-            headers={"Content-Length": str(total)},
+            headers={"Content-Length": str(total + len(head))},
         )
 
     # -- the cache ---------------------------------------------------------------------------

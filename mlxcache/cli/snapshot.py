@@ -69,16 +69,26 @@ def restore(
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="What to call the session.")
     ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What mlx_lm.cache_prompt made the file of, as text or a JSON list of token ids; "
+            "- is the input. Needs a server.",
+        ),
+    ] = None,
     as_json: Json = False,
     url: Url = None,
     api_key: ApiKey = None,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Take in a session from a snapshot; its next turn is warm."""
+    """Take in a session from a snapshot, or from a file of mlx-lm's; its next turn is warm."""
     with reporting():
         where = target(url, api_key, cache_dir)
+        if prompt == "-":
+            prompt = typer.get_text_stream("stdin").read()
         with _bar("reading") as progress:
-            made = where.restore(file, name, progress)
+            made = where.restore(file, name, prompt, progress)
         if as_json:
             show.print_json(made)
         else:

@@ -151,6 +151,25 @@ def test_a_snapshot_is_written_and_taken_in(where: tuple[str, ...], tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["s.safetensors"]
 
 
+def test_files_of_mlx_lm_go_out_and_come_in(
+    server: Served, offline: tuple[str, str], tmp_path: Path
+) -> None:
+    """By a server, which has the model; ours carry their tokens, theirs need the prompt."""
+    where, file = ("--url", server.url), tmp_path / "cache.safetensors"
+    source = next(one for one in listing(*where) if one["label"] == "one")
+    call("snapshot", source["id"], "-o", str(file), "--format", "mlx-lm", *where)
+    made = json.loads(call("restore", str(file), "--name", "back", "--json", *where).output)
+    assert made["tokens"] == source["tokens"]
+    again = call("restore", str(file), "--prompt", "[5, 6]", "--json", *where)
+    for id in (made["id"], json.loads(again.output)["id"]):
+        call("sessions", "rm", id, *where)
+    for command in (
+        ("snapshot", source["id"], "-o", str(file), "--format", "mlx-lm"),
+        ("restore", str(file), "--prompt", "x"),
+    ):
+        assert "server" in call(*command, *offline, status=1).output
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
