@@ -25,6 +25,16 @@ PROBE = 128
 FEWEST = 16
 """Tokens of the shortest chunk that a prompt is fed in."""
 
+SHORT = 192
+"""Tokens of the passes that a chunk is fed in where longer ones are slower.
+
+That is where attention materialises its scores and arithmetic is what takes the time: the scores
+above the diagonal are then computed for nothing, and they outgrow the processor's caches.
+"""
+
+SCORES = 4.0
+"""Bytes per pair of positions from which on it is scores that are held, and not a mask."""
+
 FAR = 4096
 """Cached positions, all zeros, that a probing chunk is fed after."""
 
@@ -36,8 +46,8 @@ SAFETY = 1.3
 class Cost:
     """Measured costs of one model on this machine.
 
-    All but the last are bytes, `fixed` those of one row's logits; `rate` is prefill tokens per
-    second, a moving average that `observe` keeps.
+    Most are bytes, `fixed` those of one row's logits; `rate` is prefill tokens per second, a moving
+    average that `observe` keeps; passes of more than `longest` tokens are slower, if it is not 0.
     """
 
     per_token: float
@@ -46,6 +56,7 @@ class Cost:
     rate: float
     per_key: float = 0.0
     per_square: float = 0.0
+    longest: int = 0
 
     def transient(self, chunk: int, cached: int, rows: int = 1) -> int:
         """Bytes that feeding `chunk` tokens after `cached` takes beyond the KV it leaves."""
@@ -57,9 +68,18 @@ class Cost:
     def chunk(self, cached: int, *, bytes_: int, seconds: float, most: int) -> int:
         """The longest chunk that stays within `bytes_` and about `seconds`; at least `FEWEST`."""
         size = min(most, max(32, int(self.rate * seconds)))
-        while size > FEWEST and self.transient(size, cached) > bytes_:
+        while size > FEWEST and self.peak(size, cached) > bytes_:
             size //= 2
         return max(FEWEST, size)
+
+    def peak(self, chunk: int, cached: int) -> int:
+        """As `transient`, for a chunk that is fed in passes: what the last of them takes."""
+        step = self.step(chunk)
+        return self.transient(step, cached + chunk - step)
+
+    def step(self, size: int) -> int:
+        """Tokens of each forward pass that a chunk of `size`, at least 1, is best fed in."""
+        return -(-size // -(-size // self.longest)) if self.longest else size
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take a measured chunk into the moving average."""
@@ -75,39 +95,59 @@ def peak(run: Callable[[], object]) -> int:
     return max(0, mx.get_peak_memory() - before)
 
 
+class _Probe:
+    """Feeds chunks of zeros after `at` cached positions, as often as it is asked."""
+
+    def __init__(self, model: Any, layout: Layout, positions: int):
+        self.model = model
+        self.line = Lineage(layout)
+        self.line.grow(positions)
+
+    def feed(self, tokens: int, at: int) -> tuple[float, int]:
+        """Feed one chunk: the seconds that it took, and the bytes that it took for a while."""
+        self.line.truncate(at)
+        self.line.settle()
+        chunk = mx.zeros((1, tokens), mx.int32)
+
+        def run() -> None:
+            self.model(chunk, cache=self.line.caches)
+            kv.eval_states(self.line.caches)
+
+        began = time.perf_counter()
+        size = peak(run)
+        return time.perf_counter() - began, size
+
+    def peak(self, tokens: int, at: int) -> int:
+        """The bytes that one chunk takes."""
+        return self.feed(tokens, at)[1]
+
+    def long_is_slow(self) -> bool:
+        """Whether a chunk takes about as long as its halves do: a longer one only takes longer."""
+        whole = min(self.feed(2 * SHORT, 0)[0] for _ in range(2))
+        halves = min(self.feed(SHORT, 0)[0] + self.feed(SHORT, SHORT)[0] for _ in range(2))
+        return halves < 1.05 * whole
+
+
 def measure(model: Any, layout: Layout, room: int) -> Cost:
     """Feed a few short chunks and see what memory and time they take. Also warms up kernels.
 
     `room` bytes may be used for cached positions.
     """
-    line = Lineage(layout)
     far = min(FAR, room // max(1, layout.bytes_per_token))
-    line.grow(far + 4 * PROBE)
-
-    def probe(tokens: int, at: int) -> int:
-        line.truncate(at)
-        line.settle()
-        chunk = mx.zeros((1, tokens), mx.int32)
-
-        def feed() -> None:
-            model(chunk, cache=line.caches)
-            kv.eval_states(line.caches)
-
-        return peak(feed)
-
-    probe(2, 0)
-    began = time.perf_counter()
-    near = probe(PROBE, 0)
-    seconds = time.perf_counter() - began
-    long = probe(3 * PROBE, 0)
+    probe = _Probe(model, layout, far + 4 * PROBE)
+    probe.feed(2, 0)
+    seconds, near = probe.feed(PROBE, 0)
+    long = probe.peak(3 * PROBE, 0)
     # by how much a peak rises with each cached position, once attention makes the peak
     wide, narrow = (
-        max(0, probe(size, far) - probe(size, far // 2)) / max(1, far - far // 2)
+        max(0, probe.peak(size, far) - probe.peak(size, far // 2)) / max(1, far - far // 2)
         for size in (PROBE, FEWEST)
     )
-    line.release()
-    mx.clear_cache()
     cost = _fitted(near, long, wide, narrow)
+    if cost.per_pair > SCORES and probe.long_is_slow():
+        cost.longest = SHORT
+    probe.line.release()
+    mx.clear_cache()
     cost.fixed = 6.0 * 4 * layout.vocab_size + (1 << 20)
     cost.rate = PROBE / max(seconds, 1e-6)
     return cost

@@ -119,6 +119,7 @@ class Lanes:
         """Let `new` join `lane`; False, and nothing has changed, where that is impossible."""
         count = len(lane.tasks) + len(new)
         capacity = max(lane.capacity, *(ln.length() for ln in (lane, *new)))
+        capacity += 0 if lane.batched else rows.STEP
         size = count * self.layout.row_bytes(capacity)
         # two padded copies of each of a layer's arrays are made on the way
         passing = 4 * count * capacity * self.layout.widest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
 from mlxcache.model import kv
+from mlxcache.model.kv import Caches
+from mlxcache.types import Tokens
 
 ALONE_S = 2.0
 WAITING_S = 1.0
@@ -88,7 +91,7 @@ class Prefill:
         end = at + size + whole
         images = self.images.inputs(task, at, end) if self.images else {}
         began = time.perf_counter()
-        logits = self.model(mx.array(task.fed[at:end])[None], cache=lineage.caches, **images)
+        logits = self._forward(task.fed[at:end], lineage.caches, images)
         kv.eval_states(lineage.caches, wait=not last or marked)
         lineage.length = end
         if not last:
@@ -104,3 +107,14 @@ class Prefill:
     def _room_for_logits(self, size: int, at: int) -> bool:
         needed = self.cost.transient(size + 1, at) + size * self.cost.fixed
         return needed <= self.limits.transient
+
+    def _forward(self, ids: Tokens, caches: Caches, images: Mapping[str, mx.array]) -> mx.array:
+        """Feed `ids`; the last pass's logits, shape (1, n, vocabulary), not evaluated."""
+        step = self.cost.step(len(ids))
+        for start in range(0, len(ids), step):
+            part = slice(start, start + step)
+            if start:
+                kv.eval_states(caches)
+            seen = {name: rows[:, part] for name, rows in images.items()}
+            logits: mx.array = self.model(mx.array(ids[part])[None], cache=caches, **seen)
+        return logits

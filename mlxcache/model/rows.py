@@ -7,7 +7,7 @@ from copy import copy
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, CacheList
+from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
 from mlxcache.model import kv
 from mlxcache.model.kv import Caches, Layout
@@ -36,10 +36,37 @@ def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
             cache = _shadow(mine)
             cache.extend(theirs[0].merge(theirs))
         else:
-            cache = mine.merge([mine, *theirs])
+            cache = _merged([mine, *theirs])
         mx.eval(kv.tree_arrays(cache.state))
         joint.append(cache)
     return joint
+
+
+def _merged(caches: Sequence[Any]) -> Any:
+    """One batch cache with copies of `caches`, one sequence each; with `STEP` more positions.
+
+    Without that room the first step would copy it all once more.
+    """
+    if type(caches[0]) is CacheList:
+        return CacheList(
+            *(_merged(parts) for parts in zip(*(c.caches for c in caches), strict=True))
+        )
+    lengths = [getattr(c, "offset", 0) for c in caches]
+    longest = max(lengths)
+    if type(caches[0]) is not KVCache or not min(lengths):
+        return caches[0].merge(caches)
+    batch = BatchKVCache([longest - length for length in lengths])
+    for name in kv.ARRAYS:
+        _, heads, _, dim = getattr(caches[0], name).shape
+        shape = (len(caches), heads, longest + STEP, dim)
+        joint = mx.zeros(shape, getattr(caches[0], name).dtype)
+        for i, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
+            row = getattr(cache, name)[..., :length, :]
+            joint[i : i + 1, :, longest - length : longest] = row
+        setattr(batch, name, joint)
+    batch.offset += longest
+    batch._idx = longest
+    return batch
 
 
 def keep_rows(batch: Caches, rows: Sequence[int]) -> None:

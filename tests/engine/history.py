@@ -66,6 +66,7 @@ class History:
         bench = self.bench
         bench.cost = measure(bench.model, bench.memory.layout, 1 << 22)
         bench.cost.rate = 1e6
+        bench.cost.longest = 24 if bench.chunk < 64 else 0  # whatever this machine is quick at
         passing = bench.cost.transient(bench.chunk, longest)
         bench.limits = replace(bench.limits, transient=passing)
         return passing
