@@ -123,9 +123,11 @@ class _Probe:
 
     def long_is_slow(self) -> bool:
         """Whether a chunk takes about as long as its halves do: a longer one only takes longer."""
-        whole = min(self.feed(2 * SHORT, 0)[0] for _ in range(2))
-        halves = min(self.feed(SHORT, 0)[0] + self.feed(SHORT, SHORT)[0] for _ in range(2))
-        return halves < 1.05 * whole
+        whole, halves = [], []
+        for _ in range(2):
+            whole.append(self.feed(2 * SHORT, 0)[0])
+            halves.append(self.feed(SHORT, 0)[0] + self.feed(SHORT, SHORT)[0])
+        return min(halves) < 1.05 * min(whole)
 
 
 def measure(model: Any, layout: Layout, room: int) -> Cost:
