@@ -25,6 +25,9 @@ T = TypeVar("T")
 PIN_S = 3.0
 """Seconds after a turn of a pinned session at which its new files, written by then, are pinned."""
 
+ROW_BYTES, SPARE_BYTES = 8, 64 << 10
+"""What a token id takes in a row and in the log, and what a change takes besides."""
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -90,7 +93,7 @@ class Booking:
             log.exception("a session could not be kept")
 
     def _book(self, turn: Turn) -> None:
-        id = self._sessions.turn(turn)
+        id = self.with_room(len(turn.ids), lambda: self._sessions.turn(turn))
         self.count = self._sessions.count()
         if self._store is not None and self._sessions.get(id).pinned and self._timer is None:
             self._timer = threading.Timer(PIN_S, lambda: self._submit(self._pin_all))
@@ -107,6 +110,17 @@ class Booking:
         """Evict what is on disk of a session last, or not any more. On the thread."""
         if self._store is not None:
             pin(self._store, self._sessions, id, pinned=pinned)
+
+    def with_room(self, tokens: int, action: Callable[[], T]) -> T:
+        """The result of `action`, which writes rows of so many tokens, within the disk's cap.
+
+        On the thread. Raises DiskFull where nothing can be evicted for them.
+        """
+        if self._store is None:
+            return action()
+        with self._store.database.write():
+            self._store.make_room(tokens * ROW_BYTES + SPARE_BYTES)
+            return action()
 
     async def run(self, action: Callable[[], T]) -> T:
         """The result of `action` on the thread. Raises what it raises, and NotReady at the end."""

@@ -139,7 +139,13 @@ class SessionBook:
 
         Raises NotFound, StoreError, and BadRequest where there are not so many tokens.
         """
-        made = await self._booking.run(lambda: self._sessions.fork(id, time.time(), name, tokens))
+        info, booking = await self.info(id), self._booking
+        size = len(info.leaves[0].ids) if info.leaves else 0
+
+        def make() -> str:
+            return self._sessions.fork(id, time.time(), name, tokens)
+
+        made = await booking.run(lambda: booking.with_room(size, make))
         self._booking.count += 1
         return await self.get(made)
 
@@ -198,7 +204,12 @@ class SessionBook:
 
     async def adopt(self, info: SessionInfo, name: str | None) -> Listed:
         """Enter a session that came in a file. Raises StoreError."""
-        made = await self._booking.run(lambda: self._sessions.adopt(info, time.time(), name))
+        size, booking = sum(len(leaf.ids) for leaf in info.leaves), self._booking
+
+        def enter() -> str:
+            return self._sessions.adopt(info, time.time(), name)
+
+        made = await booking.run(lambda: booking.with_room(size, enter))
         self._booking.count += 1
         return await self.get(made)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mlxcache.config import Settings
+from mlxcache.engine import booking
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import BadRequest, NotFound, NotReady, SnapshotRefused, Unsupported
 from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens
@@ -318,3 +319,41 @@ async def test_a_call_raises_what_its_action_raises(engine: Engine):
         await engine.call(lambda core: 3)
     with pytest.raises(NotReady):
         await engine.sessions.list()
+
+
+async def test_a_pinned_session_stays_pinned_as_it_grows(toy, tmp_path, monkeypatch):
+    """Also after a restart."""
+    monkeypatch.setattr(booking, "PIN_S", 0.05)
+    model = toy("llama")
+    async with started(model, tmp_path) as engine:
+        await ask(engine, prompt(text(1, 256)), session="mine")
+        [listed] = await engine.sessions.list()
+        await durable(engine, listed.session.id)
+        await engine.sessions.patch(listed.session.id, pinned=True)
+        store = engine.sessions.store
+        before = store.stats().pinned_bytes
+        assert before > 0
+        await ask(engine, prompt(text(1, 256), text(2, 256)), session="mine")
+        await durable(engine, listed.session.id)
+        await ask(engine, prompt(text(1, 256), text(2, 256)), session="mine")
+        end = time.monotonic() + 5
+        while store.stats().pinned_bytes <= before:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.02)
+    async with started(model, tmp_path) as engine:
+        assert engine.sessions.store.stats().pinned_bytes > before
+        await engine.sessions.patch(listed.session.id, pinned=False)
+        assert engine.sessions.store.stats().pinned_bytes == 0
+
+
+async def test_rows_of_sessions_keep_the_cap(toy, tmp_path):
+    """Token ids take room on disk too: files go for them, or they are not kept."""
+    folder, limit = tmp_path / "store", 5_000_000
+    async with started(toy("llama"), tmp_path, disk=str(limit)) as engine:
+        for seed in range(12):
+            await ask(engine, prompt(text(seed, 300)), session=str(seed))
+            await engine.sessions.settled()
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            assert sum(path.stat().st_blocks * 512 for path in files) <= limit
+        assert engine.sessions.store.stats().evicted > 0
+        assert len(await engine.sessions.list()) == 12
