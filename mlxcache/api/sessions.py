@@ -143,7 +143,7 @@ async def restore(deps: Deps, request: Request) -> Response:
     if left > deps.settings.max_body_bytes:
         raise BadRequest("The prompt is too long.", param="prompt_bytes")
     prompt = b""
-    fd, path = tempfile.mkstemp(".safetensors", "restore-", folder)
+    fd, path = tempfile.mkstemp(".safetensors", f"restore-{os.getpid()}-", folder)
     try:
         with translated(folder), os.fdopen(fd, "wb") as file:
             async for chunk in request.stream():

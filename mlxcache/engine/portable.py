@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from mlxcache.engine.prompt_caches import PromptCacheExport, Submit, compute
 from mlxcache.engine.prompt_import import take_in
 from mlxcache.errors import DiskFull, SnapshotRefused, Unsupported
 from mlxcache.store.database import translated
+from mlxcache.store.lock import runs
 from mlxcache.store.prefixes import viewing
 from mlxcache.store.sessions import new_id
 from mlxcache.store.snapshot import (
@@ -29,6 +31,18 @@ from mlxcache.store.store import FREE_FLOOR, Store
 if TYPE_CHECKING:
     from mlxcache.engine.sessions import SessionBook
     from mlxcache.store.listing import Listed
+
+
+INCOMING = re.compile(r"restore-(\d+)-.*")
+"""Names of files that are being received: the process, and something random."""
+
+
+def sweep(folder: Path) -> None:
+    """Remove what servers that were killed were receiving."""
+    for path in folder.glob("restore-*"):
+        match = INCOMING.fullmatch(path.name)
+        if match and not runs(int(match[1])):
+            path.unlink(missing_ok=True)
 
 
 class Portable:

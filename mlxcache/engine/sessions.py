@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mlxcache.config import Settings
 from mlxcache.engine.booking import Booking, Served
 from mlxcache.engine.calls import Calls
-from mlxcache.engine.portable import Portable
+from mlxcache.engine.portable import Portable, sweep
 from mlxcache.engine.prompt_caches import Submit
 from mlxcache.engine.ram import forget, forget_all, in_ram, unlearn
 from mlxcache.errors import MlxcacheError
@@ -239,5 +239,6 @@ async def open_book(core: Core, settings: Settings, submit: Submit) -> SessionBo
     served = Served(name, path, namespace, run_spec(layout), layout.vocab_size)
     database = store.database if store is not None else TemporaryDatabase()
     sessions = await asyncio.to_thread(Sessions, database)
+    await asyncio.to_thread(sweep, settings.cache_dir / "incoming")
     incoming = settings.cache_dir / "incoming"
     return SessionBook(sessions, served, core, submit, incoming=incoming, store=store)

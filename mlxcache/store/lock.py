@@ -80,12 +80,13 @@ def servers(cache_dir: Path) -> list[Serving]:
     for note in sorted((cache_dir / NOTES).glob("*.json")):
         with suppress(OSError, ValueError, TypeError):
             one = Serving(**json.loads(note.read_text()))
-            if _runs(one.pid):
+            if runs(one.pid):
                 found.append(one)
     return found
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Whether there is a process `pid`."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

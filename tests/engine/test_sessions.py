@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -357,3 +358,13 @@ async def test_rows_of_sessions_keep_the_cap(toy, tmp_path):
             assert sum(path.stat().st_blocks * 512 for path in files) <= limit
         assert engine.sessions.store.stats().evicted > 0
         assert len(await engine.sessions.list()) == 12
+
+
+async def test_what_a_killed_server_was_receiving_is_swept_away(toy, tmp_path):
+    """What another one receives now is left alone."""
+    incoming = tmp_path / "incoming"
+    incoming.mkdir()
+    for name in (f"restore-{2**22 + 1}-x", f"restore-{os.getpid()}-x", "else"):
+        (incoming / name).write_bytes(b"x")
+    async with started(toy("llama"), tmp_path):
+        assert sorted(os.listdir(incoming)) == ["else", f"restore-{os.getpid()}-x"]
