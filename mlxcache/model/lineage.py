@@ -62,7 +62,7 @@ class Lineage:
                 parts = [owner.view(i, j, start, stop) for owner, start, stop in sources]
                 if capacity > end - base:
                     parts.append(mx.zeros((1, heads, capacity - end + base, dim), dtype))
-                out = kv.joined(parts)
+                out = kv.joined(parts) if sources else parts[0]  # zeros are a buffer already
                 del parts  # a view that is held when its buffer is next written to costs a copy
                 mx.eval(out)
                 setattr(slot, kv.ARRAYS[j], out)

@@ -56,13 +56,15 @@ def of_file_blocks(fd: int, places: Iterable[Place], tokens: int, blocks: range)
     Raises Malformed where the file ends early or a tensor is not token-major, and OSError.
     """
     states = [xxh3_64() for _ in blocks]
-    for place in places:
+    for place, ahead in _with_ends(list(places)):
         if not place.shape or place.shape[0] != tokens:
             raise Malformed(f"tensor {place.name!r} is not one of {tokens} tokens")
         row = place.nbytes // tokens
         start = blocks.start * BLOCK * row
         stop = min(blocks.stop * BLOCK, tokens) * row
-        for at, view in _chunks(fd, place.offset + start, place.offset + stop):
+        end = place.offset + stop
+        more = ahead if stop - start == place.nbytes else end
+        for at, view in _chunks(fd, place.offset + start, end, more):
             _update(states, BLOCK * row, at - place.offset - start, view)
     return [state.digest() for state in states]
 
@@ -70,8 +72,8 @@ def of_file_blocks(fd: int, places: Iterable[Place], tokens: int, blocks: range)
 def of_file(fd: int, header: Header) -> bytes:
     """As `of_whole`, read from a file."""
     state = xxh3_64()
-    for place in header.places:
-        for _, view in _chunks(fd, place.offset, place.offset + place.nbytes):
+    for place, ahead in _with_ends(header.places):
+        for _, view in _chunks(fd, place.offset, place.offset + place.nbytes, ahead):
             state.update(view)
     return state.digest()
 
@@ -86,8 +88,22 @@ def _update(states: list[xxh3_64], size: int, at: int, view: memoryview) -> None
         done = end
 
 
-def _chunks(fd: int, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-    """(offset, bytes) over [start, stop); the bytes are those of a buffer that is used again."""
+def _with_ends(places: Sequence[Place]) -> list[tuple[Place, int]]:
+    """Each place, and where the places that follow it without a gap end."""
+    found: list[tuple[Place, int]] = []
+    end = next_start = -1
+    for place in reversed(places):
+        end = end if place.offset + place.nbytes == next_start else place.offset + place.nbytes
+        next_start = place.offset
+        found.append((place, end))
+    return found[::-1]
+
+
+def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, memoryview]]:
+    """(offset, bytes) over [start, stop); the bytes are those of a buffer that is used again.
+
+    Up to `ahead` will be read next.
+    """
     if not hasattr(_mine, "buffer"):
         _mine.buffer = memoryview(bytearray(BUFFER_BYTES))
     buffer: memoryview = _mine.buffer
@@ -95,7 +111,7 @@ def _chunks(fd: int, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
     file.seek(start)
     while start < stop:
         if hasattr(os, "posix_fadvise"):  # so that the disk reads on while this part is hashed
-            os.posix_fadvise(fd, start, min(_AHEAD, stop - start), os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, start, min(_AHEAD, ahead - start), os.POSIX_FADV_WILLNEED)
         view = buffer[: min(BUFFER_BYTES, stop - start)]
         count = file.readinto(view)
         if not count:
