@@ -6,13 +6,14 @@ import errno
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.errors import DiskFull, StoreError
+from mlxcache.errors import DiskFull, NotAnchored, StoreError
 from mlxcache.store import Store
 from mlxcache.store import folder as store_folder
 from mlxcache.store.evict import victims
@@ -59,11 +60,12 @@ class Sampler:
 
 
 def fill(store: Store, seeds: range, count: int = 3000, row: int = 20) -> None:
-    """Conversations with a checkpoint each; one that is refused is no error."""
+    """Conversations with a checkpoint each; one whose beginning another evicts is given up."""
     for seed in seeds:
         ids = tokens(count, seed)
-        turns(store, ids, count // 2, count, row=row)
-        store.write_checkpoint(ids, snapshot(ids))
+        with suppress(NotAnchored):
+            turns(store, ids, count // 2, count, row=row)
+            store.write_checkpoint(ids, snapshot(ids))
 
 
 def test_the_cap_holds_while_writing(folder):
