@@ -9,6 +9,9 @@ from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
+MOST_ASKED = 50
+"""Leaves that are asked what they need; if more share a beginning, all of its files are kept."""
+
 
 def viewing(store: Store, namespace: str) -> Store:
     """The same folder seen as another model's; it is the first one's to close."""
@@ -32,9 +35,13 @@ def forget_prefix(store: Store, sessions: Sessions, ids: Tokens) -> int:
 
     A file that also holds tokens of a session stays whole.
     """
-    others = sessions.sharing(store.namespace, ids)
-    needed = {file.id for leaf in others for file in _files(store, sessions.ids(leaf))}
-    gone, left = 0, [file.id for file in _files(store, ids)]
+    others, files = sessions.sharing(store.namespace, ids), _files(store, ids)
+    if len(others) > MOST_ASKED:
+        shared = max(others.values())
+        needed = {file.id for file in files if _start(file) < shared}
+    else:
+        needed = {file.id for leaf in others for file in _files(store, sessions.ids(leaf))}
+    gone, left = 0, [file.id for file in files]
     while left:
         id = left.pop()
         with store.database.read() as connection:
@@ -44,6 +51,11 @@ def forget_prefix(store: Store, sessions: Sessions, ids: Tokens) -> int:
             # what it was built on may have stayed for its sake alone
             left += [row.parent for row in rows if row.id == id and row.parent is not None]
     return gone
+
+
+def _start(file: Piece | Saved) -> int:
+    """The first token that a session must hold beyond to need `file`."""
+    return file.position - 1 if isinstance(file, Saved) else file.first
 
 
 def _files(store: Store, ids: Tokens) -> list[Piece | Saved]:

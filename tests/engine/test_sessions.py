@@ -18,6 +18,7 @@ from mlxcache.config import Settings
 from mlxcache.engine import booking
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import BadRequest, NotFound, NotReady, SnapshotRefused, Unsupported
+from mlxcache.store import prefixes
 from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens
 
 HEAD = 40
@@ -125,8 +126,10 @@ async def test_sessions_outlive_the_process(toy, tmp_path):
         assert (now.session.id, now.session.turns) == (before.session.id, 2)
 
 
-async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine):
+@pytest.mark.parametrize("most", [prefixes.MOST_ASKED, 0])
+async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine, monkeypatch, most):
     """From RAM and from disk, there by whole files; what others share stays, and so do forks."""
+    monkeypatch.setattr(prefixes, "MOST_ASKED", most)
     begin, two = prompt(text(1, 256)), prompt(text(2, 256))
     await ask(engine, begin, session="one")
     one = prompt(text(1, 256), text(3, 256))
@@ -150,9 +153,12 @@ async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine):
     store = engine.sessions.store
     assert store is not None
     assert HEAD <= store.find(one.ids, touch=False).length <= len(begin.ids)
+    heads = store.find(two.ids, touch=False).checkpoints
+    assert [saved.position for saved in heads][:1] in ([], [HEAD])
+    assert bool(heads) == await engine.call(lambda core: core.layout.opaque)
     await engine.sessions.delete(first)
     assert await engine.call(lambda core: known(two.ids)) == 0
-    assert store.stats().runs == store.stats().checkpoints == 0
+    assert most == 0 or store.stats().runs == store.stats().checkpoints == 0
     with pytest.raises(NotFound):
         await engine.sessions.delete(first)
     await engine.call(lambda core: core.memory.tree.check())
