@@ -35,6 +35,7 @@ class Disk:
         self.persist.attach(self.writer)
         self.restorer = Restorer(store, memory.layout, wake)
         memory.room.relief = self.persist.relieve
+        memory.room.durable = lambda: not self.persist.failing
         self._stats: dict[str, Any] = {}
         self._stats_at = 0.0
 

@@ -17,6 +17,9 @@ STEP = 256
 WARM_LINEAGES = 4
 """Idle lineages that may keep a whole buffer although the tree holds part of it elsewhere."""
 
+NEEDED = ("kv", "states")
+"""What a request cannot do without; others' bytes are not worth waiting for the disk."""
+
 
 def with_slack(tokens: int) -> int:
     """Capacity for `tokens` positions and some growth: a 24th more, at least 64, in steps of 64."""
@@ -26,8 +29,8 @@ def with_slack(tokens: int) -> int:
 class Room:
     """Every lineage, idle or busy, charged to one budget; the tree says what each is good for.
 
-    `dropped` counts evictions, `spilled` those of what is on disk. `relief` waits for something to
-    become evictable; False if nothing will.
+    `dropped` and `spilled` count evictions of what is lost and of what is on disk: `durable` says
+    which holds now. `relief` waits for something to become evictable; False if nothing will.
     """
 
     def __init__(self, layout: Layout, budget: Budget, tree: PrefixTree):
@@ -38,6 +41,7 @@ class Room:
         self.busy: dict[int, Lineage] = {}
         self.dropped = self.spilled = 0
         self.relief: Callable[[], bool] | None = None
+        self.durable: Callable[[], bool] = lambda: False
 
     def fit(self, held: int, least: int) -> int | None:
         """Reserve a buffer of `least` positions, with room to grow if that fits; its capacity.
@@ -62,7 +66,7 @@ class Room:
         from others.
         """
         needed = max(0, size) + max(0, passing - self._kind("transient"))
-        if evict and not self.make_room(needed):
+        if evict and not self.make_room(needed, wait=kind in NEEDED):
             return False
         if needed > self.budget.free:
             return False
@@ -73,10 +77,11 @@ class Room:
         """Whether `passing` bytes are there for a moment, with nothing evicted."""
         return passing <= self.budget.free + self._kind("transient")
 
-    def make_room(self, size: int) -> bool:
+    def make_room(self, size: int, *, wait: bool = True) -> bool:
         """Free budget until `size` bytes fit: first spare copies, then the least recently used.
 
-        Nothing is dropped where all that is idle would not be enough.
+        Nothing is dropped where all that is idle would not be enough. With `wait`, what is only
+        waiting to be on disk is waited for.
         """
         idle = sum(lineage.nbytes for lineage in self.idle.values()) + self.tree.checkpoint_bytes
         if self.budget.free + idle < size:
@@ -87,7 +92,8 @@ class Room:
             if self._spare(lineage):
                 self.shrink(lineage, force=True)
         while self.budget.free < size:
-            if not self._evict(size - self.budget.free) and not (self.relief and self.relief()):
+            evicted = self._evict(size - self.budget.free)
+            if not evicted and not (wait and self.relief is not None and self.relief()):
                 return False
         return True
 
@@ -105,10 +111,10 @@ class Room:
         return True
 
     def _cut(self, leaf: Node, position: int) -> None:
-        if self.relief is None:
-            self.dropped += 1
-        else:
+        if self.durable():
             self.spilled += 1
+        else:
+            self.dropped += 1
         gone = self.tree.cut(leaf, position)
         if id(gone.value) in self.idle:
             self.shrink(gone.value, force=True)
