@@ -33,6 +33,7 @@ class Inside:
         self.disk = disk
         self.core = core
         self._asked = 0
+        self._generated = 0
 
     @property
     def vocabulary(self) -> int:
@@ -84,9 +85,15 @@ class Inside:
         job = Job(f"bench-{self._asked}", Prompt(ids), Sampling(), max_tokens=max_tokens)
         return await self.engine.submit(job)
 
+    async def reply(self, ids: Tokens, max_tokens: int) -> None:
+        """A whole reply, whose tokens `generated` counts."""
+        await drained(await self.ask(ids, max_tokens))
+        self._generated += max_tokens
+
     def generated(self) -> int:
-        """Tokens that the requests which decode now have drawn so far."""
-        return sum(len(task.out) for lane in self.core.scheduler.lanes.all for task in lane.tasks)
+        """Tokens of whole replies, and those drawn so far of the ones that decode now."""
+        lanes = self.core.scheduler.lanes.all
+        return self._generated + sum(len(task.out) for lane in lanes for task in lane.tasks)
 
 
 async def drained(stream: Stream) -> None:

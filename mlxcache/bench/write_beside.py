@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxcache.bench.checks import Check
-from mlxcache.bench.inside import Inside, drained, running_inside
+from mlxcache.bench.inside import Inside, running_inside
 from mlxcache.bench.measure import middle
 from mlxcache.bench.memory import Held
 from mlxcache.store.folder import write
@@ -21,8 +21,9 @@ TOTAL_BYTES = 1_000_000_000
 LEAST = 0.9
 """Tokens per second beside the store, by those beside a plain thread that writes as much."""
 
-REPLY_TOKENS, SETTLED_TOKENS = 16_000, 16
-"""The longest reply, and how many of its tokens are drawn before it is timed."""
+REPLY_TOKENS, SETTLED_TOKENS = 256, 16
+"""A reply's tokens, so few that the last ones take no longer than the first; and how many are drawn
+before any are timed."""
 
 Work = Coroutine[Any, Any, None]
 
@@ -102,18 +103,22 @@ def _plainly(folder: Path, sizes: Sequence[int], data: bytes) -> None:
 
 @asynccontextmanager
 async def _decoding(inside: Inside, run: int) -> AsyncIterator[None]:
-    """A reply that goes on for as long as the block lasts."""
+    """Replies to one prompt, each as soon as the one before is over, while the block lasts."""
     prompt = inside.tokens(32 * inside.core.layout.bytes_per_token, 500 + run)
-    stream = await inside.ask(prompt, REPLY_TOKENS)
-    reading = asyncio.ensure_future(drained(stream))
-    await inside.until(lambda: inside.generated() >= SETTLED_TOKENS or reading.done())
+    over = asyncio.Event()
+
+    async def go_on() -> None:
+        while not over.is_set():
+            await inside.reply(prompt, REPLY_TOKENS)
+
+    replying = asyncio.ensure_future(go_on())
+    before = inside.generated()
+    await inside.until(lambda: inside.generated() >= before + SETTLED_TOKENS or replying.done())
     try:
         yield
-        if reading.done():
-            raise ValueError("the reply ended before the writing did")
     finally:
-        await stream.aclose()
-        await reading
+        over.set()
+        await replying
         await inside.written()
 
 
