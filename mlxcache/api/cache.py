@@ -1,4 +1,4 @@
-"""What changes the cache: warming a prefix, and clearing all of it."""
+"""What a person asks of the cache: warm a prefix, check the files, make room, clear all."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from mlxcache.errors import BadRequest
 
 
 def routes(deps: Deps) -> list[Route]:
-    """The routes that change the cache; `status` has the one that tells."""
+    """The routes below /v1/cache; `status` has the figures."""
     return [
         Route("/v1/cache/warm", partial(warm_prefix, deps), methods=["POST"]),
+        Route("/v1/cache/check", partial(check, deps), methods=["GET"]),
         Route("/v1/cache/prune", partial(prune, deps), methods=["POST"]),
         Route("/v1/cache", partial(clear, deps), methods=["DELETE"]),
     ]
@@ -36,6 +37,13 @@ async def warm_prefix(deps: Deps, request: Request) -> Response:
     serving(deps)
     work = warm(deps.engine, body, request_id(request))
     return json_response(await while_connected(request, work))
+
+
+async def check(deps: Deps, request: Request) -> Response:
+    """What is wrong with the files on disk, all of which are read."""
+    problems = await book(deps).check()
+    data = [{"path": str(one.path), "what": one.what} for one in problems]
+    return json_response({"object": "list", "data": data})
 
 
 async def prune(deps: Deps, request: Request) -> Response:

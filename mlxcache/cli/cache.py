@@ -8,7 +8,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.output import console, reporting
-from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, folder, target
+from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, target
 from mlxcache.config import format_size, parse_size
 from mlxcache.errors import ConfigError
 
@@ -37,22 +37,26 @@ def stats(
 
 
 @app.command()
-def check(*, as_json: Json = False, cache_dir: CacheDir = None) -> None:
+def check(
+    *,
+    as_json: Json = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    cache_dir: CacheDir = None,
+) -> None:
     """Read every file on disk and verify it; exit status 1 if something is wrong.
 
     Nothing is changed, and a server may run meanwhile.
     """
-    from mlxcache.cli.offline import Offline  # noqa: PLC0415 - SQLite and numpy take a while
-
     with reporting():
-        where = folder(cache_dir)
-        problems = Offline(where).check()
+        where = target(url, api_key, cache_dir)
+        problems = where.check()
         if as_json:
             show.print_json({"object": "list", "data": problems})
         elif problems:
             show.table((("file", "left"), ("what is wrong", "left")), map(_problem, problems))
         else:
-            console().print(f"All files in {where} are as they should be.")
+            console().print(f"All files {where} are as they should be.")
         if problems:
             raise typer.Exit(1)
 
@@ -83,21 +87,22 @@ def prune(
 def clear(
     *,
     pinned: Annotated[
-        bool, typer.Option("--pinned", metavar="", help="Pinned sessions too.")
+        bool, typer.Option("--pinned", metavar="", help="Remove pinned sessions too.")
     ] = False,
     as_json: Json = False,
     url: Url = None,
     api_key: ApiKey = None,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Remove all sessions and all that is cached, in RAM and on disk."""
+    """Remove all sessions and all that is cached, in RAM and on disk; pinned ones stay on disk."""
     with reporting():
         found = target(url, api_key, cache_dir).clear(pinned=pinned)
         if as_json:
             show.print_json(found)
         else:
-            sessions, freed = found["sessions"], format_size(found["freed_bytes"])
-            console().print(f"Removed {sessions} sessions, freed {freed} on disk")
+            count, freed = found["sessions"], format_size(found["freed_bytes"])
+            sessions = "1 session" if count == 1 else f"{count} sessions"
+            console().print(f"Removed {sessions}, freed {freed} on disk")
 
 
 def _bytes(text: str) -> int:

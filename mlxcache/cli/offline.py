@@ -27,6 +27,9 @@ class Offline:
     def __init__(self, cache_dir: Path):
         self.cache_dir = cache_dir
 
+    def __str__(self) -> str:
+        return f"in {self.cache_dir}"
+
     # -- sessions ----------------------------------------------------------------------------
 
     def sessions(self) -> list[dict[str, Any]]:

@@ -39,6 +39,9 @@ class Remote:
         except (httpx.InvalidURL, ValueError) as error:
             raise NoServer(f"{url!r} is no address of a server: {error}") from error
 
+    def __str__(self) -> str:
+        return f"of the server at {self.url}"
+
     def answers(self) -> bool:
         """Whether an mlxcache server is there, also one that is still loading its model."""
         try:
@@ -121,6 +124,11 @@ class Remote:
     def stats(self) -> dict[str, Any]:
         """The cache's figures."""
         return self._json("GET", "/v1/cache")
+
+    def check(self) -> list[dict[str, str]]:
+        """What is wrong with the server's files, each read as a whole."""
+        found: list[dict[str, str]] = self._json("GET", "/v1/cache/check")["data"]
+        return found
 
     def prune(self, limit: int | None) -> dict[str, Any]:
         """Drop what is in quarantine, and what is beyond `limit` bytes on disk."""

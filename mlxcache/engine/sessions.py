@@ -16,6 +16,7 @@ from mlxcache.engine.prompt_caches import Submit
 from mlxcache.engine.ram import forget, forget_all, in_ram, unlearn
 from mlxcache.errors import MlxcacheError
 from mlxcache.model.wire import run_spec
+from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed, nothing, on_disk
 from mlxcache.store.prefixes import forget_prefix, viewing
@@ -60,6 +61,7 @@ class SessionBook:
         self._core = core
         self._calls = Calls(core.scheduler.inbox)
         self._booking = Booking(sessions, model, store)
+        self._checking = asyncio.Lock()
         self.portable = Portable(self, model, submit, incoming)
 
     @property
@@ -197,6 +199,16 @@ class SessionBook:
         """
         store = self.store
         return 0 if store is None else await self._booking.run(lambda: store.prune(limit))
+
+    async def check(self) -> Sequence[Problem]:
+        """What is wrong with the files on disk, each read as a whole; one such look at a time.
+
+        Raises StoreError.
+        """
+        if (store := self.store) is None:
+            return ()
+        async with self._checking:
+            return await asyncio.to_thread(store.check)
 
     async def info(self, id: str) -> SessionInfo:
         """A session as a snapshot carries it. Raises NotFound and StoreError."""

@@ -117,6 +117,11 @@ class Database:
         for connection in idle:
             connection.close()
 
+    def check_open(self) -> None:
+        """Raise StoreError once this is closed."""
+        if self._closed:
+            raise StoreError(f"{self.path} is closed.")
+
     def _current(self) -> sqlite3.Connection | None:
         connection: sqlite3.Connection | None = getattr(self._mine, "connection", None)
         return connection
@@ -133,8 +138,7 @@ class Database:
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         with self._pool_lock:
-            if self._closed:
-                raise StoreError(f"{self.path} is closed.")
+            self.check_open()
             connection = self._idle.pop() if self._idle else None
         if connection is None:
             connection = self._connect()

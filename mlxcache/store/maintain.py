@@ -37,6 +37,7 @@ def check(core: Core) -> list[Problem]:
                 problems.append(Problem(path, what))
         ids = {row.id for row in rows.values()}
         for path, row in rows.items():
+            core.database.check_open()  # a server that ends does not wait for this
             if what := _wrong(core, path, row, ids):
                 problems.append(Problem(path, what))
     return problems

@@ -171,7 +171,10 @@ class Store:
         )
 
     def check(self) -> list[Problem]:
-        """Read every file of every namespace and report what is wrong; changes nothing."""
+        """Read every file of every namespace and report what is wrong; changes nothing.
+
+        Raises StoreError, also where the store is closed meanwhile.
+        """
         return maintain.check(self._core)
 
     def prune(self, limit: int | None = None) -> int:

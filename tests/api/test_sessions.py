@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mlxcache.errors import BadRequest, DiskFull, NotFound, SnapshotRefused, Unsupported
+from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.sessions import Session
@@ -101,6 +102,10 @@ class FakeBook:
     async def clear(self, *, pinned: bool = False) -> dict[str, int]:
         self._note("clear", pinned)
         return {"sessions": 2, "freed_bytes": 3}
+
+    async def check(self) -> list[Problem]:
+        self._note("check")
+        return [Problem(Path("/x/y"), "is damaged")]
 
     async def prune(self, limit: int | None = None) -> int:
         self._note("prune", limit)
@@ -275,6 +280,11 @@ async def test_clearing_and_pruning_say_what_went(
     assert book.asked == [("clear", False), ("clear", True), ("prune", None), ("prune", 12 * 10**9)]
     assert (await client.delete("/v1/cache?pinned=maybe")).status_code == 400
     assert (await client.post("/v1/cache/prune?limit_bytes=-1")).status_code == 400
+
+
+async def test_the_files_can_be_checked(client: httpx.AsyncClient, book: FakeBook) -> None:
+    body = (await client.get("/v1/cache/check")).json()
+    assert body == {"object": "list", "data": [{"path": "/x/y", "what": "is damaged"}]}
 
 
 async def test_titles_come_with_the_job(client: httpx.AsyncClient, engine: FakeEngine) -> None:

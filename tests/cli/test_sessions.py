@@ -269,7 +269,11 @@ def test_figures_are_shown_and_files_are_checked(
     assert figures["disk"]["used_bytes"] > 0
     assert figures["sessions"] == 2
     assert "disk used" in call("cache", "stats", *where).output
-    call("cache", "check", *offline)
+    assert "as they should be" in call("cache", "check", *where).output
+    assert json.loads(call("cache", "check", "--json", *where).output) == {
+        "object": "list",
+        "data": [],
+    }
     damaged = next((Path(offline[1]) / "store" / "runs").rglob("*.safetensors"))
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
@@ -287,7 +291,7 @@ def test_pruning_and_clearing_without_a_server(offline: tuple[str, str]) -> None
     assert done["sessions"] == 1
     [kept] = listing(*offline)
     assert (kept["id"], kept["durable_tokens"]) == (id, kept["tokens"])
-    assert "Removed 1 sessions" in call("cache", "clear", "--pinned", *offline).output
+    assert "Removed 1 session, freed" in call("cache", "clear", "--pinned", *offline).output
     assert "no sessions yet" in call("sessions", *offline).output
 
 

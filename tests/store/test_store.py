@@ -283,6 +283,8 @@ def test_a_closed_store_says_so(folder):
         pass
     with pytest.raises(StoreError, match="closed"):
         store.find(tokens(10))
+    with pytest.raises(StoreError, match="closed"):
+        store.check()
     with pytest.raises(StoreError):
         put(store, tokens(10))
 
