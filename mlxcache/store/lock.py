@@ -49,6 +49,7 @@ def serving(cache_dir: Path, url: str, model: str) -> Iterator[None]:
         note = cache_dir / NOTES / f"{os.getpid()}.json"
         with _named(cache_dir):
             note.parent.mkdir(mode=0o700, exist_ok=True)
+            _sweep(note.parent)
             note.touch(mode=0o600)
             note.write_text(json.dumps(asdict(Serving(os.getpid(), url, model))))
         try:
@@ -83,6 +84,13 @@ def servers(cache_dir: Path) -> list[Serving]:
             if runs(one.pid):
                 found.append(one)
     return found
+
+
+def _sweep(notes: Path) -> None:
+    """Remove what servers left that were killed."""
+    for note in notes.glob("*.json"):
+        if note.stem.isdecimal() and not runs(int(note.stem)):
+            note.unlink(missing_ok=True)
 
 
 def runs(pid: int) -> bool:

@@ -78,3 +78,18 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="file"), alone(tmp_path / "file" / "below"):
         pass
+
+
+def test_notes_of_servers_that_were_killed_do_not_pile_up(tmp_path):
+    """Each start takes away what the last ones left."""
+    notes = tmp_path / NOTES
+    notes.mkdir()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (notes / f"{gone.pid}.json").write_text("{}")
+    (notes / "mine.json").write_text("{}")
+    with serving(tmp_path, "http://here", "model"):
+        assert len(servers(tmp_path)) == 1
+        assert sorted(note.name for note in notes.iterdir() if note.stem.isdecimal()) != []
+        assert not (notes / f"{gone.pid}.json").exists()
+        assert (notes / "mine.json").exists()
