@@ -106,9 +106,13 @@ def clear(
 
 
 def _bytes(text: str) -> int:
-    size = parse_size(text, total=0)
+    wrong = ConfigError(f"--to must be a size such as 512MB or 8GB, not {text!r}")
+    try:
+        size = parse_size(text, total=0)
+    except ConfigError as error:
+        raise wrong from error
     if not size:
-        raise ConfigError(f"--to must be a size such as 512MB or 8GB, not {text!r}")
+        raise wrong
     return size
 
 

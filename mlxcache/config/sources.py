@@ -144,7 +144,10 @@ def _size(value: object) -> str | int:
 def _size_or_off(value: object) -> str | int:
     if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
         return "off"
-    return _size(value)
+    try:
+        return _size(value)
+    except ConfigError as error:
+        raise ValueError(f"{error}; or off, for none") from error
 
 
 def _level(value: object) -> str:

@@ -131,7 +131,8 @@ class Engine:
                 is_demo=True,
             )
             core = Core(load.load(spec), self.settings, self._ended, self._publish)
-            self._on_progress("opening the disk tier", None)
+            if self.settings.disk != "off":
+                self._on_progress("opening the disk tier", None)
             core.open_disk(self.settings)
             self._core = core
             self._publish()

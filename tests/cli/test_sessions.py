@@ -199,6 +199,7 @@ def test_what_cannot_be_done_ends_with_1_and_a_sentence(
         ("restore", "no-such-file"),
         ("warm", "no-such-file"),
         ("cache", "prune", "--to", "lots"),
+        ("cache", "prune", "--to", "25%"),
         ("sessions", "--url", "no address"),
     ],
 )

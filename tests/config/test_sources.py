@@ -125,6 +125,16 @@ def test_a_wrong_value_is_named_by_where_it_came_from(home, name, text):
     assert f"{name} in {path}" in str(raised.value)
 
 
+def test_a_wrong_disk_is_told_of_off():
+    """And a wrong RAM is not: there is no serving without."""
+    for text in ("lots", "0", "150%"):
+        with pytest.raises(ConfigError, match=r"--disk: .*; or off, for none"):
+            load_settings({"disk": text}, {})
+        with pytest.raises(ConfigError, match="--ram: ") as raised:
+            load_settings({"ram": text}, {})
+        assert "off" not in str(raised.value)
+
+
 def test_booleans_are_no_numbers_and_lists_no_texts(home):
     """TOML's types are held to."""
     for line in ("port = true", "port = 1.5", "host = ['a']", "ram = 0.5", "api_key = 5"):
