@@ -1,3 +1,3 @@
-"""mlxcache: a session server that keeps every turn of a local coding agent warm."""
+"""mlxcache: a model server for coding agents; every turn after the first starts warm."""
 
 __version__ = "0.1.0"
