@@ -52,7 +52,11 @@ class Admission:
         """
         memory, planned = self.memory, task.look.target if task.look else 0
         task.limit = min(task.limit or self.limits.context, self.limits.context - len(task.ids))
-        lease = memory.acquire(task.ids, task.limit, planned)
+        memory.room.patient = alone  # others compute meanwhile: it is tried again
+        try:
+            lease = memory.acquire(task.ids, task.limit, planned)
+        finally:
+            memory.room.patient = True
         if lease is None and alone and not (self.disk and self.disk.busy):
             memory.room.clear()
             lease = memory.acquire(task.ids, task.limit, planned)

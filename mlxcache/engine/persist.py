@@ -38,7 +38,9 @@ RETRY_S = 30.0
 """Seconds for which a disk that failed is left alone."""
 
 RELIEF_S = 2.0
-"""Seconds that a request which needs room waits for writes to end."""
+"""Seconds that a request which needs room waits for a disk that ends no write."""
+
+STATE = b"state"  # what the digests of checkpoints begin with among those that are known
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +82,7 @@ class Persist:
         self.room = room
         self.known: set[bytes] = set()
         self.done: queue.SimpleQueue[tuple[Job, StoreError | None]] = queue.SimpleQueue()
-        self.pending_bytes = 0
+        self.pending_bytes = self._pending_tokens = 0
         self.failing = False
         self._retry_at = 0.0
         self._clock = clock
@@ -117,6 +119,11 @@ class Persist:
     def learn(self, ids: Tokens) -> None:
         """Take note that whole blocks of `ids` are on disk already."""
         self.known.update(self.chains.of(ids).whole)
+
+    def unlearn(self, chain: Chain) -> None:
+        """Take note that what `chain` has may be on disk no more, nor any checkpoint."""
+        self.known.difference_update(chain.whole)
+        self.known = {key for key in self.known if not key.startswith(STATE)}
 
     def mark(self, node: Node, ids: Tokens, *, states: bool) -> None:
         """Have `ids`, which end at `node` or above, written; with `states`, checkpoints too."""
@@ -155,6 +162,7 @@ class Persist:
             if job is None:
                 continue
             self.pending_bytes += job.nbytes
+            self._pending_tokens += job.tokens
             path.flying += 1
             if self._writer is None or not self._writer.offer(job):
                 raise RuntimeError("the writer has less room than is kept for it")
@@ -165,8 +173,7 @@ class Persist:
         if path.at < len(path.ids):
             return self._run(path)
         at, state = path.states.pop(0)
-        ids = path.ids[:at]
-        key = _state_key(path, at)
+        ids, key = path.ids[:at], STATE + path.chain.at(at)
         if len(ids) < at or key in self.known:
             return None
         self.known.add(key)
@@ -203,6 +210,7 @@ class Persist:
         path: _Path = job.tag
         path.flying -= 1
         self.pending_bytes -= job.nbytes
+        self._pending_tokens -= job.tokens
         if error is None:
             if self.failing:
                 self.failing = False
@@ -212,9 +220,7 @@ class Persist:
         self._settle(path)
 
     def _failed(self, path: _Path, job: Job, error: StoreError) -> None:
-        self.known.difference_update(path.chain.whole)
-        if job.start is None:
-            self.known.discard(_state_key(path, len(job.ids)))
+        self.unlearn(path.chain)
         if isinstance(error, NotAnchored) and path.tries < 2:
             # what it builds on was evicted from disk meanwhile: once more, from its beginning
             path.tries += 1
@@ -247,16 +253,28 @@ class Persist:
     # -- waiting -------------------------------------------------------------------------------
 
     def relieve(self, seconds: float = RELIEF_S) -> bool:
-        """Wait for some path to be on disk, so that it may be evicted; False if none will be."""
+        """Wait for some path to be on disk, so that it may be evicted; False if there is none.
+
+        Where nothing at all is written for so long, all are let go: replies come first.
+        """
         before = len(self._queue) + len(self._handed)
         deadline = self._clock() + seconds
         while before and len(self._queue) + len(self._handed) >= before:
             self.pump()
-            left = deadline - self._clock()
-            if left <= 0 or not self.busy:
-                break
-            self._wait(left)
-        return len(self._queue) + len(self._handed) < before
+            if self._clock() >= deadline:
+                self._let_go()
+            elif self.busy and self._wait(deadline - self._clock()):
+                deadline = self._clock() + seconds
+        return before > 0
+
+    def _let_go(self) -> None:
+        """Give up what is not on disk yet; what the writer has, it writes from copies."""
+        self._suspend(StoreError("it is too slow for what has to leave RAM"))
+        for path in [*self._queue, *self._handed]:
+            if not path.node.detached:
+                self.tree.unlock(path.node)
+        self._queue.clear()
+        self._handed.clear()
 
     def drain(self, seconds: float) -> int:
         """Write all that is left, for at most so long; the tokens that could not be written."""
@@ -264,18 +282,15 @@ class Persist:
         while self.busy and self._clock() < deadline:
             if not self.pump():
                 self._wait(deadline - self._clock())
-        return sum(len(path.ids) - path.at for path in self._queue)
+        return self._pending_tokens + sum(len(path.ids) - path.at for path in self._queue)
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self, seconds: float) -> bool:
+        """Wait for the writer to end a job; False if it has none, or did not."""
         if not self.pending_bytes:
-            return
+            return False
         try:
             job, error = self.done.get(timeout=max(0.0, seconds))
         except queue.Empty:
-            return
+            return False
         self._finished(job, error)
-
-
-def _state_key(path: _Path, at: int) -> bytes:
-    """What stands for the checkpoint at `at` among the known digests."""
-    return b"state" + path.chain.at(at)
+        return True

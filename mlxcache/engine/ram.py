@@ -71,5 +71,4 @@ def forget_all(core: Core) -> None:
 def unlearn(core: Core, ids: Tokens) -> None:
     """Take note that `ids` are not on disk any more, so that they are written when used again."""
     if core.disk is not None:
-        chain = Chains(core.disk.store.namespace).of(ids)
-        core.disk.persist.known.difference_update(chain.whole[1:])
+        core.disk.persist.unlearn(Chains(core.disk.store.namespace).of(ids))

@@ -30,7 +30,8 @@ class Room:
     """Every lineage, idle or busy, charged to one budget; the tree says what each is good for.
 
     `dropped` and `spilled` count evictions of what is lost and of what is on disk: `durable` says
-    which holds now. `relief` waits for something to become evictable; False if nothing will.
+    which holds now. `relief` waits for something to become evictable; False if nothing will. It is
+    only asked while `patient`.
     """
 
     def __init__(self, layout: Layout, budget: Budget, tree: PrefixTree):
@@ -41,6 +42,7 @@ class Room:
         self.busy: dict[int, Lineage] = {}
         self.dropped = self.spilled = 0
         self.relief: Callable[[], bool] | None = None
+        self.patient = True
         self.durable: Callable[[], bool] = lambda: False
 
     def fit(self, held: int, least: int) -> int | None:
@@ -93,7 +95,8 @@ class Room:
                 self.shrink(lineage, force=True)
         while self.budget.free < size:
             evicted = self._evict(size - self.budget.free)
-            if not evicted and not (wait and self.relief is not None and self.relief()):
+            relief = self.relief if wait and self.patient else None
+            if not evicted and not (relief is not None and relief()):
                 return False
         return True
 

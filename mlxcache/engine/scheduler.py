@@ -54,7 +54,7 @@ class Scheduler:
         self.prefilling: list[Task] = []
         self.prefill = Prefill(model, memory, cost, limits)
         self.lanes = Lanes(model, memory)
-        self.stopping = False
+        self.stopping = self._moved = False
 
     def use(self, disk: Disk | None) -> None:
         """Have a disk tier from now on, or none."""
@@ -75,7 +75,9 @@ class Scheduler:
         if not self.prefilling:
             self.pace.begin(decoding=len(self.lanes) > 0)
         self._admit()
-        if self._computable():
+        computable = self._computable()
+        self._moved = len(computable) + len(self.lanes) > 0
+        if computable:
             self.pace.prefill(self._prefill_one)
         due = self.pace.due(sum(t.remaining for t in self.prefilling) / self.prefill.cost.rate)
         if self.prefilling and self.pace.holds(due):
@@ -96,7 +98,8 @@ class Scheduler:
         if self.disk is None:
             return not self.waiting
         waits = all(t.look is not None and not t.look.found for t in self.waiting)
-        return not self.disk.persist.ready and (waits or self.disk.busy)
+        stuck = not self._moved and (self.disk.busy or len(self.prefilling) > 0)
+        return not self.disk.persist.ready and (waits or stuck)
 
     def _receive(self, *, block: bool) -> None:
         try:
@@ -159,10 +162,8 @@ class Scheduler:
 
     def _computable(self) -> list[Task]:
         """Those in prefill that do not wait for the disk."""
-        return [task for task in self.prefilling if not task.restoring or self._restorable(task)]
-
-    def _restorable(self, task: Task) -> bool:
-        return self.disk is not None and self.disk.ready(task)
+        disk = self.disk
+        return [t for t in self.prefilling if not t.restoring or (disk and disk.ready(t))]
 
     def _prefill_one(self) -> None:
         """One chunk of the request whose turn it is; into a lane with it if that was the last."""

@@ -36,6 +36,11 @@ class Job:
     tag: Any = None
     late: frozenset[str] = frozenset()
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens' KV it holds."""
+        return 0 if self.start is None else len(self.ids) - self.start
+
 
 class Writer:
     """One thread that writes jobs to `store` in the order they were offered.

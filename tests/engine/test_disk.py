@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from mlxcache.cache.budget import Budget
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
+from mlxcache.engine.ram import unlearn
 from mlxcache.engine.task import Task
 from mlxcache.errors import DiskFull
 from mlxcache.model.toy import make_toy
@@ -238,8 +242,6 @@ def test_a_slow_disk_holds_dirty_segments_in_ram_and_drops_none(
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import time
-
     disk = start(llama, ram=ROOM + 1600 * llama.memory.layout.bytes_per_token)
     write = disk.store.write_run
 
@@ -255,3 +257,122 @@ def test_a_slow_disk_holds_dirty_segments_in_ram_and_drops_none(
     for ids in prompts:
         assert disk.store.find(np.asarray(ids, np.int32)).length == len(ids)
     assert llama.memory.room.dropped == 0
+
+
+def hanging(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Has the disk end no write until the event is set."""
+    free, write = threading.Event(), disk.store.write_run
+
+    def hang(*args: object) -> None:
+        free.wait(60.0)
+        write(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk.store, "write_run", hang)
+    return free
+
+
+def test_a_disk_that_hangs_cuts_no_reply(
+    llama: Bench,
+    start: Callable[..., Disk],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = start(llama, ram=ROOM + 1600 * llama.memory.layout.bytes_per_token)
+    free = hanging(disk, monkeypatch)
+    try:
+        llama.ask(prompt(rng, 900))
+        ids = prompt(rng, 300)
+        task = llama.ask(ids, tokens=700)
+        assert len(task.out) == 700
+        assert disk.persist.failing
+    finally:
+        free.set()
+    monkeypatch.setattr(disk.persist, "_retry_at", 0.0)
+    llama.ask([*ids, *task.out, 3, 4])
+    settled(disk)
+    assert disk.store.find(task.ids).length == len(ids)
+
+
+def test_replies_go_on_while_a_request_waits_for_room_that_the_disk_holds_up(
+    llama: Bench,
+    start: Callable[..., Disk],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = start(llama, ram=ROOM + 2000 * llama.memory.layout.bytes_per_token)
+    free = hanging(disk, monkeypatch)
+    try:
+        llama.ask(prompt(rng, 800))
+        task = llama.put(prompt(rng, 300), tokens=300)
+        llama.run(until=lambda: len(task.out) > 5)
+        assert not disk.persist.failing
+        other = llama.put(prompt(rng, 800), tokens=5)
+        began = time.monotonic()
+        llama.run(until=lambda: len(task.out) > 10)
+        assert time.monotonic() - began < 1.0
+        assert not other.out
+    finally:
+        free.set()
+    llama.run()
+    assert len(other.out) == 5
+
+
+def test_nothing_spins_while_two_requests_wait_for_one_file(
+    llama: Bench,
+    start: Callable[..., Disk],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = start(llama)
+    ids = prompt(rng, 600)
+    llama.ask(ids)
+    settled(disk)
+    disk = start(llama)
+    free, verify, ticks = threading.Event(), disk.store.verify, 0
+
+    def held(*args: object, **kwargs: object) -> None:
+        free.wait(60.0)
+        verify(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk.store, "verify", held)
+    tasks = [llama.put([*ids, one]) for one in (5, 6)]
+    timer = threading.Timer(0.5, free.set)
+    timer.start()
+    while not free.is_set():
+        llama.scheduler.tick()
+        ticks += 1
+    llama.run()
+    assert ticks < 20
+    assert [task.record.cached_tokens for task in tasks] == [600, 600]
+
+
+def test_what_was_removed_from_disk_is_written_again_with_its_checkpoints(
+    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+) -> None:
+    disk = start(bench)
+    ids = prompt(rng, 400)
+    bench.ask(ids, marks=(100, 397))
+    settled(disk).store.clear()
+    bench.memory.room.clear()
+    unlearn(SimpleNamespace(disk=disk), np.asarray(ids, np.int32))  # type: ignore[arg-type]
+    bench.ask(ids, marks=(100, 397))
+    settled(disk)
+    start(bench)
+    assert bench.ask([*ids, 5, 6]).record.restored_tokens >= 397
+
+
+def test_what_a_stop_leaves_unwritten_is_counted_while_the_writer_has_it(
+    llama: Bench,
+    start: Callable[..., Disk],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = start(llama)
+    free = hanging(disk, monkeypatch)
+    try:
+        ids = prompt(rng, 300)
+        task = llama.ask(ids)
+        assert disk.persist.drain(0.1) == len(ids) + len(task.out)
+    finally:
+        free.set()
+    settled(disk)
