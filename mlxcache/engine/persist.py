@@ -15,10 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlxcache.cache.tree import Node, PrefixTree
+from mlxcache.engine.buffers import Buffers
 from mlxcache.errors import NotAnchored, StoreError
 from mlxcache.model import wire
 from mlxcache.model.kv import Layout, State
-from mlxcache.model.lineage import Span, token_major
+from mlxcache.model.lineage import Span
 from mlxcache.store.digests import BLOCK, Chain, Chains
 from mlxcache.store.writer import Job, Writer
 from mlxcache.types import Tokens
@@ -91,6 +92,7 @@ class Persist:
         self._writer: Writer | None = None
         most = min(RUN_BYTES, room // 2) // max(1, layout.bytes_per_token)
         self.run_tokens = max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
+        self.buffers = Buffers(wire.run_bytes(layout, self.run_tokens))
 
     def attach(self, writer: Writer) -> None:
         """Write through `writer`, which puts what is done into `done`."""
@@ -188,11 +190,10 @@ class Persist:
         if not within or any(owner.lost or owner.hollow > a for owner, a, _ in within):
             path.at, path.states = len(path.ids), []
             return None
-        arrays = token_major(self.layout, within)
+        size = wire.run_bytes(self.layout, end - start)
+        tensors = wire.copied_run(self.layout, within, self.buffers.take(size))
         path.at = end
         self.known.update(path.chain.whole[start // BLOCK + 1 : end // BLOCK + 1])
-        tensors = wire.run_tensors(arrays)
-        size = sum(tensor.data.nbytes for tensor in tensors)
         return Job(path.ids[:end], start, tensors, size, path, wire.late_names(self.layout))
 
     # -- what became of it ---------------------------------------------------------------------
@@ -211,6 +212,8 @@ class Persist:
         path.flying -= 1
         self.pending_bytes -= job.nbytes
         self._pending_tokens -= job.tokens
+        if job.start is not None:
+            self.buffers.give(job.tensors)
         if error is None:
             if self.failing:
                 self.failing = False

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import mlx.core as mx
 
@@ -110,9 +111,11 @@ class Restorer:
         if look.state is not None:
             self.store.verify_checkpoint(look.state, look.ids)
         look.sound = True
-        for piece in look.pieces:
+        for piece, following in zip_longest(look.pieces, look.pieces[1:]):
             if look.dropped:
                 return
+            if following is not None:
+                self.store.read_ahead(following)
             if piece.end > look.known:
                 self.store.verify(piece, look.ids, late=piece.end > look.late_from)
             look.verified = piece.end

@@ -178,27 +178,3 @@ def _hollow(span: Span) -> int:
     """How far into a span windows may hold nothing; 0 if they hold all of it."""
     owner, start, end = span
     return min(owner.hollow, end) if owner.hollow > start else 0
-
-
-def token_major(layout: Layout, spans: Sequence[Span]) -> list[list[mx.array]]:
-    """Copies of `spans`, evaluated; per linear slot its arrays, shape (tokens, heads, dim)."""
-    out: list[list[mx.array]] = []
-    for i, spec in enumerate(layout.specs):
-        made = []
-        for j in range(len(spec)):
-            parts = [owner.view(i, j, a, b)[0].swapaxes(0, 1) for owner, a, b in spans]
-            made.append(_row_contiguous(parts))
-            del parts  # a view that is held when its buffer is next written to costs a copy
-        mx.eval(made)
-        out.append(made)
-    return out
-
-
-def _row_contiguous(parts: list[mx.array]) -> mx.array:
-    """`parts` one after another, row-contiguous and in a buffer of their own. Lazy."""
-    if len(parts) == 1 and len(parts[0]) > 1:
-        middle = len(parts[0]) // 2
-        parts = [parts[0][:middle], parts[0][middle:]]
-    if len(parts) == 1:
-        return mx.contiguous(parts[0] * mx.array(1, parts[0].dtype))
-    return mx.concatenate(parts)

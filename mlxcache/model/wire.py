@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from mlxcache.errors import Corrupt
-from mlxcache.model.kv import ArraySpec, Layout, State
+from mlxcache.model.kv import ArraySpec, Layout, State, arrays_of
+from mlxcache.model.lineage import Span
 from mlxcache.types import Tensor
 
 DTYPES: dict[str, mx.Dtype] = {
@@ -76,6 +79,46 @@ def _bytes_of(array: mx.array) -> memoryview:
     if not view.c_contiguous:
         raise ValueError(f"an array of shape {array.shape} is not row-contiguous")
     return view.cast("B")
+
+
+def run_bytes(layout: Layout, tokens: int) -> int:
+    """The bytes of a run of so many tokens."""
+    return tokens * layout.bytes_per_token
+
+
+def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[Tensor]:
+    """A run's tensors with copies of `spans`, made in `out`: `run_bytes` of them.
+
+    Into memory that was used before: the first touch of a fresh page costs more than the copy.
+    """
+    tensors: list[Tensor] = []
+    tokens, done = spans[-1][2] - spans[0][1], 0
+    for i, spec in enumerate(layout.specs):
+        for j, (heads, dim, dtype) in enumerate(spec):
+            size = tokens * heads * dim * dtype.size
+            data = out[done : done + size]
+            _copy(np.frombuffer(data, np.uint8), [_rows(span, i, j) for span in spans])
+            tensors.append(Tensor(run_name(i, j), _NAMES[dtype], (tokens, heads, dim), data))
+            done += size
+    return tensors
+
+
+def _copy(out: npt.NDArray[np.uint8], parts: Sequence[npt.NDArray[Any]]) -> None:
+    into = out.view(parts[0].dtype).reshape(-1, *parts[0].shape[1:])
+    at = 0
+    for part in parts:
+        np.copyto(into[at : at + len(part)], part)
+        at += len(part)
+
+
+def _rows(span: Span, slot: int, array: int) -> npt.NDArray[Any]:
+    """A view of what a lineage holds of a span, (tokens, heads, dim); drop it before a write."""
+    owner, start, end = span
+    whole = arrays_of(owner.linear[slot])[array]
+    if whole.dtype == mx.bfloat16:
+        whole = whole.view(mx.uint16)  # NumPy knows no bfloat16
+    seen: npt.NDArray[Any] = np.asarray(whole)[0, :, start - owner.base : end - owner.base]
+    return seen.swapaxes(0, 1)
 
 
 def run_tensors(arrays: Arrays) -> list[Tensor]:

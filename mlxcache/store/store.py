@@ -89,6 +89,10 @@ class Store:
         """
         verify.run(self._core, piece, ids, late)
 
+    def read_ahead(self, piece: Piece) -> None:
+        """Have the system begin to read a file that is to be verified soon."""
+        verify.read_ahead(piece.path)
+
     def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
         """As `verify`, of a checkpoint."""
         verify.checkpoint(self._core, saved, ids)

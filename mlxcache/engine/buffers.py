@@ -1,0 +1,36 @@
+"""Memory for copies on their way to disk, used again and again. MLX thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlxcache.types import Tensor
+
+
+class Buffers:
+    """Buffers of `size` bytes each; a copy of less than half of that gets memory of its own."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._free: list[memoryview] = []
+        self._taken: dict[int, memoryview] = {}
+
+    def take(self, size: int) -> memoryview:
+        """Room for `size` bytes, with anything in it."""
+        if not self.size // 2 < size <= self.size:
+            return np.empty(size, np.uint8).data
+        whole = self._free.pop() if self._free else np.empty(self.size, np.uint8).data
+        part = whole[:size]
+        self._taken[_address(part)] = whole
+        return part
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Take back what `take` gave for `tensors`, which nobody reads any more."""
+        if tensors and (whole := self._taken.pop(_address(tensors[0].bytes), None)) is not None:
+            self._free.append(whole)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
