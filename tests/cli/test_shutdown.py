@@ -44,7 +44,8 @@ class Hanging:
         threading.Thread(target=threading.Event().wait).start()
     async def start(self): pass
     async def stop(self, timeout): await asyncio.sleep(HOW_LONG)
-    def figures(self): return {"ram": {"limit_bytes": 1}, "disk": {"used_bytes": 0, "limit_bytes": 0}}
+    def figures(self):
+        return {"ram": {"limit_bytes": 1}, "disk": {"used_bytes": 0, "limit_bytes": 0}}
 
 server.Engine = Hanging
 main.main()
