@@ -60,15 +60,9 @@ class Decoder:
         self.pending: mx.array | None = None
         self.logprobs: mx.array | None = None
 
-    def start(self, inputs: Sequence[int], logits: mx.array | None = None) -> None:
-        """Feed each row's newest token, which is not in the KV yet, and draw the next one.
-
-        With `logits`, shape (rows, vocabulary), they were fed already, and these came of it.
-        """
-        tokens = mx.array(list(inputs), mx.int32)
-        self.pending, self.logprobs = (
-            self._advance(tokens) if logits is None else self._draw_all(tokens, logits)
-        )
+    def start(self, inputs: Sequence[int]) -> None:
+        """Feed each row's newest token, which is not in the KV yet, and draw the next one."""
+        self.pending, self.logprobs = self._advance(mx.array(list(inputs), mx.int32))
 
     def step(self) -> list[Drawn]:
         """Hand out the pending tokens, feeding them on the way."""
@@ -107,10 +101,7 @@ class Decoder:
         return [Drawn(row, values[i], logprobs[i]) for i, row in enumerate(self.rows)]
 
     def _advance(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
-        return self._draw_all(inputs, self.model(inputs[:, None], cache=self.caches)[:, -1, :])
-
-    def _draw_all(self, inputs: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """The tokens that follow `inputs`, and their log-probabilities. Lazy, and under way."""
+        logits = self.model(inputs[:, None], cache=self.caches)[:, -1, :]
         if any(row.processors for row in self.rows):
             logits = self._process(inputs, logits)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

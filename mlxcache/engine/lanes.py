@@ -51,16 +51,13 @@ class Lane:
         return max(t.held.lineage.length + t.behind for t in self.tasks)
 
 
-def solo(model: Any, task: Task, logits: mx.array | None) -> Lane:
-    """A lane that appends to the task's own lineage, fed with the prompt's last token.
-
-    Without `logits`, that token is still to be fed.
-    """
+def solo(model: Any, task: Task) -> Lane:
+    """A lane that appends to the task's own lineage, fed with the prompt's last token."""
     assert task.row is not None
     lineage = task.held.lineage
     decoder = Decoder(model, [task.row], lineage.caches)
-    decoder.start([int(task.fed[-1])], logits)
-    lineage.length += logits is None
+    decoder.start([int(task.fed[-1])])
+    lineage.length += 1
     return Lane(decoder, [task])
 
 
@@ -86,9 +83,9 @@ class Lanes:
 
     # -- joining -----------------------------------------------------------------------------
 
-    def enter(self, task: Task, logits: mx.array | None) -> None:
-        """Start decoding a prefilled task, in a lane of its own; `logits` as `solo` takes them."""
-        self.all.append(solo(self.model, task, logits))
+    def enter(self, task: Task) -> None:
+        """Start decoding a prefilled task, in a lane of its own."""
+        self.all.append(solo(self.model, task))
         self._changed = True
 
     def gather(self) -> None:

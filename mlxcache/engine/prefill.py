@@ -23,9 +23,6 @@ WAITING_S = 1.0
 DECODING_S = 0.4
 """How long a chunk may take: alone, while others wait, while others decode. In seconds."""
 
-WITH_LAST = 64
-"""Tokens of a last chunk that is fed with the prompt's last token: logits of all are computed."""
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -60,19 +57,15 @@ class Prefill:
             task.skipped = 0 if task is chosen else task.skipped + 1
         return chosen
 
-    def chunk(self, task: Task, seconds: float) -> mx.array | None:
+    def chunk(self, task: Task, seconds: float) -> None:
         """Feed one chunk that takes about `seconds`.
 
-        A short last one includes the prompt's last token, and its logits are returned, shape
-        (1, vocabulary): that saves a pass of its own for it.
         Raises GenerationFailed where the model's cache does not grow by what it was fed.
         """
-        logits = None
         if task.remaining > 0:
-            logits = self._feed(task, self._size(task, seconds))
+            self._feed(task, self._size(task, seconds))
         if not task.held.lineage.aligned():
             raise GenerationFailed("The model's cache does not hold what it was fed.")
-        return logits
 
     def _size(self, task: Task, seconds: float) -> int:
         at = task.held.lineage.length
@@ -82,16 +75,15 @@ class Prefill:
         stop = next((s for s in task.stops if s > at), task.target)
         return min(size, stop - at, task.remaining)
 
-    def _feed(self, task: Task, size: int) -> mx.array | None:
+    def _feed(self, task: Task, size: int) -> None:
         lease = task.held
         lineage = lease.lineage
         at, last = lineage.length, size == task.remaining
         marked = at + size in task.stops
-        whole = last and not marked and size < WITH_LAST and self._room_for_logits(size, at)
-        end = at + size + whole
+        end = at + size
         images = self.images.inputs(task, at, end) if self.images else {}
         began = time.perf_counter()
-        logits = self._forward(task.fed[at:end], lineage.caches, images)
+        self._forward(task.fed[at:end], lineage.caches, images)
         kv.eval_states(lineage.caches, wait=not last or marked)
         lineage.length = end
         if not last:
@@ -102,19 +94,13 @@ class Prefill:
             self.memory.commit(lease, task.ids, checkpoint=marked)
         if not last:
             task.progress()
-        return logits[:, -1, :] if whole else None
 
-    def _room_for_logits(self, size: int, at: int) -> bool:
-        needed = self.cost.transient(size + 1, at) + size * self.cost.fixed
-        return needed <= self.limits.transient
-
-    def _forward(self, ids: Tokens, caches: Caches, images: Mapping[str, mx.array]) -> mx.array:
-        """Feed `ids`; the last pass's logits, shape (1, n, vocabulary), not evaluated."""
+    def _forward(self, ids: Tokens, caches: Caches, images: Mapping[str, mx.array]) -> None:
+        """Feed `ids`. The last pass is not evaluated: nobody needs its logits."""
         step = self.cost.step(len(ids))
         for start in range(0, len(ids), step):
             part = slice(start, start + step)
             if start:
                 kv.eval_states(caches)
             seen = {name: rows[:, part] for name, rows in images.items()}
-            logits: mx.array = self.model(mx.array(ids[part])[None], cache=caches, **seen)
-        return logits
+            self.model(mx.array(ids[part])[None], cache=caches, **seen)

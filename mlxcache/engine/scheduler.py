@@ -174,10 +174,10 @@ class Scheduler:
         if task.restoring:
             return self._restore(task)
         seconds = WAITING_S if len(self.prefilling) > 1 or self.waiting else ALONE_S
-        logits = self.prefill.chunk(task, DECODING_S if len(self.lanes) else seconds)
-        if task.remaining <= 0:
+        self.prefill.chunk(task, DECODING_S if len(self.lanes) else seconds)
+        if task.remaining == 0:
             self.prefilling.remove(task)
-            self.lanes.enter(task, logits)
+            self.lanes.enter(task)
         self._progress(task)
         return True
 
