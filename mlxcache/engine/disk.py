@@ -16,6 +16,9 @@ from mlxcache.store.store import Store
 from mlxcache.store.writer import Job, Writer
 from mlxcache.types import Tokens
 
+SHARE = 0.05
+"""The share of the MLX thread's time that copies for the disk may take while replies go on."""
+
 STATS_S = 0.5
 """For how long the store's figures may be old."""
 
@@ -38,6 +41,7 @@ class Disk:
         memory.room.durable = lambda: not self.persist.failing
         self._stats: dict[str, Any] = {}
         self._stats_at = 0.0
+        self._next_at = 0.0
 
     def _written(self, job: Job, error: StoreError | None) -> None:
         """On the writer's thread."""
@@ -52,6 +56,14 @@ class Disk:
     def ready(self, task: Task) -> bool:
         """Whether the next piece of a task's restore can be read."""
         return task.look is not None and self.restorer.ready(task.look, task.held.lineage.length)
+
+    def pump(self, *, beside: bool) -> None:
+        """Hand one more job to the writer; `beside` replies, copies take little of their time."""
+        began = time.monotonic()
+        if beside and began < self._next_at:
+            self.persist.collect()
+        elif self.persist.pump():
+            self._next_at = began + (time.monotonic() - began) / SHARE
 
     def progress(self, lease: Lease, ids: Tokens) -> None:
         """After a commit of a request that goes on: write whole blocks, if many are new."""

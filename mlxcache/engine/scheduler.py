@@ -71,7 +71,7 @@ class Scheduler:
         """Take what has arrived, then do one chunk of prefill and some steps of decoding."""
         self._receive(block=self._nothing_to_do())
         if self.disk is not None:
-            self.disk.persist.pump()
+            self.disk.pump(beside=len(self.lanes) > 0)
         if not self.prefilling:
             self.pace.begin(decoding=len(self.lanes) > 0)
         self._admit()
