@@ -178,6 +178,7 @@ class Proof:
     seen: Seen = field(default_factory=Seen)
     wrong: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
+    _said: int = 0
 
     def run(self, families: Sequence[str], deadline: float) -> None:
         """Kill until it was often enough, or time is up. Raises Refused, NotStarted."""
@@ -216,6 +217,9 @@ class Proof:
             f"{kill + 1}/{self.kills} kills, {self.seen.turns} turns, {len(self.seen.durable)} "
             f"sessions with {durable_tokens} durable tokens seen, {len(self.wrong)} violations"
         )
+        for sentence in self.wrong[self._said :]:
+            self.say(f"  {sentence}")
+        self._said = len(self.wrong)
 
     def _start(self, lives: Lives) -> None:
         """Kill a server while it starts, at a random moment."""
