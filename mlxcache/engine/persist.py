@@ -12,13 +12,13 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from mlxcache.cache.tree import Node, PrefixTree
 from mlxcache.engine.buffers import Buffers
+from mlxcache.engine.spill import Spill, states_worth_writing
 from mlxcache.errors import NotAnchored, StoreError
 from mlxcache.model import wire
-from mlxcache.model.kv import Layout, State
+from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Span
 from mlxcache.store.digests import BLOCK, Chain, Chains
 from mlxcache.store.writer import Job, Writer
@@ -32,9 +32,6 @@ RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
 WORTH_WRITING = 1024
 """New tokens of a running request after which they are written while it goes on."""
 
-NEWEST_STATES = 3
-"""Checkpoints of a path that are written: its first, and so many of the newest."""
-
 RETRY_S = 30.0
 """Seconds for which a disk that failed is left alone."""
 
@@ -42,27 +39,6 @@ RELIEF_S = 2.0
 """Seconds that a request which needs room waits for a disk that ends no write."""
 
 STATE = b"state"  # what the digests of checkpoints begin with among those that are known
-
-
-@dataclass(slots=True, eq=False)
-class _Path:
-    """Tokens on their way to disk: `at` is the next to hand over, `states` follow the runs.
-
-    `chain` has the digests of its blocks. `flying` jobs are with the writer.
-    """
-
-    node: Node
-    ids: Tokens
-    chain: Chain
-    at: int
-    states: list[tuple[int, State]] = field(default_factory=list)
-    flying: int = 0
-    tries: int = 0
-
-    @property
-    def handed(self) -> bool:
-        """Whether the writer has got all of it."""
-        return self.at >= len(self.ids) and not self.states
 
 
 class Persist:
@@ -87,8 +63,8 @@ class Persist:
         self.failing = False
         self._retry_at = 0.0
         self._clock = clock
-        self._queue: deque[_Path] = deque()
-        self._handed: set[_Path] = set()
+        self._queue: deque[Spill] = deque()
+        self._handed: set[Spill] = set()
         self._writer: Writer | None = None
         most = min(RUN_BYTES, room // 2) // max(1, layout.bytes_per_token)
         self.run_tokens = max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
@@ -135,16 +111,11 @@ class Persist:
         blocks = enumerate(chain.whole[1:])
         first = next((i for i, one in blocks if one not in self.known), len(ids) // BLOCK)
         at = first * BLOCK if self.layout.specs else len(ids)
-        path = _Path(node, ids, chain, at, self._states(node) if states else [])
+        path = Spill(node, ids, chain, at, states_worth_writing(node) if states else [])
         if path.handed:
             return
         self.tree.lock(node)
         self._queue.append(path)
-
-    def _states(self, node: Node) -> list[tuple[int, State]]:
-        """The checkpoints on the path to `node` that are worth a file."""
-        held = [(n.end, n.checkpoint) for n in node.path() if n.checkpoint is not None]
-        return held[:1] + held[1:][-NEWEST_STATES:]
 
     # -- handing over --------------------------------------------------------------------------
 
@@ -171,7 +142,7 @@ class Persist:
             return True
         return False
 
-    def _next(self, path: _Path) -> Job | None:
+    def _next(self, path: Spill) -> Job | None:
         if path.at < len(path.ids):
             return self._run(path)
         at, state = path.states.pop(0)
@@ -181,7 +152,7 @@ class Persist:
         self.known.add(key)
         return Job(ids, None, wire.state_tensors(state), self.layout.checkpoint_bytes, path)
 
-    def _run(self, path: _Path) -> Job | None:
+    def _run(self, path: Spill) -> Job | None:
         """The next run of a path, its slices copied; None where RAM does not hold it any more."""
         start, end = path.at, min(path.at + self.run_tokens, len(path.ids))
         match = self.tree.match(path.ids[:end], touch=False)
@@ -208,7 +179,7 @@ class Persist:
             self._finished(job, error)
 
     def _finished(self, job: Job, error: StoreError | None) -> None:
-        path: _Path = job.tag
+        path: Spill = job.tag
         path.flying -= 1
         self.pending_bytes -= job.nbytes
         self._pending_tokens -= job.tokens
@@ -222,7 +193,7 @@ class Persist:
             self._failed(path, job, error)
         self._settle(path)
 
-    def _failed(self, path: _Path, job: Job, error: StoreError) -> None:
+    def _failed(self, path: Spill, job: Job, error: StoreError) -> None:
         self.unlearn(path.chain)
         if isinstance(error, NotAnchored) and path.tries < 2:
             # what it builds on was evicted from disk meanwhile: once more, from its beginning
@@ -246,7 +217,7 @@ class Persist:
             self.known.difference_update(path.chain.whole)
             path.at, path.states = len(path.ids), []
 
-    def _settle(self, path: _Path) -> None:
+    def _settle(self, path: Spill) -> None:
         """Let a path go whose last job is done."""
         if path.handed and not path.flying and path in self._handed:
             self._handed.discard(path)
