@@ -17,6 +17,7 @@ from mlxcache.store.folder import CHECKPOINT, RUN, remove, write
 from mlxcache.store.index import Match, Row
 from mlxcache.store.owner import alive
 from mlxcache.store.safetensors import Header
+from mlxcache.store.session_rows import along
 from mlxcache.store.tensors import Tensor
 from mlxcache.store.thin import superseded
 from mlxcache.types import Tokens
@@ -232,7 +233,7 @@ def _put(core: Core, chain: Chain, match: Match, made: _Draft, id: int) -> None:
             _make_durable(connection, made, id, size)
             if made.tokens is None:
                 path = index.lookup(connection, chain).checkpoints
-                core.space.remove(connection, superseded(connection, path))
+                core.space.remove(connection, _unneeded(core, connection, chain, path))
             for checkpoint in match.checkpoints:
                 if checkpoint.parent is None and row.start < checkpoint.start <= row.stop:
                     connection.execute(
@@ -246,6 +247,22 @@ def _put(core: Core, chain: Chain, match: Match, made: _Draft, id: int) -> None:
         raise
     core.count("written_bytes", sum(len(buffer) for buffer in made.buffers))
     core.count("written_tokens", row.stop - row.start)
+
+
+def _unneeded(
+    core: Core, connection: sqlite3.Connection, chain: Chain, path: Sequence[Row]
+) -> list[Row]:
+    """The checkpoints of a path that may go: no leaf of a session has its last one there.
+
+    A turn's files are there before the turn is booked, and a fork may lag behind for good.
+    """
+    gone = superseded(connection, path)
+    if not gone:
+        return []
+    ends = along(connection, core.namespace, chain.ids)
+    positions = [row.start for row in path]
+    last = {max((at for at in positions if at <= end), default=0) for end in ends}
+    return [row for row in gone if row.start not in last]
 
 
 def _make_durable(connection: sqlite3.Connection, made: _Draft, id: int, size: int) -> None:

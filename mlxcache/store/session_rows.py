@@ -229,6 +229,20 @@ def shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
     return most
 
 
+def along(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[int]:
+    """How many tokens of `ids` each leaf that goes along them shares; none without the tables."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
+        return []
+    query = "SELECT DISTINCT anchor FROM leaves WHERE namespace = ?"
+    anchors = [anchor for (anchor,) in db.execute(query, (namespace,))]
+    found: list[int] = []
+    for anchor, digest in digests_at(ids, anchors).items():
+        same = "SELECT id FROM leaves WHERE namespace = ? AND anchor = ? AND digest = ?"
+        leaf_ids = db.execute(same, (namespace, anchor, digest)).fetchall()
+        found += [shared(db, leaf, ids) for (leaf,) in leaf_ids]
+    return found
+
+
 def _trim_leaves(db: sqlite3.Connection, session: str) -> None:
     db.execute(
         "DELETE FROM leaves WHERE id IN (SELECT id FROM leaves WHERE session = ?"
