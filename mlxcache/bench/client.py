@@ -47,6 +47,13 @@ class Reply:
     request: str | None
 
     @property
+    def fed_tokens(self) -> int | None:
+        """Prompt tokens that were not cached, None where the server does not tell."""
+        if self.prompt_tokens is None or self.cached_tokens is None:
+            return None
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
     def decode_rate(self) -> float | None:
         """Tokens per second after the first; None for fewer than two."""
         span = self.last_s - self.first_s

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +20,7 @@ from mlxcache.bench import checks, flags, models, report, restart
 from mlxcache.bench.checks import Check
 from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.measure import Plan, Results, play
-from mlxcache.bench.own import NoOwnTime, measuring
+from mlxcache.bench.own import NoOwnTime, OwnTime, measuring
 from mlxcache.bench.process import (
     Launch,
     Lives,
@@ -41,7 +41,10 @@ FAILURES = (NotStarted, NoOwnTime, MlxcacheError, Refused, OSError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure. `names` are of suite.NAMES; `wait_s` bounds a server's start."""
+    """What to measure. `names` are of suite.NAMES; `wait_s` bounds a server's start.
+
+    `families`: the scenarios among `names` are played on a model made of each, and all else is not.
+    """
 
     model: str | None
     tokens: int
@@ -51,6 +54,7 @@ class Options:
     names: Sequence[str]
     wait_s: float
     keep: bool = False
+    families: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -68,7 +72,9 @@ class Bench:
         self.found |= {"machine": report.machine(), "model": self.options.model or "made here"}
         self.found |= {"tokens": self.options.tokens, "runs": self.options.runs}
         scenarios = [name for name in SCENARIOS if name in self.options.names]
-        if scenarios:
+        for family in self.options.families:
+            self._family(family, scenarios)
+        if scenarios and not self.options.families:
             self._speed(scenarios)
         for names, measure in (
             (MEMORY, self._memory),
@@ -91,10 +97,28 @@ class Bench:
 
     def _speed(self, scenarios: Sequence[str]) -> None:
         model = self._model(models.for_speed)
+        with measuring(model, self.folder) as own:
+            results, servers = self._played(model, "speed", scenarios, own)
+        if own is None:
+            results.failures.append(f"{model} cannot be measured by itself")
+        report.show(self.console, results, servers)
+        self.found |= report.as_json(results, servers)
+        self._hold(results)
+
+    def _family(self, family: str, scenarios: Sequence[str]) -> None:
+        model = models.of_family(self.folder / family, family)
+        results, servers = self._played(model, family, scenarios, None)
+        report.show(self.console, results, servers, family)
+        self.found.setdefault("families", {})[family] = report.as_json(results, servers)
+        self._hold(results, f"{family}: ")
+
+    def _played(
+        self, model: Path, name: str, scenarios: Sequence[str], own: OwnTime | None
+    ) -> tuple[Results, list[Server]]:
+        """What playing `scenarios` at all servers gave; the servers have ended."""
         filler, options = Filler(model), self.options
-        launches = [self._ours("speed"), *options.launches]
+        launches = [self._ours(name), *options.launches]
         with ExitStack() as stack, self.console.status("starting the servers") as status:
-            own = stack.enter_context(measuring(model, self.folder))
             servers = [
                 stack.enter_context(running(one, model, self.folder, options.wait_s))
                 for one in launches
@@ -107,16 +131,12 @@ class Bench:
                 return Visit(server.client, filler, options.tokens, options.reply_tokens, seed)
 
             plan = Plan(scenarios, options.runs, visit, status.update, options.keep)
-            results = play(servers, plan, own)
-        if own is None:
-            results.failures.append(f"{model} cannot be measured by itself")
-        report.show(self.console, results, servers)
-        self._keep(results, servers)
+            return play(servers, plan, own), servers
 
-    def _keep(self, results: Results, servers: Sequence[Server]) -> None:
-        self.found |= report.as_json(results, servers)
+    def _hold(self, results: Results, what: str = "") -> None:
         others = [one.name for one in self.options.launches]
-        self.checks += [*checks.answered(results), *checks.speed(results, others)]
+        found = [*checks.answered(results), *checks.speed(results, others)]
+        self.checks += [replace(check, name=f"{what}{check.name}") for check in found]
 
     def _memory(self, name: str) -> None:
         check, make, extra = MEMORY[name]
@@ -179,7 +199,8 @@ def _scratch() -> Iterator[Path]:
 def bench(
     *,
     model: flags.Model = None,
-    tokens: flags.PromptTokens = 6000,
+    family: flags.Family = None,
+    tokens: flags.PromptTokens = None,
     runs: flags.Runs = 9,
     reply: flags.ReplyTokens = 16,
     against: flags.Against = None,
@@ -192,10 +213,12 @@ def bench(
 ) -> None:
     """Measure this server, and others beside it, in interleaved pairs on the same model."""
     launches = [*([mlx_lm_server()] if mlx_lm else []), *flags.launches(against or ())]
-    names = flags.names(only or ())
+    families = flags.families(family or (), model)
+    names = flags.names(only or (), families)
+    tokens = tokens or (4000 if families else 6000)
     console = report.wide_console()
     with _scratch() as folder:
-        options = Options(model, tokens, runs, reply, launches, names, wait, keep)
+        options = Options(model, tokens, runs, reply, launches, names, wait, keep, families)
         run = Bench(options, folder, console)
         try:
             run.run()

@@ -9,14 +9,29 @@ from typing import Annotated
 import typer
 
 from mlxcache.bench.process import Launch, parse_against
+from mlxcache.bench.scenarios import PARTING, SCENARIOS
 from mlxcache.bench.suite import DEFAULT, NAMES
+from mlxcache.model.toy_configs import FAMILIES
 
 Model = Annotated[
     str | None, typer.Option(metavar="PATH|HUB_ID", help="Default: a small one made on the spot.")
 ]
+Family = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="A small model of this family, and prompts that part from one conversation. "
+        f"One of {', '.join(FAMILIES)}. Repeatable.",
+    ),
+]
 PromptTokens = Annotated[
-    int,
-    typer.Option("--tokens", min=512, help="Prompt tokens of a conversation's first turn."),
+    int | None,
+    typer.Option(
+        "--tokens",
+        min=512,
+        help="Prompt tokens of a conversation's first turn (of all its turns, for --family). "
+        "Default: 6000, for --family 4000.",
+    ),
 ]
 Runs = Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")]
 ReplyTokens = Annotated[
@@ -33,7 +48,8 @@ Only = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help=f"One of {', '.join(NAMES)}. Repeatable; default: the first {len(DEFAULT)}.",
+        help=f"One of {', '.join(NAMES)}. Repeatable; default: the first {len(DEFAULT)}, "
+        f"for --family {PARTING[0]} to {PARTING[-1]}.",
     ),
 ]
 Keep = Annotated[
@@ -59,9 +75,22 @@ def launches(against: Sequence[str]) -> list[Launch]:
         raise typer.BadParameter(str(error)) from error
 
 
-def names(only: Sequence[str]) -> Sequence[str]:
+def names(only: Sequence[str], families: Sequence[str] = ()) -> Sequence[str]:
     """What --only names, the default if nothing. Raises typer.BadParameter."""
-    unknown = [name for name in only if name not in NAMES]
+    known = list(SCENARIOS) if families else NAMES
+    _all_of(only, known)
+    return only or (PARTING if families else DEFAULT)
+
+
+def families(named: Sequence[str], model: str | None) -> Sequence[str]:
+    """What --family names. Raises typer.BadParameter."""
+    _all_of(named, list(FAMILIES))
+    if named and model is not None:
+        raise typer.BadParameter("--family makes a model: leave out --model, or --family")
+    return list(dict.fromkeys(named))
+
+
+def _all_of(named: Sequence[str], known: Sequence[str]) -> None:
+    unknown = [name for name in named if name not in known]
     if unknown:
-        raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(NAMES)}")
-    return only or DEFAULT
+        raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(known)}")

@@ -22,7 +22,8 @@ class Sample:
     """One scenario played once. Times in seconds, over several replies their mean.
 
     `rate`: tokens per second after the first. `throughput`: generated tokens by the seconds that
-    all replies took together. Counts are None where the server does not tell.
+    all replies took together. Counts are None where the server does not tell; `fed_tokens` are
+    those of the prompt that were not cached.
     """
 
     first_s: float
@@ -32,6 +33,7 @@ class Sample:
     prompt_tokens: float | None
     cached_tokens: float | None
     generated_tokens: int
+    fed_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def sample(outcome: Outcome) -> Sample:
         prompt_tokens=_mean([reply.prompt_tokens for reply in replies]),
         cached_tokens=_mean([reply.cached_tokens for reply in replies]),
         generated_tokens=generated,
+        fed_tokens=_mean([reply.fed_tokens for reply in replies]),
     )
 
 

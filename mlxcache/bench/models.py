@@ -27,12 +27,17 @@ def for_speed(path: Path) -> Path:
 
 def windowed(path: Path) -> Path:
     """As `for_speed`, every other layer with a sliding window of 512 tokens."""
-    return _lonely_replies(_middling(path, "gemma3"))
+    return of_family(path, "gemma3")
 
 
 def recurrent(path: Path) -> Path:
     """As `for_speed`, every other layer recurrent."""
-    return _lonely_replies(_middling(path, "qwen3_5"))
+    return of_family(path, "qwen3_5")
+
+
+def of_family(path: Path, family: str) -> Path:
+    """As `for_speed`, of any family in `toy_configs.FAMILIES`. Raises KeyError."""
+    return _lonely_replies(_middling(path, family))
 
 
 def tiny(path: Path, family: str) -> Path:

@@ -16,7 +16,7 @@ from rich.table import Table
 from mlxcache.bench.checks import Check
 from mlxcache.bench.measure import Results, middle
 from mlxcache.bench.process import OURS, Server
-from mlxcache.bench.scenarios import SCENARIOS
+from mlxcache.bench.scenarios import PARTING, SCENARIOS
 
 WIDTH = 120
 FIGURES = {
@@ -28,13 +28,21 @@ FIGURES = {
     "cached_tokens": "cached",
 }
 COMPARED = {"first_s": "× first", "throughput": "× tokens/s"}
-RATIOS = ("first_s", "wall_s", "rate", "throughput")
+FED_FIGURES = {
+    "first_s": "first token",
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "fed_tokens": "fed",
+}
+FED_COMPARED = {"first_s": "× first", "fed_tokens": "× fed"}
+"""For scenarios where it is how much is fed that matters."""
+RATIOS = ("first_s", "fed_tokens", "wall_s", "rate", "throughput")
 
 
-def show(console: Console, results: Results, servers: Sequence[Server]) -> None:
-    """Print what was measured."""
+def show(console: Console, results: Results, servers: Sequence[Server], what: str = "") -> None:
+    """Print what was measured; `what` says on which model, where that is not plain."""
     names = [server.name for server in servers]
-    console.print(_scenarios(results, names))
+    console.print(_scenarios(results, names, f"{what}: medians" if what else "Medians"))
     console.print(_memory(servers))
     if results.timings:
         console.print(_timings(results))
@@ -53,16 +61,18 @@ def table_of(title: str, *left: str) -> Table:
     return Table(*left, title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
 
 
-def _scenarios(results: Results, names: Sequence[str]) -> Table:
-    table = table_of("Medians; × is ours by theirs, pair by pair", "scenario", "server")
-    for title in (*FIGURES.values(), *COMPARED.values()):
-        table.add_column(title, justify="right")
+def _scenarios(results: Results, names: Sequence[str], title: str) -> Table:
+    table = table_of(f"{title}; × is ours by theirs, pair by pair", "scenario", "server")
+    parting = set(results.samples) <= set(PARTING)
+    figures, compared = (FED_FIGURES, FED_COMPARED) if parting else (FIGURES, COMPARED)
+    for heading in (*figures.values(), *compared.values()):
+        table.add_column(heading, justify="right")
     for scenario in results.samples:
         for at, name in enumerate(names):
             middle_of = results.medians(scenario, name)
-            cells = [cell(figure, middle_of.get(figure)) for figure in FIGURES]
+            cells = [cell(figure, middle_of.get(figure)) for figure in figures]
             if name != OURS:
-                cells += [ratio(results.ratio(scenario, figure, name)) for figure in COMPARED]
+                cells += [ratio(results.ratio(scenario, figure, name)) for figure in compared]
             table.add_row("" if at else scenario, name, *cells)
         table.add_section()
     return table

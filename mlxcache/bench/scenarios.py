@@ -17,6 +17,12 @@ TURN_TOKENS = 34
 """Of a next message: with the reply's end and the template about 50 new tokens."""
 
 SYSTEM_SHARE = 0.75
+GROWN_TURNS = 6
+GROWN_SHARE = 0.1
+"""Of the tokens, in each message of the person in a grown conversation; the system prompt has the
+rest."""
+
+BRANCH_TURN = 3
 CROWD = tuple(f"crowd{number}" for number in range(8))
 
 
@@ -50,7 +56,7 @@ class Visit:
 
     Conversations are opened when a scenario first needs them, and kept for the next one:
     `main` has a long first prompt, `other` and `draft` have main's system prompt, `billed` has one
-    whose first line changes each turn.
+    whose first line changes each turn, `grown` gets its length by several turns.
     """
 
     client: Client
@@ -59,6 +65,7 @@ class Visit:
     reply_tokens: int
     seed: str
     talks: dict[str, Conversation] = field(default_factory=dict)
+    played: set[str] = field(default_factory=set)
     said: int = 0
 
     def open(self, name: str) -> Reply:
@@ -84,6 +91,17 @@ class Visit:
         self.said += 1
         return self.filler.text(tokens, f"{self.seed}/{self.said}")
 
+    @property
+    def grown_share(self) -> int:
+        """Tokens of each message of the person in a grown conversation."""
+        return round(self.tokens * GROWN_SHARE)
+
+    def grown(self) -> Conversation:
+        """The conversation of several turns, begun now if it is new. Raises Refused."""
+        if "grown" not in self.talks:
+            grown(self)
+        return self.talks["grown"]
+
     def _parts(self, name: str) -> tuple[str, str]:
         """The system prompt and the first message of a conversation."""
         system = round(self.tokens * SYSTEM_SHARE)
@@ -93,6 +111,10 @@ class Visit:
         if name == "billed":
             body = self._text("billed system", system)
             return f"{self.attribution()}\n{body}", self._text("billed first", first)
+        if name == "grown":
+            share = self.grown_share
+            rest = self.tokens - GROWN_TURNS * share
+            return self._text("grown system", rest), self._text("grown first", share)
         if name.startswith("crowd"):
             share = max(64, self.tokens // len(CROWD))
             return self._text(f"{name} system", share // 2), self._text(name, share - share // 2)
@@ -182,6 +204,54 @@ def concurrent_warm(visit: Visit) -> Outcome:
     return visit.together({name: visit.words() for name in CROWD})
 
 
+def grown(visit: Visit) -> Outcome:
+    """A conversation of six turns, from its first one on: the figures are each turn's average."""
+    replies = [visit.open("grown")]
+    talk = visit.talks["grown"]
+    replies += [talk.ask(visit.words(visit.grown_share)) for _ in range(GROWN_TURNS - 1)]
+    return Outcome(replies, sum(reply.total_s for reply in replies))
+
+
+def last_edited(visit: Visit) -> Outcome:
+    """The last message of the person in it, said differently."""
+    before = visit.grown().messages[:-2]
+    said = {"role": "user", "content": visit.words(visit.grown_share)}
+    return _one(visit.client.chat([*before, said], visit.reply_tokens))
+
+
+def regenerated(visit: Visit) -> Outcome:
+    """Its last reply once more: the same prompt again."""
+    return _one(visit.client.chat(visit.grown().messages[:-1], visit.reply_tokens))
+
+
+def branched(visit: Visit) -> Outcome:
+    """Another conversation goes off from within its third turn: half that message is the same."""
+    return _branch(visit)
+
+
+def branched_again(visit: Visit) -> Outcome:
+    """One more that goes off at the same place."""
+    if "branched" not in visit.played:
+        _branch(visit)
+    return _branch(visit)
+
+
+def _branch(visit: Visit) -> Outcome:
+    visit.played.add("branched")
+    messages = visit.grown().messages
+    at = 2 * BRANCH_TURN - 1  # after the system prompt, and two messages for each turn before
+    lines = messages[at]["content"].splitlines()
+    kept = "\n".join(lines[: max(1, len(lines) // 2)])
+    text = f"{kept}\n{visit.words(visit.grown_share // 2)}"
+    said = {"role": "user", "content": text}
+    return _one(visit.client.chat([*messages[:at], said], visit.reply_tokens))
+
+
+def returned(visit: Visit) -> Outcome:
+    """The next turn of the conversation that all these went off from."""
+    return _one(visit.grown().ask(visit.words()))
+
+
 Scenario = Callable[[Visit], Outcome]
 
 SCENARIOS: dict[str, Scenario] = {
@@ -193,8 +263,25 @@ SCENARIOS: dict[str, Scenario] = {
     "attribution": attribution,
     "concurrent": concurrent,
     "concurrent_warm": concurrent_warm,
+    "grown": grown,
+    "last_edited": last_edited,
+    "regenerated": regenerated,
+    "branched": branched,
+    "branched_again": branched_again,
+    "returned": returned,
 }
 """In the order in which a repetition plays them, for later ones go on from earlier ones."""
 
-AGAIN = ("warm", "edited", "in_turn", "concurrent_warm")
+PARTING = ("grown", "last_edited", "regenerated", "branched", "branched_again", "returned")
+"""Those on one conversation whose prompts part from it at different depths."""
+
+AGAIN = (
+    "warm",
+    "edited",
+    "in_turn",
+    "concurrent_warm",
+    "last_edited",
+    "branched_again",
+    "returned",
+)
 """Those that say only new things in conversations that exist: a visit can play them repeatedly."""

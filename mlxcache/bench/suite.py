@@ -8,7 +8,7 @@ from pathlib import Path
 from mlxcache.bench import budget, memory, models
 from mlxcache.bench.process import Server
 from mlxcache.bench.restore_speed import restore_speed
-from mlxcache.bench.scenarios import SCENARIOS
+from mlxcache.bench.scenarios import PARTING, SCENARIOS
 from mlxcache.bench.text import Filler
 from mlxcache.bench.write_beside import write_beside
 
@@ -37,6 +37,6 @@ DISK: dict[str, tuple[DiskCheck, Callable[[Path], Path]]] = {
 }
 """In this process: the model's folder, a folder to write in, repetitions, what tells of steps."""
 
-DEFAULT = [*SCENARIOS, *MEMORY, "restart", *DISK]
-NAMES = [*DEFAULT, *(name for name in RESTART if name not in DEFAULT)]
+DEFAULT = [*(name for name in SCENARIOS if name not in PARTING), *MEMORY, "restart", *DISK]
+NAMES = [*DEFAULT, *PARTING, *(name for name in RESTART if name not in DEFAULT)]
 """What runs where nothing is named, and all that can be named."""

@@ -65,6 +65,48 @@ def test_asserting_fails_where_a_bound_breaks(
     assert runner.invoke(app, ["--against", "nothing"]).exit_code == 2
 
 
+@pytest.mark.slow
+def test_a_family_is_measured_beside_mlx_lm_server(tmp_path: Path) -> None:
+    """On a recurrent model: what a branch feeds is counted at both, and compared."""
+    file = tmp_path / "out.json"
+    done = bench(
+        *("--family", "qwen3_5", "--tokens", "512", "--runs", "1", "--reply", "4"),
+        *("--only", "grown", "--only", "branched", "--json", str(file)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())["families"]["qwen3_5"]
+    assert found["failures"] == []
+    branch = found["scenarios"]["branched"]
+    fed = {name: medians["fed_tokens"] for name, medians in branch["medians"].items()}
+    assert 0 < fed["mlxcache"] < fed["mlx_lm.server"]
+    ratio = branch["ratios"]["mlx_lm.server"]["fed_tokens"]
+    assert ratio == pytest.approx(fed["mlxcache"] / fed["mlx_lm.server"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--family", "qwen9"], "qwen3_5"),
+        (["--family", "llama", "--model", "x"], "leave out --model"),
+        (["--family", "llama", "--only", "restart"], "returned"),
+    ],
+)
+def test_a_family_goes_with_no_model_and_with_scenarios_alone(
+    arguments: list[str], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not go together is wrong usage, and the error names what would."""
+    import typer
+
+    from mlxcache.bench import command
+
+    monkeypatch.setattr(command.Bench, "run", lambda bench: pytest.fail("it ran"))
+    app = typer.Typer()
+    app.command()(command.bench)
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert word in result.output
+
+
 def test_a_model_that_is_not_there_is_a_sentence_and_exit_status_1() -> None:
     """No traceback."""
     args = ["--model", "/absent", "--only", "warm"]

@@ -10,7 +10,7 @@ import pytest
 from mlxcache.bench import checks, measure
 from mlxcache.bench.checks import Check
 from mlxcache.bench.client import Refused, Reply
-from mlxcache.bench.measure import Pair, Plan, Results, Sample, play
+from mlxcache.bench.measure import Pair, Plan, Results, Sample, play, sample
 from mlxcache.bench.process import OURS, THEIRS
 from mlxcache.bench.scenarios import Outcome
 
@@ -125,3 +125,13 @@ def test_a_least_bound_is_the_other_way_round() -> None:
     assert Check("", 1.0, 1.0, least=True).ok
     assert not Check("", 0.9, 1.0, least=True).ok
     assert not Check("", 1.1, 1.0).ok
+
+
+def test_fed_is_what_of_the_prompt_was_not_cached() -> None:
+    """As the server counts it; nothing where it does not."""
+
+    def reply(cached: int | None) -> Reply:
+        return Reply("", 0.1, 0.2, 0.2, 100, cached, 4, None)
+
+    assert sample(Outcome([reply(90), reply(70)], 1.0)).fed_tokens == 20
+    assert sample(Outcome([reply(90), reply(None)], 1.0)).fed_tokens is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxcache.bench.client import Reply
-from mlxcache.bench.scenarios import AGAIN, CROWD, SCENARIOS, Visit
+from mlxcache.bench.scenarios import AGAIN, CROWD, PARTING, SCENARIOS, Visit
 
 Said = list[tuple[str, str]]
 
@@ -27,10 +27,10 @@ class Memo:
 
 
 class Words:
-    """Text that says what it is."""
+    """Text that says what it is, in two lines."""
 
     def text(self, tokens: int, seed: str) -> str:
-        return f"{tokens} of {seed}"
+        return f"{tokens} of\n{seed}"
 
 
 @pytest.fixture
@@ -127,3 +127,38 @@ def test_played_again_a_scenario_says_something_new(name: str, visit: Visit, mem
     before = [tuple(said) for said in memo.sent]
     SCENARIOS[name](visit)
     assert not set(before) & {tuple(said) for said in memo.sent[len(before) :]}
+
+
+def test_branches_go_off_from_within_one_message_of_a_grown_conversation(
+    visit: Visit, memo: Memo
+) -> None:
+    """Half of that message is the same, and the first branch and the second part at its middle."""
+    for name in PARTING:
+        SCENARIOS[name](visit)
+    grown, branch, again = memo.sent[5], memo.sent[8], memo.sent[9]
+    assert len(grown) == 12
+    assert shared(grown, branch) == shared(grown, again) == shared(branch, again) == 5
+    assert len(branch) == len(again) == 6
+    texts = [said[5][1].splitlines() for said in (grown, branch, again)]
+    assert texts[0][0] == texts[1][0] == texts[2][0]
+    assert len({text[-1] for text in texts}) == 3
+
+
+def test_a_grown_conversation_is_edited_regenerated_and_gone_on_with(
+    visit: Visit, memo: Memo
+) -> None:
+    """Nothing of what parts from it is kept in it."""
+    for name in PARTING:
+        SCENARIOS[name](visit)
+    grown, edited, regenerated, returned = (memo.sent[at] for at in (5, 6, 7, 10))
+    assert len(edited) == len(grown)
+    assert shared(grown, edited) == len(grown) - 1
+    assert regenerated == grown
+    assert len(returned) == len(grown) + 2
+    assert shared(grown, returned) == len(grown)
+
+
+def test_a_second_branch_alone_has_a_first_one_before_it(visit: Visit, memo: Memo) -> None:
+    """So that its figure is the second's, whatever else is played."""
+    SCENARIOS["branched_again"](visit)
+    assert len(memo.sent) == 8
