@@ -1,10 +1,8 @@
-"""What mlx-lm's cache classes hold, told apart by what can be done with it.
+"""What a model's caches hold: which slots can be sliced, which need checkpoints, and how large.
 
-Only this module, `rows` and `window` name them. A model's cache is a list with one object per
-layer; composites are flattened into *slots*. A slot is linear (keys and values for every position,
-token axis -2, so any position can be sliced out) or opaque (a state that stands for exactly one
-position). A class that is not named here is unknown: the model is served, and nothing of it is
-cached.
+A slot is linear (rows for every position, token axis -2, so any position can be sliced out) or
+opaque (a state that stands for exactly one position); `adapters` knows which class is which. With
+a class that is unknown, the model is served, and nothing of it is cached.
 """
 
 from __future__ import annotations
@@ -14,16 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ChunkedKVCache,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import make_prompt_cache
 
-from mlxcache.model.window import WindowCache
+from mlxcache.model.adapters import adapter_of, class_name, parts_of, prepared
+from mlxcache.model.checkpointed import Checkpointed
+from mlxcache.model.sliced import Sliced
 
 Caches = list[Any]
 """One cache object per layer, as `model(tokens, cache=...)` takes it."""
@@ -32,53 +25,44 @@ State = tuple[Any, ...]
 """The opaque slots' states at one position: nested tuples of arrays, numbers and None."""
 
 
-LINEAR = (KVCache, WindowCache)
-OPAQUE = (ArraysCache, ChunkedKVCache)
-BATCHABLE = (KVCache, WindowCache, ArraysCache)
-
-
 def flatten(caches: Sequence[Any]) -> list[Any]:
     """The slots of `caches`, composites opened, in a fixed order."""
     slots: list[Any] = []
     for cache in caches:
-        slots += flatten(cache.caches) if type(cache) is CacheList else [cache]
+        parts = parts_of(cache)
+        slots += [cache] if parts is None else flatten(parts)
     return slots
-
-
-def _windowed(cache: Any) -> Any:
-    if type(cache) is CacheList:
-        return CacheList(*(_windowed(c) for c in cache.caches))
-    if type(cache) is RotatingKVCache and cache.keep == 0:
-        return WindowCache(cache.max_size)
-    return cache
 
 
 def make_caches(model: Any) -> Caches:
     """Empty caches for one sequence; sliding windows as logs."""
-    return [_windowed(cache) for cache in make_prompt_cache(model)]
+    return [prepared(cache) for cache in make_prompt_cache(model)]
 
 
-ARRAYS = ("keys", "values")
-"""A linear slot's arrays by name, in the order of `arrays_of`."""
+def sliced(slot: Any) -> Sliced:
+    """The adapter of a linear slot. Raises TypeError for any other."""
+    adapter = adapter_of(slot)
+    if not isinstance(adapter, Sliced):
+        raise TypeError(f"a {type(slot).__name__} is not sliced")
+    return adapter
 
 
 def arrays_of(slot: Any) -> list[mx.array]:
     """A linear slot's arrays, shape (1, heads, capacity, dim) each."""
-    return [slot.keys, slot.values]
+    return sliced(slot).arrays(slot)
 
 
-def set_arrays(slot: Any, arrays: Sequence[mx.array | None], offset: int) -> None:
+def set_arrays(slot: Any, arrays: Sequence[mx.array], offset: int) -> None:
     """Give a linear slot `arrays` that hold positions [0, offset)."""
-    slot.keys, slot.values = arrays
-    set_offset(slot, offset)
+    adapter = sliced(slot)
+    for index, array in enumerate(arrays):
+        adapter.put(slot, index, array)
+    adapter.end_at(slot, offset)
 
 
 def set_offset(slot: Any, offset: int) -> None:
     """Make a linear slot end at `offset`; what lies beyond will be overwritten."""
-    slot.offset = offset
-    if isinstance(slot, WindowCache):
-        slot._idx = offset
-        slot._start = max(0, offset - slot.max_size)
+    sliced(slot).end_at(slot, offset)
 
 
 def copied(array: mx.array) -> mx.array:
@@ -120,33 +104,33 @@ def tree_arrays(value: Any) -> list[mx.array]:
 
 def opaque_slots(slots: Sequence[Any]) -> list[Any]:
     """Those of `slots` whose state stands for one position."""
-    return [slot for slot in slots if type(slot) in OPAQUE]
+    return [slot for slot in slots if isinstance(adapter_of(slot), Checkpointed)]
 
 
-def _needed(slot: Any) -> Any:
-    """An opaque slot's state, without what no later position can see. Views; lazy."""
-    if type(slot) is not ChunkedKVCache or slot.keys is None:
-        return slot.state
-    end = slot.offset - slot.start_position
-    start = max(0, end - slot.chunk_size)
-    keys, values = (a[..., start:end, :] for a in arrays_of(slot))
-    return keys, values, slot.offset, slot.chunk_size, slot.start_position + start
+def _checkpointed(slots: Sequence[Any]) -> list[tuple[Any, Checkpointed]]:
+    """The opaque slots, each with its adapter."""
+    found = ((slot, adapter_of(slot)) for slot in slots)
+    return [(slot, adapter) for slot, adapter in found if isinstance(adapter, Checkpointed)]
 
 
 def _set_states(slots: Sequence[Any], states: State) -> None:
     """Make evaluated `states`, which nobody else may write to, those of the opaque slots."""
-    for slot, new in zip(opaque_slots(slots), states, strict=True):
-        slot.state = [list(new[0]), *new[1:]] if type(slot) is ArraysCache else new
+    for (slot, adapter), new in zip(_checkpointed(slots), states, strict=True):
+        adapter.set_state(slot, new)
+
+
+def _needed(slots: Sequence[Any]) -> list[Any]:
+    return [adapter.state(slot) for slot, adapter in _checkpointed(slots)]
 
 
 def state_bytes(slots: Sequence[Any]) -> int:
     """What `capture` would take, in bytes."""
-    return sum(a.nbytes for a in tree_arrays([_needed(slot) for slot in opaque_slots(slots)]))
+    return sum(a.nbytes for a in tree_arrays(_needed(slots)))
 
 
 def capture(slots: Sequence[Any]) -> State:
     """The opaque slots' states, evaluated, in buffers that nobody else writes to."""
-    state = tuple(_copied_tree(_needed(slot)) for slot in opaque_slots(slots))
+    state = tuple(_copied_tree(held) for held in _needed(slots))
     mx.eval(tree_arrays(state))
     return state
 
@@ -207,8 +191,9 @@ class Layout:
 
     `bytes_per_token` covers every linear slot; `checkpoint_bytes` all opaque slots at one position.
     `linear` are the indices of the linear slots that the model fills, `specs` the (heads, dim,
-    dtype) of each one's arrays, `windows` each one's sliding window in tokens, or None.
-    `states` is what `capture` gives, with an ArraySpec for each array and any numbers.
+    dtype) of each one's arrays, as many as its class has, `windows` each one's sliding window in
+    tokens, or None. `checkpointed` are the opaque slots' adapters; `states` is what `capture`
+    gives, with an ArraySpec for each array and any numbers.
     `unknown` names classes that are not cached. `vocab_size` is the number of logits. `make`
     gives empty caches for one sequence.
     """
@@ -219,7 +204,7 @@ class Layout:
     checkpoint_bytes: int
     linear: tuple[int, ...]
     specs: tuple[tuple[tuple[int, int, Any], ...], ...]
-    opaque: bool
+    checkpointed: tuple[Checkpointed, ...]
     batchable: bool
     windows: tuple[int | None, ...]
     states: State
@@ -229,6 +214,11 @@ class Layout:
     def cacheable(self) -> bool:
         """Whether anything can be reused at all."""
         return not self.unknown
+
+    @property
+    def opaque(self) -> bool:
+        """Whether there are opaque slots: going on from a position then takes a checkpoint."""
+        return bool(self.checkpointed)
 
     @property
     def window(self) -> int | None:
@@ -254,11 +244,10 @@ class Layout:
         return total
 
 
-def _most_bytes(slot: Any) -> int:
+def _most_bytes(slot: Any, adapter: Checkpointed) -> int:
     """What an opaque slot's state can take, in bytes, however long the text."""
-    if type(slot) is ChunkedKVCache:
-        return sum(a.nbytes // a.shape[2] for a in arrays_of(slot)) * int(slot.chunk_size)
-    return state_bytes([slot])
+    most = adapter.most_bytes(slot)
+    return state_bytes([slot]) if most is None else most
 
 
 def survey(model: Any) -> Layout:
@@ -268,28 +257,29 @@ def survey(model: Any) -> Layout:
     """
     caches = make_caches(model)
     slots = flatten(caches)
-    kinds = {type(slot) for slot in slots}
-    unknown = tuple(sorted(k.__name__ for k in kinds if k not in LINEAR + OPAQUE))
+    adapters = [adapter_of(slot) for slot in slots]
     logits = model(mx.array([[0, 0]]), cache=caches)
     eval_states(caches)
-    filled = [i for i, s in enumerate(slots) if type(s) in LINEAR and s.keys is not None]
-    linear = [slots[i] for i in filled]
-    specs = tuple(tuple((a.shape[1], a.shape[3], a.dtype) for a in arrays_of(s)) for s in linear)
-    windows = tuple(slot.max_size if type(slot) is WindowCache else None for slot in linear)
-    opaque = opaque_slots(slots)
+    linear = [
+        (i, slot, adapter)
+        for i, (slot, adapter) in enumerate(zip(slots, adapters, strict=True))
+        if isinstance(adapter, Sliced) and adapter.filled(slot)
+    ]
+    specs = tuple(
+        tuple((a.shape[1], a.shape[3], a.dtype) for a in adapter.arrays(slot))
+        for _, slot, adapter in linear
+    )
+    opaque = _checkpointed(slots)
     return Layout(
         make=lambda: make_caches(model),
         vocab_size=logits.shape[-1],
         bytes_per_token=sum(h * d * t.size for spec in specs for h, d, t in spec),
-        checkpoint_bytes=sum(_most_bytes(slot) for slot in opaque),
-        linear=tuple(filled),
+        checkpoint_bytes=sum(_most_bytes(*pair) for pair in opaque),
+        linear=tuple(i for i, _, _ in linear),
         specs=specs,
-        opaque=bool(opaque),
-        batchable=kinds <= set(BATCHABLE),
-        windows=windows,
-        states=tuple(
-            _spec_tree(_needed(slot), 2 if type(slot) is ChunkedKVCache else None)
-            for slot in opaque
-        ),
-        unknown=unknown,
+        checkpointed=tuple(adapter for _, adapter in opaque),
+        batchable=all(adapter is not None and adapter.batchable for adapter in adapters),
+        windows=tuple(adapter.window(slot) for _, slot, adapter in linear),
+        states=tuple(_spec_tree(a.state(slot), a.growing) for slot, a in opaque),
+        unknown=tuple(sorted({class_name(s) for s in slots if adapter_of(s) is None})),
     )

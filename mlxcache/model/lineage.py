@@ -65,7 +65,7 @@ class Lineage:
                 out = kv.joined(parts) if sources else parts[0]  # zeros are a buffer already
                 del parts  # a view that is held when its buffer is next written to costs a copy
                 mx.eval(out)
-                setattr(slot, kv.ARRAYS[j], out)
+                kv.sliced(slot).put(slot, j, out)
                 mx.clear_cache()  # what was replaced has a size that is not asked for again
             kv.set_offset(slot, end)
         self.base, self.length, self.capacity, self.hollow = base, end, capacity, hollow

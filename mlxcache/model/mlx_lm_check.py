@@ -30,40 +30,55 @@ def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
     """
     if found.arrays is None or not layout.linear or not 0 < len(ids) == found.length:
         return False
-    head = _computed(model, layout, ids[:CHECKED_TOKENS])
-    if not all(_alike(*pair) for pair in zip(head, found.arrays, strict=True)):
+    count = min(len(ids), CHECKED_TOKENS)
+    head = _computed(model, layout, ids[:count])
+    theirs = _comparable(layout, found.arrays, slice(0, count))
+    if not all(_alike(*pair) for pair in zip(head, theirs, strict=True)):
         return False
     if found.ids is not None:
         return True
-    return layout.linear[0] == 0 and _first_layer_agrees(model, layout, found.arrays[0], ids)
+    return layout.linear[0] == 0 and _first_layer_agrees(model, layout, found.arrays, ids)
 
 
 def _first_layer_agrees(
-    model: Any, layout: Layout, arrays: Sequence[mx.array], ids: Tokens
+    model: Any, layout: Layout, arrays: Sequence[Sequence[mx.array]], ids: Tokens
 ) -> bool:
     """Whether what depends on the tokens alone is theirs: values, or MLA's latents.
 
     The other array of the layer also depends on the position, which is not that of the file here.
     """
-    same = [True for _ in arrays]
+    same: list[bool] = []
     for at in range(0, len(ids), _CHUNK):
         end = min(at + _CHUNK, len(ids))
         made = _computed(model, layout, ids[at:end])[0]
-        for index, (ours, theirs) in enumerate(zip(made, arrays, strict=True)):
-            same[index] = same[index] and _rows_alike(ours, theirs[..., at:end, :])
+        read = _comparable(layout, arrays, slice(at, end))[0]
+        alike = [_rows_alike(*pair) for pair in zip(made, read, strict=True)]
+        same = [a and b for a, b in zip(same or alike, alike, strict=True)]
     return any(same)
 
 
 def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
-    """Per linear slot its arrays for `ids` alone. Lazy: only what is looked at is computed."""
+    """Per linear slot what can be compared of it for `ids` alone. Lazy: only what is looked at is
+    computed."""
     caches = layout.make()
     model(mx.array(ids[None]), cache=caches)
     slots = kv.flatten(caches)
-    return [[a[..., : len(ids), :] for a in kv.arrays_of(slots[i])] for i in layout.linear]
+    return _comparable(layout, [kv.arrays_of(slots[i]) for i in layout.linear], slice(0, len(ids)))
+
+
+def _comparable(
+    layout: Layout, arrays: Sequence[Sequence[mx.array]], rows: slice
+) -> list[list[mx.array]]:
+    """Per linear slot some rows of its `arrays`, as numbers that differ little if KV does."""
+    slots = kv.flatten(layout.make())
+    return [
+        kv.sliced(slots[i]).comparable(slots[i], [array[..., rows, :] for array in held])
+        for i, held in zip(layout.linear, arrays, strict=True)
+    ]
 
 
 def _alike(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
-    return all(_rows_alike(a, b[..., : a.shape[2], :]) for a, b in zip(ours, theirs, strict=True))
+    return all(_rows_alike(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 def _rows_alike(ours: mx.array, theirs: mx.array) -> bool:

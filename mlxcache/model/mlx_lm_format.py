@@ -17,11 +17,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList
 
-from mlxcache.model import kv, wire
+from mlxcache.model import wire
+from mlxcache.model.adapters import adapter_of, class_name, composed, parts_of
 from mlxcache.model.lineage import Lineage
-from mlxcache.model.window import WindowCache
+from mlxcache.model.sliced import Sliced
 from mlxcache.safetensors import Place, compose
 from mlxcache.types import ITEM_BYTES, Tokens
 
@@ -53,7 +53,7 @@ class PromptCacheFile:
             "tokenizer_config": json.dumps({}),
             IDS: base64.b64encode(np.ascontiguousarray(ids, "<i4").tobytes()).decode(),
         }
-        names = [type(cache).__name__ for cache in caches]
+        names = [class_name(cache) for cache in caches]
         # tree_flatten drops an empty list, so mlx-lm puts an empty text first
         metadata = dict(tree_flatten([tool, names, ["", *kinds]]))
         places = [_place(key, array) for key, array in self._leaves]
@@ -74,15 +74,11 @@ class PromptCacheFile:
 
 def _as_mlx_lm(cache: Any) -> Any:
     """`cache` as mlx-lm itself would have it, without allocation padding. Views."""
-    if type(cache) is CacheList:
-        return CacheList(*(_as_mlx_lm(c) for c in cache.caches))
-    if type(cache) is WindowCache:
-        return cache.ring()
-    if cache.empty() or type(cache) not in kv.LINEAR:
-        return cache
-    trimmed = type(cache)()
-    kv.set_arrays(trimmed, [a[..., : cache.offset, :] for a in kv.arrays_of(cache)], cache.offset)
-    return trimmed
+    parts = parts_of(cache)
+    if parts is not None:
+        return composed([_as_mlx_lm(part) for part in parts])
+    adapter = adapter_of(cache)
+    return adapter.plain(cache) if isinstance(adapter, Sliced) else cache
 
 
 def _as_array(key: str, value: Any, kinds: list[tuple[str, str]]) -> mx.array:

@@ -16,24 +16,18 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache
 
 from mlxcache.errors import SnapshotRefused
 from mlxcache.model import kv
+from mlxcache.model.adapters import adapter_of, class_name, parts_of
+from mlxcache.model.checkpointed import Checkpointed
 from mlxcache.model.kv import ArraySpec, Layout, State
 from mlxcache.model.mlx_lm_format import IDS
-from mlxcache.model.window import WindowCache
 from mlxcache.safetensors import Header, Malformed, Place, read_foreign_header
 from mlxcache.types import Tokens
 
 _MOST_SMALL = 4096  # bytes of a number or a class's name
-_NAMES: dict[type, str] = {
-    KVCache: "KVCache",
-    WindowCache: "RotatingKVCache",
-    ArraysCache: "ArraysCache",
-    ChunkedKVCache: "ChunkedKVCache",
-    CacheList: "CacheList",
-}
+_OTHER_WINDOWS = "sliding windows are of another size"
 _OTHERWISE = {
     "QuantizedKVCache": "it was made with --kv-bits",
     "RotatingKVCache": "it was made with --max-kv-size",
@@ -112,13 +106,16 @@ class _Reader:
         if f"1.{len(caches)}" in self._metadata:
             raise SnapshotRefused("The prompt cache is of a model with more layers.")
         linear = [found[i] for i in self._layout.linear]
-        opaque = [slot for slot in found if type(slot[0]) in kv.OPAQUE]
+        opaque = [key for slot, key in found if isinstance(adapter_of(slot), Checkpointed)]
         state = tuple(
-            self._state(slot, key, like)
-            for (slot, key), like in zip(opaque, self._layout.states, strict=True)
+            self._state(adapter, key, like)
+            for adapter, key, like in zip(
+                self._layout.checkpointed, opaque, self._layout.states, strict=True
+            )
         )
         lengths = {self._number(f"{key}.2") for _, key in linear}
-        lengths |= {part[2] for part in state if len(part) == 5}
+        positions = [a.position(s) for a, s in zip(self._layout.checkpointed, state, strict=True)]
+        lengths |= {position for position in positions if position is not None}
         ids = self._ids()
         if ids is not None:
             lengths.add(len(ids))
@@ -136,7 +133,7 @@ class _Reader:
         return PromptCache(length, arrays, state, ids, self._metadata.get("0.model"))
 
     def _check_class(self, name: str | None, cache: Any) -> None:
-        expected = _NAMES[type(cache)]
+        expected = class_name(cache)
         if name != expected:
             why = _OTHERWISE.get(name or "", "it is of another model or version of mlx-lm")
             raise SnapshotRefused(
@@ -145,10 +142,11 @@ class _Reader:
 
     def _slots(self, cache: Any, key: str) -> list[tuple[Any, str]]:
         """The slots of one layer, each with the key of its state."""
-        if type(cache) is not CacheList:
+        parts = parts_of(cache)
+        if parts is None:
             return [(cache, key)]
         found = []
-        for index, part in enumerate(cache.caches):
+        for index, part in enumerate(parts):
             self._check_class(self._text(f"{key}.{index}.1"), part)
             found += self._slots(part, f"{key}.{index}.0")
         return found
@@ -157,34 +155,28 @@ class _Reader:
         self, slot: Any, key: str, length: int, spec: Sequence[tuple[int, int, Any]]
     ) -> list[mx.array] | None:
         """A linear slot's arrays; None where positions are missing."""
-        if type(slot) is WindowCache:
-            if (self._number(f"{key}.3"), self._number(f"{key}.4")) != (0, slot.max_size):
-                raise SnapshotRefused("The prompt cache's sliding windows are of another size.")
-            if length > slot.max_size:
-                return None
+        adapter = kv.sliced(slot)
+        window = adapter.window(slot)
+        for place, number in adapter.numbers(slot).items():
+            if self._number(f"{key}.{place}") != number:
+                what = "KV is quantised otherwise" if window is None else _OTHER_WINDOWS
+                raise SnapshotRefused(f"The prompt cache's {what}.")
+        if window is not None and length > window:
+            return None
         found = []
-        for index, (heads, dim, dtype) in enumerate(spec):
-            array = self._array(f"{key}.{index}", ArraySpec((1, heads, None, dim), dtype))
+        for place, (heads, dim, dtype) in zip(adapter.places, spec, strict=True):
+            array = self._array(f"{key}.{place}", ArraySpec((1, heads, None, dim), dtype))
             if array.shape[2] < length:
                 raise SnapshotRefused("The prompt cache is shorter than it claims.")
             found.append(array[..., :length, :])
         return found
 
-    def _state(self, slot: Any, key: str, like: Any) -> Any:
+    def _state(self, adapter: Checkpointed, key: str, like: Any) -> Any:
         """An opaque slot's state as `kv.capture` has it."""
-        if type(slot) is not ChunkedKVCache:
-            return self._tree(key, like)
-        keys, values, offset, chunk, start = self._tree(key, like)
-        held = offset - start
-        if (
-            start < 0
-            or chunk != slot.chunk_size
-            or not 0 <= held <= min(keys.shape[2], values.shape[2])
-        ):
-            raise SnapshotRefused("The prompt cache's chunks contradict themselves.")
-        first = max(0, held - chunk)
-        keys, values = (a[..., first:held, :] for a in (keys, values))
-        return keys, values, offset, chunk, start + first
+        try:
+            return adapter.adopted(self._tree(key, like), like)
+        except ValueError as error:
+            raise SnapshotRefused(f"The prompt cache's {error}.") from error
 
     def _tree(self, key: str, like: Any) -> Any:
         if isinstance(like, tuple):

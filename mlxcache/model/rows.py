@@ -7,9 +7,10 @@ from copy import copy
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlxcache.model import kv
+from mlxcache.model.adapters import composed, parts_of
 from mlxcache.model.kv import Caches, Layout
 
 STEP = BatchKVCache.step
@@ -18,9 +19,8 @@ STEP = BatchKVCache.step
 
 def _shadow(cache: Any) -> Any:
     """A batch cache with the same arrays, whose changes do not show in the original."""
-    if type(cache) is CacheList:
-        return CacheList(*(copy(c) for c in cache.caches))
-    return copy(cache)
+    parts = parts_of(cache)
+    return copy(cache) if parts is None else composed([copy(part) for part in parts])
 
 
 def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
@@ -47,16 +47,15 @@ def _merged(caches: Sequence[Any]) -> Any:
 
     Without that room the first step would copy it all once more.
     """
-    if type(caches[0]) is CacheList:
-        return CacheList(
-            *(_merged(parts) for parts in zip(*(c.caches for c in caches), strict=True))
-        )
+    if (first := parts_of(caches[0])) is not None:
+        others = [parts_of(cache) or [] for cache in caches[1:]]
+        return composed([_merged(parts) for parts in zip(first, *others, strict=True)])
     lengths = [getattr(c, "offset", 0) for c in caches]
     longest = max(lengths)
     if type(caches[0]) is not KVCache or not min(lengths):
         return caches[0].merge(caches)
     batch = BatchKVCache([longest - length for length in lengths])
-    for name in kv.ARRAYS:
+    for name in ("keys", "values"):
         _, heads, _, dim = getattr(caches[0], name).shape
         shape = (len(caches), heads, longest + STEP, dim)
         joint = mx.zeros(shape, getattr(caches[0], name).dtype)

@@ -42,11 +42,11 @@ SKELETON = "skeleton"
 _MOST_SKELETON = 1 << 20  # bytes
 
 Arrays = Sequence[Sequence[mx.array]]
-"""Per linear slot its arrays, keys and values, in the order of `Layout.specs`."""
+"""Per linear slot its arrays, in the order of `Layout.specs`."""
 
 
 def run_name(slot: int, array: int) -> str:
-    """The name of a run's tensor: `slot` indexes `Layout.specs`, `array` is 0 (keys) or 1."""
+    """The name of a run's tensor: `slot` indexes `Layout.specs`, `array` its arrays."""
     return f"kv.{slot}.{array}"
 
 
@@ -216,20 +216,10 @@ def load_state(path: Path, layout: Layout, stream: Any) -> State:
     state = _unfold(tree, layout.states, found, path)
     if found:
         raise Corrupt(f"{path} holds {min(found)}, which its state does not refer to.")
-    if not all(_agrees(*pair) for pair in zip(state, layout.states, strict=True)):
+    checked = zip(layout.checkpointed, state, layout.states, strict=True)
+    if not all(adapter.agrees(held, like) for adapter, held, like in checked):
         raise Corrupt(f"{path} holds a state whose numbers contradict its arrays.")
     return tuple(state)
-
-
-def _agrees(slot: tuple[Any, ...], like: tuple[Any, ...]) -> bool:
-    """Whether a chunked slot's (keys, values, offset, chunk size, start) fit together."""
-    if not any(isinstance(part, int) for part in like):
-        return True
-    keys, values, offset, chunk, start = slot
-    held = keys.shape[2]
-    return bool(
-        held == values.shape[2] == offset - start and start >= 0 and held <= chunk == like[3]
-    )
 
 
 def _skeleton(path: Path, array: mx.array | None) -> Any:

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlxcache.model import kv
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.toy import make_toy
+from mlxcache.model.window import WindowCache
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 @pytest.mark.parametrize("chunks", [[100], [10, 1, 1, 200, 1, 30], [1] * 150, [64, 64, 64, 1, 1]])
 def test_a_window_cache_shows_what_a_rotating_one_shows(chunks: list[int]) -> None:
     """Keys compared as sets: a ring's order is not temporal, and attention does not mind."""
-    log, ring = kv.WindowCache(64), RotatingKVCache(64)
+    log, ring = WindowCache(64), RotatingKVCache(64)
     at = 0
     for n in chunks:
         new = mx.arange(at, at + n, dtype=mx.float32).reshape(1, 1, n, 1)
@@ -41,7 +42,7 @@ def test_a_window_cache_shows_what_a_rotating_one_shows(chunks: list[int]) -> No
 
 
 def test_a_window_log_becomes_the_ring_that_it_stands_for() -> None:
-    log = kv.WindowCache(8)
+    log = WindowCache(8)
     x = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
     log.update_and_fetch(x, x)
     ring = log.ring()
