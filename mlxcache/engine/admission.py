@@ -110,7 +110,6 @@ class Admission:
             return False
         lease.cached = lease.saved = lease.lineage.length
         lease.bare = False
-        self.disk.persist.learn(task.ids[: task.look.target])
         task.restoring = False
         task.phase("restore_s")
         self.admit(task)

@@ -17,6 +17,15 @@ class Buffers:
         self._free: list[memoryview] = []
         self._taken: dict[int, memoryview] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, in use or not."""
+        return self.size * (len(self._free) + len(self._taken))
+
+    def rest(self) -> None:
+        """Give back to the system what is not in use."""
+        self._free.clear()
+
     def take(self, size: int) -> memoryview:
         """Room for `size` bytes, with anything in it."""
         if not self.size // 2 < size <= self.size:

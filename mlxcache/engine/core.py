@@ -167,7 +167,7 @@ class Core:
         if self.disk is not None:
             left = self.disk.close(seconds)
             if left:
-                log.warning("%d tokens could not be written to disk in time", left)
+                log.warning("up to %d tokens could not be written to disk in time", left)
         self.memory.room.clear()
 
     def _transient(self, limit: int, rows: int) -> int:

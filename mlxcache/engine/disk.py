@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 from mlxcache.engine.memory import Lease, Memory
 from mlxcache.engine.persist import WORTH_WRITING, Persist
 from mlxcache.engine.restore import Restorer
+from mlxcache.engine.spill import Spill
 from mlxcache.engine.task import Task
 from mlxcache.errors import StoreError
 from mlxcache.store.digests import BLOCK
+from mlxcache.store.found import Found
 from mlxcache.store.store import Store
 from mlxcache.store.writer import Job, Writer
 from mlxcache.types import Tokens
+
+log = logging.getLogger("mlxcache.engine")
 
 SHARE = 0.05
 """The share of the MLX thread's time that copies for the disk may take while replies go on."""
@@ -32,10 +37,10 @@ class Disk:
     def __init__(self, store: Store, memory: Memory, room: int, wake: Callable[[], None]):
         self.store = store
         self._wake = wake
-        self.persist = Persist(memory.layout, memory.tree, store.namespace, room)
+        self.persist = Persist(memory.layout, memory.tree, room)
         # `Persist` keeps to `room`; the writer still counts a job while it says that it is done
-        self.writer = Writer(store, 2 * room, self._written)
-        self.persist.attach(self.writer)
+        self.writer = Writer(store, 2 * room, self._written, self._rest)
+        self.persist.attach(self.writer, self._look)
         self.restorer = Restorer(store, memory.layout, wake)
         memory.room.relief = self.persist.relieve
         memory.room.durable = lambda: not self.persist.failing
@@ -45,7 +50,30 @@ class Disk:
 
     def _written(self, job: Job, error: StoreError | None) -> None:
         """On the writer's thread."""
-        self.persist.done.put((job, error))
+        self._tell(lambda: self.persist.finished(job, error))
+
+    def _look(self, spill: Spill) -> None:
+        """Ask what the disk has of `spill` when the jobs before are done."""
+        self.writer.call(lambda: self._answer(spill))
+
+    def _answer(self, spill: Spill) -> None:
+        """On the writer's thread."""
+        found: Found | StoreError
+        try:
+            found = self.store.find(spill.ids, touch=False)
+        except StoreError as error:
+            found = error
+        except Exception as error:  # logged; what is in RAM must not stay locked for it
+            log.exception("the disk tier failed to look up a prefix")
+            found = StoreError(f"A prefix could not be looked up: {error!r}.")
+        self._tell(lambda: self.persist.seen(spill, found))
+
+    def _rest(self) -> None:
+        """On the writer's thread, which has nothing to do."""
+        self._tell(self.persist.buffers.rest)
+
+    def _tell(self, answer: Callable[[], None]) -> None:
+        self.persist.done.put(answer)
         self._wake()
 
     @property

@@ -1,8 +1,10 @@
 """Writing behind: what the prefix tree holds goes to the disk tier, in order. MLX thread only.
 
 A path whose tokens are not on disk yet is locked in the tree until they are, so nothing leaves RAM
-before it is in a file. Slices are copied out of lineages a run at a time, and only while the writer
-has room for them; the writer's thread never touches an array that anybody writes to.
+before it is in a file. What the disk has of it already is asked on the writer's thread, path by
+path: others may have put it there, or taken it away. Slices are copied out of lineages a run at a
+time, and only while the writer has room for them; its thread never touches an array that anybody
+writes to.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from mlxcache.errors import NotAnchored, StoreError
 from mlxcache.model import wire
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Span
-from mlxcache.store.digests import BLOCK, Chain, Chains
+from mlxcache.store.digests import BLOCK
+from mlxcache.store.found import Found
 from mlxcache.store.writer import Job, Writer
 from mlxcache.types import Tokens
 
@@ -38,7 +41,8 @@ RETRY_S = 30.0
 RELIEF_S = 2.0
 """Seconds that a request which needs room waits for a disk that ends no write."""
 
-STATE = b"state"  # what the digests of checkpoints begin with among those that are known
+TRIES = 2
+"""How often a path is begun again whose beginning was evicted from disk meanwhile."""
 
 
 class Persist:
@@ -48,31 +52,33 @@ class Persist:
         self,
         layout: Layout,
         tree: PrefixTree,
-        namespace: str,
         room: int,
         *,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.layout = layout
         self.tree = tree
-        self.chains = Chains(namespace)
         self.room = room
-        self.known: set[bytes] = set()
-        self.done: queue.SimpleQueue[tuple[Job, StoreError | None]] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.pending_bytes = self._pending_tokens = 0
         self.failing = False
         self._retry_at = 0.0
         self._clock = clock
         self._queue: deque[Spill] = deque()
         self._handed: set[Spill] = set()
+        self._asked: Spill | None = None
         self._writer: Writer | None = None
+        self._look: Callable[[Spill], None] | None = None
         most = min(RUN_BYTES, room // 2) // max(1, layout.bytes_per_token)
         self.run_tokens = max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
         self.buffers = Buffers(wire.run_bytes(layout, self.run_tokens))
 
-    def attach(self, writer: Writer) -> None:
-        """Write through `writer`, which puts what is done into `done`."""
-        self._writer = writer
+    def attach(self, writer: Writer, look: Callable[[Spill], None]) -> None:
+        """Write through `writer`, and have `look` ask what the disk has.
+
+        Their answers are put into `done`, as calls of `finished` and `seen`.
+        """
+        self._writer, self._look = writer, look
 
     @property
     def busy(self) -> bool:
@@ -81,8 +87,11 @@ class Persist:
 
     @property
     def ready(self) -> bool:
-        """Whether `pump` would hand something over now."""
-        return bool(self._queue) and (not self.pending_bytes or self._fits(self._next_bytes()))
+        """Whether `pump` would do something now."""
+        if not self._queue or self._asked is self._queue[0]:
+            return False
+        asks = not self._queue[0].looked
+        return asks or not self.pending_bytes or self._fits(self._next_bytes())
 
     def _next_bytes(self) -> int:
         path = self._queue[0]
@@ -94,28 +103,14 @@ class Persist:
 
     # -- what is to be written -----------------------------------------------------------------
 
-    def learn(self, ids: Tokens) -> None:
-        """Take note that whole blocks of `ids` are on disk already."""
-        self.known.update(self.chains.of(ids).whole)
-
-    def unlearn(self, chain: Chain) -> None:
-        """Take note that what `chain` has may be on disk no more, nor any checkpoint."""
-        self.known.difference_update(chain.whole)
-        self.known = {key for key in self.known if not key.startswith(STATE)}
-
     def mark(self, node: Node, ids: Tokens, *, states: bool) -> None:
         """Have `ids`, which end at `node` or above, written; with `states`, checkpoints too."""
         if node is self.tree.root or (self.failing and self._clock() < self._retry_at):
             return
-        chain = self.chains.of(ids)
-        blocks = enumerate(chain.whole[1:])
-        first = next((i for i, one in blocks if one not in self.known), len(ids) // BLOCK)
-        at = first * BLOCK if self.layout.specs else len(ids)
-        path = Spill(node, ids, chain, at, states_worth_writing(node) if states else [])
-        if path.handed:
-            return
-        self.tree.lock(node)
-        self._queue.append(path)
+        wanted = states_worth_writing(node) if states else []
+        if self.layout.specs or wanted:
+            self.tree.lock(node)
+            self._queue.append(Spill(node, ids, wanted))
 
     # -- handing over --------------------------------------------------------------------------
 
@@ -129,27 +124,47 @@ class Persist:
                 self._handed.add(path)
                 self._settle(path)
                 continue
+            if not path.looked:
+                self._ask(path)
+                return False
             if self.pending_bytes and not self._fits(self._next_bytes()):
                 return False
             job = self._next(path)
-            if job is None:
-                continue
-            self.pending_bytes += job.nbytes
-            self._pending_tokens += job.tokens
-            path.flying += 1
-            if self._writer is None or not self._writer.offer(job):
-                raise RuntimeError("the writer has less room than is kept for it")
-            return True
+            if job is not None:
+                self._offer(path, job)
+                return True
         return False
+
+    def _ask(self, path: Spill) -> None:
+        """Have the disk looked at, after all that the writer has got so far."""
+        if self._asked is not path:
+            assert self._look is not None
+            self._asked = path
+            self._look(path)
+
+    def seen(self, path: Spill, found: Found | StoreError) -> None:
+        """The disk was asked for `path`, and this is what it has."""
+        if self._asked is path:
+            self._asked = None
+        if isinstance(found, StoreError):
+            self._suspend(found)
+        elif not path.looked:
+            path.begin(found, runs=bool(self.layout.specs))
+
+    def _offer(self, path: Spill, job: Job) -> None:
+        self.pending_bytes += job.nbytes
+        self._pending_tokens += job.tokens
+        path.flying += 1
+        if self._writer is None or not self._writer.offer(job):
+            raise RuntimeError("the writer has less room than is kept for it")
 
     def _next(self, path: Spill) -> Job | None:
         if path.at < len(path.ids):
             return self._run(path)
         at, state = path.states.pop(0)
-        ids, key = path.ids[:at], STATE + path.chain.at(at)
-        if len(ids) < at or key in self.known:
+        ids = path.ids[:at]
+        if len(ids) < at:
             return None
-        self.known.add(key)
         return Job(ids, None, wire.state_tensors(state), self.layout.checkpoint_bytes, path)
 
     def _run(self, path: Spill) -> Job | None:
@@ -159,12 +174,11 @@ class Persist:
         spans: list[Span] = match.spans(end) if match.length >= end else []
         within = [(owner, max(start, a), b) for owner, a, b in spans if b > start]
         if not within or any(owner.lost or owner.hollow > a for owner, a, _ in within):
-            path.at, path.states = len(path.ids), []
+            path.stop()
             return None
         size = wire.run_bytes(self.layout, end - start)
         tensors = wire.copied_run(self.layout, within, self.buffers.take(size))
         path.at = end
-        self.known.update(path.chain.whole[start // BLOCK + 1 : end // BLOCK + 1])
         return Job(path.ids[:end], start, tensors, size, path, wire.late_names(self.layout))
 
     # -- what became of it ---------------------------------------------------------------------
@@ -173,12 +187,13 @@ class Persist:
         """Take in what the writer has done, and let go of what is on disk."""
         while True:
             try:
-                job, error = self.done.get_nowait()
+                answer = self.done.get_nowait()
             except queue.Empty:
                 return
-            self._finished(job, error)
+            answer()
 
-    def _finished(self, job: Job, error: StoreError | None) -> None:
+    def finished(self, job: Job, error: StoreError | None) -> None:
+        """The writer is through with `job`."""
         path: Spill = job.tag
         path.flying -= 1
         self.pending_bytes -= job.nbytes
@@ -189,23 +204,11 @@ class Persist:
             if self.failing:
                 self.failing = False
                 log.warning("the disk tier works again")
+        elif isinstance(error, NotAnchored):
+            path.stop(lost=True)
         else:
-            self._failed(path, job, error)
-        self._settle(path)
-
-    def _failed(self, path: Spill, job: Job, error: StoreError) -> None:
-        self.unlearn(path.chain)
-        if isinstance(error, NotAnchored) and path.tries < 2:
-            # what it builds on was evicted from disk meanwhile: once more, from its beginning
-            path.tries += 1
-            path.at = 0 if self.layout.specs else len(path.ids)
-            if path in self._handed:
-                self._handed.discard(path)
-                self._queue.append(path)
-            return
-        if not isinstance(error, NotAnchored):
             self._suspend(error)
-        path.at, path.states = len(path.ids), []
+        self._settle(path)
 
     def _suspend(self, error: StoreError) -> None:
         """Leave the disk alone for a while: everything is served from RAM."""
@@ -214,15 +217,18 @@ class Persist:
         self.failing = True
         self._retry_at = self._clock() + RETRY_S
         for path in [*self._queue, *self._handed]:
-            self.known.difference_update(path.chain.whole)
-            path.at, path.states = len(path.ids), []
+            path.stop()
 
     def _settle(self, path: Spill) -> None:
-        """Let a path go whose last job is done."""
-        if path.handed and not path.flying and path in self._handed:
-            self._handed.discard(path)
-            if not path.node.detached:
-                self.tree.unlock(path.node)
+        """Let a path go whose last job is done; one that is lost begins again, if not too often."""
+        if not path.handed or path.flying or path not in self._handed:
+            return
+        self._handed.discard(path)
+        if path.lost and path.tries < TRIES and not path.node.detached:
+            path.again()
+            self._queue.append(path)
+        elif not path.node.detached:
+            self.tree.unlock(path.node)
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -249,9 +255,10 @@ class Persist:
                 self.tree.unlock(path.node)
         self._queue.clear()
         self._handed.clear()
+        self._asked = None
 
     def drain(self, seconds: float) -> int:
-        """Write all that is left, for at most so long; the tokens that could not be written."""
+        """Write all that is left, for at most so long; the most tokens that were not written."""
         deadline = self._clock() + seconds
         while self.busy and self._clock() < deadline:
             if not self.pump():
@@ -259,12 +266,12 @@ class Persist:
         return self._pending_tokens + sum(len(path.ids) - path.at for path in self._queue)
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for the writer to end a job; False if it has none, or did not."""
-        if not self.pending_bytes:
+        """Wait for an answer of the writer's thread; False if none is due, or none came."""
+        if not self.pending_bytes and self._asked is None:
             return False
         try:
-            job, error = self.done.get(timeout=max(0.0, seconds))
+            answer = self.done.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return False
-        self._finished(job, error)
+        answer()
         return True

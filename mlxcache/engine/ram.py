@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from mlxcache.cache.tree import Node
 from mlxcache.engine.memory import Memory
-from mlxcache.store.digests import Chains
 from mlxcache.store.listing import Held
 from mlxcache.types import Tokens
 
@@ -62,13 +61,5 @@ def _cut(memory: Memory, node: Node, keep: int) -> int:
 
 
 def forget_all(core: Core) -> None:
-    """Drop all that no request uses, and what is known to be on disk."""
+    """Drop all that no request uses."""
     core.memory.room.clear()
-    if core.disk is not None:
-        core.disk.persist.known.clear()
-
-
-def unlearn(core: Core, ids: Tokens) -> None:
-    """Take note that `ids` are not on disk any more, so that they are written when used again."""
-    if core.disk is not None:
-        core.disk.persist.unlearn(Chains(core.disk.store.namespace).of(ids))

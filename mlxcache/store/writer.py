@@ -46,15 +46,21 @@ class Writer:
     """One thread that writes jobs to `store` in the order they were offered.
 
     `done(job, error)` is called on that thread after each; `error` None: the job is durable. An
-    error ends the job and not the thread. Every method may be called on any thread.
+    error ends the job and not the thread. `idle` is called there when nothing was offered for a
+    while, once. Every method may be called on any thread.
     """
 
     def __init__(
-        self, store: Store, limit_bytes: int, done: Callable[[Job, StoreError | None], None]
+        self,
+        store: Store,
+        limit_bytes: int,
+        done: Callable[[Job, StoreError | None], None],
+        idle: Callable[[], None] = lambda: None,
     ):
         self._store = store
         self._limit = limit_bytes
         self._done = done
+        self._idle = idle
         self._queue: deque[Job | Callable[[], None]] = deque()
         self._state = threading.Condition()
         self._pending = 0
@@ -145,6 +151,7 @@ class Writer:
                 if self._queue:
                     return self._queue.popleft()
             _guarded("noting uses", self._store.note_uses)
+            _guarded("resting", self._idle)
 
     def _write(self, job: Job) -> None:
         error: StoreError | None = None

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +14,8 @@ import pytest
 from mlxcache.cache.budget import Budget
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
-from mlxcache.engine.ram import unlearn
 from mlxcache.engine.task import Task
-from mlxcache.errors import DiskFull
+from mlxcache.errors import DiskFull, NotAnchored
 from mlxcache.model.toy import make_toy
 from mlxcache.store.store import Store
 from tests.engine.conftest import Bench
@@ -354,7 +352,6 @@ def test_what_was_removed_from_disk_is_written_again_with_its_checkpoints(
     bench.ask(ids, marks=(100, 397))
     settled(disk).store.clear()
     bench.memory.room.clear()
-    unlearn(SimpleNamespace(disk=disk), np.asarray(ids, np.int32))  # type: ignore[arg-type]
     bench.ask(ids, marks=(100, 397))
     settled(disk)
     start(bench)
@@ -376,3 +373,65 @@ def test_what_a_stop_leaves_unwritten_is_counted_while_the_writer_has_it(
     finally:
         free.set()
     settled(disk)
+
+
+def test_what_another_server_removed_is_written_again_by_the_next_turn(
+    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator, tmp_path: Path
+) -> None:
+    """Tokens and checkpoints, also the one that others share, while RAM has them all."""
+    disk = start(bench)
+    last = talk(bench, rng, 2)[-1]
+    settled(disk)
+    other = Store.open(tmp_path / "store", "another model", None)
+    other.clear()
+    other.close()
+    ids = [*last.ids.tolist(), *last.out, *prompt(rng, 90)]
+    task = bench.ask(ids, marks=(100, len(ids) - 3))
+    assert task.record.restored_tokens == 0
+    settled(disk)
+    for whole in ([*ids, *task.out], ids[:150]):
+        start(bench)
+        again = bench.ask([*whole, *prompt(rng, 90)], marks=(100, len(whole) - 3))
+        assert again.record.restored_tokens >= (len(ids) - 3 if len(whole) > 150 else 100)
+
+
+def test_a_path_whose_runs_find_no_beginning_is_begun_again_once_for_all_of_them(
+    llama: Bench,
+    start: Callable[..., Disk],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = start(llama)
+    disk.persist.run_tokens = 64
+    write, left = disk.store.write_run, 5
+
+    def lacking(*args: object) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise NotAnchored("what a run builds on is gone")
+        write(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk.store, "write_run", lacking)
+    ids = prompt(rng, 640)
+    llama.ask(ids)
+    settled(disk)
+    assert left < 0
+    assert disk.store.find(np.asarray(ids, np.int32)).length == len(ids)
+
+
+def test_memory_for_copies_is_given_back_when_nothing_is_written(
+    llama: Bench,
+    start: Callable[..., Disk],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlxcache.store.writer.IDLE_S", 0.05)
+    disk = start(llama)
+    llama.ask(prompt(rng, 2 * disk.persist.run_tokens))
+    settled(disk)
+    end = time.monotonic() + 20
+    while disk.persist.buffers.nbytes:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+        disk.persist.collect()
