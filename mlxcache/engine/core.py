@@ -13,7 +13,7 @@ import numpy as np
 
 from mlxcache.cache.budget import Budget
 from mlxcache.config import Settings, disk_limit, machine_bytes, ram_limit
-from mlxcache.engine import cost, images
+from mlxcache.engine import cost, images, shares
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
@@ -26,16 +26,10 @@ from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.load import Loaded
 from mlxcache.model.output import OutputParser
 from mlxcache.model.sampling import make_processors, make_sampler, top_logprobs
-from mlxcache.store.digests import BLOCK
 from mlxcache.store.store import Store
 from mlxcache.types import Prompt
 
 log = logging.getLogger("mlxcache.engine")
-
-MIN_TRANSIENT = 16 << 20
-
-MOST_PENDING = 256 << 20
-"""Bytes of copies on their way to disk, at most."""
 
 LEAST_CONTEXT = 512
 """Tokens that the budget must have room for; with fewer no agent could ask anything."""
@@ -126,15 +120,14 @@ class Core:
             working_set_bytes=device.working_set_bytes(),
             weights_bytes=info.weights_bytes,
         )
-        pool = min(limit // 16, 1 << 30)
+        pool = shares.pool(limit)
         device.prepare(pool)
         self.cost = cost.measure(self.loaded.model, layout, limit // 8)
         self.transient = self._transient(limit, settings.concurrency)
         budget = Budget(limit)
         kinds = {"pool": pool, "transient": self.transient, "pending": 0}
-        if settings.disk != "off" and layout.cacheable:
-            block = BLOCK * layout.bytes_per_token
-            kinds["pending"] = max(2 * block, min(limit // 16, MOST_PENDING))
+        if settings.disk != "off":
+            kinds["pending"] = shares.pending(limit, layout)
         if not all(budget.reserve(kind, size) for kind, size in kinds.items()):
             raise ModelError(f"--ram {settings.ram} is too little to run this model at all")
         return budget
@@ -171,14 +164,14 @@ class Core:
         self.memory.room.clear()
 
     def _transient(self, limit: int, rows: int) -> int:
-        """Bytes set aside for forward passes: an eighth, or what the longest ones need."""
+        """Bytes set aside for forward passes."""
         per_token = max(1, self.layout.bytes_per_token)
         longest = min(self.loaded.info.context_length, limit // per_token)
         least = max(
             self.cost.transient(cost.FEWEST, longest),
             self.cost.transient(1, longest // rows, rows),
         )
-        return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
+        return shares.transient(limit, least)
 
     def _longest(self, ram: str | int) -> int:
         """The tokens that both the model's context and the budget allow."""

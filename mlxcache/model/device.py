@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 
 def working_set_bytes() -> int | None:
@@ -17,5 +16,8 @@ def working_set_bytes() -> int | None:
 
 def prepare(pool_bytes: int) -> None:
     """Wire as much memory as Metal recommends, and bound MLX's pool of freed buffers."""
+    # Here and not above: it takes seconds to import, and asking for the device needs none of it.
+    from mlx_lm.utils import maybe_set_recommended_wired_limit  # noqa: PLC0415
+
     maybe_set_recommended_wired_limit()
     mx.set_cache_limit(pool_bytes)

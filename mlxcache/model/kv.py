@@ -244,22 +244,24 @@ class Layout:
         return total
 
 
-def _most_bytes(slot: Any, adapter: Checkpointed) -> int:
+def most_bytes(slot: Any, adapter: Checkpointed) -> int:
     """What an opaque slot's state can take, in bytes, however long the text."""
     most = adapter.most_bytes(slot)
     return state_bytes([slot]) if most is None else most
 
 
-def survey(model: Any) -> Layout:
+def survey(model: Any, *, evaluate: bool = True) -> Layout:
     """Classify a model's caches by feeding it two tokens.
 
+    Without `evaluate` nothing is computed, and no weight that is lazy is read: shapes suffice.
     Raises whatever the model raises: one that cannot be fed cannot be served.
     """
     caches = make_caches(model)
     slots = flatten(caches)
     adapters = [adapter_of(slot) for slot in slots]
     logits = model(mx.array([[0, 0]]), cache=caches)
-    eval_states(caches)
+    if evaluate:
+        eval_states(caches)
     linear = [
         (i, slot, adapter)
         for i, (slot, adapter) in enumerate(zip(slots, adapters, strict=True))
@@ -274,7 +276,7 @@ def survey(model: Any) -> Layout:
         make=lambda: make_caches(model),
         vocab_size=logits.shape[-1],
         bytes_per_token=sum(h * d * t.size for spec in specs for h, d, t in spec),
-        checkpoint_bytes=sum(_most_bytes(*pair) for pair in opaque),
+        checkpoint_bytes=sum(most_bytes(*pair) for pair in opaque),
         linear=tuple(i for i, _, _ in linear),
         specs=specs,
         checkpointed=tuple(adapter for _, adapter in opaque),

@@ -84,8 +84,10 @@ class Loaded:
     vision: Vision | None = None
 
 
-def load(spec: ModelSpec, progress: Progress | None = None) -> Loaded:
+def load(spec: ModelSpec, progress: Progress | None = None, *, lazy: bool = False) -> Loaded:
     """Load what `spec` names. On the MLX thread, for its arrays belong to it; blocks.
+
+    With `lazy` each of its weights is read only once it is computed with.
 
     A Hub id is downloaded first: call `resolve(spec.model, spec.revision, progress)` in another
     thread beforehand to keep this one free.
@@ -97,7 +99,7 @@ def load(spec: ModelSpec, progress: Progress | None = None) -> Loaded:
     _check_files(path)
     template = _template(spec.chat_template)
     context_length(native_length(config), spec.context)  # refused before the weights are read
-    model, config = _load_weights(spec, path)
+    model, config = _load_weights(spec, path, lazy=lazy)
     tokenizer = _load_tokenizer(spec, path, config, template)
     info = _info(spec, path, model, tokenizer, config)
     vision = load_vision(model, tokenizer, config)
@@ -143,9 +145,9 @@ def _check_files(path: Path) -> None:
         raise ModelError(f"{path} has no tokenizer (tokenizer.json or tokenizer.model).")
 
 
-def _load_weights(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
+def _load_weights(spec: ModelSpec, path: Path, *, lazy: bool) -> tuple[nn.Module, dict[str, Any]]:
     try:
-        model, config = load_model(path, trust_remote_code=spec.trust_remote_code)
+        model, config = load_model(path, lazy=lazy, trust_remote_code=spec.trust_remote_code)
     except _FAILURES as error:
         raise ModelError(_why(path, error)) from error
     if spec.adapter is None:
@@ -159,7 +161,8 @@ def _load_weights(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any
     except _FAILURES as error:
         raise ModelError(f"The adapter {adapter} does not fit {path}: {error}") from error
     model.eval()
-    mx.eval(model.parameters())
+    if not lazy:
+        mx.eval(model.parameters())
     return model, config
 
 

@@ -1,0 +1,70 @@
+"""Examining a model without reading its weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlxcache.errors import ModelError
+from mlxcache.model import kv
+from mlxcache.model.examine import examine
+from mlxcache.model.load import ModelSpec, load
+from mlxcache.model.toy import make_toy
+from mlxcache.model.toy_configs import FAMILIES
+
+KINDS = {
+    "llama": {"sliceable"},
+    "gemma3": {"window", "sliceable"},
+    "qwen3_5": {"recurrent", "sliceable"},
+    "mamba2": {"recurrent"},
+    "llama4": {"chunked", "sliceable"},
+    "deepseek_v3": {"latent"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_found_without_computing_is_what_a_server_finds(
+    family: str, tmp_path: Path
+) -> None:
+    """The layout is the same to the byte, and its groups add up to it."""
+    path = make_toy(tmp_path, family)
+    found = examine(ModelSpec(str(path)))
+    served = kv.survey(load(ModelSpec(str(path))).model)
+    for field in fields(kv.Layout):
+        if field.name != "make":
+            assert getattr(found.layout, field.name) == getattr(served, field.name), field.name
+    assert served.bytes_per_token == sum(g.layers * g.bytes_per_token for g in found.groups)
+    assert served.checkpoint_bytes == sum(g.layers * g.checkpoint_bytes for g in found.groups)
+    if family in KINDS:
+        assert {group.kind for group in found.groups} == KINDS[family]
+
+
+def test_weights_are_not_read(tmp_path: Path) -> None:
+    """So that a model that is larger than the memory can be examined."""
+    path = make_toy(tmp_path, "qwen3_5", hidden=256)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    found = examine(ModelSpec(str(path)))
+    assert found.info.weights_bytes > 5_000_000
+    assert mx.get_peak_memory() - before < 100_000
+
+
+def test_a_window_says_how_long_it_is(tmp_path: Path) -> None:
+    """In tokens, as the model's configuration has it."""
+    path = make_toy(tmp_path, "gemma3", window=128)
+    sizes = {g.kind: (g.size, g.layers) for g in examine(ModelSpec(str(path))).groups}
+    assert sizes == {"window": (128, 2), "sliceable": (None, 2)}
+
+
+def test_a_model_whose_weights_do_not_fit_its_config_is_a_sentence(tmp_path: Path) -> None:
+    """And no traceback."""
+    path = make_toy(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        examine(ModelSpec(str(path)))
