@@ -7,7 +7,6 @@ as wrong text. Float32, so that greedy output does not hang on rounding.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,16 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer
 
 from mlxcache.model import chatml
-from mlxcache.model.toy_configs import FAMILIES, Shape
+from mlxcache.model.toy_configs import FAMILIES
+from mlxcache.model.toy_shape import Shape
+from mlxcache.model.toy_weights import random_model
 
-LOGIT_SPREAD = 3.0
-GAINS = {"lm_head": LOGIT_SPREAD, "o_proj": 3.0, "out_proj": 3.0, "down_proj": 2.0}
-"""The spread of each projection's output for inputs of spread 1; 1.3 for those not named."""
 FIRST_CANDIDATE, CANDIDATES = 8, 240  # ids of single bytes, which every vocabulary has
-NORMS = {"q_norm": 1.3, "k_norm": 1.3}
-"""What each norm multiplies by; 1 for those not named."""
+TIED = 0.2
+"""What remains of an embedding that is also a row of the head and must not win."""
 
 
 def make_toy(
@@ -65,7 +62,7 @@ def make_toy(
     tokenizer = chatml.toy_tokenizer(vocab_size, thinking)
     ids = Tokenizer.from_str(tokenizer)
     config = FAMILIES[family](shape) | {"eos_token_id": ids.token_to_id(chatml.TURN_END)}
-    model = _build(config, seed)
+    model = random_model(config, seed)
     _shape_head(model, ids, emits or {})
     _write(path, model, config)
     chatml.write_tokenizer(path, tokenizer, context=context, thinking=thinking)
@@ -87,63 +84,27 @@ def make_bench_toy(path: Path, *, seed: int = 0, vocab_size: int = 4096) -> Path
     )  # fmt: skip
 
 
-def _build(config: dict[str, Any], seed: int) -> nn.Module:
-    """The family's model, its weights drawn from `seed` alone."""
-    model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
-    gemma = config["model_type"].startswith("gemma")
-    parameters = sorted(tree_flatten(model.parameters()))
-    keys = mx.random.split(mx.random.key(seed), len(parameters))
-    drawn = []
-    for (name, value), key in zip(parameters, keys, strict=True):
-        new = _draw(name, value, key)
-        if gemma and "norm" in name:
-            # Gemma's norms multiply by one plus their weight, and one follows the attention
-            new = new - (0.0 if "post_attention" in name else 1.0)
-        elif gemma and "embed_tokens" in name:
-            new = new / math.sqrt(value.shape[-1])  # and its embeddings by the root of their width
-        drawn.append((name, new))
-    model.load_weights(drawn)
-    return model
-
-
-def _draw(name: str, value: mx.array, key: mx.array) -> mx.array:
-    """One parameter's random values.
-
-    Attention scores get a standard deviation near 1.7: enough that some positions weigh much more
-    than others, little enough that hundreds of them count. Decay in recurrent layers is slow, so
-    that their state remembers as many.
-    """
-    noise = mx.random.normal(value.shape, key=key)
-    owner, leaf = (*name.split("."), "")[-3:-1]
-    if leaf == "A_log":
-        return mx.random.uniform(-7.0, -3.5, value.shape, key=key)
-    if "norm" in owner:
-        return NORMS.get(owner, 1.0) + 0.1 * noise
-    if value.ndim == 1:
-        return value + 0.1 * noise
-    if owner in ("embed_tokens", "embeddings"):
-        return noise
-    fan_in = value.shape[1] if owner == "conv1d" else value.shape[-1]
-    return noise * (GAINS.get(owner, 1.3) / math.sqrt(fan_in))
-
-
 def _shape_head(model: nn.Module, ids: Tokenizer, emits: Mapping[str, int]) -> None:
     """Give the output head its rows for control tokens and for ids that no token has.
 
-    A row of zeros gives a logit of 0, well under the best of the others. The row of a token in
-    `emits` is that of an ordinary token, scaled so that it wins as often as asked for in the
-    model's own greedy text; of many ordinary tokens, the one that least wins at a reply's start.
+    A row of zeros gives a logit of 0, well under the best of the others; where the head is the
+    embedding too, short rows do. The row of a token in `emits` is that of an ordinary token, scaled
+    so that it wins as often as asked for in the model's own greedy text; of many ordinary tokens,
+    the one that least wins at a reply's start.
     """
-    ((name, head),) = [
-        (name, value)
-        for name, value in tree_flatten(model.parameters())
-        if name.endswith("lm_head.weight")
-    ]
+    parameters = dict(tree_flatten(model.parameters()))
+    name = next(
+        name
+        for end in ("lm_head.weight", "embed_tokens.weight")
+        for name in parameters
+        if name.endswith(end)
+    )
+    head = parameters[name]
     silent = [_token_id(ids, token) for token in chatml.CONTROL + chatml.MARKS]
     silent += [row for row in map(ids.token_to_id, chatml.THINK_MARKS) if row is not None]
     silent += range(ids.get_vocab_size(), head.shape[0])
-    head[mx.array(silent)] = 0.0
+    rows = mx.array(silent)
+    head[rows] = 0.0 if name.endswith("lm_head.weight") else TIED * head[rows]
     if emits:
         model.load_weights([(name, head)], strict=False)
         turn = ids.encode(f"{chatml.TURN_END}\n{chatml.TURN_START}assistant\n").ids
