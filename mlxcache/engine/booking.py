@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mlxcache.errors import NotReady, StoreError
+from mlxcache.errors import Busy, NotReady, StoreError
+from mlxcache.store.database import Locked
 from mlxcache.store.leaves import anchor_of
 from mlxcache.store.prefixes import pin
 from mlxcache.store.sessions import Sessions, Turn
@@ -24,6 +26,15 @@ T = TypeVar("T")
 
 PIN_S = 3.0
 """Seconds after a turn of a pinned session at which its new files, written by then, are pinned."""
+
+ASKED_S = 5.0
+"""Seconds that whoever asks waits for others that write the table, or for turns being booked."""
+
+BOOKED_S = 1.0
+"""Seconds for which whoever only reads waits for the turns that were handed over before."""
+
+CLOSE_S = 1.0
+"""Seconds for which turns are booked when the server stops."""
 
 ROW_BYTES, SPARE_BYTES = 8, 64 << 10
 """What a token id takes in a row and in the log, and what a change takes besides."""
@@ -44,7 +55,7 @@ class Served:
 
 
 class Booking:
-    """The one thread that touches the table of sessions. What runs on it runs in order.
+    """The one thread that writes the table of sessions. What runs on it runs in order.
 
     `count`: sessions in the table, as far as this process knows.
     """
@@ -58,6 +69,8 @@ class Booking:
         self._timer: threading.Timer | None = None
         self._closed = False
         self._failing = False
+        self._open = 0
+        self._counted = threading.Condition()
         self._submit(self._pin_all)
 
     def turn(self, job: Job, ids: Tokens, at: float) -> None:
@@ -79,6 +92,8 @@ class Booking:
 
     def _submit(self, action: Callable[[], None]) -> None:
         if not self._closed:
+            with self._counted:
+                self._open += 1
             self._pool.submit(self._guarded, action)
 
     def _guarded(self, action: Callable[[], None]) -> None:
@@ -91,6 +106,10 @@ class Booking:
             self._failing = True
         except Exception:
             log.exception("a session could not be kept")
+        finally:
+            with self._counted:
+                self._open -= 1
+                self._counted.notify_all()
 
     def _book(self, turn: Turn) -> None:
         id = self.with_room(len(turn.ids), lambda: self._sessions.turn(turn))
@@ -123,14 +142,59 @@ class Booking:
             return action()
 
     async def run(self, action: Callable[[], T]) -> T:
-        """The result of `action` on the thread. Raises what it raises, and NotReady at the end."""
+        """The result of `action` on the thread, after the turns that were handed over before.
+
+        Raises what it raises, Busy where it cannot begin or has no turn at writing within `ASKED_S`
+        (it is not done then), and NotReady at the end.
+        """
+        self._check_open()
+        deadline = time.monotonic() + ASKED_S
+        future = self._pool.submit(self._patiently, action, deadline)
+        waited = asyncio.wrap_future(future)
+        await asyncio.wait({waited}, timeout=ASKED_S)
+        if not waited.done() and future.cancel():
+            raise _busy()
+        return await waited
+
+    def _patiently(self, action: Callable[[], T], deadline: float) -> T:
+        try:
+            with self._sessions.patience(max(0.0, deadline - time.monotonic())):
+                return action()
+        except Locked as error:
+            raise _busy() from error
+
+    async def read(self, action: Callable[[], T]) -> T:
+        """The result of `action`, which only reads and so need not wait for who writes.
+
+        The turns that were handed over before are waited for, but not for long. Raises what it
+        raises, and NotReady at the end.
+        """
+        self._check_open()
+        booked = asyncio.wrap_future(self._pool.submit(_nothing))
+        await asyncio.wait({booked}, timeout=BOOKED_S)
+        booked.cancel()
+        return await asyncio.to_thread(action)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise NotReady("The server is stopping.", retry_after=5.0)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, action)
 
-    def close(self) -> None:
-        """Book what was handed over, and end. Blocks."""
+    def close(self, seconds: float = CLOSE_S) -> int:
+        """Book what was handed over, for at most so long, and end; how many turns were not."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._pool.shutdown()
+        self._pool.shutdown(wait=False)
+        deadline = time.monotonic() + seconds
+        with self._counted:
+            while self._open and (left := deadline - time.monotonic()) > 0:
+                self._counted.wait(left)
+            return self._open
+
+
+def _nothing() -> None:
+    """What those who read wait for."""
+
+
+def _busy() -> Busy:
+    return Busy("Another process is writing the table of sessions: try again.", retry_after=5.0)

@@ -24,6 +24,9 @@ log = logging.getLogger("mlxcache.engine")
 SHARE = 0.05
 """The share of the MLX thread's time that copies for the disk may take while replies go on."""
 
+END_S = 1.0
+"""Seconds of a stop that are left for the write in hand to end."""
+
 STATS_S = 0.5
 """For how long the store's figures may be old."""
 
@@ -120,9 +123,10 @@ class Disk:
         return self._stats
 
     def close(self, seconds: float) -> int:
-        """Write what is left, for at most so long; how many tokens could not be written."""
-        left = self.persist.drain(seconds)
+        """Write what is left, for at most so long; how many tokens may not have been written."""
+        deadline = time.monotonic() + seconds
+        left = self.persist.drain(seconds - min(END_S, seconds / 2))
         self.restorer.close()
-        self.writer.close()
+        self.writer.close(max(0.0, deadline - time.monotonic()))
         self.store.close()
         return left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from mlxcache.engine.core import Core
     from mlxcache.engine.task import Task
 
+log = logging.getLogger("mlxcache.engine")
+
 T = TypeVar("T")
 
 SETTLE_S = 10.0
@@ -41,7 +44,7 @@ class SessionBook:
 
     `store` None: nothing is on disk. `portable`: sessions as files. `incoming`: where those wait
     that are being received.
-    What is asked for is answered after the turns booked before.
+    What is asked for is answered after the turns booked before, where that does not take long.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class SessionBook:
                 for session, leaves, _ in rows
             ]
 
-        rows = await self._booking.run(from_table)
+        rows = await self._booking.read(from_table)
         held = await self.call(in_memory)
         return [
             Listed(session, tuple(leaves), ram, disk)
@@ -156,8 +159,8 @@ class SessionBook:
 
         Raises NotFound and StoreError.
         """
-        session = await self._booking.run(lambda: self._sessions.get(id))
-        leaves = await self._booking.run(lambda: self._sessions.leaves(id))
+        session = await self._booking.read(lambda: self._sessions.get(id))
+        leaves = await self._booking.read(lambda: self._sessions.leaves(id))
         await self.settled()
         await self._booking.run(lambda: self._sessions.delete(id))
         self._booking.count -= 1
@@ -168,7 +171,7 @@ class SessionBook:
     async def _forget(self, namespace: str, leaf: Leaf) -> None:
         """Cut what only `leaf` needed."""
         ids = leaf.ids
-        others = await self._booking.run(lambda: self._sessions.sharing(namespace, ids))
+        others = await self._booking.read(lambda: self._sessions.sharing(namespace, ids))
         needed = max(others.values(), default=0)
         if namespace == self.namespace:
             await self.call(lambda core: forget(core.memory, ids, needed))
@@ -211,7 +214,7 @@ class SessionBook:
 
     async def info(self, id: str) -> SessionInfo:
         """A session as a snapshot carries it. Raises NotFound and StoreError."""
-        return await self._booking.run(lambda: self._sessions.info(id))
+        return await self._booking.read(lambda: self._sessions.info(id))
 
     async def adopt(self, info: SessionInfo, name: str | None) -> Listed:
         """Enter a session that came in a file. Raises StoreError."""
@@ -234,8 +237,9 @@ class SessionBook:
         return True
 
     def close(self) -> None:
-        """Book what was handed over, and end. From any thread; blocks."""
-        self._booking.close()
+        """Book what was handed over, for a bounded time, and end. From any thread; blocks."""
+        if left := self._booking.close():
+            log.warning("%d turns could not be entered into the table of sessions in time", left)
 
 
 async def open_book(core: Core, settings: Settings, submit: Submit) -> SessionBook:

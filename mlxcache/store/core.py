@@ -18,6 +18,9 @@ from mlxcache.store.index import Row
 from mlxcache.store.owner import Owner
 from mlxcache.store.space import Space
 
+CLOSE_S = 0.5
+"""Seconds that a store which closes waits for others that write to the index."""
+
 
 class Core:
     """Folder, database, space and name of one open store; its counts, and uses to be noted.
@@ -98,7 +101,11 @@ class Core:
 
     def close(self) -> None:
         """Note the uses, close the database, give the owner's lock back."""
-        with suppress(StoreError), self.database.write() as connection:
+        with (
+            suppress(StoreError),
+            self.database.patience(CLOSE_S),
+            self.database.write() as connection,
+        ):
             self.check_there()
             self.note_uses(connection)
         self.database.close()

@@ -20,6 +20,10 @@ WAL_PAGES = 256
 """Pages of 4 KiB after which what was committed moves from the log into the file."""
 
 
+class Locked(StoreError):
+    """Another process, or another thread of this one, has been writing for too long."""
+
+
 class Database:
     """One SQLite file in WAL mode.
 
@@ -65,6 +69,15 @@ class Database:
                 raise ValueError(f"no ; ends {statement.strip()!r}")
 
     @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Inside the block, this thread waits no longer than so for others' transactions."""
+        before, self._mine.busy_s = self._busy_s(), seconds
+        try:
+            yield
+        finally:
+            self._mine.busy_s = before
+
+    @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """A connection that sees one state of the database until the block ends.
 
@@ -86,12 +99,14 @@ class Database:
         """A connection in a write transaction: committed at the end, rolled back on an error.
 
         Durable once the block is left. Inside another `write` block of the same thread it joins it.
+        Raises Locked where others write for longer than `BUSY_S`, or what `patience` says.
         """
         current = self._current()
         if current is not None:
             yield current
             return
         with translated(self.path), self._writing(), self._connection() as connection:
+            connection.execute(f"PRAGMA busy_timeout = {round(self._busy_s() * 1000)}")
             connection.execute("BEGIN IMMEDIATE")
             self._mine.connection = connection
             try:
@@ -126,10 +141,16 @@ class Database:
         connection: sqlite3.Connection | None = getattr(self._mine, "connection", None)
         return connection
 
+    def _busy_s(self) -> float:
+        """How long this thread waits for others."""
+        seconds: float = getattr(self._mine, "busy_s", BUSY_S)
+        return seconds
+
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        if not self._turn.acquire(timeout=BUSY_S):
-            raise StoreError(f"{self.path} was busy for {BUSY_S:.0f} s.")
+        seconds = self._busy_s()
+        if not self._turn.acquire(timeout=seconds):
+            raise Locked(f"{self.path} was busy for {seconds:.0f} s.")
         try:
             yield
         finally:
@@ -182,6 +203,8 @@ def translated(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             raise DiskFull(f"The disk is full: {path} cannot grow.") from error
+        if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF == sqlite3.SQLITE_BUSY:
+            raise Locked(f"{path} is being written by another process.") from error
         raise StoreError(f"{path}: {error}.") from error
     except UnicodeDecodeError as error:  # how a damaged schema, or text in a row, shows
         raise StoreError(f"{path}: {error}.") from sqlite3.DatabaseError(str(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 
 from mlxcache.errors import BadRequest, NotFound
@@ -39,6 +40,10 @@ class Sessions:
     def __init__(self, database: Database):
         self._database = database
         database.create(rows.SCHEMA)
+
+    def patience(self, seconds: float) -> AbstractContextManager[None]:
+        """Wait no longer than so for others, inside the block and on this thread."""
+        return self._database.patience(seconds)
 
     # -- reading -----------------------------------------------------------------------------
 

@@ -109,13 +109,16 @@ class Writer:
                 self._state.wait(left)
             return self._pending if self._finished < goal else 0
 
-    def close(self) -> None:
-        """End the thread after the job in hand; what waits is dropped without a report."""
+    def close(self, seconds: float | None = None) -> None:
+        """End the thread after the job in hand; what waits is dropped without a report.
+
+        Waits for that job, for at most `seconds`: the disk may hang, or the index be locked.
+        """
         with self._state:
             self._closing = True
             self._state.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _add(self, item: Job | Callable[[], None]) -> None:
         self._queue.append(item)
