@@ -115,7 +115,8 @@ class Prompt:
     token position that `Chat.breakpoint` falls on, or None. `thinking_open`: the prompt ends
     inside a think block, so the first generated text is reasoning. `generic_tools`: the template
     knows no tools, so they were described in the system text and calls come as
-    `<tool_call>{json}</tool_call>`.
+    `<tool_call>{json}</tool_call>`. `rules` of canonicalisation changed the conversation; the model
+    may write the keys of `names`, and the client is to read the values in their place.
     """
 
     ids: Tokens
@@ -125,6 +126,8 @@ class Prompt:
     generic_tools: bool = False
     tokens: Tokens | None = None
     images: tuple[ImageSpan, ...] = ()
+    rules: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fed(self) -> Tokens:
@@ -289,4 +292,5 @@ class RequestRecord:
     timing: dict[str, float] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    canonicalised: tuple[str, ...] = ()
     lost: dict[str, Any] | None = None

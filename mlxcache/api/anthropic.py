@@ -108,14 +108,15 @@ async def _job(request: Request, body: wire.Request, deps: http.Deps) -> Job:
     http.serving(deps)
     session = _label(request, body)
     begun = time.perf_counter()
-    prompt = await deps.engine.render(chat, session=session)
+    stop = tuple(body.stop_sequences or ())
+    prompt = await deps.engine.render(chat, session=session, stop=stop)
     choice = body.tool_choice or wire.ToolChoice("auto")
     return Job(
         id=http.request_id(request),
         prompt=prompt,
         sampling=_sampling(body),
         max_tokens=body.max_tokens,
-        stop=tuple(body.stop_sequences or ()),
+        stop=stop,
         tools=tools if tools and choice.type != "none" else None,
         parallel_tools=not choice.disable_parallel_tool_use,
         session=session,

@@ -97,7 +97,7 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
 
     async def job() -> Job:
         began = time.perf_counter()
-        prompt = await deps.engine.render(chat, session=fields["session"])
+        prompt = await deps.engine.render(chat, session=fields["session"], stop=fields["stop"])
         return Job(prompt=prompt, render_s=time.perf_counter() - began, **fields)
 
     return await _answer(deps, request, body, CHAT, job)

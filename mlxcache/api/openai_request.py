@@ -211,7 +211,7 @@ def _content(message: Message, index: int, inlet: Inlet) -> str | list[Item]:
                 items.append(inlet.url(part.image_url or part.image, at))
             else:
                 items.append(_text(part, at))
-        return content(items, "")
+        return content(items, "\n\n" if message.role in ("system", "developer") else "")
     return message.content or message.refusal or ""
 
 

@@ -157,6 +157,7 @@ def record_object(record: RequestRecord) -> Mapping[str, Any]:
         "generated_tokens": record.generated_tokens,
         "finish_reason": record.finish_reason,
         "error": record.error,
+        "canonicalised": list(record.canonicalised),
         "timing": {name: record.timing.get(name) for name in TIMINGS},
         "lost": record.lost,
     }

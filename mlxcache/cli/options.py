@@ -110,6 +110,13 @@ Config = Annotated[
         "config.toml in the user's configuration folder",
     ),
 ]
-Canonicalise = Annotated[bool | None, typer.Option("--canonicalise/--no-canonicalise", hidden=True)]
+Canonicalise = Annotated[
+    list[str] | None,
+    _value(OTHER, "RULE=on|off", "Switch a rule of canonicalisation; may be repeated."),
+]
+NoCanonicalise = Annotated[
+    bool | None,
+    _switch("--no-canonicalise", OTHER, "Render requests word for word, noise and all."),
+]
 Reserved = Annotated[str | None, typer.Option(hidden=True)]
 """Accepted by the parser, so that `mlxcache.config` can say that it is not supported yet."""

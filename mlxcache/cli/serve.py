@@ -35,6 +35,7 @@ def serve(
     log_level: options.LogLevel = None,
     config: options.Config = None,
     canonicalise: options.Canonicalise = None,
+    no_canonicalise: options.NoCanonicalise = None,
     kv_bits: options.Reserved = None,
     draft_model: options.Reserved = None,
 ) -> None:
@@ -47,7 +48,7 @@ def serve(
     """
     with reporting():
         flags = {name: value for name, value in ctx.params.items() if name != "config"}
-        flags["warm"] = warm or None
+        flags |= {"warm": warm or None, "canonicalise": canonicalise or None}
         _run(load_settings(flags, os.environ, config))
 
 

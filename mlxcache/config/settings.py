@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import platformdirs
 
+from mlxcache.config.rules import RULES
 from mlxcache.config.sizes import read_size
 from mlxcache.errors import ConfigError
 
@@ -32,6 +33,7 @@ class Settings:
     `prefill_chunk`: the most prompt tokens computed in one step. `chat_template_args`: keyword
     arguments for the model's chat template, which a request's own override.
     `warm`: files that `mlxcache warm` could take, computed at the start.
+    `canonicalise` switches rules by name, `no_canonicalise` switches all of them off.
     `insecure` lets the server listen beyond this machine without a key.
     Raises ConfigError where values do not go together.
     """
@@ -51,7 +53,8 @@ class Settings:
     insecure: bool = False
     adapter: str | None = None
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
-    canonicalise: bool = True
+    canonicalise: Mapping[str, bool] = field(default_factory=dict)
+    no_canonicalise: bool = False
     trust_remote_code: bool = False
     log_level: LogLevel = "info"
     warm: tuple[Path, ...] = ()
@@ -67,6 +70,13 @@ class Settings:
                 f"--host {self.host} lets other machines in: add --api-key KEY, "
                 "or --insecure if that is what you want"
             )
+
+    @property
+    def rules(self) -> Mapping[str, bool]:
+        """Every rule of canonicalisation, and whether it is on."""
+        if self.no_canonicalise:
+            return dict.fromkeys(RULES, False)
+        return {**RULES, **self.canonicalise}
 
 
 def is_loopback(host: str) -> bool:

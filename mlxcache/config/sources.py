@@ -14,6 +14,7 @@ from typing import Any
 
 import platformdirs
 
+from mlxcache.config.rules import read_rules
 from mlxcache.config.settings import Settings
 from mlxcache.config.sizes import read_size
 from mlxcache.errors import ConfigError
@@ -187,7 +188,8 @@ READERS: Mapping[str, Callable[[object], object]] = {
     "insecure": _switch,
     "adapter": _text,
     "chat_template_args": _table,
-    "canonicalise": _switch,
+    "canonicalise": read_rules,
+    "no_canonicalise": _switch,
     "trust_remote_code": _switch,
     "log_level": _level,
     "warm": _files,

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -27,6 +27,7 @@ from mlxcache.errors import (
 from mlxcache.model import demo, load
 from mlxcache.model.sampling import validate
 from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.prompt.canonical.restore import Reply
 from mlxcache.types import Chat, Job, ModelInfo, Prompt, RequestRecord
 
 log = logging.getLogger("mlxcache.engine")
@@ -92,8 +93,9 @@ class Engine:
             self._builder = PromptBuilder(
                 loaded.tokenizer,
                 self.settings.chat_template_args,
-                loaded.info.context_length,
+                self._core.info.context_length,
                 loaded.vision if self._core.images else None,
+                self.settings.rules,
             )
             self._book = await open_book(self._core, self.settings, self.submit)
         except BaseException:
@@ -177,14 +179,16 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------
 
-    async def render(self, chat: Chat, *, session: str | None = None) -> Prompt:
-        """The prompt that `chat` renders to, made in a worker thread.
+    async def render(
+        self, chat: Chat, *, session: str | None = None, stop: Sequence[str] = ()
+    ) -> Prompt:
+        """The prompt that `chat` renders to, made in a worker thread; `stop` is what ends the reply.
 
         Raises BadRequest or GenerationFailed where the template refuses it, ContextLengthExceeded
         where it is far too long to be worth tokenising, NotReady before the model is loaded.
         """
         builder = self._ready_builder()
-        return await self._loop.run_in_executor(self._pool, builder.chat, chat, session)
+        return await self._loop.run_in_executor(self._pool, builder.chat, chat, session, stop)
 
     async def render_text(self, text: str) -> Prompt:
         """The prompt of plain `text`, no template applied. Raises as `render`."""
@@ -198,7 +202,7 @@ class Engine:
 
     async def submit(self, job: Job) -> Stream:
         """Queue `job`. Raises NotReady, QueueFull, BadRequest or ContextLengthExceeded at once."""
-        self._ready_builder()
+        builder = self._ready_builder()
         assert self._core is not None
         record = RequestRecord(
             id=job.id,
@@ -209,6 +213,7 @@ class Engine:
             created_at=time.time(),
             prompt_tokens=len(job.prompt.ids),
             timing={"render_s": round(job.render_s, 6)},
+            canonicalised=job.prompt.rules,
         )
         self._keep(record)
         try:
@@ -219,7 +224,10 @@ class Engine:
             raise
         scheduler = self._core.scheduler
         stream = Stream(
-            record, lambda: scheduler.inbox.put(lambda: scheduler.cancel(task)), self.stall_s
+            record,
+            lambda: scheduler.inbox.put(lambda: scheduler.cancel(task)),
+            self.stall_s,
+            Reply(job.prompt.names, builder.canonicaliser.emitted),
         )
         task = Task(job, stream.push, record)
         self._live[job.id] = (task, stream)

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxcache.config.rules import RULES
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
 from mlxcache.types import RequestRecord
@@ -22,6 +23,7 @@ class Totals:
     tokens: dict[str, int] = field(
         default_factory=lambda: {"prompt": 0, "cached": 0, "generated": 0}
     )
+    canonicalised: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RULES, 0))
     sessions: set[str] = field(default_factory=set)
 
     def add(self, record: RequestRecord) -> None:
@@ -34,6 +36,8 @@ class Totals:
         self.tokens["prompt"] += record.prompt_tokens
         self.tokens["cached"] += record.cached_tokens
         self.tokens["generated"] += record.generated_tokens
+        for rule in record.canonicalised:
+            self.canonicalised[rule] += 1
         if record.session:
             self.sessions.add(record.session)
 
@@ -42,7 +46,7 @@ def snapshot(memory: Memory, totals: Totals, disk: Disk | None) -> dict[str, Any
     """The body of `GET /v1/cache`. MLX thread only.
 
     `active_bytes` is what lineages hold beyond the tree; `mlx` is what MLX itself counts, weights
-    included.
+    included. `canonicalised` is the number of requests in which each rule changed something.
     """
     tree, budget = memory.tree, memory.budget
     kinds = budget.by_kind()
@@ -64,6 +68,7 @@ def snapshot(memory: Memory, totals: Totals, disk: Disk | None) -> dict[str, Any
         "checkpoints": tree.checkpoints,
         "requests": dict(totals.requests),
         "tokens": dict(totals.tokens),
+        "canonicalised": dict(totals.canonicalised),
         "evictions": {"spilled": memory.room.spilled, "dropped": memory.room.dropped},
         "restores": {"ok": 0, "corrupt": 0},
     }

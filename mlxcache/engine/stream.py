@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 
 from mlxcache.errors import MlxcacheError
+from mlxcache.prompt.canonical.restore import Reply
 from mlxcache.types import Admitted, Event, Finished, Progress, RequestRecord, Text, Thinking
 
 BACKLOG = 256
@@ -19,13 +20,21 @@ class Stream:
     """A reply in progress: Admitted, Progress and pieces, then Finished.
 
     Its queue is bounded: beyond `BACKLOG` unread events texts are merged, and a reader that takes
-    nothing for `stall_s` seconds meanwhile has its request cancelled.
+    nothing for `stall_s` seconds meanwhile has its request cancelled. `reply` maps what the model
+    wrote to what the client reads, on the reader's side.
     """
 
-    def __init__(self, record: RequestRecord, cancel: Callable[[], None], stall_s: float):
+    def __init__(
+        self,
+        record: RequestRecord,
+        cancel: Callable[[], None],
+        stall_s: float,
+        reply: Reply | None = None,
+    ):
         self.record = record
         self._loop = asyncio.get_running_loop()
         self._cancel = cancel
+        self._reply = reply or Reply({})
         self._stall_s = stall_s
         self._queue: deque[Event | BaseException] = deque()
         self._wake = asyncio.Event()
@@ -91,8 +100,11 @@ class Stream:
             event = self._queue.popleft()
             self._read_at = time.monotonic()
             if isinstance(event, BaseException):
+                for rest in self._reply.flush():
+                    yield rest
                 raise event
-            yield event
+            for shown in self._reply.events(event):
+                yield shown
             if isinstance(event, Finished):
                 return
 

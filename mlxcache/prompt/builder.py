@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlxcache.errors import ConfigError, ContextLengthExceeded, MlxcacheError
+from mlxcache.prompt.canonical.canonicaliser import LONGER, Canonical, Canonicaliser
 from mlxcache.prompt.check import incremental_holds
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
@@ -14,8 +15,8 @@ from mlxcache.prompt.images import Album, Pictures, with_images
 from mlxcache.prompt.marks import learn_openers, marks
 from mlxcache.prompt.recent import Anchors, Tokenised, Tokeniser
 from mlxcache.prompt.renderer import Rendered, Renderer
-from mlxcache.prompt.template import RESERVED, Template
-from mlxcache.prompt.tokenizer import ChatTokenizer, added_tokens, backend_of, control_tokens
+from mlxcache.prompt.template import RESERVED, Template, too_deep
+from mlxcache.prompt.tokenizer import Added, ChatTokenizer, added_tokens, backend_of, control_tokens
 from mlxcache.prompt.traits import U, probe
 from mlxcache.types import Chat, Prompt
 
@@ -31,6 +32,7 @@ class PromptBuilder:
     `context`: the tokens that the model takes, if there is a limit. It spares tokenising what is
     many times longer; what is a little too long is for others to refuse. `pictures`: what the model
     has for images, if it takes any; `takes_images` tells whether its template does, too.
+    `rules`: which rules of canonicalisation are on, where not those that are on by themselves.
     `incremental`: only what changed since a session's last turn is tokenised.
     Raises ConfigError where `template_args` are not for the template, or break it.
     """
@@ -41,9 +43,11 @@ class PromptBuilder:
         template_args: Mapping[str, Any] | None = None,
         context: int | None = None,
         pictures: Pictures | None = None,
+        rules: Mapping[str, bool] | None = None,
     ):
         args = dict(template_args or {})
         self._context = context
+        self.canonicaliser = Canonicaliser(rules)
         template = Template(tokenizer)
         if not template.exists:
             log.warning("the model has no chat template: conversations are written as plain text")
@@ -52,12 +56,7 @@ class PromptBuilder:
         thinking = [mark for mark in self._think if mark]
         added = added_tokens(tokenizer)
         controls = control_tokens(added, template.source, [*thinking, *_tool_marks(tokenizer)])
-        escape = Escape(
-            [token.text for token in controls],
-            thinking,
-            [token.text for token in controls if token.normalized],
-            normalize=_normalizer(tokenizer),
-        )
+        escape = _escape(tokenizer, controls, thinking)
         self.traits = probe(template, args)
         self._album = Album(template, pictures, args)
         self.takes_images = self._album.exists
@@ -83,14 +82,36 @@ class PromptBuilder:
         self._refuse_too_long(text, "prompt")
         return Prompt(self._codec.raw(text))
 
-    def chat(self, chat: Chat, session: str | None = None) -> Prompt:
-        """The prompt of a conversation.
+    def chat(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
+        """The prompt of a conversation, which is canonicalised first.
 
         `session` is a label under which texts are remembered, so that the next turn's is
-        tokenised from where it differs; it never changes the result. Raises BadRequest for a
-        conversation that cannot be rendered, ContextLengthExceeded for one that is far too
+        tokenised from where it differs. `stop`: the strings that end the reply. Raises BadRequest
+        for a conversation that cannot be rendered, ContextLengthExceeded for one that is far too
         long, GenerationFailed if the template breaks.
         """
+        try:
+            canonical = self.canonicaliser.canonical(chat, session, stop)
+            if LONGER in canonical.rules:
+                prompt = self._if_short(canonical, session)
+                if prompt is not None:
+                    return prompt
+                canonical = self.canonicaliser.canonical(chat, session, stop, (LONGER,))
+        except RecursionError as error:
+            raise too_deep() from error
+        return self._prompt(canonical, session)
+
+    def _if_short(self, canonical: Canonical, session: str | None) -> Prompt | None:
+        """The prompt of what is longer than the client sent it, if that leaves a reply its room."""
+        try:
+            prompt = self._prompt(canonical, session)
+        except ContextLengthExceeded:
+            return None
+        room = self._context is None or len(prompt.ids) <= self._context * 3 // 4
+        return prompt if room else None
+
+    def _prompt(self, canonical: Canonical, session: str | None) -> Prompt:
+        chat = canonical.chat
         rendered = self._renderer.render(chat)
         self._refuse_too_long(rendered.text, "messages")
         prompt = self._tokeniser.encode(rendered.text, session)
@@ -102,6 +123,8 @@ class PromptBuilder:
             breakpoint=self._breakpoint(chat, prompt, generation),
             thinking_open=self._thinking(rendered, prompt, placed),
             generic_tools=bool(chat.tools) and not self.traits.tools,
+            rules=canonical.rules,
+            names=canonical.names,
         )
         return with_images(made, self._album, rendered.images) if rendered.images else made
 
@@ -153,6 +176,15 @@ def _check(template: Template, args: Mapping[str, Any]) -> None:
         except MlxcacheError:
             return  # not for the arguments' sake
         raise ConfigError(f"--chat-template-args: with these {error}") from error
+
+
+def _escape(tokenizer: ChatTokenizer, controls: Sequence[Added], thinking: list[str]) -> Escape:
+    return Escape(
+        [token.text for token in controls],
+        thinking,
+        [token.text for token in controls if token.normalized],
+        normalize=_normalizer(tokenizer),
+    )
 
 
 def _normalizer(tokenizer: ChatTokenizer) -> Callable[[str], str] | None:

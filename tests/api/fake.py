@@ -177,7 +177,9 @@ class FakeEngine:
         self.streams: list[FakeStream] = []
         self.records: list[RequestRecord] = []
 
-    async def render(self, chat: Chat, *, session: str | None = None) -> Prompt:
+    async def render(
+        self, chat: Chat, *, session: str | None = None, stop: Sequence[str] = ()
+    ) -> Prompt:
         """One token per message and per word of its content."""
         self.chats.append(chat)
         self.sessions.append(session)

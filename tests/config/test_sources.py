@@ -53,7 +53,8 @@ VALUES = {
     "insecure": ("true", True),
     "adapter": ("lora", "lora"),
     "chat_template_args": ('{"enable_thinking": false}', {"enable_thinking": False}),
-    "canonicalise": ("false", False),
+    "canonicalise": ("git_status=on,uuid=off", {"git_status": True, "uuid": False}),
+    "no_canonicalise": ("yes", True),
     "trust_remote_code": ("1", True),
     "log_level": ("DEBUG", "debug"),
     "warm": (__file__, (Path(__file__),)),
@@ -77,7 +78,8 @@ def test_every_setting_can_come_from_the_file(home, name):
     elif isinstance(value, int):
         line = f"{name} = {value}"
     elif isinstance(value, dict):
-        line = f"{name} = {{ enable_thinking = false }}"
+        pairs = ", ".join(f"{key} = {str(state).lower()}" for key, state in value.items())
+        line = f"{name} = {{ {pairs} }}"
     else:
         line = f'{name} = "{text}"'
     write(home, line)

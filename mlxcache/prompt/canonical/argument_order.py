@@ -1,0 +1,60 @@
+"""Arguments of calls that a client writes anew: rendered as they first were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mlxcache.prompt.canonical.draft import Draft
+from mlxcache.prompt.canonical.remembered import Remembered
+from mlxcache.types import ToolCall
+
+Calls = Remembered[tuple[Mapping[str, Any], int]]
+"""Arguments by the call's id and the tool's name, with their length in characters."""
+
+
+def emitted(call: ToolCall, calls: Calls) -> None:
+    """Remember a call as the model wrote it."""
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:  # a model may write anything; what is no JSON has no order
+        return
+    if isinstance(arguments, dict):
+        calls.put((call.id, call.name), (arguments, len(call.arguments)))
+
+
+def apply(draft: Draft, calls: Calls) -> bool:
+    """Give the calls of the history the arguments that they had, where these say the same."""
+    found = False
+    for at, message in enumerate(draft.messages):
+        given = message.get("tool_calls")
+        if not given:
+            continue
+        shown = [_as_known(call, calls) for call in given]
+        if any(new is not old for new, old in zip(shown, given, strict=True)):
+            draft.messages[at] = {**message, "tool_calls": shown}
+            found = True
+    return found
+
+
+def _as_known(call: Mapping[str, Any], calls: Calls) -> Mapping[str, Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if not isinstance(arguments, Mapping):
+        return call
+    text = json.dumps(arguments, default=repr)
+    key = (call.get("id"), function.get("name"))
+    known, _ = calls.first(key, (arguments, len(text)))
+    if json.dumps(known, default=repr) == text or not alike(known, arguments):
+        return call
+    return {**call, "function": {**function, "arguments": known}}
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two JSON values say the same: 1 and 1.0 do, 1 and true do not."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)

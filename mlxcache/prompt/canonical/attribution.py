@@ -1,0 +1,28 @@
+"""The attribution line that Claude Code puts before its system prompt: dropped."""
+
+from __future__ import annotations
+
+import re
+
+from mlxcache.prompt.canonical.draft import SYSTEM, Draft
+
+_PAIR = r" {0,4}cc[a-z_]{0,40}=[^\s;=]{0,200}"
+LINE = re.compile(rf"x-anthropic-billing-header:(?:{_PAIR};)*{_PAIR};?[ \t]*(?:(?:\r?\n)+|\Z)")
+"""The whole line, `key=value` pairs and nothing else, with the line ends behind it.
+
+For example `x-anthropic-billing-header: cc_version=2.1.329.0a8; cc_entrypoint=cli; cch=36ee5;`.
+"""
+
+
+def apply(draft: Draft) -> bool:
+    """Drop the line at the start of a system message that stands before all others."""
+    leading = 0
+    while leading < len(draft.messages) and draft.role(leading) in SYSTEM:
+        leading += 1
+    found = False
+    for at in reversed(range(leading)):
+        match = LINE.match(draft.text(at))
+        if match:
+            draft.rewrite(at, draft.text(at)[match.end() :])
+            found = True
+    return found

@@ -1,0 +1,40 @@
+"""The counter of tokens left that Claude Code sends in system messages: dropped."""
+
+from __future__ import annotations
+
+import re
+
+from mlxcache.prompt.canonical.draft import SYSTEM, Draft
+
+COUNTER = re.compile(r"<total_tokens>[0-9][0-9,]{0,30} tokens left</total_tokens>")
+"""For example `<total_tokens>199000 tokens left</total_tokens>`."""
+
+
+def apply(draft: Draft, *, keep: bool = False) -> bool:
+    """Drop the counters that system messages end in; with `keep` the newest stands at the end.
+
+    There it is behind everything that the next turn has in common with this one.
+    """
+    newest = ""
+    for at in reversed(range(len(draft.messages))):
+        if draft.role(at) not in SYSTEM:
+            continue
+        text, counters = split(draft.text(at))
+        if counters:
+            newest = newest or counters[-1]
+            draft.rewrite(at, text)
+    if newest and keep:
+        draft.insert(draft.end(), newest)
+    return bool(newest)
+
+
+def split(text: str) -> tuple[str, list[str]]:
+    """A text without the counters in lines of their own at its end, and these."""
+    counters: list[str] = []
+    while True:
+        body = text.rstrip()
+        before, _, line = body.rpartition("\n")
+        if not COUNTER.fullmatch(line.strip()):
+            return text, counters
+        text = before.rstrip()
+        counters.insert(0, line.strip())

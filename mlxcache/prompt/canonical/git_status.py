@@ -1,0 +1,85 @@
+"""The git status in the head, which is another in each session: told where the news is.
+
+A status is taken out of the system prompt and stands, as a system message, behind the last message
+of the turn in which it was new. There it stays on later turns, so that no prefix changes; a newer
+one comes behind a later message.
+"""
+
+from __future__ import annotations
+
+import re
+
+from mlxcache.prompt.canonical.draft import Draft
+from mlxcache.prompt.canonical.history import History
+from mlxcache.prompt.canonical.remembered import Remembered
+
+FIRST = re.compile(r"gitStatus: \S.*")
+_LINE = re.compile(
+    r"Current branch: .*|Main branch[^:]*: .*|Git user: .*|Status:|Recent commits:"
+    r"|\((?:clean|dirty|unavailable)\)"
+    r"|[ MTADRCU?!]{1,2} \S.*"
+    r"|[0-9a-f]{7,40} .*"
+    r"|\.\.\. ?\(truncated.*"
+)
+"""A line of the block behind its first: a heading, a file of `git status --short`, a commit."""
+
+Places = Remembered[str]
+
+
+def take(draft: Draft) -> str:
+    """Take the blocks out of the head; what they said, or nothing."""
+    blocks: list[str] = []
+    for at in reversed(draft.head()):
+        kept, found = _split(draft.text(at))
+        if found:
+            draft.rewrite(at, kept)
+            blocks = found + blocks
+    return "\n\n".join(blocks)
+
+
+def place(draft: Draft, status: str, places: Places, session: str | None) -> None:
+    """Put a status where it is new, and older ones of this conversation where they were."""
+    history = History(f"git {session}")
+    known: list[tuple[int, str]] = []
+    end = draft.end()
+    for at in range(end):
+        history.add(draft.messages[at])
+        if at < end - 1 and draft.role(at) in ("user", "tool"):
+            placed = places.get(history.digest)
+            if placed is not None:
+                known.append((at + 1, placed))
+    if not known or known[-1][1] != status:
+        known.append((end, status))
+        places.put(history.digest, status)
+    for at, text in reversed(known):
+        draft.insert(at, text)
+
+
+def _split(text: str) -> tuple[str, list[str]]:
+    """A text without its blocks, and these."""
+    lines = text.split("\n")
+    kept: list[str] = []
+    blocks: list[str] = []
+    at = 0
+    while at < len(lines):
+        if not FIRST.fullmatch(lines[at]):
+            kept.append(lines[at])
+            at += 1
+            continue
+        end = _end(lines, at)
+        blocks.append("\n".join(lines[at:end]))
+        at = end
+        if kept and not kept[-1] and at < len(lines) and not lines[at]:
+            at += 1
+    return ("\n".join(kept).rstrip("\n") if blocks else text), blocks
+
+
+def _end(lines: list[str], start: int) -> int:
+    """The line behind a block's last; blank lines are inside only."""
+    end = start + 1
+    for at in range(start + 1, len(lines)):
+        if _LINE.fullmatch(lines[at]):
+            end = at + 1
+        elif lines[at]:
+            break
+    return end

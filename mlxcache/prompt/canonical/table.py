@@ -1,0 +1,76 @@
+"""The rules as people read them. `docs/canonicalisation.md` shows this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CLAUDE_CODE = "Claude Code"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule: what it looks for, where that was seen, and what is done about it."""
+
+    name: str
+    shape: str
+    seen: str
+    does: str
+
+
+TABLE = (
+    Rule(
+        "attribution",
+        "`x-anthropic-billing-header: cc_version=...; cc_entrypoint=cli; cch=36ee5;`, `key=value` "
+        "pairs alone, as the first line of a system message in front of the conversation",
+        f"{CLAUDE_CODE} 2.1.37 to 2.1.329",
+        "dropped",
+    ),
+    Rule(
+        "counter",
+        "`<total_tokens>N tokens left</total_tokens>` in lines of their own at the end of a system "
+        "message, or as all of it",
+        f"{CLAUDE_CODE} 2.1.200 to 2.1.329",
+        "dropped",
+    ),
+    Rule(
+        "newest_counter",
+        "as `counter`",
+        f"{CLAUDE_CODE} 2.1.200 to 2.1.329",
+        "the newest stands at the end of the prompt, the others are dropped",
+    ),
+    Rule(
+        "uuid",
+        "a UUID in lower case that is a whole segment of a path with a segment `tmp`, `temp`, `T`, "
+        "`scratch` or `scratchpad`, in a system message before the first reply",
+        f"{CLAUDE_CODE} 2.1.100 to 2.1.329",
+        "the model reads and writes a stable UUID, the client its own",
+    ),
+    Rule(
+        "git_status",
+        "a line `gitStatus: ...` and the lines of the status behind it (branch, user, files, "
+        "commits), in a system message before the first reply",
+        f"{CLAUDE_CODE} 1.0 to 2.1.329, OpenCode's plug-ins",
+        "stands as a system message behind the message with which it was new",
+    ),
+    Rule(
+        "tool_order",
+        "the very same tools as in an earlier request, in another order",
+        "clients that list the tools of MCP servers as these answer",
+        "the order of the first request",
+    ),
+    Rule(
+        "argument_order",
+        "the arguments of a call with the same values and other formatting: keys in another order, "
+        "`1` for `1.0`",
+        "clients in Go and Rust",
+        "as the model wrote them",
+    ),
+    Rule(
+        "cleared_results",
+        "`[Old tool result content cleared]` as all of a tool's result, where this server saw the "
+        "result in the same place of the same conversation",
+        f"{CLAUDE_CODE} 2.0 to 2.1.329, Qwen Code, OpenCode",
+        "the result as it was, as long as the prompt takes at most three quarters of the context",
+    ),
+)
+"""In the order in which they are applied."""

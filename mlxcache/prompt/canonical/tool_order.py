@@ -1,0 +1,28 @@
+"""Tools that a client sends in changing order: rendered in the order in which they first came."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from mlxcache.prompt.canonical.draft import Draft
+from mlxcache.prompt.canonical.remembered import Remembered
+
+Orders = Remembered[tuple[bytes, ...]]
+
+
+def apply(draft: Draft, orders: Orders) -> bool:
+    """Put the tools into the order in which the very same tools came before, if they did."""
+    if len(draft.tools) < 2:
+        return False
+    digests = [hashlib.blake2b(_text(tool), digest_size=16).digest() for tool in draft.tools]
+    order = orders.first(b"".join(sorted(digests)), tuple(digests))
+    if order == tuple(digests):
+        return False
+    tools = dict(zip(digests, draft.tools, strict=True))
+    draft.tools = tuple(tools[digest] for digest in order)
+    return True
+
+
+def _text(tool: object) -> bytes:
+    return json.dumps(tool, default=repr).encode()

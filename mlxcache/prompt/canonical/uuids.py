@@ -1,0 +1,137 @@
+"""Session UUIDs in temporary paths of the system prompt: stable ones stand for them.
+
+Two sessions of one project then begin with the same tokens. The model reads and writes the stable
+UUID; the client reads and writes its own. What the model writes is mapped by `restore`.
+
+The mapping is exact on whole UUIDs: a stable one is never a text that the conversation holds
+already, and neither itself nor another can be found across its edge. What a model writes of a part
+of a UUID, or in another form (upper case, without dashes), is not mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlxcache.prompt.canonical.draft import Draft, Message, map_strings, strings
+
+SEGMENT = re.compile(
+    r"(?<=[/\\])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?=[/\\\s\"'`<>(),;:\]]|\.?(?:\s|\Z))"
+)
+"""A UUID that is a whole segment of a path."""
+
+TEMPORARY = frozenset({"tmp", "temp", "Temp", "T", "scratch", "scratchpad"})
+"""Segments by which a path is a temporary one."""
+
+_PATH_ENDS = re.compile(r"[\s\"'`<>(),;]")
+_FAR = 512
+_MOST = 16
+_SHORTEST = 4
+
+
+def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
+    """Map the UUIDs of the head in all but users' messages, and leave word in `draft.names`.
+
+    Nothing is mapped where a stop string, or a reply that is to be continued, could meet a UUID
+    halfway.
+    """
+    own = _session_uuids(draft)
+    if not own:
+        return False
+    names = dict(zip(own, _stable(draft, len(own)), strict=True))
+    if _meets(stop, [*names, *names.values()]) or _cut_short(draft, own):
+        return False
+    pattern = re.compile("|".join(own))
+
+    def forward(text: str) -> str:
+        return pattern.sub(lambda match: names[match.group()], text)
+
+    for at in range(len(draft.messages)):
+        if draft.role(at) != "user":
+            draft.messages[at] = _mapped(draft.messages[at], forward)
+    draft.tools = tuple(_mapped_tool(tool, forward) for tool in draft.tools)
+    draft.names |= {stable: real for real, stable in names.items()}
+    return True
+
+
+def _session_uuids(draft: Draft) -> list[str]:
+    """The UUIDs in temporary paths of the head, each once, in order."""
+    found: dict[str, None] = {}
+    for at in draft.head():
+        text = draft.text(at)
+        for match in SEGMENT.finditer(text):
+            before = _PATH_ENDS.split(text[max(0, match.start() - _FAR) : match.start()])[-1]
+            after = _PATH_ENDS.split(text[match.end() : match.end() + _FAR])[0].rstrip(".")
+            segments = re.split(r"[/\\]", before + after)
+            if "://" not in before and TEMPORARY.intersection(segments):
+                found[match.group()] = None
+    return list(found)[:_MOST]
+
+
+def _stable(draft: Draft, count: int) -> list[str]:
+    """So many UUIDs that the conversation does not hold, the same for all that hold none."""
+    texts = [*strings(draft.messages), *strings(draft.tools)]
+    found: list[str] = []
+    attempt = 0
+    while len(found) < count:
+        candidate = _candidate(attempt)
+        attempt += 1
+        if not any(candidate in text for text in texts):
+            found.append(candidate)
+    return found
+
+
+def _candidate(number: int) -> str:
+    """A UUID with a `d` at its start and nowhere else, so that no two can overlap in a text."""
+    digits = hashlib.blake2b(f"stable {number}".encode(), digest_size=16).hexdigest()
+    digits = digits.replace("d", "e")
+    return f"d{digits[1:8]}-{digits[8:12]}-4{digits[13:16]}-a{digits[17:20]}-{digits[20:]}"
+
+
+def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
+    """Whether a stop string could begin, end or stand inside a UUID, or hold one."""
+    return any(
+        text in uuid
+        or uuid in text
+        or any(text.startswith(uuid[-n:]) or text.endswith(uuid[:n]) for n in range(1, len(uuid)))
+        for text in stop
+        for uuid in uuids
+    )
+
+
+def _cut_short(draft: Draft, own: Sequence[str]) -> bool:
+    """Whether the reply to be continued ends inside a UUID."""
+    if not draft.continues:
+        return False
+    text = draft.text(len(draft.messages) - 1)
+    return any(text.endswith(uuid[:n]) for uuid in own for n in range(_SHORTEST, len(uuid)))
+
+
+def _mapped(message: Message, forward: Callable[[str], str]) -> Message:
+    """A machine's message with its text, its reasoning and its calls' arguments mapped."""
+    mapped = dict(message)
+    for key in ("content", "reasoning_content"):
+        if key in mapped:
+            mapped[key] = map_strings(mapped[key], forward)
+    if mapped.get("tool_calls"):
+        mapped["tool_calls"] = [_mapped_call(call, forward) for call in mapped["tool_calls"]]
+    return mapped
+
+
+def _mapped_call(call: Mapping[str, Any], forward: Callable[[str], str]) -> Mapping[str, Any]:
+    function = call.get("function")
+    if not function or "arguments" not in function:
+        return call
+    arguments = map_strings(function["arguments"], forward)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _mapped_tool(tool: Mapping[str, Any], forward: Callable[[str], str]) -> Mapping[str, Any]:
+    """A tool with its description mapped; its name stays, for that is what a call says."""
+    function = {
+        key: value if key == "name" else map_strings(value, forward)
+        for key, value in (tool.get("function") or {}).items()
+    }
+    return {**tool, "function": function}

@@ -1,0 +1,85 @@
+"""Counters of tokens go; the newest may stand at the end."""
+
+import pytest
+
+from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
+from mlxcache.prompt.canonical.counter import split
+from mlxcache.types import Chat
+
+COUNTER = "<total_tokens>199000 tokens left</total_tokens>"
+NEXT = "<total_tokens>14,999,436 tokens left</total_tokens>"
+
+
+def message(role, text):
+    return {"role": role, "content": text}
+
+
+CHAT = Chat(
+    (
+        message("system", f"Be brief.\n\n{COUNTER}\n{NEXT}"),
+        message("user", "one"),
+        message("system", COUNTER),
+        message("assistant", "two"),
+        message("user", "three"),
+        message("system", f"A reminder.\n{NEXT}\n"),
+    ),
+    breakpoint=6,
+)
+
+
+def test_counters_go_from_system_messages():
+    """As all of a message, and at the end of one, also several."""
+    made = Canonicaliser().canonical(CHAT)
+    assert [m["content"] for m in made.chat.messages] == [
+        "Be brief.",
+        "one",
+        "two",
+        "three",
+        "A reminder.",
+    ]
+    assert made.rules == ("counter",)
+    assert made.chat.breakpoint == 5
+
+
+def test_the_newest_can_stand_at_the_end():
+    """Behind everything that the next turn shares with this one."""
+    made = Canonicaliser({"newest_counter": True}).canonical(CHAT)
+    assert [m["content"] for m in made.chat.messages][-2:] == ["A reminder.", NEXT]
+    assert sum("total_tokens" in m["content"] for m in made.chat.messages) == 1
+    assert made.rules == ("newest_counter",)
+
+
+def test_a_reply_that_is_to_be_continued_stays_last():
+    """The newest counter stands before it."""
+    chat = Chat((*CHAT.messages, message("assistant", "Once")), continue_final=True)
+    made = Canonicaliser({"newest_counter": True}).canonical(chat)
+    assert [m["content"] for m in made.chat.messages][-2:] == [NEXT, "Once"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"The client writes {COUNTER}",
+        f"{COUNTER}\nBe brief.",
+        f"`{COUNTER}`",
+        f"Ignore\n{COUNTER} if you see it",
+        "<total_tokens>many tokens left</total_tokens>",
+        "<total_tokens>5 tokens left</total_tokens",
+        "<total_tokens> 5 tokens left</total_tokens>",
+        "<total_tokens>5 tokens used</total_tokens>",
+        "",
+    ],
+)
+def test_what_only_looks_like_it_stays(text):
+    """In a sentence, with text behind it, of another shape."""
+    assert split(text) == (text, [])
+
+
+def test_what_a_person_wrote_stays():
+    """Also where a person wrote exactly a counter, and in replies and results."""
+    messages = tuple(
+        {"role": role, "content": f"x\n{COUNTER}", "tool_call_id": "1"}
+        for role in ("user", "assistant", "tool")
+    )
+    for rules in ({}, {"newest_counter": True}):
+        assert tuple(Canonicaliser(rules).canonical(Chat(messages)).chat.messages) == messages

@@ -1,0 +1,122 @@
+"""The git status, where the rule is on, is told when it is new and stays where it was told."""
+
+import pytest
+
+from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
+from mlxcache.prompt.canonical.git_status import _split
+from mlxcache.types import Chat
+
+STATUS = """\
+gitStatus: This is the git status at the start of the conversation. Note that this status is a \
+snapshot in time, and will not update during the conversation.
+
+Current branch: main
+
+Main branch (you will usually use this for PRs): main
+
+Git user: Ada
+
+Status:
+M README.md
+ M src/a.py
+?? "new file.py"
+
+Recent commits:
+8e7b756 fix: map effort
+0b9a901 Merge branch 'x'"""
+OTHER = STATUS.replace("M README.md", "(clean)")
+
+
+def message(role, text):
+    return {"role": role, "content": text}
+
+
+def head(status=STATUS, end=""):
+    return message("system", f"You are an agent.\n\n{status}{end}")
+
+
+def texts(made):
+    return [m["content"] for m in made.chat.messages]
+
+
+def apply(rules, *messages, session="s"):
+    return rules.canonical(Chat(messages), session=session)
+
+
+@pytest.fixture
+def rules():
+    return Canonicaliser({"git_status": True})
+
+
+@pytest.mark.parametrize("status", [STATUS, "gitStatus: M file7.py", STATUS.replace("\n\n", "\n")])
+@pytest.mark.parametrize("end", ["", "\n", "\n\n# More\nBe brief."])
+def test_a_status_moves_behind_the_last_message(rules, status, end):
+    """The head is the same for every status."""
+    made = apply(rules, head(status, end), message("user", "hi"))
+    assert texts(made) == ["You are an agent." + end.rstrip("\n"), "hi", status]
+    assert made.rules == ("git_status",)
+
+
+def test_it_is_off_unless_asked_for():
+    """It changes where the model reads it."""
+    chat = Chat((head(), message("user", "hi")))
+    assert Canonicaliser().canonical(chat).chat is chat
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["About gitStatus: nothing", "gitstatus: M a.py", "gitStatus:", "  gitStatus: M a.py", "x"],
+)
+def test_what_only_looks_like_it_stays(text):
+    """Another case, another place in the line, nothing behind it."""
+    assert _split(text) == (text, [])
+
+
+def test_text_behind_a_status_is_not_eaten():
+    """The block ends at the first line that git did not write."""
+    kept, blocks = _split(f"{STATUS}\nRemember: be brief.\n M not a file")
+    assert kept == "Remember: be brief.\n M not a file"
+    assert blocks == [STATUS]
+
+
+def test_what_a_person_wrote_stays(rules):
+    """Also a whole status, and one in a result."""
+    messages = (message("user", STATUS), message("assistant", STATUS), message("tool", STATUS))
+    assert tuple(apply(rules, *messages).chat.messages) == messages
+
+
+def test_each_turn_extends_the_one_before(rules):
+    """Whether the status is still the same, or another in every request."""
+    turns = [message("user", "one"), message("assistant", "two"), message("tool", "three")]
+    turns += [message("assistant", "four"), message("user", "five")]
+    for changing in (False, True):
+        before: list[str] = []
+        for n in (1, 3, 5):
+            status = f"gitStatus: M {n if changing else 0}.py"
+            now = texts(apply(rules, head(status), *turns[:n], session=str(changing)))
+            assert now[: len(before)] == before
+            assert now.count(status) == 1
+            before = now
+
+
+def test_another_session_s_status_is_not_told(rules):
+    """Two sessions that begin with the same words have a status each."""
+    one = apply(rules, head(STATUS), message("user", "hi"), session="one")
+    two = apply(rules, head(OTHER), message("user", "hi"), session="two")
+    assert texts(one)[:2] == texts(two)[:2]
+    again = (message("user", "hi"), message("assistant", "yes"), message("user", "go on"))
+    assert texts(apply(rules, head(STATUS), *again, session="one"))[2] == STATUS
+    assert STATUS not in texts(apply(rules, head(OTHER), *again, session="two"))
+
+
+def test_a_reply_that_is_to_be_continued_stays_last(rules):
+    """The status stands before it."""
+    chat = Chat((head(), message("user", "hi"), message("assistant", "Once")), continue_final=True)
+    assert texts(rules.canonical(chat))[-2:] == [STATUS, "Once"]
+
+
+def test_a_mark_behind_the_last_message_stays_behind_all(rules):
+    """The breakpoint counts the status as what it stands behind."""
+    chat = Chat((head(), message("user", "hi")), breakpoint=2)
+    assert rules.canonical(chat).chat.breakpoint == 3
+    assert rules.canonical(Chat((head(), message("user", "hi")), breakpoint=0)).chat.breakpoint == 0

@@ -1,0 +1,235 @@
+"""Session UUIDs: what is found, what is replaced, and that all comes back exactly."""
+
+import json
+import re
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
+from mlxcache.prompt.canonical.draft import strings
+from mlxcache.prompt.canonical.restore import Reply, Restored
+from mlxcache.prompt.canonical.uuids import _candidate
+from mlxcache.types import Chat, Finished, Text, Thinking, TokenLogprob, ToolCall
+
+OWN = "aaf15967-cfc7-4d52-bfda-e1edd9858ef9"
+OTHER = "9d00f0c5-975e-4197-b36d-8f1eb6052b13"
+PATHS = [
+    "/private/var/scratch/{}/pad",
+    "/tmp/claude-1000/-home-me-project/{}/scratchpad",
+    "/private/tmp/claude-501/-Users-me-project/{}/scratchpad/notes.md",
+    "/private/var/folders/xx/yyyy0000gn/T/claude/{}",
+    "C:/Users/me/AppData/Local/Temp/claude/C--Users-me/{}/scratchpad",
+    "C:\\Users\\me too\\AppData\\Local\\Temp\\claude\\{}\\scratchpad",
+    "~/.cache/agent/tmp/{}/x",
+    "/home/me/.agent/{}/scratchpad",
+]
+AROUND = ["Scratchpad directory: {}", "Use `{}` for files.", "TMPDIR={}\nBe brief.", "({})", "{}."]
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def canonical(*messages, stop=(), **fields):
+    return Canonicaliser().canonical(Chat(messages, **fields), stop=stop)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("around", AROUND)
+def test_two_sessions_render_alike(path, around):
+    """Their own UUIDs were the only difference."""
+    made = [canonical(system(around.format(path.format(own))), user("hi")) for own in (OWN, OTHER)]
+    assert made[0].rules == ("uuid",)
+    assert made[0].chat.messages == made[1].chat.messages
+    assert list(made[0].names.values()) == [OWN]
+    assert OWN not in str(made[0].chat.messages)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://example.org/tmp/{OWN}/file",
+        f"/home/me/projects/{OWN}/src",
+        f"The session is {OWN}.",
+        f"/tmp/{OWN}x/scratchpad",
+        f"/tmp/x{OWN}/scratchpad",
+        f"/tmp/{OWN[:-1]}/scratchpad",
+        f"/tmp/{OWN}.jsonl",
+        f"/tmp/{OWN.upper()}/scratchpad",
+        f"/tmp /home/{OWN}/x",
+        f"/attempt/{OWN}/x",
+    ],
+)
+def test_what_only_looks_like_it_stays(text):
+    """Other paths, other places, other shapes."""
+    made = canonical(system(text), user("hi"))
+    assert made.chat.messages[0]["content"] == text
+    assert made.rules == ()
+
+
+def test_what_a_person_wrote_stays():
+    """Word for word, also where it holds the UUID; replies, calls, results and tools follow."""
+    path = f"/tmp/claude/{OWN}/scratchpad"
+    call = {"name": f"see_{OWN}", "arguments": {path: [path, 1]}}
+    tool = {"name": f"see_{OWN}", "description": path, "parameters": {"type": "object"}}
+    made = canonical(
+        system(path),
+        user(path),
+        {
+            "role": "assistant",
+            "content": path,
+            "reasoning_content": path,
+            "tool_calls": [{"id": OWN, "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": OWN, "content": path},
+        tools=({"type": "function", "function": tool},),
+    )
+    ((stable, own),) = made.names.items()
+    shown = path.replace(own, stable)
+    head, person, reply, result = made.chat.messages
+    assert person == user(path)
+    assert head["content"] == reply["content"] == reply["reasoning_content"] == shown
+    assert reply["tool_calls"][0]["function"] == {**call, "arguments": {shown: [shown, 1]}}
+    assert (result["content"], result["tool_call_id"]) == (shown, OWN)
+    assert made.chat.tools[0]["function"] == {**tool, "description": shown}
+
+
+def test_a_uuid_that_appears_after_the_first_reply_is_no_session_s():
+    """So a mapping does not change in the middle of a conversation."""
+    later = [user("a"), {"role": "assistant", "content": "b"}, system(f"/tmp/{OWN}/x"), user("c")]
+    assert canonical(system("x"), *later).rules == ()
+
+
+def test_a_stable_uuid_that_the_conversation_holds_is_not_taken():
+    """A person who writes it gets it back as it is."""
+    messages = system(f"/tmp/{OWN}/x"), user("hi")
+    (first,) = canonical(*messages).names
+    (second,) = canonical(*messages, user(f"what is {first}?")).names
+    assert first != second
+    assert Restored({second: OWN}).whole(f"{first} {second}") == f"{first} {OWN}"
+
+
+@pytest.mark.parametrize("stop", ["e", OWN, f"/{OWN}/", OWN[5:9], "0-9"])
+def test_stop_strings_that_could_meet_a_uuid_switch_it_off(stop):
+    """They are looked for in what the model writes, and mean what the client reads."""
+    made = canonical(system(f"/tmp/{OWN}/x"), user("hi"), stop=(stop,))
+    assert bool(made.rules) == (stop == "0-9")
+
+
+def test_a_reply_to_be_continued_inside_a_uuid_switches_it_off():
+    """The model has to see the UUID whose rest it is to write."""
+    for text, rules in ((f"in /tmp/{OWN[:9]}", ()), (f"in /tmp/{OWN}", ("uuid",))):
+        messages = system(f"/tmp/{OWN}/x"), user("hi"), {"role": "assistant", "content": text}
+        assert canonical(*messages, continue_final=True).rules == rules
+
+
+def test_stable_uuids_cannot_overlap():
+    """A `d` begins each, and none holds another."""
+    for number in range(50):
+        candidate = _candidate(number)
+        assert str(uuid.UUID(candidate)) == candidate
+        assert uuid.UUID(candidate).version == 4
+        assert candidate.rfind("d") == 0
+
+
+STABLES = [_candidate(number) for number in range(3)]
+UUIDS = st.uuids().map(str)
+FRAGMENTS = st.one_of(
+    st.sampled_from(STABLES),
+    st.sampled_from(STABLES).flatmap(
+        lambda name: st.integers(1, 35).flatmap(
+            lambda n: st.sampled_from([name[:n], name[-n:], name[n:], "d" + name])
+        )
+    ),
+    st.text(max_size=4),
+    st.sampled_from(["d", "-", "/", "\n", "dd"]),
+)
+
+
+@st.composite
+def mappings(draw):
+    """UUIDs of sessions, some with an edge like their own other edge, and a text about them."""
+    owns = draw(st.lists(UUIDS, min_size=1, max_size=3, unique=True))
+    owns[0] = draw(st.sampled_from([owns[0], owns[0][:-2] + owns[0][:2], STABLES[0]]))
+    parts = st.one_of(FRAGMENTS, st.sampled_from(owns), st.sampled_from(owns).map(lambda u: u[:34]))
+    return list(dict.fromkeys(owns)), "".join(draw(st.lists(parts, max_size=8)))
+
+
+@given(mappings(), st.data())
+def test_a_text_that_was_mapped_comes_back_exactly_however_it_is_split(case, data):
+    """Forward over machine-written text, then back over a stream: nothing is different."""
+    owns, text = case
+    head = " ".join(f"/tmp/{own}/x" for own in owns)
+    made = canonical(system(head), user("hi"), {"role": "assistant", "content": text})
+    shown = made.chat.messages[2]["content"]
+    assert not any(own in shown for own in owns)
+    assert not any(name in text or name in head for name in made.names)
+    restored = Restored(made.names)
+    assert restored.whole(shown) == text
+    assert "".join(map(restored.feed, pieces(data, shown))) + restored.flush() == text
+
+
+@given(mappings(), st.data())
+def test_what_the_model_writes_is_mapped_alike_in_any_pieces(case, data):
+    """Whatever it writes: whole UUIDs, parts, both kinds side by side."""
+    owns, text = case
+    names = dict(zip(STABLES, owns, strict=False))
+    expected = re.sub("|".join(names), lambda match: names[match.group()], text)
+    restored = Restored(names)
+    assert "".join(map(restored.feed, pieces(data, text))) + restored.flush() == expected
+
+
+def pieces(data, text):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def test_every_kind_of_event_is_mapped_in_order():
+    """Text, reasoning and calls; log-probabilities stay with their tokens."""
+    name = STABLES[0]
+    seen: list[ToolCall] = []
+    reply = Reply({name: OWN}, seen.append)
+    logprob = TokenLogprob("d", 1, -0.5)
+    call = ToolCall(0, "c", "Read", json.dumps({"path": f"/tmp/{name}/x", name: 1}))
+    end = Finished("stop", 1, 0, 0, 1)
+    events = [
+        Thinking(f"in {name[:20]}"),
+        Thinking(name[20:]),
+        Thinking(name[:5]),
+        Text("so "),
+        Text(name[:3], (logprob,)),
+        call,
+        Text(name),
+        Text("d"),
+        end,
+    ]
+    shown = [out for event in events for out in reply.events(event)]
+    assert "".join(e.text for e in shown if isinstance(e, Thinking)) == f"in {OWN}{name[:5]}"
+    assert [e for e in shown if not isinstance(e, Thinking)] == [
+        Text("so "),
+        Text("", (logprob,)),
+        Text(name[:3]),
+        ToolCall(0, "c", "Read", json.dumps({"path": f"/tmp/{OWN}/x", OWN: 1})),
+        Text(OWN),
+        Text("d"),
+        end,
+    ]
+    assert seen == [call]
+
+
+def test_a_reply_without_names_goes_by_as_it_is():
+    """Nothing is held back, nothing is copied."""
+    event = Text("d")
+    assert [*Reply({}).events(event)][0] is event
+
+
+def test_strings_are_found_at_any_depth():
+    """For what is not to collide with them."""
+    assert [*strings({"a": ["b", {"c": 1}], "d": None})] == ["a", "b", "c", "d"]
