@@ -182,7 +182,7 @@ class Engine:
     async def render(
         self, chat: Chat, *, session: str | None = None, stop: Sequence[str] = ()
     ) -> Prompt:
-        """The prompt that `chat` renders to, made in a worker thread; `stop` is what ends the reply.
+        """The prompt that `chat` renders to, made in a worker thread; `stop` ends the reply.
 
         Raises BadRequest or GenerationFailed where the template refuses it, ContextLengthExceeded
         where it is far too long to be worth tokenising, NotReady before the model is loaded.

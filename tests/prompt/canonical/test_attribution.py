@@ -85,7 +85,5 @@ def test_a_prompt_that_is_nothing_but_noise_is_left_alone():
 
 def test_breakpoints_stay_behind_the_message_that_they_stood_behind():
     """Dropping a message moves what is counted in messages."""
-    chat = Chat(
-        (system(LINES[0]), system(PROMPT), {"role": "user", "content": "hi"}), breakpoint=2
-    )
+    chat = Chat((system(LINES[0]), system(PROMPT), {"role": "user", "content": "hi"}), breakpoint=2)
     assert Canonicaliser().canonical(chat).chat.breakpoint == 1

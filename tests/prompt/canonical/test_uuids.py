@@ -5,7 +5,7 @@ import re
 import uuid
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
@@ -162,6 +162,7 @@ def mappings(draw):
     return list(dict.fromkeys(owns)), "".join(draw(st.lists(parts, max_size=8)))
 
 
+@settings(deadline=None)
 @given(mappings(), st.data())
 def test_a_text_that_was_mapped_comes_back_exactly_however_it_is_split(case, data):
     """Forward over machine-written text, then back over a stream: nothing is different."""
@@ -176,6 +177,7 @@ def test_a_text_that_was_mapped_comes_back_exactly_however_it_is_split(case, dat
     assert "".join(map(restored.feed, pieces(data, shown))) + restored.flush() == text
 
 
+@settings(deadline=None)
 @given(mappings(), st.data())
 def test_what_the_model_writes_is_mapped_alike_in_any_pieces(case, data):
     """Whatever it writes: whole UUIDs, parts, both kinds side by side."""
@@ -227,7 +229,7 @@ def test_every_kind_of_event_is_mapped_in_order():
 def test_a_reply_without_names_goes_by_as_it_is():
     """Nothing is held back, nothing is copied."""
     event = Text("d")
-    assert [*Reply({}).events(event)][0] is event
+    assert next(iter(Reply({}).events(event))) is event
 
 
 def test_strings_are_found_at_any_depth():
