@@ -11,6 +11,7 @@ import typer
 
 from mlxcache import __version__
 from mlxcache.cli import cache, sessions
+from mlxcache.cli.doctor.command import doctor
 from mlxcache.cli.serve import serve
 from mlxcache.cli.snapshot import restore, snapshot
 from mlxcache.cli.warm import warm
@@ -28,6 +29,7 @@ app.add_typer(sessions.app, name="sessions")
 for command in (snapshot, restore, warm):
     app.command()(command)
 app.add_typer(cache.app, name="cache")
+app.command()(doctor)
 
 
 @app.callback()

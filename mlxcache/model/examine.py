@@ -6,16 +6,21 @@ arrays that were never evaluated. So a model that is larger than the memory can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
+from mlx import nn
+from mlx_lm.utils import _get_classes, load_config
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
 from mlxcache.model.adapters import adapter_of, class_name
 from mlxcache.model.checkpointed import Checkpointed, Chunked, Recurrent
+from mlxcache.model.context import context_length, native_length
+from mlxcache.model.hub import here, outline
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.sliced import Sliced
@@ -50,16 +55,53 @@ class Examined:
 
 
 def examine(spec: ModelSpec) -> Examined:
-    """What `spec` names, which is downloaded if need be.
+    """What `spec` names. Of a model that is not on this machine only config.json is downloaded.
 
     Raises ModelError, also where the model cannot be fed.
     """
-    loaded = load(spec, lazy=True)
     try:
-        layout = kv.survey(loaded.model, evaluate=False)
-        return Examined(loaded.info, layout, groups(loaded.model, layout))
+        if here(spec.model, spec.revision) is None:
+            path, weights = outline(spec.model, spec.revision)
+            model, info = _outlined(spec, path, weights)
+        else:
+            loaded = load(spec, lazy=True)
+            model, info = loaded.model, loaded.info
+        layout = kv.survey(model, evaluate=False)
+        return Examined(info, layout, groups(model, layout))
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{spec.model} cannot be fed: {type(error).__name__}: {error}") from error
+
+
+def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, ModelInfo]:
+    """A model of the configuration in `path` whose weights are of no account, never computed."""
+    config = load_config(path)
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    model.set_dtype(_dtype(config))
+    native = native_length(config)
+    length = context_length(native, spec.context)
+    info = ModelInfo(
+        id=spec.id or spec.model,
+        context_length=length,
+        max_context_length=native or length,
+        weights_bytes=weights,
+        architecture=str(config.get("model_type")),
+        has_thinking=False,
+        has_tools=False,
+        is_demo=False,
+        created=0,
+    )
+    return model, info
+
+
+def _dtype(config: Mapping[str, Any]) -> mx.Dtype:
+    """What the model computes in; bfloat16 where its configuration does not say."""
+    sections = (config, config.get("text_config") or {})
+    names = (one.get("dtype") or one.get("torch_dtype") for one in sections)
+    return _DTYPES.get(next(filter(None, names), ""), mx.bfloat16)
+
+
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def groups(model: Any, layout: Layout) -> tuple[Group, ...]:
@@ -128,3 +170,30 @@ def _latent(arrays: Sequence[mx.array]) -> bool:
         and all(array.shape[1] == 1 for array in arrays)
         and arrays[0].shape[3] != arrays[1].shape[3]
     )
+
+
+def kv_bits_refused(found: Examined) -> str | None:
+    """Why the model's keys and values cannot be quantised; None if they can."""
+    if not any(group.kind == "sliceable" for group in found.groups):
+        return "no layer has keys and values of all positions"
+    return _refused(found, ("sliceable", "recurrent"))
+
+
+def draft_refused(found: Examined) -> str | None:
+    """Why the model cannot take what another drafts for it; None if it can."""
+    return _refused(found, ("sliceable", "latent"))
+
+
+_NAMES: dict[Kind, str] = {
+    "latent": "latent attention",
+    "window": "sliding windows",
+    "recurrent": "recurrent layers",
+    "chunked": "attention in chunks",
+    "ring": "windows that keep their start",
+    "unknown": "layers of an unknown kind",
+}
+
+
+def _refused(found: Examined, fine: Sequence[Kind]) -> str | None:
+    unfit = {group.kind: group.cls for group in found.groups if group.kind not in fine}
+    return ", ".join(f"it has {_NAMES[kind]} ({cls})" for kind, cls in unfit.items()) or None

@@ -6,10 +6,11 @@ import errno
 import re
 import threading
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Self
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -74,6 +75,41 @@ def resolve(model: str, revision: str | None = None, progress: Progress | None =
     if _looks_local(model):
         raise ModelError(f"There is no folder {path}. --model takes a folder or a Hub id.")
     return _download(model, revision, progress)
+
+
+def here(model: str, revision: str | None = None) -> Path | None:
+    """The folder of `model` if all of it is on this machine; nothing is downloaded.
+
+    Raises ModelError where there can be no such model.
+    """
+    if Path(model).expanduser().exists() or _looks_local(model):
+        return resolve(model, revision)
+    try:
+        found = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=DEFAULT_ALLOW_PATTERNS,
+            local_files_only=True,
+        )
+    except (LocalEntryNotFoundError, IncompleteSnapshotError):
+        return None
+    except (HFValidationError, OSError, ValueError) as error:
+        raise ModelError(_why(model, revision, error)) from error
+    return Path(found)
+
+
+def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
+    """A folder with the configuration of a model on the Hub, and the bytes of its weights.
+
+    Raises ModelError as `resolve`.
+    """
+    try:
+        config = hf_hub_download(model, "config.json", revision=revision)
+        files = HfApi().model_info(model, revision=revision, files_metadata=True).siblings or []
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise ModelError(_why(model, revision, error)) from error
+    weights = (one.size or 0 for one in files if fnmatch(one.rfilename, "model*.safetensors"))
+    return Path(config).parent, sum(weights)
 
 
 def display_name(model: str, path: Path) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
-from mlxcache.model.examine import examine
+from mlxcache.model.examine import _dtype, draft_refused, examine, kv_bits_refused
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.toy import make_toy
 from mlxcache.model.toy_configs import FAMILIES
@@ -68,3 +68,49 @@ def test_a_model_whose_weights_do_not_fit_its_config_is_a_sentence(tmp_path: Pat
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
     with pytest.raises(ModelError, match="cannot be loaded"):
         examine(ModelSpec(str(path)))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_of_a_model_that_is_not_here_the_configuration_suffices(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layout is that of the model with its weights, and nothing else is downloaded."""
+    path = make_toy(tmp_path / "whole", family)
+    config = json.loads((path / "config.json").read_text()) | {"torch_dtype": "float32"}
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("mlxcache.model.examine.here", lambda *_: None)
+    monkeypatch.setattr("mlxcache.model.examine.outline", lambda *_: (bare, 123))
+    found = examine(ModelSpec("owner/name"))
+    monkeypatch.undo()
+    whole = examine(ModelSpec(str(path)))
+    assert found.groups == whole.groups
+    assert found.layout.states == whole.layout.states
+    assert (found.info.id, found.info.weights_bytes) == ("owner/name", 123)
+    assert found.info.context_length == whole.info.context_length
+
+
+def test_without_a_word_on_precision_it_is_half() -> None:
+    """As models on the Hub are, quantised ones too: their activations are bfloat16."""
+    assert _dtype({}) == mx.bfloat16
+    assert _dtype({"text_config": {"dtype": "float16"}}) == mx.float16
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_bits", "draft"),
+    [
+        ("llama", None, None),
+        ("gemma3", "sliding windows", "sliding windows"),
+        ("qwen3_5", None, "recurrent layers"),
+        ("deepseek_v3", "no layer has keys and values", None),
+    ],
+)
+def test_what_a_model_cannot_do_is_named(
+    family: str, kv_bits: str | None, draft: str | None, tmp_path: Path
+) -> None:
+    """Quantised keys and values want them for all positions; drafts want to be cut anywhere."""
+    found = examine(ModelSpec(str(make_toy(tmp_path, family))))
+    for refused, word in ((kv_bits_refused(found), kv_bits), (draft_refused(found), draft)):
+        assert (refused is None) == (word is None)
+        assert word is None or word in str(refused)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -183,3 +184,34 @@ def test_what_was_downloaded_serves_without_the_hub(local_hub: Callable[[], None
     path = resolve("owner/name")
     local_hub()
     assert resolve("owner/name") == path
+
+
+def test_what_is_not_here_is_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder is itself, an id that the Hub's cache lacks is nothing, a wrong name an error."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    assert hub.here(str(tmp_path)) == tmp_path
+    assert hub.here("owner/name") is None
+    with pytest.raises(ModelError, match="There is no folder"):
+        hub.here("./absent")
+
+
+def test_an_outline_is_the_configuration_and_the_size_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other files do not count."""
+
+    def download(model: str, name: str, revision: str | None) -> str:
+        assert (model, name, revision) == ("owner/name", "config.json", None)
+        return str(tmp_path / name)
+
+    class Api:
+        def model_info(self, *_: object, **__: object) -> SimpleNamespace:
+            sizes = {"model-1.safetensors": 5, "model-2.safetensors": 7, "tokenizer.json": 100}
+            files = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
+            return SimpleNamespace(siblings=files)
+
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    monkeypatch.setattr(hub, "HfApi", Api)
+    assert hub.outline("owner/name") == (tmp_path, 12)

@@ -1,0 +1,129 @@
+"""Settings of coding agents that are known to break caching.
+
+Of the user's files only Claude Code's ~/.claude/settings.json is read, and of it only `env`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mlxcache.cli.doctor.finding import Finding
+
+ATTRIBUTION = "CLAUDE_CODE_ATTRIBUTION_HEADER"
+GIT = "CLAUDE_CODE_DISABLE_GIT_INSTRUCTIONS"
+CONTEXT = "CLAUDE_CODE_MAX_CONTEXT_TOKENS"
+
+_OFF = ("0", "false", "no", "off")
+"""Values that Claude Code takes for off.
+Source: https://github.com/farion1231/cc-switch/pull/2842
+"""
+
+_ADDRESSES = ("MLX_LM_URL", "LOCAL_URL")
+_MODES = ("mlx-lm", "local")
+
+Which = Callable[[str], str | None]
+
+
+def examine_clients(
+    environ: Mapping[str, str], home: Path, url: str, which: Which = shutil.which
+) -> list[Finding]:
+    """What of the agents that are installed here would keep turns cold; `url` is the server's."""
+    found = []
+    settings = home / ".claude" / "settings.json"
+    if settings.parent.is_dir() or which("claude"):
+        found += _claude(environ, settings, url)
+    if which("anyclaude") or "ANYCLAUDE_MODE" in environ:
+        found.append(_anyclaude(environ, url))
+    return found
+
+
+def _claude(environ: Mapping[str, str], settings: Path, url: str) -> list[Finding]:
+    try:
+        own = _env(settings)
+    except ValueError as error:
+        value = f"{settings} cannot be read: {error}"
+        return [Finding("Claude Code", "warn", value, "mend it: Claude Code cannot read it either")]
+    merged = {**environ, **own}
+    found = [_attribution(merged), _base_url(merged, url)]
+    return [one for one in found if one is not None] + [_git(merged)]
+
+
+def _env(settings: Path) -> dict[str, str]:
+    """The variables that the file sets; none where there is no file. Raises ValueError."""
+    try:
+        value = json.loads(settings.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ValueError(error.strerror) from error
+    env = value.get("env", {}) if isinstance(value, dict) else None
+    if not isinstance(env, dict):
+        raise ValueError("it is not a JSON object whose `env` is one")
+    return {str(name): str(setting) for name, setting in env.items()}
+
+
+def _attribution(merged: Mapping[str, str]) -> Finding:
+    name = "Claude Code, attribution"
+    if merged.get(ATTRIBUTION, "").lower() in _OFF and ATTRIBUTION in merged:
+        return Finding(name, "ok", f"{ATTRIBUTION} is off")
+    value = (
+        f"{ATTRIBUTION} is not 0: a line at the start of each prompt differs "
+        "from conversation to conversation, before version 2.1.181 in each request"
+    )
+    return Finding(name, "warn", value, f"{ATTRIBUTION}=0, or in `env` of ~/.claude/settings.json")
+
+
+def _git(merged: Mapping[str, str]) -> Finding:
+    name = "Claude Code, git status"
+    if merged.get(GIT, "").lower() not in ("", *_OFF):
+        return Finding(name, "ok", f"{GIT} is set")
+    value = "it is in the prompt of each new session, which is cold where files have changed"
+    return Finding(name, "ok", value, f"{GIT}=1 leaves it out, with its advice on commits")
+
+
+def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:
+    base = merged.get("ANTHROPIC_BASE_URL")
+    if not base or not _is_here(base, url):
+        return None
+    name = "Claude Code, address"
+    if urlsplit(base).path.rstrip("/").endswith("/v1"):
+        value = f"ANTHROPIC_BASE_URL is {base}, which has a /v1 too many"
+        return Finding(name, "fail", value, f"ANTHROPIC_BASE_URL={url}")
+    if CONTEXT not in merged:
+        value = f"{base}, but {CONTEXT} is not set: it does not know when to compact"
+        return Finding(name, "warn", value, "use the line that the server prints as it starts")
+    return Finding(name, "ok", base)
+
+
+def _is_here(base: str, url: str) -> bool:
+    """Whether `base` is the address `url`, whatever this machine is called in it."""
+    ours, theirs = urlsplit(url), urlsplit(base)
+    local = ("127.0.0.1", "localhost", "::1")
+    return theirs.port == ours.port and (
+        theirs.hostname == ours.hostname or {theirs.hostname, ours.hostname} <= set(local)
+    )
+
+
+def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
+    mode, remedy = environ.get("ANYCLAUDE_MODE"), "use the line that the server prints as it starts"
+    if mode not in _MODES:
+        value = f"ANYCLAUDE_MODE is {mode or 'not set'}: it asks another server"
+        return Finding("anyclaude", "warn", value, remedy)
+    for name in _ADDRESSES:
+        base = environ.get(name)
+        if base is None:
+            continue
+        if not urlsplit(base).path.rstrip("/").endswith("/v1"):
+            value = f"{name} is {base}, which lacks the /v1 at its end"
+            return Finding("anyclaude", "fail", value, f"{name}={base.rstrip('/')}/v1")
+        if not _is_here(base, url):
+            value = f"{name} is {base}: that is another server than {url}"
+            return Finding("anyclaude", "warn", value, remedy)
+    if not any(name in environ for name in _ADDRESSES):
+        value = f"neither {_ADDRESSES[0]} nor {_ADDRESSES[1]} is set"
+        return Finding("anyclaude", "warn", value, remedy)
+    return Finding("anyclaude", "ok", f"ANYCLAUDE_MODE={mode}, at {url}")

@@ -1,0 +1,36 @@
+"""What an examination finds: one thing, how it is, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["ok", "warn", "fail"]
+_ORDER: tuple[Status, ...] = ("ok", "warn", "fail")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`name` is what was looked at, `value` what is there, `remedy` one line on what to do.
+
+    `figures` are for programs: bytes, seconds and counts by name.
+    """
+
+    name: str
+    status: Status
+    value: str
+    remedy: str | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_object(self) -> dict[str, Any]:
+        """It as JSON has it."""
+        found: dict[str, Any] = {"name": self.name, "status": self.status, "value": self.value}
+        if self.remedy is not None:
+            found["remedy"] = self.remedy
+        return found | ({"figures": dict(self.figures)} if self.figures else {})
+
+
+def worst(findings: Iterable[Finding]) -> Status:
+    """The worst status among them; ok for none."""
+    return max((one.status for one in findings), key=_ORDER.index, default="ok")

@@ -1,0 +1,124 @@
+"""How a model caches, what conversations cost with it here, and how many fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from mlxcache.cli.doctor.finding import Finding
+from mlxcache.config import format_size
+from mlxcache.engine.fit import Fit
+from mlxcache.model.examine import Examined, Group, draft_refused, kv_bits_refused
+
+TOKENS = (20_000, 100_000)
+"""Of the conversations that are shown: an agent's first hour, and a long day's."""
+
+LEAST_CONTEXT = 16_000
+"""Tokens below which an agent's tools and system prompt leave it little."""
+
+_KINDS = {
+    "sliceable": "attention: reused to any token",
+    "latent": "latent attention: reused to any token",
+    "window": "sliding window of {size}: reused to any token",
+    "recurrent": "recurrent state: reused from checkpoints",
+    "chunked": "attention in chunks of {size}: from checkpoints",
+    "ring": "window of {size} that keeps its start: from checkpoints",
+    "unknown": "{cls}, which is unknown: not cached",
+}
+
+
+def kind(group: Group) -> str:
+    """What the layers of a group do, in a line."""
+    size = f"{group.size:,}" if group.size else ""
+    return _KINDS[group.kind].format(size=size, cls=group.cls)
+
+
+def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
+    """Whether the model is cached at all, and has room for what agents ask."""
+    info = found.info
+    value = f"{info.id} ({info.architecture}), {format_size(info.weights_bytes)} of weights"
+    if found.layout.unknown:
+        names = ", ".join(found.layout.unknown)
+        why = f"{value}: nothing of it is cached, for {names} is unknown"
+        return [Finding("model", "warn", why, "a newer version of mlxcache may know it")]
+    findings = [Finding("model", "ok", value)]
+    longest, own = min(fit.longest, info.context_length), info.context_length
+    value = f"{longest:,} tokens fit --ram, of the model's {own:,}"
+    figures = {"longest_tokens": longest, "context_length": own}
+    remedy = "give more with --ram, or serve a model with fewer bits or fewer layers"
+    if longest < min(LEAST_CONTEXT, own):
+        findings.append(Finding("context", "warn", value, remedy, figures))
+    elif longest < own:
+        findings.append(Finding("context", "ok", value, figures=figures))
+    else:
+        value = f"all of the model's {own:,} tokens fit --ram"
+        findings.append(Finding("context", "ok", value, figures=figures))
+    return findings
+
+
+def layers(found: Examined) -> Iterator[Sequence[str]]:
+    """A row for each group of layers, and one for all: what they are, and what they take."""
+    for group in found.groups:
+        yield (
+            f"{group.layers} x",
+            kind(group),
+            _size(group.layers * group.bytes_per_token),
+            _size(group.layers * group.checkpoint_bytes),
+        )
+    if len(found.groups) > 1:
+        layout = found.layout
+        yield "", "together", _size(layout.bytes_per_token), _size(layout.checkpoint_bytes)
+
+
+def sessions(fit: Fit, *, checkpoints: bool) -> Iterator[Sequence[str]]:
+    """A row for each length of conversation: what it takes, and how many fit."""
+    for held in fit.held:
+        row = [f"{held.tokens:,} tokens", *_tier(held.ram_bytes, held.fit_ram)]
+        row += _tier(held.disk_bytes, held.fit_disk) if fit.disk else ["-", "-"]
+        if checkpoints:
+            row.append(f"{held.ram_checkpoints} / {held.disk_checkpoints}")
+        yield row
+
+
+def _tier(nbytes: int, fits: int) -> tuple[str, str]:
+    return _size(nbytes), f"{fits:,}"
+
+
+def _size(nbytes: int) -> str:
+    return format_size(nbytes) if nbytes else "-"
+
+
+def options(found: Examined) -> Iterator[tuple[str, str]]:
+    """Whether each option that depends on how a model caches can be used, or why not."""
+    for flag, refused in (
+        ("--kv-bits", kv_bits_refused(found)),
+        ("--draft-model", draft_refused(found)),
+    ):
+        yield flag, f"not possible: {refused}" if refused else "possible"
+
+
+def as_object(found: Examined, fit: Fit) -> dict[str, Any]:
+    """All of it for programs; sizes in bytes."""
+    info, layout = found.info, found.layout
+    return {
+        "id": info.id,
+        "architecture": info.architecture,
+        "weights_bytes": info.weights_bytes,
+        "context_length": info.context_length,
+        "layers": [asdict(group) for group in found.groups],
+        "bytes_per_token": layout.bytes_per_token,
+        "checkpoint_bytes": layout.checkpoint_bytes,
+        "unknown": list(layout.unknown),
+        "ram_bytes": fit.ram,
+        "room_bytes": fit.room,
+        "disk_bytes": fit.disk,
+        "longest_tokens": min(fit.longest, info.context_length),
+        "sessions": [asdict(held) for held in fit.held],
+        "kv_bits": _possible(kv_bits_refused(found)),
+        "draft_model": _possible(draft_refused(found)),
+    }
+
+
+def _possible(refused: str | None) -> dict[str, Any]:
+    return {"possible": refused is None} | ({"why": refused} if refused else {})

@@ -1,0 +1,146 @@
+"""What a conversation of a model costs in RAM and on disk, and how many fit. No weights needed.
+
+A conversation is played on paper: the same rules that place a server's checkpoints, keep some of
+them and write others say where they would be; the model's layout says what each takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mlxcache.engine import shares
+from mlxcache.engine.persist import RUN_BYTES, RUN_TOKENS
+from mlxcache.engine.room import with_slack
+from mlxcache.engine.spill import NEWEST_STATES
+from mlxcache.engine.task import checkpoint_stops
+from mlxcache.model.kv import Layout
+from mlxcache.store.digests import BLOCK
+from mlxcache.store.thin import NEWEST, STRIDE
+
+HEADER_BYTES, TOKEN_BYTES = 900, 6
+"""What a file takes beside its tensors: at all, and for each token of a run (ids, checksums)."""
+
+FILE_BLOCK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """An agent's conversation, in tokens.
+
+    `head`: tools and system prompt. Each turn brings `asked` new ones, of which the last
+    `generation` begin the reply, and then `replied`.
+    """
+
+    head: int = 8000
+    asked: int = 700
+    replied: int = 300
+    generation: int = 4
+
+    def turns(self, tokens: int) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
+        """Each turn's marks, cached tokens, prompt and end, until there are `tokens`."""
+        marks: list[int] = []
+        begin, end = min(self.head, tokens // 2), 0
+        while end < tokens:
+            asked = min(self.asked, max(2 * self.generation, tokens - begin - self.replied))
+            marks += [begin, begin + asked - self.generation]
+            prompt = begin + asked
+            yield tuple(marks), end, prompt, min(tokens, prompt + self.replied)
+            begin = end = min(tokens, prompt + self.replied)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one conversation of `tokens` takes, in bytes and checkpoints, and how many fit."""
+
+    tokens: int
+    ram_bytes: int
+    ram_checkpoints: int
+    disk_bytes: int
+    disk_checkpoints: int
+    fit_ram: int
+    fit_disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A model within budgets of `ram` and `disk` bytes; `disk` 0 is none.
+
+    `room`: what conversations may take of `ram`, all else set aside. `longest`: the tokens of the
+    longest prompt that there is room for; forward passes may need more room and leave less.
+    """
+
+    ram: int
+    disk: int
+    room: int
+    longest: int
+    held: tuple[Held, ...]
+
+
+def fit(
+    layout: Layout, *, ram: int, disk: int, tokens: Sequence[int], talk: Talk | None = None
+) -> Fit:
+    """What conversations of so many `tokens` take of budgets of `ram` and `disk` bytes."""
+    pending = shares.pending(ram, layout) if disk else 0
+    room = max(0, ram - shares.pool(ram) - shares.transient(ram) - pending)
+    per_token = layout.bytes_per_token
+    left = room - 2 * layout.checkpoint_bytes
+    longest = max(0, left // per_token - 64) if per_token else (1 << 27) * (left > 0)
+    empty = Fit(ram, disk, room, longest, ())
+    return replace(empty, held=tuple(_held(layout, talk or Talk(), n, empty) for n in tokens))
+
+
+def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:
+    if not layout.cacheable:
+        return Held(tokens, 0, 0, 0, 0, 0, 0)
+    in_ram: set[int] = set()
+    on_disk: set[int] = set()
+    size, begin = 0, 0
+    for marks, cached, prompt, end in talk.turns(tokens):
+        if layout.opaque:
+            placed = {*checkpoint_stops(marks, cached, prompt), end}
+            in_ram = set(_kept_in_ram(layout, sorted(in_ram | placed), budget.ram))
+            on_disk = set(_kept_on_disk(sorted(on_disk | set(_written(sorted(in_ram))))))
+        size += _run_bytes(layout, end - begin)
+        begin = end // BLOCK * BLOCK
+    ram_bytes = with_slack(tokens) * layout.bytes_per_token
+    ram_bytes += len(in_ram) * layout.checkpoint_bytes
+    size += len(on_disk) * _file(layout.checkpoint_bytes)
+    return Held(
+        tokens, ram_bytes, len(in_ram), size, len(on_disk),
+        budget.room // max(1, ram_bytes), budget.disk // max(1, size),
+    )  # fmt: skip
+
+
+def _kept_in_ram(layout: Layout, positions: list[int], ram: int) -> list[int]:
+    """Half the budget at most, the first one among them."""
+    most = max(1, ram // 2 // max(1, layout.checkpoint_bytes))
+    return positions[:1] + positions[1:][-most + 1 :] if most > 1 else positions[:1]
+
+
+def _written(positions: list[int]) -> list[int]:
+    return positions[:1] + positions[1:][-NEWEST_STATES:]
+
+
+def _kept_on_disk(positions: list[int]) -> list[int]:
+    kept = positions[:1]
+    for at in positions[1:-NEWEST]:
+        if at // STRIDE != kept[-1] // STRIDE:
+            kept.append(at)
+    return [*kept, *positions[1:][-NEWEST:]]
+
+
+def _run_bytes(layout: Layout, tokens: int) -> int:
+    """The files of so many new tokens."""
+    per_token = layout.bytes_per_token
+    if not per_token:
+        return 0
+    most = max(BLOCK, min(RUN_TOKENS, RUN_BYTES // per_token) // BLOCK * BLOCK)
+    whole, rest = divmod(tokens, most)
+    one = per_token + TOKEN_BYTES
+    return whole * _file(most * one) + (_file(rest * one) if rest else 0)
+
+
+def _file(payload: int) -> int:
+    """The bytes that a file system gives to a file of ours."""
+    return -(-(payload + HEADER_BYTES) // FILE_BLOCK) * FILE_BLOCK

@@ -1,0 +1,370 @@
+"""`mlxcache doctor`: each thing it looks at, good and bad, and the command as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxcache.cli.doctor import clients, disk, machine, serving
+from mlxcache.cli.doctor.command import Examination
+from mlxcache.cli.doctor.finding import Finding, worst
+from mlxcache.cli.doctor.machine import Host
+from mlxcache.config import Settings
+from tests.served import served
+
+GB = 10**9
+MAC = Host(
+    system="Darwin",
+    processor="arm64",
+    chip="Apple M3 Max",
+    macos="15.1",
+    cores=16,
+    total=64 * GB,
+    available=40 * GB,
+    working_set=48 * GB,
+    wired_mb=0,
+    accelerated=True,
+)
+
+
+def test_the_worst_finding_decides() -> None:
+    """A warning is no failure."""
+    ok, warn, fail = (Finding("", status, "") for status in ("ok", "warn", "fail"))  # type: ignore[arg-type]
+    assert [worst([]), worst([ok, warn]), worst([warn, fail, ok])] == ["ok", "warn", "fail"]
+
+
+@pytest.mark.parametrize(
+    ("host", "status", "word"),
+    [
+        (MAC, "ok", None),
+        (replace(MAC, processor="x86_64"), "fail", "Rosetta"),
+        (replace(MAC, macos="14.6"), "warn", "macOS 15"),
+        (replace(MAC, system="Linux", macos="", processor="x86_64"), "ok", None),
+    ],
+)
+def test_the_system_is_one_that_mlx_runs_well_on(host: Host, status: str, word: str | None) -> None:
+    """Translated Pythons fail; old systems do not keep weights wired."""
+    found = machine.examine_system(host)
+    assert found.status == status
+    assert word is None or word in str(found.remedy)
+
+
+@pytest.mark.parametrize(
+    ("ram", "weights", "status", "word"),
+    [
+        (10 * GB, 20 * GB, "ok", None),
+        (20 * GB, 30 * GB, "warn", "--ram 7500MB"),
+        (40 * GB, 30 * GB, "fail", "--ram 25500MB"),
+        (5 * GB, 39 * GB, "warn", "the weights alone"),
+        (5 * GB, 70 * GB, "fail", "smaller model"),
+    ],
+)
+def test_memory_has_room_for_weights_and_budget(
+    ram: int, weights: int, status: str, word: str | None
+) -> None:
+    """Else the remedy is a budget that would fit, or a smaller model."""
+    found = machine.examine_memory(MAC, ram, weights, "the model's")
+    assert found.status == status
+    assert word is None or word in str(found.remedy)
+
+
+@pytest.mark.parametrize(
+    ("host", "needed", "status", "word"),
+    [
+        (MAC, 40 * GB, "ok", None),
+        (MAC, 50 * GB, "warn", "iogpu.wired_limit_mb=47684"),
+        (MAC, 63 * GB, "warn", "fewer bits"),
+        (replace(MAC, wired_mb=60000), 40 * GB, "warn", "iogpu.wired_limit_mb=0"),
+    ],
+)
+def test_what_is_served_fits_what_metal_keeps(
+    host: Host, needed: int, status: str, word: str | None
+) -> None:
+    """A limit can be raised where the machine has the memory, and is not where it has not."""
+    found = machine.examine_metal(host, needed - GB, GB)
+    assert found is not None
+    assert found.status == status
+    assert word is None or word in str(found.remedy)
+
+
+def test_without_metal_nothing_is_said_of_it() -> None:
+    """On Linux there is no such limit."""
+    assert machine.examine_metal(replace(MAC, working_set=None), 1, 1) is None
+
+
+def test_a_mac_tells_its_chip_and_limit() -> None:
+    """Elsewhere MLX names the processor."""
+    told = {"iogpu.wired_limit_mb": "57344", "machdep.cpu.brand_string": "Apple M1 Ultra"}
+    found = machine.host(told.get)
+    assert (found.chip, found.wired_mb) == ("Apple M1 Ultra", 57344)
+    here = machine.host(lambda _: None)
+    assert here.chip
+    assert here.wired_mb is None
+    assert 0 < here.available <= here.total
+
+
+def test_versions_are_held_to_what_the_package_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is too old, and one that is missing, are told with the command that mends it."""
+    assert machine.examine_versions().status == "ok"
+    monkeypatch.setattr(machine, "requires", lambda _: ["mlx-lm>=99", "mlx>=0.1", "other>=99"])
+    found = machine.examine_versions()
+    assert (found.status, found.remedy) == ("fail", "pip install 'mlx-lm>=99'")
+
+    def missing(name: str) -> str:
+        raise machine.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine, "version", missing)
+    assert "mlx missing" in machine.examine_versions().value
+
+
+@pytest.mark.parametrize(("limit", "status"), [(256, "warn"), (4096, "ok"), (-1, "ok")])
+def test_a_server_may_open_enough_files(limit: int, status: str) -> None:
+    """A Mac's shells allow 256."""
+    found = machine.examine_files(limit)
+    assert found.status == status
+    assert ("ulimit" in str(found.remedy)) == (status == "warn")
+
+
+def test_on_linux_a_slow_blas_is_told(tmp_path: Path) -> None:
+    """By what is loaded, not by what is installed; elsewhere it does not matter."""
+    maps, linux = tmp_path / "maps", replace(MAC, system="Linux", accelerated=False)
+    maps.write_text("7f r-xp 00 fe:00 7 /usr/lib/libopenblas.so.0\n7f r-xp 00 0 0\n")
+    found = machine.examine_blas(linux, maps)
+    assert found is not None
+    assert (found.status, found.value) == ("ok", "libopenblas.so.0")
+    maps.write_text("7f r-xp 00 fe:00 7 /usr/lib/libblas.so.3\n")
+    found = machine.examine_blas(linux, maps)
+    assert found is not None
+    assert found.status == "warn"
+    assert machine.examine_blas(MAC, maps) is None
+
+
+def test_the_cache_folder_is_writable_and_private(tmp_path: Path) -> None:
+    """One that is not there yet is fine where it can be made; looking makes nothing."""
+    folder = tmp_path / "cache"
+    assert disk.examine_folder(folder).status == "ok"
+    assert not folder.exists()
+    folder.mkdir(mode=0o700)
+    assert disk.examine_folder(folder).status == "ok"
+    folder.chmod(0o755)
+    found = disk.examine_folder(folder)
+    assert (found.status, "chmod 700" in str(found.remedy)) == ("warn", True)
+    file = tmp_path / "file"
+    file.write_text("")
+    assert disk.examine_folder(file / "below").status == "fail"
+
+
+def test_room_on_disk_is_what_the_server_would_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As --disk has it; a disk that is nearly full is a warning."""
+    found = disk.examine_room(tmp_path, "50GB")
+    assert found.figures["disk_bytes"] == 50 * GB
+    assert "off" in disk.examine_room(tmp_path, "off").value
+    monkeypatch.setattr(disk, "LEAST_FREE", 10**18)
+    assert disk.examine_room(tmp_path, "50GB").status == "warn"
+
+
+def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    """Neither file nor folder stays, and steps lead up to the whole."""
+    steps: list[tuple[int, int]] = []
+    folder = tmp_path / "not" / "there"
+    found = disk.examine_speed(folder, lambda *step: steps.append(step), 16 << 20)
+    assert found.figures["write_bytes_s"] > 0
+    assert steps[-1] == (32 << 20, 32 << 20)
+    assert not folder.exists()
+    tmp_path.joinpath("kept").mkdir()
+    disk.examine_speed(tmp_path / "kept", lambda *_: None, 8 << 20)
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_a_slow_disk_is_a_warning_and_one_that_fails_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reason that the system gave."""
+    monkeypatch.setattr(disk, "SLOW", 10**18)
+    assert disk.examine_speed(tmp_path, lambda *_: None, 8 << 20).status == "warn"
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    found = disk.examine_speed(tmp_path, lambda *_: None, 8 << 20)
+    assert (found.status, "No space left" in found.value) == ("fail", True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def settings_of(home: Path, env: object) -> None:
+    home.joinpath(".claude").mkdir(exist_ok=True)
+    home.joinpath(".claude", "settings.json").write_text(json.dumps({"env": env}))
+
+
+URL = "http://127.0.0.1:8081"
+
+
+def claude(home: Path, environ: dict[str, str]) -> dict[str, Finding]:
+    found = clients.examine_clients(environ, home, URL, lambda _: None)
+    return {one.name.removeprefix("Claude Code, "): one for one in found}
+
+
+def test_without_agents_there_is_nothing_to_say(tmp_path: Path) -> None:
+    """No folder of theirs, no command on the path."""
+    assert claude(tmp_path, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("environ", "env", "status"),
+    [
+        ({}, {}, "warn"),
+        ({"CLAUDE_CODE_ATTRIBUTION_HEADER": "0"}, {}, "ok"),
+        ({}, {"CLAUDE_CODE_ATTRIBUTION_HEADER": "False"}, "ok"),
+        ({}, {"CLAUDE_CODE_ATTRIBUTION_HEADER": 0}, "ok"),
+        ({"CLAUDE_CODE_ATTRIBUTION_HEADER": "1"}, {}, "warn"),
+        ({"CLAUDE_CODE_ATTRIBUTION_HEADER": ""}, {}, "warn"),
+    ],
+)
+def test_claude_codes_attribution_is_to_be_off(
+    environ: dict[str, str], env: dict[str, Any], status: str, tmp_path: Path
+) -> None:
+    """By a variable or by its settings file."""
+    settings_of(tmp_path, env)
+    assert claude(tmp_path, environ)["attribution"].status == status
+
+
+def test_claude_codes_address_is_without_v1_and_with_a_context(tmp_path: Path) -> None:
+    """Only where it leads here: another server's settings are none of ours."""
+    settings_of(tmp_path, {})
+    base = "ANTHROPIC_BASE_URL"
+    assert "address" not in claude(tmp_path, {base: "https://api.example.com/v1"})
+    assert claude(tmp_path, {base: "http://localhost:8081/v1"})["address"].status == "fail"
+    assert claude(tmp_path, {base: URL})["address"].status == "warn"
+    known = {base: URL, "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "32768"}
+    assert claude(tmp_path, known)["address"].status == "ok"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"env": []}', "\udcff"])
+def test_a_settings_file_that_is_broken_is_told(text: str, tmp_path: Path) -> None:
+    """With its name, and no traceback."""
+    settings_of(tmp_path, {})
+    file = tmp_path / ".claude" / "settings.json"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    (found,) = claude(tmp_path, {}).values()
+    assert found.status == "warn"
+    assert str(file) in found.value
+
+
+@pytest.mark.parametrize(
+    ("environ", "status"),
+    [
+        ({}, "warn"),
+        ({"ANYCLAUDE_MODE": "openrouter"}, "warn"),
+        ({"ANYCLAUDE_MODE": "mlx-lm"}, "warn"),
+        ({"ANYCLAUDE_MODE": "mlx-lm", "LOCAL_URL": f"{URL}/v1"}, "ok"),
+        ({"ANYCLAUDE_MODE": "mlx-lm", "MLX_LM_URL": URL}, "fail"),
+        ({"ANYCLAUDE_MODE": "mlx-lm", "MLX_LM_URL": "http://127.0.0.1:1234/v1"}, "warn"),
+    ],
+)
+def test_anyclaude_asks_this_server(environ: dict[str, str], status: str, tmp_path: Path) -> None:
+    """In its mode for local servers, at an address with /v1, in either family of variables."""
+    (found,) = clients.examine_clients(
+        environ, tmp_path, URL, lambda name: name if name == "anyclaude" else None
+    )
+    assert found.status == status
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_port_that_another_program_has_is_a_failure_that_names_it() -> None:
+    """Here this very process."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = serving.examine_port(Settings(port=port), f"http://127.0.0.1:{port}")
+        assert found.status == "fail"
+        if sys.platform == "linux":  # a Mac tells root alone
+            assert str(os.getpid()) in found.value
+    assert serving.examine_port(Settings(port=free_port()), URL).status == "ok"
+    assert serving.examine_port(Settings(port=0), URL).status == "ok"
+
+
+def doctor(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with a home of its own."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLXCACHE_", "XDG_"))}
+    environ = kept | {"HOME": str(home), "NO_COLOR": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "mlxcache.cli.main", "doctor", *arguments]
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, env=environ, timeout=120
+    )
+
+
+def test_the_command_fits_80_columns_and_leaves_no_trace(tmp_path: Path) -> None:
+    """Neither a cache folder nor anything else in the user's home."""
+    done = doctor(tmp_path, "--quick", "--port", str(free_port()))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for name in ("versions", "machine", "memory", "cache folder", "port", "server"):
+        assert name in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_running_server_is_found_and_a_failure_is_status_1(toy: Any, tmp_path: Path) -> None:
+    """By the port, by the cache folder; as JSON; a model that is not there fails."""
+    with served("--model", str(toy("llama")), home=tmp_path) as server:
+        port = server.url.rpartition(":")[2]
+        done = doctor(tmp_path, "--quick", "--json", "--port", port, "--model", "/absent")
+    found = json.loads(done.stdout)
+    by_name = {one["name"]: one for one in found["findings"]}
+    assert "mlxcache serves there" in by_name["port"]["value"]
+    assert server.url in by_name["server"]["value"]
+    assert (by_name["model"]["status"], "/absent" in by_name["model"]["value"]) == ("fail", True)
+    assert (done.returncode, found["status"]) == (1, "fail")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+def test_a_model_is_shown_with_what_sessions_cost(
+    family: str, toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its kinds of layers, both lengths, and what is possible; all within 80 columns."""
+    settings = Settings(model=str(toy(family)), cache_dir=tmp_path, ram="1GB", disk="2GB")
+    examination = Examination(settings)
+    examination.run(quick=True, shown=False)
+    examination.show()
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 80
+    kinds = {"llama": "to any token", "gemma3": "sliding window of 64", "qwen3_5": "recurrent"}
+    assert kinds[family] in output
+    found = examination.as_object()["model"]
+    assert [one["tokens"] for one in found["sessions"]] == [20_000, 65_536]
+    per_token, (short, long) = found["bytes_per_token"], found["sessions"]
+    assert (
+        short["ram_bytes"]
+        >= 20_000 * per_token + short["ram_checkpoints"] * (found["checkpoint_bytes"])
+    )
+    assert 2.5 < long["disk_bytes"] / short["disk_bytes"] < 4
+    assert short["fit_ram"] == found["room_bytes"] // short["ram_bytes"]
+    assert short["fit_disk"] == 2 * GB // short["disk_bytes"]
+    assert found["draft_model"]["possible"] == (family == "llama")
+
+
+def test_only_the_settings_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what lies in a home: the rest may be secret."""
+    settings_of(tmp_path, {})
+    (tmp_path / ".claude" / "history.jsonl").write_text("{}")
+    opened: list[Path] = []
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, **kw: opened.append(self) or read(self))
+    assert claude(tmp_path, {})["attribution"].status == "warn"
+    assert opened == [tmp_path / ".claude" / "settings.json"]

@@ -1,0 +1,100 @@
+"""What sessions cost, as `doctor` says it, is what a server holds."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxcache.config import Settings
+from mlxcache.engine.core import Core
+from mlxcache.engine.engine import Engine
+from mlxcache.engine.fit import Fit, Talk, fit
+from mlxcache.model import kv
+from mlxcache.model.examine import examine
+from mlxcache.model.load import ModelSpec, load
+from mlxcache.types import Job, Prompt, Sampling
+
+TALK = Talk(head=800, asked=300, replied=24)
+TOKENS = 2400
+RAM, DISK = 400_000_000, 2_000_000_000
+
+
+async def played(engine: Engine, talk: Talk, tokens: int) -> Core:
+    """Have `engine` hold the conversation that is computed on paper; its core, all written."""
+    ids, rng = np.zeros(0, np.int32), np.random.default_rng(1)
+    for turn, (marks, _, prompt, end) in enumerate(talk.turns(tokens)):
+        asked = rng.integers(0, 500, prompt - len(ids)).astype(np.int32)
+        job = Job(f"t{turn}", Prompt(np.concatenate([ids, asked]), marks), Sampling(), end - prompt)
+        stream = await engine.submit(job)
+        task, _ = engine._live[job.id]
+        async for _ in stream:
+            pass
+        ids = np.concatenate([task.ids, np.asarray(task.out, np.int32)])
+        assert len(ids) == end
+    core = await engine.call(lambda core: core)
+    assert core.disk is not None
+    while core.disk.busy:  # noqa: ASYNC110 - the MLX thread sets no asyncio.Event
+        await asyncio.sleep(0.02)
+    return core
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "llama4"])
+async def test_figures_on_paper_are_what_the_server_holds(family: str, toy, tmp_path: Path) -> None:
+    """RAM to the byte that the budget books, files by what the file system counts."""
+    path = str(toy(family))
+    found = examine(ModelSpec(path))
+    (held,) = fit(found.layout, ram=RAM, disk=DISK, tokens=[TOKENS], talk=TALK).held
+    engine = Engine(Settings(model=path, cache_dir=tmp_path, ram=RAM, disk=DISK))
+    await engine.start()
+    try:
+        core = await played(engine, TALK, TOKENS)
+        kinds, checkpoints = core.memory.budget.by_kind(), core.memory.tree.checkpoints
+        files = list((tmp_path / "store").rglob("*.safetensors"))
+        states = [file for file in files if "checkpoints" in file.parts]
+        on_disk = sum(file.stat().st_blocks * 512 for file in files)
+    finally:
+        await engine.stop()
+    in_ram = kinds["kv"] + kinds.get("checkpoints", 0)
+    assert held.ram_bytes == pytest.approx(in_ram, rel=0.05)
+    assert held.ram_checkpoints == checkpoints
+    assert held.disk_bytes == pytest.approx(on_disk, rel=0.05)
+    assert held.disk_checkpoints == len(states)
+
+
+def test_the_room_is_what_a_server_has_for_conversations(toy, tmp_path: Path) -> None:
+    """All else that the budget sets aside is taken off, as far as no measurement is needed."""
+    path = str(toy("llama"))
+    settings = Settings(model=path, cache_dir=tmp_path, ram=RAM, disk=DISK)
+    core = Core(load(ModelSpec(path)), settings, lambda _: None, lambda: None)
+    found = fit(core.layout, ram=RAM, disk=DISK, tokens=[])
+    assert found.room >= core.memory.room.largest()
+    assert found.room == pytest.approx(core.memory.room.largest(), rel=0.3)
+    without = fit(core.layout, ram=RAM, disk=0, tokens=[])
+    assert without.room > found.room
+
+
+def paper(toy, family: str, **budgets: int) -> Fit:
+    layout = examine(ModelSpec(str(toy(family)))).layout
+    return fit(layout, ram=RAM, disk=DISK, tokens=[2000, 20_000, 100_000], **budgets)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "mamba2", "deepseek_v3"])
+def test_costs_grow_with_the_tokens_and_no_faster(family: str, toy) -> None:
+    """Five times as long is at most about five times as much, in both tiers."""
+    _, short, long = paper(toy, family).held
+    for name in ("ram_bytes", "disk_bytes"):
+        assert 1 < getattr(long, name) / getattr(short, name) < 7.5
+    assert short.fit_ram >= 4 * long.fit_ram
+
+
+def test_a_model_that_is_not_cached_costs_nothing(toy) -> None:
+    """And fits no conversation: each is computed anew."""
+    from dataclasses import replace
+
+    layout = examine(ModelSpec(str(toy("llama")))).layout
+    unknown: kv.Layout = replace(layout, unknown=("OddCache",))
+    (held,) = fit(unknown, ram=RAM, disk=DISK, tokens=[20_000]).held
+    assert (held.ram_bytes, held.disk_bytes, held.fit_ram, held.fit_disk) == (0, 0, 0, 0)
