@@ -33,12 +33,12 @@ Kind = Literal["sliceable", "latent", "window", "recurrent", "chunked", "ring", 
 class Group:
     """Layers that cache alike: how many, and what each of them holds.
 
-    `size`: the tokens of a window or a chunk. `cls`: mlx-lm's class or classes. Bytes are of one
-    layer, per token and per checkpoint.
+    `kinds`: what is in a layer, the most demanding last. `size`: the tokens of a window or a chunk.
+    `cls`: mlx-lm's class or classes. Bytes are of one layer, per token and per checkpoint.
     """
 
     layers: int
-    kind: Kind
+    kinds: tuple[Kind, ...]
     size: int | None
     cls: str
     bytes_per_token: int
@@ -122,15 +122,14 @@ def _holds(slot: Any) -> bool:
     return not isinstance(adapter, Sliced) or adapter.filled(slot)
 
 
-def _group(slots: Sequence[Any]) -> tuple[Kind, int | None, str, int, int]:
-    """What one layer is like: its most demanding slot says what kind it is."""
-    kinds = [_kind(slot) for slot in slots]
-    kind, size = max(kinds, key=lambda found: _DEMANDS.index(found[0]))
+def _group(slots: Sequence[Any]) -> tuple[tuple[Kind, ...], int | None, str, int, int]:
+    """What one layer is like."""
+    found = dict(map(_kind, slots))
     linear = [slot for slot in slots if isinstance(adapter_of(slot), Sliced)]
     rows = (array for slot in linear for array in kv.arrays_of(slot))
     return (
-        kind,
-        size,
+        tuple(sorted(found, key=_DEMANDS.index)),
+        max((size for size in found.values() if size is not None), default=None),
         " + ".join(dict.fromkeys(class_name(slot) for slot in slots)),
         sum(a.shape[1] * a.shape[3] * a.dtype.size for a in rows),
         sum(
@@ -174,7 +173,7 @@ def _latent(arrays: Sequence[mx.array]) -> bool:
 
 def kv_bits_refused(found: Examined) -> str | None:
     """Why the model's keys and values cannot be quantised; None if they can."""
-    if not any(group.kind == "sliceable" for group in found.groups):
+    if not any("sliceable" in group.kinds for group in found.groups):
         return "no layer has keys and values of all positions"
     return _refused(found, ("sliceable", "recurrent"))
 
@@ -195,5 +194,5 @@ _NAMES: dict[Kind, str] = {
 
 
 def _refused(found: Examined, fine: Sequence[Kind]) -> str | None:
-    unfit = {group.kind: group.cls for group in found.groups if group.kind not in fine}
+    unfit = {kind: one.cls for one in found.groups for kind in one.kinds if kind not in fine}
     return ", ".join(f"it has {_NAMES[kind]} ({cls})" for kind, cls in unfit.items()) or None

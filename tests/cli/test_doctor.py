@@ -210,8 +210,8 @@ def settings_of(home: Path, env: object) -> None:
 URL = "http://127.0.0.1:8081"
 
 
-def claude(home: Path, environ: dict[str, str]) -> dict[str, Finding]:
-    found = clients.examine_clients(environ, home, URL, lambda _: None)
+def claude(home: Path, environ: dict[str, str], **rules: bool) -> dict[str, Finding]:
+    found = clients.examine_clients(environ, home, URL, rules, lambda _: None)
     return {one.name.removeprefix("Claude Code, "): one for one in found}
 
 
@@ -237,6 +237,15 @@ def test_claude_codes_attribution_is_to_be_off(
     """By a variable or by its settings file."""
     settings_of(tmp_path, env)
     assert claude(tmp_path, environ)["attribution"].status == status
+
+
+def test_what_the_server_takes_out_of_prompts_is_no_harm(tmp_path: Path) -> None:
+    """As long as the rule is on."""
+    settings_of(tmp_path, {})
+    assert claude(tmp_path, {}, attribution=True)["attribution"].status == "ok"
+    assert claude(tmp_path, {}, attribution=False)["attribution"].status == "warn"
+    assert claude(tmp_path, {})["git status"].remedy
+    assert claude(tmp_path, {}, git_status=True)["git status"].remedy is None
 
 
 def test_claude_codes_address_is_without_v1_and_with_a_context(tmp_path: Path) -> None:
@@ -275,7 +284,7 @@ def test_a_settings_file_that_is_broken_is_told(text: str, tmp_path: Path) -> No
 def test_anyclaude_asks_this_server(environ: dict[str, str], status: str, tmp_path: Path) -> None:
     """In its mode for local servers, at an address with /v1, in either family of variables."""
     (found,) = clients.examine_clients(
-        environ, tmp_path, URL, lambda name: name if name == "anyclaude" else None
+        environ, tmp_path, URL, {}, lambda name: name if name == "anyclaude" else None
     )
     assert found.status == status
 

@@ -29,27 +29,36 @@ Which = Callable[[str], str | None]
 
 
 def examine_clients(
-    environ: Mapping[str, str], home: Path, url: str, which: Which = shutil.which
+    environ: Mapping[str, str],
+    home: Path,
+    url: str,
+    rules: Mapping[str, bool],
+    which: Which = shutil.which,
 ) -> list[Finding]:
-    """What of the agents that are installed here would keep turns cold; `url` is the server's."""
+    """What of the agents that are installed here would keep turns cold.
+
+    `url` is the server's, `rules` its rules of canonicalisation and whether they are on.
+    """
     found = []
     settings = home / ".claude" / "settings.json"
     if settings.parent.is_dir() or which("claude"):
-        found += _claude(environ, settings, url)
+        found += _claude(environ, settings, url, rules)
     if which("anyclaude") or "ANYCLAUDE_MODE" in environ:
         found.append(_anyclaude(environ, url))
     return found
 
 
-def _claude(environ: Mapping[str, str], settings: Path, url: str) -> list[Finding]:
+def _claude(
+    environ: Mapping[str, str], settings: Path, url: str, rules: Mapping[str, bool]
+) -> list[Finding]:
     try:
         own = _env(settings)
     except ValueError as error:
         value = f"{settings} cannot be read: {error}"
         return [Finding("Claude Code", "warn", value, "mend it: Claude Code cannot read it either")]
     merged = {**environ, **own}
-    found = [_attribution(merged), _base_url(merged, url)]
-    return [one for one in found if one is not None] + [_git(merged)]
+    found = [_attribution(merged, rules), _base_url(merged, url), _git(merged, rules)]
+    return [one for one in found if one is not None]
 
 
 def _env(settings: Path) -> dict[str, str]:
@@ -66,10 +75,12 @@ def _env(settings: Path) -> dict[str, str]:
     return {str(name): str(setting) for name, setting in env.items()}
 
 
-def _attribution(merged: Mapping[str, str]) -> Finding:
+def _attribution(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Finding:
     name = "Claude Code, attribution"
     if merged.get(ATTRIBUTION, "").lower() in _OFF and ATTRIBUTION in merged:
         return Finding(name, "ok", f"{ATTRIBUTION} is off")
+    if rules.get("attribution"):
+        return Finding(name, "ok", "the server takes its line out (canonicalisation)")
     value = (
         f"{ATTRIBUTION} is not 0: a line at the start of each prompt differs "
         "from conversation to conversation, before version 2.1.181 in each request"
@@ -77,12 +88,14 @@ def _attribution(merged: Mapping[str, str]) -> Finding:
     return Finding(name, "warn", value, f"{ATTRIBUTION}=0, or in `env` of ~/.claude/settings.json")
 
 
-def _git(merged: Mapping[str, str]) -> Finding:
+def _git(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Finding:
     name = "Claude Code, git status"
     if merged.get(GIT, "").lower() not in ("", *_OFF):
         return Finding(name, "ok", f"{GIT} is set")
+    if rules.get("git_status"):
+        return Finding(name, "ok", "the server moves it back (canonicalisation)")
     value = "it is in the prompt of each new session, which is cold where files have changed"
-    return Finding(name, "ok", value, f"{GIT}=1 leaves it out, with its advice on commits")
+    return Finding(name, "ok", value, f"{GIT}=1, or serve with --canonicalise git_status=on")
 
 
 def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:

@@ -95,7 +95,7 @@ class Examination:
                     self._add(disk.examine_speed(settings.cache_dir, step))
         self._add(serving.examine_port(settings, url))
         self._add(*serving.examine_servers(settings, url))
-        self._add(*clients.examine_clients(os.environ, Path.home(), url))
+        self._add(*clients.examine_clients(os.environ, Path.home(), url, settings.rules))
 
     def _add(self, *findings: Finding | None) -> None:
         self.findings += [one for one in findings if one is not None]
@@ -190,7 +190,12 @@ def _show_model(console: Console, model: Any, fit: Any) -> None:
     from mlxcache.cli.doctor.model import layers, options, sessions  # noqa: PLC0415 - as above
 
     checkpoints = model.layout.opaque
-    columns = ["layers", "", "per token", *(["per checkpoint"] if checkpoints else [])]
+    columns = [
+        "layers",
+        "kind, and how it is reused",
+        "per token",
+        *(["per checkpoint"] if checkpoints else []),
+    ]
     _print(console, columns, (row[: len(columns)] for row in layers(model)))
     if not model.layout.cacheable:
         return
@@ -205,7 +210,7 @@ def _print(console: Console, columns: Sequence[str], rows: Iterator[Sequence[str
         box=None, pad_edge=False, header_style="bold", show_header=any(columns), expand=False
     )
     for at, heading in enumerate(columns):
-        figure = at > 0 and bool(heading)
+        figure = at > 0 and bool(heading) and not heading.startswith("kind")
         table.add_column(heading, justify="right" if figure else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)

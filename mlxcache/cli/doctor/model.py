@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.config import format_size
 from mlxcache.engine.fit import Fit
-from mlxcache.model.examine import Examined, Group, draft_refused, kv_bits_refused
+from mlxcache.model.examine import Examined, Group, Kind, draft_refused, kv_bits_refused
 
 TOKENS = (20_000, 100_000)
 """Of the conversations that are shown: an agent's first hour, and a long day's."""
@@ -17,21 +17,28 @@ TOKENS = (20_000, 100_000)
 LEAST_CONTEXT = 16_000
 """Tokens below which an agent's tools and system prompt leave it little."""
 
-_KINDS = {
-    "sliceable": "attention: reused to any token",
-    "latent": "latent attention: reused to any token",
-    "window": "sliding window of {size}: reused to any token",
-    "recurrent": "recurrent state: reused from checkpoints",
-    "chunked": "attention in chunks of {size}: from checkpoints",
-    "ring": "window of {size} that keeps its start: from checkpoints",
-    "unknown": "{cls}, which is unknown: not cached",
+_KINDS: Mapping[Kind, str] = {
+    "sliceable": "attention",
+    "latent": "latent attention",
+    "window": "sliding window of {size}",
+    "recurrent": "recurrent state",
+    "chunked": "attention in chunks of {size}",
+    "ring": "window of {size} that keeps its start",
+    "unknown": "{cls}",
+}
+_REUSED: Mapping[Kind, str] = {
+    "sliceable": "to any token",
+    "latent": "to any token",
+    "window": "to any token",
+    "unknown": "unknown, not cached",
 }
 
 
 def kind(group: Group) -> str:
-    """What the layers of a group do, in a line."""
+    """What the layers of a group are, and how they are reused, in a line."""
     size = f"{group.size:,}" if group.size else ""
-    return _KINDS[group.kind].format(size=size, cls=group.cls)
+    words = (_KINDS[one].format(size=size, cls=group.cls) for one in reversed(group.kinds))
+    return f"{' and '.join(words)}: {_REUSED.get(group.kinds[-1], 'by checkpoints')}"
 
 
 def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
