@@ -8,6 +8,7 @@ import pytest
 
 from mlxcache.engine.stream import BACKLOG, Stream
 from mlxcache.errors import GenerationFailed
+from mlxcache.prompt.canonical.restore import Reply
 from mlxcache.types import Admitted, Finished, RequestRecord, Text, Thinking, ToolCall
 
 DONE = Finished("stop", 3, 0, 0, 1)
@@ -72,3 +73,20 @@ async def test_leaving_the_context_cancels_what_runs() -> None:
     async with stream:
         stream.push(Text("a"))
     assert cancels == ["cancel"]
+
+
+async def test_what_was_held_back_comes_before_an_error() -> None:
+    """A reply that fails in the middle of a name loses nothing of what was said."""
+    record = RequestRecord("r", None, "test", None, "queued", 0.0)
+    stream = Stream(record, lambda: None, 30.0, Reply({"stable": "own"}))
+    for event in (Text("a sta"), Text("ble st"), GenerationFailed("broke")):
+        stream.push(event)
+    read = []
+
+    async def read_on() -> None:
+        async for event in stream:
+            read.append(event)
+
+    with pytest.raises(GenerationFailed):
+        await read_on()
+    assert read == [Text("a "), Text("own "), Text("st")]

@@ -29,12 +29,20 @@ def apply(draft: Draft, *, keep: bool = False) -> bool:
 
 
 def split(text: str) -> tuple[str, list[str]]:
-    """A text without the counters in lines of their own at its end, and these."""
-    counters: list[str] = []
+    """A text without the counters in lines of their own at its end, and these.
+
+    Those that are paragraphs at its start, which were blocks of their own, go too.
+    """
+    leading: list[str] = []
+    first, blank, rest = text.partition("\n\n")
+    while blank and COUNTER.fullmatch(first.strip()):
+        text = rest.lstrip("\n")
+        leading.append(first.strip())
+        first, blank, rest = text.partition("\n\n")
+    trailing: list[str] = []
     while True:
-        body = text.rstrip()
-        before, _, line = body.rpartition("\n")
+        before, _, line = text.rstrip().rpartition("\n")
         if not COUNTER.fullmatch(line.strip()):
-            return text, counters
+            return text, leading + trailing[::-1]
         text = before.rstrip()
-        counters.insert(0, line.strip())
+        trailing.append(line.strip())

@@ -23,9 +23,11 @@ class History:
 
     def add(self, message: Message) -> None:
         """Add a message: roles, texts, calls, images."""
-        text = json.dumps(message, default=_plain)
-        self._hash.update(text.encode())
+        self._hash.update(_ENCODER.encode(message).encode())
 
 
 def _plain(value: Any) -> Any:
     return value.digest.hex() if isinstance(value, Image) else repr(value)
+
+
+_ENCODER = json.JSONEncoder(default=_plain)

@@ -28,7 +28,7 @@ TABLE = (
     Rule(
         "counter",
         "`<total_tokens>N tokens left</total_tokens>` in lines of their own at the end of a system "
-        "message, or as all of it",
+        "message, as its first paragraph, or as all of it",
         f"{CLAUDE_CODE} 2.1.200 to 2.1.329",
         "dropped",
     ),

@@ -49,6 +49,22 @@ def test_the_newest_can_stand_at_the_end():
     assert made.rules == ("newest_counter",)
 
 
+@pytest.mark.parametrize(
+    ("text", "left", "counters"),
+    [
+        (f"{COUNTER}\n\nA reminder.", "A reminder.", [COUNTER]),
+        (f"{COUNTER}\n\n{NEXT}\n\n- one\n- two", "- one\n- two", [COUNTER, NEXT]),
+        (f"{COUNTER}\n\nA reminder.\n\n{NEXT}", "A reminder.", [COUNTER, NEXT]),
+        (f"A reminder.\n{COUNTER}\n\n{NEXT}\n ", "A reminder.", [COUNTER, NEXT]),
+        (f" {COUNTER}\n", "", [COUNTER]),
+        (f"{COUNTER}\n\n", "", [COUNTER]),
+    ],
+)
+def test_counters_go_in_the_order_in_which_they_came(text, left, counters):
+    """Blocks of one message, in whatever order a client puts them."""
+    assert split(text) == (left, counters)
+
+
 def test_a_reply_that_is_to_be_continued_stays_last():
     """The newest counter stands before it."""
     chat = Chat((*CHAT.messages, message("assistant", "Once")), continue_final=True)
