@@ -75,6 +75,10 @@ Queue = Annotated[
 PrefillChunk = Annotated[
     str | None, _value(MEMORY, "N", "Most prompt tokens computed in one step.", "2048")
 ]
+KvBits = Annotated[
+    str | None,
+    _value(MEMORY, "4|8", "Keys and values in 4 or 8 bits each.", "as the model computes them"),
+]
 Warm = Annotated[
     list[str] | None,
     _value(

@@ -26,6 +26,7 @@ def serve(
     concurrency: options.Concurrency = None,
     queue: options.Queue = None,
     prefill_chunk: options.PrefillChunk = None,
+    kv_bits: options.KvBits = None,
     warm: options.Warm = None,
     host: options.Host = None,
     port: options.Port = None,
@@ -36,7 +37,6 @@ def serve(
     config: options.Config = None,
     canonicalise: options.Canonicalise = None,
     no_canonicalise: options.NoCanonicalise = None,
-    kv_bits: options.Reserved = None,
     draft_model: options.Reserved = None,
 ) -> None:
     """Serve a model to coding agents, over the OpenAI and the Anthropic API.

@@ -32,6 +32,8 @@ class Settings:
     `concurrency`: requests that compute at once; `queue`: how many more may wait.
     `prefill_chunk`: the most prompt tokens computed in one step. `chat_template_args`: keyword
     arguments for the model's chat template, which a request's own override.
+    `kv_bits`: 4 or 8 for keys and values in so many bits, from the first token on; None: as the
+    model computes them.
     `warm`: files that `mlxcache warm` could take, computed at the start.
     `canonicalise` switches rules by name, `no_canonicalise` switches all of them off.
     `insecure` lets the server listen beyond this machine without a key.
@@ -52,6 +54,7 @@ class Settings:
     api_key: str | None = field(default=None, repr=False)  # a repr ends up in logs
     insecure: bool = False
     adapter: str | None = None
+    kv_bits: int | None = None
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     canonicalise: Mapping[str, bool] = field(default_factory=dict)
     no_canonicalise: bool = False

@@ -20,7 +20,7 @@ from mlxcache.config.sizes import read_size
 from mlxcache.errors import ConfigError
 
 ENV_PREFIX = "MLXCACHE_"
-RESERVED = ("kv_bits", "draft_model")
+RESERVED = ("draft_model",)
 """Names kept for what is not built yet: refused with a sentence, never ignored."""
 
 
@@ -127,6 +127,12 @@ def _number(least: int, most: int, example: int) -> Callable[[object], int]:
     return read
 
 
+def _bits(value: object) -> int:
+    if isinstance(value, bool) or str(value) not in ("4", "8"):
+        raise ValueError(f"must be 4 or 8, not {value!r}")
+    return int(str(value))
+
+
 def _switch(value: object) -> bool:
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     known = value if isinstance(value, bool) else words.get(str(value).lower())
@@ -187,6 +193,7 @@ READERS: Mapping[str, Callable[[object], object]] = {
     "api_key": _secret,
     "insecure": _switch,
     "adapter": _text,
+    "kv_bits": _bits,
     "chat_template_args": _table,
     "canonicalise": read_rules,
     "no_canonicalise": _switch,

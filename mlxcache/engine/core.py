@@ -47,7 +47,7 @@ class Core:
     ):
         self.loaded = loaded
         self._ram = settings.ram
-        self.layout = kv.survey(loaded.model)
+        self.layout = kv.survey(loaded.model, kv_bits=settings.kv_bits)
         for name in self.layout.unknown:
             log.warning("cache class %s is unknown: the model is served, nothing is cached", name)
         self.memory = Memory(self.layout, self._budget(settings))

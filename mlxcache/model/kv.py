@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.model.adapters import adapter_of, class_name, parts_of, prepared
+from mlxcache.model.arrays import copied_tree, either, spec_tree, tree_arrays, varies
 from mlxcache.model.checkpointed import Checkpointed
+from mlxcache.model.quantise import quantised
 from mlxcache.model.sliced import Sliced
 
 Caches = list[Any]
@@ -65,43 +68,6 @@ def set_offset(slot: Any, offset: int) -> None:
     sliced(slot).end_at(slot, offset)
 
 
-def copied(array: mx.array) -> mx.array:
-    """`array` in a buffer of its own, whatever it is a view of. Lazy.
-
-    Neither `contiguous` nor assignment to a full slice is sure to copy: both may share the buffer,
-    and a small view would keep a large one alive.
-    """
-    return array * mx.array(1, array.dtype)
-
-
-def joined(parts: Sequence[mx.array]) -> mx.array:
-    """`parts` one after another along the token axis, in a buffer of their own. Lazy."""
-    if len(parts) > 1:
-        return mx.concatenate(list(parts), axis=-2)
-    (part,) = parts
-    middle = part.shape[-2] // 2
-    if not middle:
-        return copied(part)
-    return mx.concatenate([part[..., :middle, :], part[..., middle:, :]], axis=-2)
-
-
-def _copied_tree(value: Any) -> Any:
-    if isinstance(value, mx.array):
-        return copied(value)
-    if isinstance(value, list | tuple):
-        return tuple(_copied_tree(v) for v in value)
-    return value
-
-
-def tree_arrays(value: Any) -> list[mx.array]:
-    """Every array in nested tuples and lists."""
-    if isinstance(value, mx.array):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [array for v in value for array in tree_arrays(v)]
-    return []
-
-
 def opaque_slots(slots: Sequence[Any]) -> list[Any]:
     """Those of `slots` whose state stands for one position."""
     return [slot for slot in slots if isinstance(adapter_of(slot), Checkpointed)]
@@ -130,7 +96,7 @@ def state_bytes(slots: Sequence[Any]) -> int:
 
 def capture(slots: Sequence[Any]) -> State:
     """The opaque slots' states, evaluated, in buffers that nobody else writes to."""
-    state = tuple(_copied_tree(held) for held in _needed(slots))
+    state = tuple(copied_tree(held) for held in _needed(slots))
     mx.eval(tree_arrays(state))
     return state
 
@@ -139,7 +105,7 @@ def restore(slots: Sequence[Any], state: State | None) -> None:
     """Put `state` back into the opaque slots; `state` itself stays as it is. None: leave empty."""
     if state is None:
         return
-    fresh = tuple(_copied_tree(saved) for saved in state)
+    fresh = tuple(copied_tree(saved) for saved in state)
     # until it is evaluated, a copy keeps alive all that its original is a view of
     mx.eval(tree_arrays(fresh))
     _set_states(slots, fresh)
@@ -157,32 +123,6 @@ def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
         mx.eval(arrays)
     else:
         mx.async_eval(arrays)  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """What an array must be. None in `shape` stands for any size."""
-
-    shape: tuple[int | None, ...]
-    dtype: Any
-
-    def fits(self, array: mx.array) -> bool:
-        """Whether `array` is of this shape and dtype."""
-        return (
-            array.dtype == self.dtype
-            and array.ndim == len(self.shape)
-            and all(n in (None, m) for n, m in zip(self.shape, array.shape, strict=True))
-        )
-
-
-def _spec_tree(value: Any, free: int | None) -> Any:
-    """`value` with a spec in the place of each array, whose axis `free` may have any size."""
-    if isinstance(value, mx.array):
-        shape = tuple(None if axis == free else n for axis, n in enumerate(value.shape))
-        return ArraySpec(shape, value.dtype)
-    if isinstance(value, list | tuple):
-        return tuple(_spec_tree(v, free) for v in value)
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,18 +190,21 @@ def most_bytes(slot: Any, adapter: Checkpointed) -> int:
     return state_bytes([slot]) if most is None else most
 
 
-def survey(model: Any, *, evaluate: bool = True) -> Layout:
-    """Classify a model's caches by feeding it two tokens.
+def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> Layout:
+    """Classify a model's caches by feeding it a few tokens; with `kv_bits`, quantised KV.
 
     Without `evaluate` nothing is computed, and no weight that is lazy is read: shapes suffice.
-    Raises whatever the model raises: one that cannot be fed cannot be served.
+    Raises ModelError where KV cannot be quantised, and whatever the model raises: one that cannot
+    be fed cannot be served.
     """
-    caches = make_caches(model)
+    make: Callable[[], Caches] = partial(make_caches, model)
+    if kv_bits is not None:
+        make = quantised(model, make, kv_bits, compare=evaluate)
+    caches = make()
     slots = flatten(caches)
     adapters = [adapter_of(slot) for slot in slots]
-    logits = model(mx.array([[0, 0]]), cache=caches)
-    if evaluate:
-        eval_states(caches)
+    logits, early = _feed(model, caches, 2, evaluate)
+    _, late = _feed(model, caches, 6, evaluate)
     linear = [
         (i, slot, adapter)
         for i, (slot, adapter) in enumerate(zip(slots, adapters, strict=True))
@@ -272,16 +215,26 @@ def survey(model: Any, *, evaluate: bool = True) -> Layout:
         for _, slot, adapter in linear
     )
     opaque = _checkpointed(slots)
+    states = either(early, late)
     return Layout(
-        make=lambda: make_caches(model),
+        make=make,
         vocab_size=logits.shape[-1],
         bytes_per_token=sum(h * d * t.size for spec in specs for h, d, t in spec),
         checkpoint_bytes=sum(most_bytes(*pair) for pair in opaque),
         linear=tuple(i for i, _, _ in linear),
         specs=specs,
         checkpointed=tuple(adapter for _, adapter in opaque),
-        batchable=all(adapter is not None and adapter.batchable for adapter in adapters),
+        batchable=not varies(states) and all(a is not None and a.batchable for a in adapters),
         windows=tuple(adapter.window(slot) for _, slot, adapter in linear),
-        states=tuple(_spec_tree(a.state(slot), a.growing) for slot, a in opaque),
+        states=states,
         unknown=tuple(sorted({class_name(s) for s in slots if adapter_of(s) is None})),
     )
+
+
+def _feed(model: Any, caches: Caches, tokens: int, evaluate: bool) -> tuple[mx.array, State]:
+    """Feed so many zeros: the logits, and the specs of the opaque slots' states then."""
+    logits = model(mx.zeros((1, tokens), mx.int32), cache=caches)
+    if evaluate:
+        eval_states(caches)
+    opaque = _checkpointed(flatten(caches))
+    return logits, tuple(spec_tree(a.state(slot), a.growing) for slot, a in opaque)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 
 from mlxcache.model import kv
+from mlxcache.model.arrays import joined
 from mlxcache.model.kv import Caches, Layout, State
 
 log = logging.getLogger("mlxcache.model")
@@ -62,7 +63,7 @@ class Lineage:
                 parts = [owner.view(i, j, start, stop) for owner, start, stop in sources]
                 if capacity > end - base:
                     parts.append(mx.zeros((1, heads, capacity - end + base, dim), dtype))
-                out = kv.joined(parts) if sources else parts[0]  # zeros are a buffer already
+                out = joined(parts) if sources else parts[0]  # zeros are a buffer already
                 del parts  # a view that is held when its buffer is next written to costs a copy
                 mx.eval(out)
                 kv.sliced(slot).put(slot, j, out)

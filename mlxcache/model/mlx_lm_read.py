@@ -20,8 +20,9 @@ import numpy as np
 from mlxcache.errors import SnapshotRefused
 from mlxcache.model import kv
 from mlxcache.model.adapters import adapter_of, class_name, parts_of
+from mlxcache.model.arrays import ArraySpec
 from mlxcache.model.checkpointed import Checkpointed
-from mlxcache.model.kv import ArraySpec, Layout, State
+from mlxcache.model.kv import Layout, State
 from mlxcache.model.mlx_lm_format import IDS
 from mlxcache.safetensors import Header, Malformed, Place, read_foreign_header
 from mlxcache.types import Tokens
@@ -113,17 +114,8 @@ class _Reader:
                 self._layout.checkpointed, opaque, self._layout.states, strict=True
             )
         )
-        lengths = {self._number(f"{key}.2") for _, key in linear}
-        positions = [a.position(s) for a, s in zip(self._layout.checkpointed, state, strict=True)]
-        lengths |= {position for position in positions if position is not None}
         ids = self._ids()
-        if ids is not None:
-            lengths.add(len(ids))
-        if len(lengths) > 1:
-            raise SnapshotRefused("The prompt cache's layers are not equally long.")
-        length = lengths.pop() if lengths else 0
-        if length < 0:
-            raise SnapshotRefused("The prompt cache has a negative length.")
+        length = self._length(linear, state, ids)
         slots = [
             self._linear(slot, key, length, spec)
             for (slot, key), spec in zip(linear, self._layout.specs, strict=True)
@@ -131,6 +123,25 @@ class _Reader:
         whole = [slot for slot in slots if slot is not None]
         arrays = whole if len(whole) == len(slots) else None
         return PromptCache(length, arrays, state, ids, self._metadata.get("0.model"))
+
+    def _length(self, linear: Sequence[tuple[Any, str]], state: State, ids: Tokens | None) -> int:
+        """How many tokens it covers, on which all of it must agree."""
+        lengths = {self._number(f"{key}.2") for _, key in linear}
+        positions = [a.position(s) for a, s in zip(self._layout.checkpointed, state, strict=True)]
+        lengths |= {position for position in positions if position is not None}
+        if ids is not None:
+            lengths.add(len(ids))
+        elif any(kv.sliced(slot).quantised for slot, _ in linear):
+            raise SnapshotRefused(
+                "The prompt cache was made by mlx-lm with --kv-bits, which quantises after the "
+                "first chunk: it is not what is computed here."
+            )
+        if len(lengths) > 1:
+            raise SnapshotRefused("The prompt cache's layers are not equally long.")
+        length = lengths.pop() if lengths else 0
+        if length < 0:
+            raise SnapshotRefused("The prompt cache has a negative length.")
+        return length
 
     def _check_class(self, name: str | None, cache: Any) -> None:
         expected = class_name(cache)

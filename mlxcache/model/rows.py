@@ -11,6 +11,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlxcache.model import kv
 from mlxcache.model.adapters import composed, parts_of
+from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.kv import Caches, Layout
 
 STEP = BatchKVCache.step
@@ -37,7 +38,7 @@ def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
             cache.extend(theirs[0].merge(theirs))
         else:
             cache = _merged([mine, *theirs])
-        mx.eval(kv.tree_arrays(cache.state))
+        mx.eval(tree_arrays(cache.state))
         joint.append(cache)
     return joint
 
@@ -72,7 +73,7 @@ def keep_rows(batch: Caches, rows: Sequence[int]) -> None:
     """Drop all other rows, and the padding that no row needs then; layer by layer."""
     for cache in batch:
         cache.filter(list(rows))
-        mx.eval(kv.tree_arrays(cache.state))
+        mx.eval(tree_arrays(cache.state))
 
 
 def row_tail(

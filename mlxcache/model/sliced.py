@@ -17,6 +17,7 @@ class Sliced:
     """
 
     verb = "slice"
+    quantised = False
 
     def __init__(self, name: str, places: Sequence[str] = ("0", "1"), *, batchable: bool = True):
         self.name = name
@@ -87,6 +88,8 @@ class Windowed(Sliced):
 
 class Quantised(Sliced):
     """Keys and values quantised along each head: packed numbers, scales and biases of both."""
+
+    quantised = True
 
     def arrays(self, slot: Any) -> list[mx.array]:
         return [*slot.keys, *slot.values]

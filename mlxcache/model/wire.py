@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxcache.errors import Corrupt
-from mlxcache.model.kv import ArraySpec, Layout, State, arrays_of
+from mlxcache.model.arrays import ArraySpec
+from mlxcache.model.kv import Layout, State, arrays_of
 from mlxcache.model.lineage import Span
 from mlxcache.types import Tensor
 

@@ -52,6 +52,7 @@ VALUES = {
     "api_key": ("key", "key"),
     "insecure": ("true", True),
     "adapter": ("lora", "lora"),
+    "kv_bits": ("4", 4),
     "chat_template_args": ('{"enable_thinking": false}', {"enable_thinking": False}),
     "canonicalise": ("git_status=on,uuid=off", {"git_status": True, "uuid": False}),
     "no_canonicalise": ("yes", True),
@@ -110,7 +111,8 @@ def test_an_unknown_key_is_named_with_its_file(home):
         ("log_level", "loud"),
         ("chat_template_args", "[1]"),
         ("chat_template_args", "{"),
-        ("kv_bits", "4"),
+        ("kv_bits", "5"),
+        ("kv_bits", "true"),
         ("draft_model", "org/small"),
     ],
 )

@@ -54,9 +54,17 @@ class PlainParser:
 class Bench:
     """A model with its scheduler; `ask` runs a request to its end, `put` only queues it."""
 
-    def __init__(self, path: Path, *, ram: int = 1 << 30, chunk: int = 64, concurrency: int = 8):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        ram: int = 1 << 30,
+        chunk: int = 64,
+        concurrency: int = 8,
+        kv_bits: int | None = None,
+    ):
         self.model, self.tokenizer = mlx_lm.load(str(path))
-        layout = kv.survey(self.model)
+        layout = kv.survey(self.model, kv_bits=kv_bits)
         self.memory = Memory(layout, Budget(ram))
         self.cost = cost.Cost(64.0, 0.0, 0.0, 1e6)
         self.chunk = chunk

@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from mlxcache.model import kv
+from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.toy import make_toy
 from mlxcache.model.window import WindowCache
@@ -154,10 +155,10 @@ def test_a_checkpoint_survives_what_comes_after(models: dict[str, object]) -> No
     line.grow(256)
     feed(models["qwen3_5"], line, list(range(10, 60)))
     state = line.capture()
-    copies = [np.array(a) for a in kv.tree_arrays(state)]
+    copies = [np.array(a) for a in tree_arrays(state)]
     feed(models["qwen3_5"], line, list(range(60, 90)))
     line.restore(state)
     line.truncate(50)
     feed(models["qwen3_5"], line, list(range(90, 120)))
-    for kept, array in zip(copies, kv.tree_arrays(state), strict=True):
+    for kept, array in zip(copies, tree_arrays(state), strict=True):
         assert np.array_equal(kept, np.asarray(array))

@@ -1,0 +1,89 @@
+"""Arrays alone or in nested tuples: copies that share no buffer, and what shapes they must have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+
+def copied(array: mx.array) -> mx.array:
+    """`array` in a buffer of its own, whatever it is a view of. Lazy.
+
+    Neither `contiguous` nor assignment to a full slice is sure to copy: both may share the buffer,
+    and a small view would keep a large one alive.
+    """
+    return array * mx.array(1, array.dtype)
+
+
+def joined(parts: Sequence[mx.array]) -> mx.array:
+    """`parts` one after another along the token axis, in a buffer of their own. Lazy."""
+    if len(parts) > 1:
+        return mx.concatenate(list(parts), axis=-2)
+    (part,) = parts
+    middle = part.shape[-2] // 2
+    if not middle:
+        return copied(part)
+    return mx.concatenate([part[..., :middle, :], part[..., middle:, :]], axis=-2)
+
+
+def copied_tree(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        return copied(value)
+    if isinstance(value, list | tuple):
+        return tuple(copied_tree(v) for v in value)
+    return value
+
+
+def tree_arrays(value: Any) -> list[mx.array]:
+    """Every array in nested tuples and lists."""
+    if isinstance(value, mx.array):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [array for v in value for array in tree_arrays(v)]
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """What an array must be. None in `shape` stands for any size."""
+
+    shape: tuple[int | None, ...]
+    dtype: Any
+
+    def fits(self, array: mx.array) -> bool:
+        """Whether `array` is of this shape and dtype."""
+        return (
+            array.dtype == self.dtype
+            and array.ndim == len(self.shape)
+            and all(n in (None, m) for n, m in zip(self.shape, array.shape, strict=True))
+        )
+
+
+def spec_tree(value: Any, free: int | None) -> Any:
+    """`value` with a spec in the place of each array, whose axis `free` may have any size."""
+    if isinstance(value, mx.array):
+        shape = tuple(None if axis == free else n for axis, n in enumerate(value.shape))
+        return ArraySpec(shape, value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(spec_tree(v, free) for v in value)
+    return value
+
+
+def either(early: Any, late: Any) -> Any:
+    """A spec that the states of two positions fit: sizes in which they differ are free."""
+    if isinstance(early, ArraySpec) and isinstance(late, ArraySpec):
+        sizes = zip(early.shape, late.shape, strict=True)
+        return ArraySpec(tuple(a if a == b else None for a, b in sizes), late.dtype)
+    if isinstance(early, tuple) and isinstance(late, tuple):
+        return tuple(either(*pair) for pair in zip(early, late, strict=True))
+    return early
+
+
+def varies(states: Any) -> bool:
+    """Whether rows of one batch could have states of different sizes."""
+    if isinstance(states, ArraySpec):
+        return None in states.shape
+    return isinstance(states, tuple) and any(map(varies, states))

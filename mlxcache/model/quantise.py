@@ -1,0 +1,116 @@
+"""Keys and values in 4 or 8 bits, from the first token on. MLX thread only.
+
+mlx-lm can quantise a cache once it holds so many tokens (`quantized_kv_start`), but then replies
+depend on where the chunks of the prompt ended. Each position is quantised by itself, along its
+heads, so from the first token on they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from mlxcache.errors import ModelError
+from mlxcache.model.adapters import ADAPTERS, adapter_of, class_name
+from mlxcache.model.checkpointed import Recurrent
+from mlxcache.model.sliced import Sliced
+
+GROUPS = (64, 128, 32)
+"""How many numbers may share a scale; the first that divides a head's size is taken."""
+
+_ALIKE = 0.5  # of the logits' own size: wrong attention is off by more than all of it
+_REASONS = {
+    "CacheList": "layers with several caches",
+    "ChunkedKVCache": "chunked attention",
+    "RotatingKVCache": "sliding windows",
+}
+
+
+def quantised(
+    model: Any, make: Callable[[], list[Any]], bits: int, *, compare: bool = True
+) -> Callable[[], list[Any]]:
+    """What makes empty caches whose keys and values take `bits` each, where `make` makes plain
+    ones; recurrent layers beside them stay as they are. `model` is fed a few tokens; without
+    `compare`, nothing is computed, and it is not seen whether the model computes the same.
+
+    Raises ModelError, naming the class, where mlx-lm cannot run this model on such caches.
+    """
+    plain = make()
+    _check_classes(plain, bits)
+    tokens = mx.array([[0, 1]])
+    expected = model(tokens, cache=plain)
+    groups = [_group(cache, bits) for cache in plain]
+
+    def caches(bits: int = bits) -> list[Any]:
+        return [
+            cache if group is None else QuantizedKVCache(group_size=group, bits=bits)
+            for cache, group in zip(make(), groups, strict=True)
+        ]
+
+    _try(model, tokens, expected if compare else None, caches(8), bits)
+    return caches
+
+
+def _check_classes(caches: Sequence[Any], bits: int) -> None:
+    able = (ADAPTERS[KVCache], *(a for a in ADAPTERS.values() if isinstance(a, Recurrent)))
+    refused = sorted({class_name(c) for c in caches if adapter_of(c) not in able})
+    if refused:
+        named = ", ".join(
+            f"{name} ({_REASONS[name]})" if name in _REASONS else name for name in refused
+        )
+        raise ModelError(f"--kv-bits {bits}: this model has {named}, which cannot be quantised.")
+    if not any(type(cache) is KVCache for cache in caches):
+        raise ModelError(f"--kv-bits {bits}: this model has no KV, so it would change nothing.")
+
+
+def _group(cache: Any, bits: int) -> int | None:
+    """The group size of a layer that was fed; None where it is not quantised."""
+    adapter = adapter_of(cache)
+    if not isinstance(adapter, Sliced) or not adapter.filled(cache):
+        return None
+    sizes = sorted({array.shape[-1] for array in adapter.arrays(cache)})
+    found = next((g for g in GROUPS if all(size % g == 0 for size in sizes)), None)
+    if found is None:
+        named = " and ".join(map(str, sizes))
+        raise ModelError(
+            f"--kv-bits {bits}: this model's heads are of size {named}, and KV is quantised in "
+            "groups of 32, 64 or 128."
+        )
+    return found
+
+
+def _try(
+    model: Any, tokens: mx.array, expected: mx.array | None, caches: list[Any], bits: int
+) -> None:
+    """Feed `caches`, of 8 bits, and see whether the model makes of it about what it should."""
+    try:
+        made = model(tokens, cache=caches)
+        if expected is None or _alike(made, expected):
+            return
+        why = "computes something else on quantised KV"
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as failure:
+        why = f"does not take quantised KV ({failure})"
+    latent = sorted(_latent(model))
+    if latent:
+        why = f"keeps latents (MLA, {', '.join(latent)}), which cannot be quantised"
+    raise ModelError(f"--kv-bits {bits}: the attention of {_name(model)} {why}.")
+
+
+def _alike(made: mx.array, expected: mx.array) -> bool:
+    error, size = (mx.sum(x.astype(mx.float32) ** 2) for x in (made - expected, expected))
+    return bool((error <= _ALIKE**2 * size).item())
+
+
+def _latent(model: Any) -> set[str]:
+    """The classes of layers whose keys and values are made from a latent."""
+    if not isinstance(model, nn.Module):
+        return set()
+    return {type(m).__name__ for _, m in model.named_modules() if hasattr(m, "kv_lora_rank")}
+
+
+def _name(model: Any) -> str:
+    return str(getattr(model, "model_type", type(model).__name__))

@@ -1,0 +1,103 @@
+"""`--kv-bits` through a real scheduler and a real disk: cold = warm = restored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxcache.cache.budget import Budget
+from mlxcache.engine.disk import Disk
+from mlxcache.engine.memory import Memory
+from mlxcache.model.toy import make_toy
+from mlxcache.store.store import Store
+from tests.engine.conftest import Bench
+
+ROOM = 1 << 20
+
+
+@pytest.fixture(scope="module", params=[("llama", 4), ("qwen3_5", 8)], ids=lambda p: p[0])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    family, bits = request.param
+    return Bench(make_toy(tmp_path_factory.mktemp(family) / "model", family), kv_bits=bits)
+
+
+def start(bench: Bench, folder: Path, ram: int = 1 << 30) -> Disk:
+    """An empty RAM tier over `folder`, as a new process has it."""
+    budget = Budget(ram)
+    assert budget.reserve("pending", ROOM)
+    bench.use(Memory(bench.memory.layout, budget))
+    store = Store.open(folder / "store", "test", 1 << 30, free_floor=0)
+    inbox = bench.scheduler.inbox
+    disk = Disk(store, bench.memory, ROOM, lambda: inbox.put(lambda: None))
+    bench.scheduler.use(disk)
+    return disk
+
+
+def text(rng: np.random.Generator, length: int) -> list[int]:
+    return rng.integers(3, 250, length).tolist()
+
+
+def test_turns_edits_branches_and_restarts_are_warm(
+    bench: Bench, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Reused to the token where nothing is recurrent."""
+    opaque = bench.memory.layout.opaque
+    twin = bench.twin()
+    disk = start(bench, tmp_path)
+    ids = text(rng, 300)
+    first = bench.ask(ids, marks=(100, 250, 297))
+    after = [*ids, *first.out, *text(rng, 60)]
+    turn = bench.ask(after, marks=(100, 250, len(after) - 3))
+    assert turn.out == twin.ask(after).out
+    assert turn.record.cached_tokens >= (297 if opaque else len(ids) + len(first.out) - 1)
+    branch = [*ids[:277], *text(rng, 80)]
+    task = bench.ask(branch, marks=(100, 250, len(branch) - 3))
+    assert task.out == twin.ask(branch).out
+    assert task.record.cached_tokens == (250 if opaque else 277)
+    assert disk.persist.drain(20.0) == 0
+    disk.close(5.0)
+    disk = start(bench, tmp_path)
+    more = [*after, *turn.out, *text(rng, 50)]
+    task = bench.ask(more, marks=(100, len(more) - 3))
+    assert task.out == bench.twin().ask(more).out
+    assert task.record.restored_tokens == task.record.cached_tokens >= len(after) - 3
+    disk.close(5.0)
+
+
+def test_what_left_ram_comes_back_from_disk(
+    bench: Bench, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    layout = bench.memory.layout
+    twin = bench.twin()
+    disk = start(
+        bench, tmp_path, ROOM + 1500 * layout.bytes_per_token + 12 * layout.checkpoint_bytes
+    )
+    prompts = [text(rng, 400) for _ in range(5)]
+    outs = []
+    for ids in prompts:
+        outs.append(bench.ask(ids, marks=(100, 397)).out)
+        assert disk.persist.drain(20.0) == 0
+    for ids, out in zip(prompts, outs, strict=True):
+        again = [*ids, *out, *text(rng, 40)]
+        task = bench.ask(again, marks=(100, len(again) - 3))
+        assert disk.persist.drain(20.0) == 0
+        assert task.record.cached_tokens >= 397
+        assert task.out == twin.ask(again).out
+    assert bench.memory.room.spilled > 0
+    disk.close(5.0)
+
+
+def test_requests_at_once_step_in_lanes_of_their_own(
+    bench: Bench, rng: np.random.Generator
+) -> None:
+    """mlx-lm has no batch of quantised caches."""
+    prompts = [text(rng, n) for n in (120, 130, 140)]
+    twin = bench.twin()
+    bench.use(Memory(bench.memory.layout, Budget(1 << 30)))
+    tasks = [bench.put(ids, tokens=20) for ids in prompts]
+    bench.run(until=lambda: sum(bool(t.out) for t in tasks) == 3)
+    assert not any(lane.batched for lane in bench.scheduler.lanes.all)
+    bench.run()
+    assert [t.out for t in tasks] == [twin.ask(ids, tokens=20).out for ids in prompts]

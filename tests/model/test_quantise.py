@@ -1,0 +1,191 @@
+"""KV in 4 or 8 bits: what it is allowed for, and that nothing depends on how a prompt was fed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import (
+    QuantizedKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+
+from mlxcache.errors import ModelError, SnapshotRefused
+from mlxcache.model import kv, tiny, wire
+from mlxcache.model.lineage import Lineage
+from mlxcache.model.mlx_lm_check import agrees
+from mlxcache.model.mlx_lm_format import PromptCacheFile
+from mlxcache.model.mlx_lm_read import read_prompt_cache
+from tests.conftest import ToyMaker
+
+IDS = np.random.default_rng(5).integers(8, 240, 200, np.int32)
+MORE = np.array([70, 90, 110, 75, 33], np.int32)
+
+
+def fed(model: Any, lineage: Lineage, ids: Any, chunk: int) -> mx.array:
+    for at in range(0, len(ids), chunk):
+        logits = model(mx.array(ids[at : at + chunk])[None], cache=lineage.caches)
+        kv.eval_states(lineage.caches)
+    lineage.length += len(ids)
+    return logits[0, -1]
+
+
+def lineage(layout: kv.Layout) -> Lineage:
+    made = Lineage(layout)
+    made.grow(400)
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_logits_do_not_depend_on_the_chunks(toy: ToyMaker, family: str, bits: int) -> None:
+    """And are those of mlx-lm, with caches that were quantised from the start."""
+    model = mlx_lm.load(str(toy(family)))[0]
+    layout = kv.survey(model, kv_bits=bits)
+    caches = layout.make()
+    assert {c.bits for c in caches if isinstance(c, QuantizedKVCache)} == {bits}
+    expected = model(mx.array(IDS)[None], cache=caches)[0, -1]
+    for chunk in (16, 64, len(IDS)):
+        made = fed(model, lineage(layout), IDS, chunk)
+        assert mx.allclose(made, expected, rtol=0, atol=1e-4).item()
+
+
+@pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("qwen3_5", 8)])
+def test_a_quantised_lineage_rebuilt_from_parts_goes_on_like_the_whole(
+    toy: ToyMaker, family: str, bits: int, tmp_path: Path
+) -> None:
+    """Six arrays a layer, detached, compacted and read from a file."""
+    model = mlx_lm.load(str(toy(family)))[0]
+    layout = kv.survey(model, kv_bits=bits)
+    assert {len(spec) for spec in layout.specs} == {6}
+    line = lineage(layout)
+    fed(model, line, IDS[:150], 50)
+    state = line.capture()
+    expected = fed(model, line, IDS[150:], 50)
+    assert line.aligned()
+    tail = line.detach(120, 150)
+    run = wire.copied_run(layout, [(line, 40, 120)], memoryview(bytearray(1 << 20)))
+    arrays = {
+        t.name: mx.array(np.frombuffer(t.data, np.uint8))
+        .view(wire.DTYPES[t.dtype])
+        .reshape(t.shape)
+        for t in run
+    }
+    path = tmp_path / "run.safetensors"
+    mx.save_safetensors(str(path), arrays)
+    line.truncate(40)
+    line.compact(0, 40)
+    again = Lineage(layout)
+    again.fill([(line, 0, 40)], 300)
+    again.append(wire.row_major(wire.load_run(path, layout, mx.cpu), 0, 80), 80)
+    again.append_span((tail, 120, 150))
+    again.restore(state)
+    assert mx.allclose(fed(model, again, IDS[150:], 50), expected, rtol=0, atol=1e-4).item()
+
+
+def test_bytes_shrink_and_namespaces_differ(toy_llama: Path) -> None:
+    """Toy heads of 32 float32 are 128 bytes; packed, they take a scale and a bias of 4 beside."""
+    model = mlx_lm.load(str(toy_llama))[0]
+    layouts = [kv.survey(model, kv_bits=bits) for bits in (None, 8, 4)]
+    arrays = 4 * 2 * 2  # layers, heads, keys and values
+    assert [x.bytes_per_token for x in layouts] == [arrays * n for n in (128, 32 + 8, 16 + 8)]
+    assert len({wire.layout_key(x) for x in layouts}) == 3
+    assert [x.batchable for x in layouts] == [True, False, False]
+    assert all(x.cacheable and not x.opaque for x in layouts)
+
+
+@pytest.mark.parametrize(("size", "group"), [(64, 64), (96, 32), (128, 64), (32, 32)])
+def test_the_group_divides_the_heads(toy: ToyMaker, size: int, group: int) -> None:
+    model = mlx_lm.load(str(toy("llama", layers=2, head_dim=size)))[0]
+    caches = kv.survey(model, kv_bits=8).make()
+    assert [cache.group_size for cache in caches] == [group] * 2
+
+
+def test_heads_that_no_group_divides_are_refused(toy: ToyMaker) -> None:
+    model = mlx_lm.load(str(toy("llama", layers=2, head_dim=48)))[0]
+    with pytest.raises(ModelError, match=r"--kv-bits 4.* size 48.*32, 64 or 128"):
+        kv.survey(model, kv_bits=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("gemma3_text", "RotatingKVCache"),
+        ("llama4", "ChunkedKVCache"),
+        ("falcon_h1", "CacheList"),
+        ("deepseek_v32", "CacheList"),
+        ("deepseek_v3", "DeepseekV3Attention"),
+        ("kimi_linear", "KimiMLAAttention"),
+        ("mamba2", "no KV"),
+        ("deepseek_v41", "LayerCache"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused_by_name(name: str, named: str) -> None:
+    """Never silently left as it is, and never found out in the middle of a reply."""
+    options = {"v_head_dim": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "head_dim": 32}
+    model = tiny.make_tiny(name, options if name in ("deepseek_v3", "kimi_linear") else {})
+    with pytest.raises(ModelError, match=f"--kv-bits 8: .*{named}"):
+        kv.survey(model, kv_bits=8)
+
+
+def test_a_model_that_is_silently_wrong_on_quantised_kv_is_refused(toy_llama: Path) -> None:
+    real = mlx_lm.load(str(toy_llama))[0]
+
+    class Model:
+        layers = real.layers
+
+        def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+            logits: mx.array = real(tokens, cache=cache)
+            return -logits if isinstance(cache[0], QuantizedKVCache) else logits
+
+    with pytest.raises(ModelError, match="something else"):
+        kv.survey(Model(), kv_bits=8)
+
+
+def test_what_mlx_lm_quantised_is_refused(toy_llama: Path, tmp_path: Path) -> None:
+    """It quantises after the first chunk, so that this was computed on plain KV."""
+    model = mlx_lm.load(str(toy_llama))[0]
+    caches = make_prompt_cache(model)
+    model(mx.array(IDS)[None], cache=caches)
+    path = tmp_path / "p.safetensors"
+    quantised = [cache.to_quantized(group_size=32, bits=8) for cache in caches]
+    save_prompt_cache(str(path), quantised, {"model": "toy"})
+    with pytest.raises(SnapshotRefused, match="after the first chunk"):
+        read_prompt_cache(path, kv.survey(model, kv_bits=8), mx.cpu)
+
+
+def greedy(model: Any, ids: Any, caches: Any) -> list[int]:
+    steps = generate_step(mx.array(ids), model, max_tokens=12, prompt_cache=caches)
+    return [int(token) for token, _ in steps]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_mlx_lm_goes_on_from_our_file_and_we_too(
+    toy: ToyMaker, family: str, tmp_path: Path
+) -> None:
+    """A prompt cache with --kv-bits is of this model's namespace only with the same --kv-bits."""
+    model = mlx_lm.load(str(toy(family)))[0]
+    layout = kv.survey(model, kv_bits=8)
+    line = lineage(layout)
+    fed(model, line, IDS, 64)
+    expected = greedy(model, np.concatenate([IDS, MORE]), layout.make())
+    path = tmp_path / "p.safetensors"
+    path.write_bytes(b"".join(PromptCacheFile(line, "toy", IDS)))
+    found = read_prompt_cache(path, layout, mx.cpu)
+    assert agrees(model, layout, found, IDS)
+    assert found.arrays is not None
+    again = lineage(layout)
+    again.append(found.arrays, found.length)
+    again.restore(found.state)
+    assert greedy(model, MORE, again.caches) == expected
+    assert greedy(model, MORE, load_prompt_cache(str(path))) == expected
+    for other in (4, None):
+        with pytest.raises(SnapshotRefused):
+            read_prompt_cache(path, kv.survey(model, kv_bits=other), mx.cpu)
