@@ -117,6 +117,7 @@ class Prompt:
     knows no tools, so they were described in the system text and calls come as
     `<tool_call>{json}</tool_call>`. `rules` of canonicalisation changed the conversation; the model
     may write the keys of `names`, and the client is to read the values in their place.
+    `source`: what it was rendered from, for `prompt.explain`.
     """
 
     ids: Tokens
@@ -128,6 +129,7 @@ class Prompt:
     images: tuple[ImageSpan, ...] = ()
     rules: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    source: Any = field(default=None, repr=False)
 
     @property
     def fed(self) -> Tokens:

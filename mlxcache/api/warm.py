@@ -83,7 +83,7 @@ def chats_of(body: bytes) -> list[Chat]:
 
 def _chat(request: dict[str, Any]) -> Chat:
     body = msgspec.json.encode(request)
-    if _is_anthropic(request):
+    if is_anthropic(request):
         body = msgspec.json.encode({"model": "any", **request})
         return anthropic_chat.to_chat(decode(anthropic_wire.Conversation, body), strict=False)[0]
     chat = decode(ChatRequest, body)
@@ -91,7 +91,8 @@ def _chat(request: dict[str, Any]) -> Chat:
     return openai_request.to_chat(chat)
 
 
-def _is_anthropic(request: dict[str, Any]) -> bool:
+def is_anthropic(request: dict[str, Any]) -> bool:
+    """Whether a chat request is one of Anthropic's API, where it can be told from OpenAI's."""
     tools = request.get("tools") or []
     if "system" in request or any(isinstance(t, dict) and "function" not in t for t in tools):
         return True

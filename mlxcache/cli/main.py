@@ -12,6 +12,7 @@ import typer
 from mlxcache import __version__
 from mlxcache.cli import cache, sessions
 from mlxcache.cli.doctor.command import doctor
+from mlxcache.cli.explain import explain
 from mlxcache.cli.serve import serve
 from mlxcache.cli.snapshot import restore, snapshot
 from mlxcache.cli.warm import warm
@@ -26,7 +27,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.add_typer(sessions.app, name="sessions")
-for command in (snapshot, restore, warm):
+for command in (snapshot, restore, warm, explain):
     app.command()(command)
 app.add_typer(cache.app, name="cache")
 app.command()(doctor)

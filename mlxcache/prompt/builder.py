@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlxcache.errors import ConfigError, ContextLengthExceeded, MlxcacheError
@@ -11,9 +12,10 @@ from mlxcache.prompt.canonical.canonicaliser import LONGER, Canonical, Canonical
 from mlxcache.prompt.check import incremental_holds
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.explain import Source
 from mlxcache.prompt.images import Album, Pictures, with_images
 from mlxcache.prompt.marks import learn_openers, marks
-from mlxcache.prompt.recent import Anchors, Tokenised, Tokeniser
+from mlxcache.prompt.recent import Anchors, Tokenised, Tokeniser, common_prefix
 from mlxcache.prompt.renderer import Rendered, Renderer
 from mlxcache.prompt.template import RESERVED, Template, too_deep
 from mlxcache.prompt.tokenizer import Added, ChatTokenizer, added_tokens, backend_of, control_tokens
@@ -46,7 +48,7 @@ class PromptBuilder:
         rules: Mapping[str, bool] | None = None,
     ):
         args = dict(template_args or {})
-        self._context = context
+        self._context, self._decode = context, tokenizer._tokenizer.decode
         self.canonicaliser = Canonicaliser(rules)
         template = Template(tokenizer)
         if not template.exists:
@@ -93,24 +95,24 @@ class PromptBuilder:
         try:
             canonical = self.canonicaliser.canonical(chat, session, stop)
             if LONGER in canonical.rules:
-                prompt = self._if_short(canonical, session)
+                prompt = self._if_short(chat, canonical, session)
                 if prompt is not None:
                     return prompt
                 canonical = self.canonicaliser.canonical(chat, session, stop, (LONGER,))
         except RecursionError as error:
             raise too_deep() from error
-        return self._prompt(canonical, session)
+        return self._prompt(chat, canonical, session)
 
-    def _if_short(self, canonical: Canonical, session: str | None) -> Prompt | None:
+    def _if_short(self, sent: Chat, canonical: Canonical, session: str | None) -> Prompt | None:
         """The prompt of what is longer than the client sent it, if that leaves a reply its room."""
         try:
-            prompt = self._prompt(canonical, session)
+            prompt = self._prompt(sent, canonical, session)
         except ContextLengthExceeded:
             return None
         room = self._context is None or len(prompt.ids) <= self._context * 3 // 4
         return prompt if room else None
 
-    def _prompt(self, canonical: Canonical, session: str | None) -> Prompt:
+    def _prompt(self, sent: Chat, canonical: Canonical, session: str | None) -> Prompt:
         chat = canonical.chat
         rendered = self._renderer.render(chat)
         self._refuse_too_long(rendered.text, "messages")
@@ -125,8 +127,32 @@ class PromptBuilder:
             generic_tools=bool(chat.tools) and not self.traits.tools,
             rules=canonical.rules,
             names=canonical.names,
+            source=Source(sent, canonical, prompt, rendered.generation),
         )
         return with_images(made, self._album, rendered.images) if rendered.images else made
+
+    def reach(self, source: Source, leading: int) -> int:
+        """How many tokens of a prompt stand before its message `leading`, or before its reply."""
+        chat, made = source.chat, source.tokenised
+        if leading >= len(chat.messages):
+            return self._tokeniser.position(made, source.generation)
+        following = {**chat.messages[leading], "content": U}
+        if following["role"] == "assistant":
+            following = {"role": "assistant", "content": U}
+        messages = [*chat.messages[:leading], following]
+        try:
+            shown = self._renderer.render(replace(chat, messages=messages, continue_final=False))
+        except MlxcacheError:
+            return 0
+        return made.floor(common_prefix(shown.text, made.text))
+
+    def position(self, source: Source, char: int) -> int:
+        """How many tokens of a prompt stand before a character of its rendered text."""
+        return self._tokeniser.position(source.tokenised, char)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """A text for token ids, control tokens written out."""
+        return str(self._decode(list(ids)))
 
     def _refuse_too_long(self, text: str, param: str) -> None:
         if self._context is not None and self._codec.exceeds(text, self._context):

@@ -1,0 +1,151 @@
+"""What in one request is likely to change in the next, and what is computed again behind it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlxcache.prompt.audit_shapes import announced
+from mlxcache.prompt.explain import Source
+from mlxcache.prompt.explain_advice import advice_for
+from mlxcache.prompt.explain_text import excerpt
+from mlxcache.types import Chat
+
+_MACHINE = re.compile(r"<(system-reminder|env|environment_context|context)>.*?</\1>", re.DOTALL)
+"""What clients put into a person's message, and make anew for each session."""
+_KEY = 120
+"""Characters before a place by which it is found in the rendered text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is likely to change.
+
+    `where`: the part of the conversation; `line`: of that part's text, from 1. `at_token`: where in
+    the prompt it stands, None where it is not rendered; `tokens_behind`: what is computed again
+    when it changes. `text`: what stands there. `rule`: the rule of canonicalisation that removes
+    it, so that nothing is computed again.
+    """
+
+    cause: str
+    where: str
+    line: int
+    text: str
+    excerpt: str
+    at_token: int | None
+    tokens_behind: int
+    rule: str | None = None
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return advice_for(self.cause)
+
+
+def audit(source: Source, position: Callable[[Source, int], int], tokens: int) -> list[Finding]:
+    """What is likely to change in a prompt of so many `tokens`, in the order of the prompt.
+
+    Looked at are tools, system messages, and what clients put into messages of people between
+    marks such as `<system-reminder>`; what people and models wrote stays as it was sent.
+    `position(source, char)`: the number of tokens before a character of the rendered text.
+    """
+    found = [
+        one
+        for one in _found(source.chat, source, position, tokens)
+        if one.text not in source.canonical.names
+    ]
+    left = {(one.cause, one.text) for one in found}
+    rules = source.canonical.rules
+    removed = [
+        replace(one, rule=one.cause, at_token=None, tokens_behind=0)
+        for one in _found(source.sent, source, position, tokens)
+        if one.cause in rules and (one.cause, one.text) not in left
+    ]
+    found += _order(source, position, tokens)
+    return [*sorted(found, key=lambda one: (one.at_token is None, one.at_token or 0)), *removed]
+
+
+def _found(
+    chat: Chat, source: Source, position: Callable[[Source, int], int], tokens: int
+) -> Iterator[Finding]:
+    text = source.tokenised.text
+    for where, part, as_json in _parts(chat):
+        for one in announced(part):
+            char = _place(text, part, one.start, as_json=as_json)
+            at = None if char is None else position(source, char)
+            line = part.count("\n", 0, one.start) + 1
+            value = part[one.start : one.end][:200]
+            behind = 0 if at is None else tokens - at
+            yield Finding(one.cause, where, line, value, excerpt(part, one.start), at, behind)
+
+
+def _parts(chat: Chat) -> Iterator[tuple[str, str, bool]]:
+    """Texts that machines made, with where they stand and whether they are written as JSON."""
+    for i, tool in enumerate(chat.tools):
+        function = tool.get("function") or tool
+        for text in _strings(function):
+            yield f"tools[{i}] {function.get('name')}", text, True
+    leading = True
+    for i, message in enumerate(chat.messages):
+        role, texts = message.get("role"), _texts(message)
+        if role in ("system", "developer"):
+            for text in texts:
+                yield "system" if leading else f"messages[{i}] {role}", text, False
+            continue
+        leading = False
+        for text in texts if role == "user" else ():
+            for match in _MACHINE.finditer(text):
+                yield f"messages[{i}] {role}", match.group(), False
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    content = message.get("content")
+    listed = content if isinstance(content, list) else [content]
+    return [part for part in listed if isinstance(part, str)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _place(rendered: str, part: str, at: int, *, as_json: bool) -> int | None:
+    """The character of the rendered text at which character `at` of a part stands."""
+    start = max(0, at - _KEY)
+    before, key = part[start:at], part[start : at + _KEY]
+    forms = [(before, key)]
+    if as_json:
+        forms = [
+            (json.dumps(before, ensure_ascii=a)[1:-1], json.dumps(key, ensure_ascii=a)[1:-1])
+            for a in (False, True)
+        ] + forms
+    forms += [(lead.lstrip(), whole.strip()) for lead, whole in forms]  # templates trim
+    for lead, whole in forms:
+        found = rendered.find(whole)
+        if found >= 0:
+            return found + len(lead)
+    return None
+
+
+def _order(
+    source: Source, position: Callable[[Source, int], int], tokens: int
+) -> Iterator[Finding]:
+    """Tools that are not in the order of their names: nothing says that the order will hold."""
+    names = [str((tool.get("function") or tool).get("name")) for tool in source.chat.tools]
+    i = next((i for i in range(1, len(names)) if names[i] < names[i - 1]), None)
+    if i is None:
+        return
+    seen = f"{names[i - 1]}, {names[i]}"
+    char = source.tokenised.text.find(json.dumps(names[i]))
+    at = position(source, char) if char >= 0 else None
+    behind = 0 if at is None else tokens - at
+    yield Finding("tool_order", f"tools[{i}] {names[i]}", 1, names[i], seen, at, behind)

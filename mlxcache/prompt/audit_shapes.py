@@ -1,0 +1,153 @@
+"""The shapes of what machines write into prompts and change from one request to the next.
+
+`ANNOUNCED` are told by the words around them, so that a version number, a constant or a commit that
+a text merely mentions is not taken for one. `VALUES` are bare: they count only where two requests
+are known to differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_DAY = r"(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
+_CLOCK = r"\d{1,2}:\d{2}(?::\d{2}(?:\.\d{1,9})?)?(?: ?[AaPp][Mm])?"
+_ZONE = r"(?:Z|[+-]\d{2}:?\d{2}| ?[A-Z]{3,4}\b| \([^()\n]{1,40}\))"
+_ISO = rf"\d{{4}}-\d{{2}}-\d{{2}}(?:[T ,]{{1,2}}{_CLOCK}{_ZONE}?)?"
+_NUMERIC = rf"\d{{1,4}}[./]\d{{1,2}}[./]\d{{2,4}}(?:,? {_CLOCK})?"
+_WORDED = (
+    rf"(?:{_DAY},? )?(?:{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?|\d{{1,2}}(?:st|nd|rd|th)? {_MONTH})"
+    rf"(?:,? {_CLOCK}{_ZONE}?)?,? \d{{4}}(?:,? (?:at )?{_CLOCK}{_ZONE}?)?"
+)
+DATE = rf"(?:{_ISO}|{_WORDED}|{_NUMERIC})"
+UUID = r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
+_EPOCH = r"1[5-9]\d{8}(?:\d{3})?(?:\.\d{1,9})?"
+_NUMBER = r"(?<![\d,_.])\d[\d,_]{0,15}(?:\.\d{1,9})?(?!\d)"
+_UNITS = r"(?:tokens?|messages?|turns?|steps?|requests?|tool calls?|seconds?|minutes?|credits?)"
+_OWNERS = r"(?:session|request|conversation|thread|trace|span|run|turn|message|chat|invocation)"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Texts of one kind; `cause` is what a prefix is lost by where one changes.
+
+    Where the pattern has a group `value`, that is the part which changes.
+    """
+
+    cause: str
+    pattern: re.Pattern[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One occurrence in a text: characters `start` to `end`."""
+
+    cause: str
+    start: int
+    end: int
+
+
+def _shape(cause: str, pattern: str) -> Shape:
+    return Shape(cause, re.compile(pattern, re.MULTILINE))
+
+
+ANNOUNCED: tuple[Shape, ...] = (
+    _shape("attribution", r"^x-anthropic-billing-header:(?P<value>[^\n]{1,400})"),
+    _shape("counter", r"<total_tokens>(?P<value>\d+) tokens left</total_tokens>"),
+    _shape(
+        "counter",
+        r"\b(?i:tokens? us(?:age|ed)|context (?:used|left)|budget)[:=] ?"
+        rf"(?P<value>\$?{_NUMBER}(?: ?(?:/|of) ?{_NUMBER})?%?)",
+    ),
+    _shape(
+        "counter",
+        rf"(?P<value>{_NUMBER}%?) (?:more )?(?:{_UNITS}|context)(?: (?:are|is))?"
+        r" (?:left|remaining)\b",
+    ),
+    _shape("counter", rf"^[-*# \t]*(?i:{_UNITS})(?: so far| used| count)?: (?P<value>{_NUMBER})$"),
+    _shape("counter", r"\b(?i:turn|step|message|request|iteration) (?P<value>\d+ (?:of|/) \d+)\b"),
+    _shape(
+        "date",
+        r"\b(?i:today(?:'s date)?|(?:the )?(?:current|local|system) (?:date|time|datetime)"
+        r"(?: and time)?|date and time|it is now|the time is|now)(?: is)?(?: now)?[:=]? {1,3}"
+        rf"(?P<value>{DATE}|{_CLOCK})",
+    ),
+    _shape(
+        "date",
+        r"^[-*# \t]*(?i:(?:date|time|datetime|timestamp|now|started at|generated(?: at| on)?|last"
+        rf" updated|updated at|as of))[:=] {{0,3}}(?P<value>{DATE}|{_EPOCH}|{_CLOCK})",
+    ),
+    _shape(
+        "date",
+        rf"<(?P<tag>(?:current_?)?(?:date|time|datetime|timestamp))>\s*(?P<value>{DATE}|{_EPOCH})\s*"
+        r"</(?P=tag)>",
+    ),
+    _shape(
+        "uuid",
+        rf"(?i:\b{_OWNERS}[ _-]?(?:id|uuid|key)?)[\"']?[:=/]? {{0,2}}[\"'`]?(?P<value>{UUID})\b",
+    ),
+    _shape(
+        "uuid",
+        r"(?:/private)?/(?:tmp|var/folders|var/tmp|var/scratch|run/user|scratch)/[^\s\"'`<>]{0,160}?"
+        rf"(?P<value>{UUID})",
+    ),
+    _shape("uuid", rf"(?i:scratch(?:pad)?|temp(?:orary)?)\b[^\n]{{0,120}}?/(?P<value>{UUID})\b"),
+    _shape(
+        "temp_path",
+        r"(?:/private)?/(?:tmp|var/folders|var/tmp)/[^\s\"'`<>]{0,120}?"
+        r"(?P<value>(?=[\w.-]*\d)(?=[\w.-]*[A-Za-z])(?:tmp|T/|[\w-]+[-_.])[A-Za-z0-9_]{6,32})\b",
+    ),
+    _shape(
+        "hash",
+        r"\b(?:cch|nonce|etag|cache_bust|request[_-]?hash|session[_-]?hash|build[_-]?hash"
+        r"|prompt[_-]?hash)[\"']?[:=] ?[\"']?(?P<value>[0-9a-fA-F]{5,64})\b",
+    ),
+    _shape(
+        "hash",
+        rf"(?i:\b{_OWNERS}[ _-]?id)[\"']?[:=] {{0,2}}[\"'`]?(?P<value>(?:req|sess|ses|run|msg|conv"
+        r"|thread|trace|chat)?[_-]?(?=[A-Za-z_-]*\d)[0-9A-Za-z]{8,40})\b",
+    ),
+    _shape("git_status", r"\bgitStatus: ?(?P<value>[^\n]{0,400})"),
+    _shape("git_status", r"^[-*# \t]*(?:Current|Git) branch: ?(?P<value>\S{1,200})$"),
+    _shape("git_status", r"^Status:\n(?P<value>(?:\(clean\)|(?:[ MADRCTU?!]{2} \S[^\n]*\n?)+))"),
+    _shape("git_status", r"^Recent commits:\n(?P<value>(?:[0-9a-f]{7,40} [^\n]*\n?)+)"),
+    _shape("git_status", r"^On branch (?P<value>\S{1,200})$"),
+)
+
+VALUES: tuple[Shape, ...] = (
+    _shape("uuid", rf"(?P<value>{UUID})"),
+    _shape("date", rf"(?P<value>{DATE})"),
+    _shape("date", r"(?P<value>\b\d{1,2}:\d{2}:\d{2}\b)"),
+    _shape("date", rf"(?P<value>\b{_EPOCH}\b)"),
+    _shape("version", r"(?P<value>\bv?\d+\.\d+\.\d+[\w.+-]*)"),
+    _shape("hash", r"(?P<value>\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,64}\b)"),
+    _shape("temp_path", r"(?P<value>(?:/private)?/(?:tmp|var/folders|var/tmp)/[^\s\"'`<>]+)"),
+)
+
+
+def announced(text: str) -> Iterator[Found]:
+    """What in a text is likely to change, by where it starts; nothing overlaps."""
+    found = sorted(_all(ANNOUNCED, text), key=lambda one: (one.start, -one.end))
+    end = 0
+    for one in found:
+        if one.start >= end:
+            yield one
+            end = max(end, one.end)
+
+
+def touching(shapes: tuple[Shape, ...], text: str, start: int, end: int) -> list[str]:
+    """The causes of the shapes of which an occurrence in a text touches characters in a range."""
+    return [
+        one.cause
+        for one in _all(shapes, text)
+        if one.start < max(end, start + 1) and one.end > min(start, end - 1)
+    ]
+
+
+def _all(shapes: tuple[Shape, ...], text: str) -> Iterator[Found]:
+    for shape in shapes:
+        for match in shape.pattern.finditer(text):
+            start, end = match.span("value")
+            yield Found(shape.cause, start, end)

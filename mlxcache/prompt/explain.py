@@ -1,0 +1,197 @@
+"""Where a prompt parts from an earlier one that it was meant to go on with, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlxcache.cache.node import common_length
+from mlxcache.prompt.canonical.canonicaliser import Canonical
+from mlxcache.prompt.explain_advice import advice_for
+from mlxcache.prompt.explain_chats import differences, first_new
+from mlxcache.prompt.explain_messages import Difference
+from mlxcache.prompt.recent import Tokenised, common_prefix
+from mlxcache.types import Chat, Tokens
+
+WORTH = 64
+"""Tokens from which on a loss is told: templates and tokenizers move a few at a turn's end."""
+
+RULE_OF = {
+    "tool_reordered": "tool_order",
+    "tool_calls": "argument_order",
+    "tool_result_cleared": "cleared_results",
+}
+"""The rules that remove a cause, where they are not called as it is."""
+
+_NEAR = 600
+"""Characters around the place where two texts part in which what differs must be seen."""
+_THINKING = re.compile(r"</?think|<\|channel\|>analysis|\[/?THINK", re.IGNORECASE)
+_BACK, _AHEAD = 12, 40
+"""Tokens shown before and from where two prompts part."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """What a prompt was rendered from: the conversation as it was `sent`, the same after the rules
+    of canonicalisation, and the text with its ids. `generation`: where in it the reply begins."""
+
+    sent: Chat
+    canonical: Canonical
+    tokenised: Tokenised
+    generation: int
+
+    @property
+    def chat(self) -> Chat:
+        """The conversation as it was rendered."""
+        return self.canonical.chat
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds, the conversation's own taken to be as many as the text's."""
+        return self.tokenised.nbytes + 4 * len(self.tokenised.text)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One of two prompts. `ids`: of the prompt and, if it was served, of its reply, shape (n,)."""
+
+    source: Source
+    ids: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where two prompts part, if they do before what is new begins.
+
+    `at_token`: how many tokens both begin with. `new_from`: where in the later prompt what the
+    earlier one (and its reply) did not have begins; between the two lies what is computed again.
+    `reason`, `cause`: None where nothing parts before that. `before`, `after`: the earlier and the
+    later text around it. `where`: the part of the later conversation. `later`: what else differs.
+    `removed`: what differs as it was sent, each with the rule of canonicalisation that removed it.
+    """
+
+    at_token: int
+    new_from: int
+    prompt_tokens: int
+    reason: str | None = None
+    cause: str | None = None
+    where: str = ""
+    before: str = ""
+    after: str = ""
+    later: tuple[Difference, ...] = ()
+    removed: tuple[tuple[str, Difference], ...] = ()
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens of the later prompt that stood in the earlier one too, and are computed again."""
+        return max(0, self.new_from - self.at_token) if self.reason else 0
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return advice_for(self.cause) if self.cause else ""
+
+
+class Explainer:
+    """Compares prompts of one model. Safe in any thread.
+
+    `reach(source, n)`: how many tokens a prompt has before its message `n`; `decode`: a text for
+    ids.
+    """
+
+    def __init__(self, reach: Callable[[Source, int], int], decode: Callable[[Sequence[int]], str]):
+        self.reach = reach
+        self.decode = decode
+
+    def explain(self, old: Side, new: Side) -> Explanation:
+        """Why `new` parts from `old` where it does."""
+        return replace(self._explain(old, new), removed=_removed(old.source, new.source))
+
+    def _explain(self, old: Side, new: Side) -> Explanation:
+        shared = common_length(old.ids, new.ids)
+        was, now = old.source, new.source
+        new_from = self.reach(now, first_new(was.chat, now.chat))
+        found = differences(was.chat, now.chat)
+        generation = self.reach(was, len(was.chat.messages))
+        whole = shared >= min(generation, len(old.ids)) and not found
+        if whole and (shared + WORTH >= min(len(old.ids), new_from)):
+            return Explanation(shared, new_from, len(new.ids))
+        seen = self._seen(found, was, now)
+        if seen is None:
+            if shared >= new_from or (found and shared >= min(generation, len(old.ids))):
+                return Explanation(shared, new_from, len(new.ids), later=tuple(found))
+            return self._drift(old, new, shared, new_from, found)
+        later = tuple(one for one in found if one is not seen)
+        return Explanation(
+            shared,
+            new_from,
+            len(new.ids),
+            reason=seen.reason,
+            cause=seen.cause,
+            where=seen.where,
+            before=seen.before,
+            after=seen.after,
+            later=later,
+        )
+
+    def _seen(self, found: Sequence[Difference], was: Source, now: Source) -> Difference | None:
+        """The difference that shows where the two texts part; None if none does."""
+        old, new = was.tokenised.text, now.tokenised.text
+        at = common_prefix(old, new)
+        if at >= min(len(old), was.generation):
+            return None
+        near = slice(max(0, at - _NEAR), at + _NEAR)
+        sides = _squeezed(old[near]), _squeezed(new[near])
+        for one in found:
+            shown = [_squeezed(text)[:_BACK] for text in one.shows]
+            if any(shown) and all(text in side for text, side in zip(shown, sides, strict=True)):
+                return one
+        return next((one for one in found if one.cause == "template_args"), None)
+
+    def _drift(
+        self, old: Side, new: Side, shared: int, new_from: int, found: Sequence[Difference]
+    ) -> Explanation:
+        """The same conversation, rendered or generated differently."""
+        start = max(0, shared - _BACK)
+        before, after = (
+            self.decode([int(i) for i in side.ids[start : shared + _AHEAD] if i >= 0])
+            for side in (old, new)
+        )
+        thinking = bool(_THINKING.search(before)) != bool(_THINKING.search(after))
+        thinking = thinking or _reasons(new.source.chat) != _reasons(old.source.chat)
+        return Explanation(
+            shared,
+            new_from,
+            len(new.ids),
+            reason="template_drift",
+            cause="thinking_dropped" if thinking else "rerendered",
+            where="history",
+            before=before,
+            after=after,
+            later=tuple(found),
+        )
+
+
+def _removed(old: Source, new: Source) -> tuple[tuple[str, Difference], ...]:
+    """What differs as it was sent and not as it was rendered, with the rules that did it."""
+    rules = {*old.canonical.rules, *new.canonical.rules}
+    if not rules:
+        return ()
+    left = {(one.cause, one.before, one.after) for one in differences(old.chat, new.chat)}
+    found = [
+        (RULE_OF.get(one.cause, one.cause), one)
+        for one in differences(old.sent, new.sent)
+        if (one.cause, one.before, one.after) not in left
+    ]
+    return tuple((rule, one) for rule, one in found if rule in rules)
+
+
+def _reasons(chat: Chat) -> list[Any]:
+    return [m["reasoning_content"] for m in chat.messages if m.get("reasoning_content")]
+
+
+def _squeezed(text: str) -> str:
+    """A text without what templates and JSON change in it."""
+    return re.sub(r"\\[nrtbf\"\\]|[\W_]", "", text)

@@ -1,0 +1,71 @@
+"""The last prompts of each session, that the next one can be compared with. Bounded in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlxcache.cache.node import common_length
+from mlxcache.prompt.explain import Side
+from mlxcache.prompt.explain_chats import related
+from mlxcache.types import Tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A served prompt: `computed` tokens of it and its reply were in a cache when it ended."""
+
+    session: str | None
+    side: Side
+    computed: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps alive."""
+        return self.side.source.nbytes + self.side.ids.nbytes
+
+
+class Candidates:
+    """The last `each` prompts of every session, `count` and `limit` bytes of all at most.
+
+    For one thread. What was kept first goes first.
+    """
+
+    def __init__(self, *, count: int = 64, each: int = 4, limit: int = 64 << 20):
+        self._count, self._each, self._limit = count, each, limit
+        self._held: list[Candidate] = []
+
+    def add(self, new: Candidate) -> None:
+        """Keep a prompt, in the place of one of its session that it goes on with."""
+        ids = new.side.ids
+        mine = [one for one in self._held if one.session == new.session]
+        for one in mine:
+            if common_length(one.side.ids, ids) >= 0.75 * len(one.side.ids):
+                self._held.remove(one)
+        mine = [one for one in self._held if one.session == new.session]
+        if len(mine) >= self._each:
+            self._held.remove(mine[0])
+        self._held.append(new)
+        size = self.nbytes
+        while self._held and (len(self._held) > self._count or size > self._limit):
+            size -= self._held.pop(0).nbytes
+
+    def of(self, session: str | None, ids: Tokens) -> list[tuple[Candidate, int]]:
+        """Those worth a look, with the tokens shared: the session's own first, then by these."""
+        found = [(one, common_length(one.side.ids, ids)) for one in self._held]
+        return sorted(found, key=lambda pair: (pair[0].session != session, -pair[1]))
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all of them keep alive."""
+        return sum(one.nbytes for one in self._held)
+
+
+def best(found: list[tuple[Candidate, int]], side: Side) -> Candidate | None:
+    """The first candidate that a prompt's conversation goes on with, or shares the head of."""
+    for candidate, _ in found:
+        if related(candidate.side.source.chat, side.source.chat):
+            return candidate
+    return None

@@ -1,0 +1,548 @@
+"""Two requests of one conversation, changed in the ways that clients were seen to change them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mlxcache.api.bodies import chat_of
+from mlxcache.cli.main import app
+from mlxcache.config import Settings
+from mlxcache.prompt.builder import PromptBuilder
+from tests.prompt import kinds, templates
+
+command = importlib.import_module("mlxcache.cli.explain")
+"""The module; the package's attribute of that name may be its function."""
+
+Body = dict[str, Any]
+
+WORDS = [
+    "the",
+    "file",
+    "path",
+    "tool",
+    "command",
+    "agent",
+    "session",
+    "cache",
+    "prefix",
+    "model",
+    "server",
+    "request",
+    "response",
+    "value",
+    "read",
+    "write",
+    "edit",
+    "search",
+    "run",
+    "test",
+    "build",
+    "check",
+    "result",
+    "output",
+    "input",
+    "message",
+    "history",
+    "state",
+]
+
+
+def text(size: int, seed: str) -> str:
+    rng = random.Random(seed)
+    lines = [" ".join(rng.choice(WORDS) for _ in range(9)).capitalize() + "." for _ in range(size)]
+    return "\n".join(lines)
+
+
+def tool(name: str) -> Body:
+    schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+    return {"name": name, "description": text(6, name), "input_schema": schema}
+
+
+HEAD = [
+    "x-anthropic-billing-header: cc_version=2.1.329.0a8; cc_entrypoint=cli; cch=36ee5;",
+    "You are an interactive agent.",
+    text(20, "system")
+    + "\nToday's date is 2026-11-21.\nWorking in /Users/me/café.\n"
+    + "Session id: 7a1b0c6e-1111-4222-8333-944455556666\nRequests so far: 17\n\n"
+    + "gitStatus: This is the status at the start.\n"
+    + "Current branch: main\n\nStatus:\n M server.py\n?? notes.md\n\nRecent commits:\n"
+    + "1a2b3c4 Add a reader\n\n"
+    + text(20, "more"),
+]
+
+
+def first() -> Body:
+    """A request of Anthropic's API with tools, thinking, a call and its result."""
+    call = {"type": "tool_use", "id": "toolu_01", "name": "Read", "input": {"path": "a.py", "n": 1}}
+    thought = {"type": "thinking", "thinking": "I should read it. " + text(4, "t"), "signature": ""}
+    result = {"type": "tool_result", "tool_use_id": "toolu_01", "content": text(12, "result")}
+    reminder = f"<system-reminder>\n{text(8, 'claude.md')}\n</system-reminder>"
+    asked = [{"type": "text", "text": reminder}, {"type": "text", "text": "Fix the parser."}]
+    mark = {"cache_control": {"type": "ephemeral"}}
+    return {
+        "model": "claude-opus-4-8",
+        "max_tokens": 1000,
+        "system": [{"type": "text", "text": part} for part in HEAD],
+        "tools": [tool(name) for name in ("Bash", "Edit", "Read", "Write")],
+        "messages": [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": [thought, call]},
+            {"role": "user", "content": [result]},
+            {"role": "assistant", "content": [{"type": "text", "text": text(8, "reply")}]},
+            {"role": "user", "content": [{"type": "text", "text": "And the lexer?", **mark}]},
+        ],
+    }
+
+
+def following(body: Body) -> Body:
+    """The next turn: the same with a reply and a new message."""
+    after = copy.deepcopy(body)
+    after["messages"].append({"role": "assistant", "content": [{"type": "text", "text": "Done."}]})
+    after["messages"].append({"role": "user", "content": "Now write the tests for both of them."})
+    return after
+
+
+def openai() -> Body:
+    """The same in OpenAI's shapes."""
+    call = {"name": "Read", "arguments": '{"path": "a.py", "n": 1}'}
+    functions = [tool(name) for name in ("Bash", "Read")]
+    return {
+        "model": "any",
+        "messages": [
+            {"role": "system", "content": "\n".join(HEAD[1:])},
+            {"role": "user", "content": "Fix the parser. " + text(5, "ask")},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "call_1", "type": "function", "function": call}],
+            },
+            {"role": "tool", "tool_call_id": "call_1", "content": text(12, "result")},
+            {"role": "assistant", "content": text(8, "reply")},
+            {"role": "user", "content": "And the lexer?"},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": f["name"],
+                    "description": f["description"],
+                    "parameters": f["input_schema"],
+                },
+            }
+            for f in functions
+        ],
+    }
+
+
+TEMPLATE = (
+    "{{- '<|im_start|>system\nReasoning: ' + (reasoning_effort or 'low') + '<|im_end|>\n' -}}"
+    + templates.chatml(keep="true")
+)
+
+
+@lru_cache(maxsize=2)
+def tokenizer() -> kinds.Wrapped:
+    return kinds.tokenizer("byte_level", TEMPLATE)
+
+
+RAW = Settings(no_canonicalise=True)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that is made in no time, with a template that keeps thinking."""
+
+    def builder(settings: Settings) -> PromptBuilder:
+        return PromptBuilder(tokenizer(), rules=settings.rules)
+
+    monkeypatch.setattr(command, "_builder", builder)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`change` makes the second request of the first one's next turn; what is to be told of it.
+
+    `shows`: what the earlier and the later excerpt hold; `where`: how the part is called.
+    """
+
+    name: str
+    reason: str | None
+    cause: str | None
+    where: str
+    change: Callable[[Body], None]
+    shows: tuple[str, str] = ("", "")
+    base: Callable[[], Body] = first
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def head(index: int, old: str, new: str) -> Callable[[Body], None]:
+    def change(body: Body) -> None:
+        block = body["system"][index]
+        assert old in block["text"]
+        block["text"] = block["text"].replace(old, new)
+
+    return change
+
+
+def said(index: int, edit: Callable[[str], str]) -> Callable[[Body], None]:
+    """Edit the last text of a message."""
+
+    def change(body: Body) -> None:
+        content = body["messages"][index]["content"]
+        if isinstance(content, str):
+            body["messages"][index]["content"] = edit(content)
+            return
+        key = "content" if content[-1]["type"] == "tool_result" else "text"
+        content[-1][key] = edit(content[-1][key])
+
+    return change
+
+
+def reminded(edit: Callable[[str], str]) -> Callable[[Body], None]:
+    def change(body: Body) -> None:
+        block = body["messages"][0]["content"][0]
+        block["text"] = edit(block["text"])
+
+    return change
+
+
+def tools(edit: Callable[[list[Body]], list[Body]]) -> Callable[[Body], None]:
+    return lambda body: body.update(tools=edit(body["tools"]))
+
+
+def described(old: list[Body]) -> list[Body]:
+    return [old[0], {**old[1], "description": old[1]["description"] + " Carefully."}, *old[2:]]
+
+
+def unthinking(body: Body) -> None:
+    body["messages"][1]["content"].pop(0)
+
+
+def inserted(body: Body) -> None:
+    body["messages"].insert(3, {"role": "system", "content": "The task tools were not used."})
+
+
+def counted(body: Body) -> None:
+    counter = "<total_tokens>180000 tokens left</total_tokens>"
+    body["messages"].insert(3, {"role": "system", "content": counter})
+
+
+def dropped(body: Body) -> None:
+    del body["messages"][3]
+
+
+def compacted(body: Body) -> None:
+    told = "This session is being continued from a previous conversation. " + text(9, "summary")
+    body["messages"] = [{"role": "user", "content": told}]
+
+
+def marked(body: Body) -> None:
+    del body["messages"][4]["content"][0]["cache_control"]
+    body["messages"][-1]["content"] = [
+        {"type": "text", "text": "Now write the tests.", "cache_control": {"type": "ephemeral"}}
+    ]
+    body["system"][2]["cache_control"] = {"type": "ephemeral"}
+
+
+def as_strings(body: Body) -> None:
+    body["messages"][3]["content"] = body["messages"][3]["content"][0]["text"]
+    body["messages"][4]["content"] = body["messages"][4]["content"][0]["text"]
+
+
+def reserialised(body: Body) -> None:
+    body["messages"][2]["tool_calls"][0]["function"]["arguments"] = '{"path":"a.py",\n "n":1}'
+
+
+def argued(body: Body) -> None:
+    body["messages"][2]["tool_calls"][0]["function"]["arguments"] = '{"path": "b.py", "n": 1}'
+
+
+def image(data: str) -> Callable[[Body], None]:
+    def change(body: Body) -> None:
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        body["messages"][0]["content"].insert(1, {"type": "image", "source": source})
+
+    return change
+
+
+def with_image() -> Body:
+    body = first()
+    image("aaaa")(body)
+    return body
+
+
+def other_image(body: Body) -> None:
+    body["messages"][0]["content"].pop(1)
+    image("bbbb")(body)
+
+
+SYSTEM, TOOLS, EDITED = "system_changed", "tools_changed", "edited"
+PAIRS = [
+    Pair(
+        "attribution",
+        SYSTEM,
+        "attribution",
+        "system",
+        head(0, "36ee5", "9a001"),
+        ("36ee5", "9a001"),
+    ),
+    Pair("attribution, another version", SYSTEM, "attribution", "system", head(0, "0a8", "1b9")),
+    Pair("attribution left out", SYSTEM, "attribution", "system", lambda b: b["system"].pop(0)),
+    Pair("date", SYSTEM, "date", "system", head(2, "2026-11-21", "2026-11-22"), ("-21", "-22")),
+    Pair("uuid", SYSTEM, "uuid", "system", head(2, "7a1b0c6e", "0c6e7a1b"), ("7a1b", "0c6e")),
+    Pair("counter", SYSTEM, "counter", "system", head(2, "so far: 17", "so far: 18"), ("17", "18")),
+    Pair("git branch", SYSTEM, "git_status", "system", head(2, "branch: main", "branch: next")),
+    Pair("git status", SYSTEM, "git_status", "system", head(2, " M server.py", " M client.py")),
+    Pair("git status grows", SYSTEM, "git_status", "system", head(2, "?? notes", "?? a\n?? notes")),
+    Pair("git commits", SYSTEM, "git_status", "system", head(2, "1a2b3c4 Add", "77ee001 Fix")),
+    Pair(
+        "system line", SYSTEM, "text", "system", head(1, "interactive", "helpful"), ("int", "hel")
+    ),
+    Pair("unicode", SYSTEM, "unicode_normalisation", "system", head(2, "café", "cafe\u0301")),
+    Pair("trailing space", SYSTEM, "whitespace", "system", head(1, "agent.", "agent. ")),
+    Pair("line ends", SYSTEM, "line_endings", "system", head(2, ".\n", ".\r\n")),
+    Pair(
+        "tool inserted",
+        TOOLS,
+        "tool_inserted",
+        "tools[2] Grep",
+        tools(lambda old: [*old[:2], tool("Grep"), *old[2:]]),
+        ("Read", "Grep"),
+    ),
+    Pair(
+        "tool removed",
+        TOOLS,
+        "tool_removed",
+        "tools[1] Read",
+        tools(lambda old: [old[0], *old[2:]]),
+        ("Edit", "Read"),
+    ),
+    Pair(
+        "tool appended",
+        TOOLS,
+        "tool_inserted",
+        "tools[4] Zap",
+        tools(lambda old: [*old, tool("Zap")]),
+    ),
+    Pair(
+        "tool reordered",
+        TOOLS,
+        "tool_reordered",
+        "tools[0] Edit",
+        tools(lambda old: [old[1], old[0], *old[2:]]),
+    ),
+    Pair("tool described", TOOLS, "tool_changed", "tools[1] Edit", tools(described)),
+    Pair(
+        "one character",
+        EDITED,
+        "text",
+        "messages[4] assistant",
+        said(3, lambda t: t[:90] + ("#" if t[90] != "#" else "!") + t[91:]),
+        ("", "#"),
+    ),
+    Pair("tool result", EDITED, "text", "messages[3] tool", said(2, lambda t: "New. " + t)),
+    Pair(
+        "result cleared",
+        EDITED,
+        "tool_result_cleared",
+        "messages[3] tool",
+        said(2, lambda t: "[Old tool result content cleared]"),
+    ),
+    Pair(
+        "reminder",
+        EDITED,
+        "date",
+        "messages[1] user",
+        reminded(lambda t: t.replace("</", "Today's date is 2026-11-22.\n</")),
+    ),
+    Pair("thinking stripped", EDITED, "thinking_dropped", "messages[2] assistant", unthinking),
+    Pair("message inserted", EDITED, "message_inserted", "messages[4] system", inserted),
+    Pair("counter inserted", EDITED, "counter", "messages[4] system", counted),
+    Pair("message dropped", EDITED, "message_dropped", "messages[4] user", dropped),
+    Pair("compaction", EDITED, "compaction", "messages[1] user", compacted),
+    Pair(
+        "template arguments",
+        "template_drift",
+        "template_args",
+        "template arguments",
+        lambda b: b.update(reasoning_effort="high"),
+        base=openai,
+    ),
+    Pair("image", EDITED, "image", "messages[1] user", other_image, base=with_image),
+    Pair("call's arguments", EDITED, "tool_calls", "messages[2] assistant", argued, base=openai),
+    Pair("next turn", None, None, "", lambda b: None),
+    Pair("next turn, OpenAI", None, None, "", lambda b: None, base=openai),
+    Pair("cache_control moved", None, None, "", marked),
+    Pair("strings for lists", None, None, "", as_strings),
+    Pair("arguments written anew", None, None, "", reserialised, base=openai),
+    Pair(
+        "model and limits", None, None, "", lambda b: b.update(model="m", max_tokens=7, stream=True)
+    ),
+    Pair("thinking disabled", None, None, "", lambda b: b.update(thinking={"type": "disabled"})),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_two_requests_part_where_they_were_changed(pair: Pair):
+    """The reason, the cause, the part, both texts, and what is computed again."""
+    one = pair.base()
+    other = following(one)
+    pair.change(other)
+    found = command.explain_pair(one, other, RAW)
+    lost = found["lost"]
+    if pair.reason is None:
+        assert lost is None, lost
+        assert found["new_tokens"] < 100
+        return
+    assert (lost["reason"], lost["cause"], lost["where"]) == (pair.reason, pair.cause, pair.where)
+    for shown, text in zip(pair.shows, (lost["before"], lost["after"]), strict=True):
+        assert shown in text
+    assert lost["before"] != lost["after"]
+    assert lost["advice"]
+    assert lost["at_token"] == found["shared_tokens"]
+    kept = lost["at_token"] + lost["lost_tokens"] + found["new_tokens"]
+    assert kept == found["prompt_tokens"]["second"]
+
+
+def reordered(body: Body) -> None:
+    body["tools"].reverse()
+
+
+REMOVED = [
+    ("attribution", "attribution", head(0, "36ee5", "9a001")),
+    ("counter", "counter", counted),
+    ("tool_order", "tool_reordered", reordered),
+    (
+        "cleared_results",
+        "tool_result_cleared",
+        said(2, lambda t: "[Old tool result content cleared]"),
+    ),
+    ("git_status", "git_status", head(2, " M server.py", " M client.py")),
+]
+
+
+@pytest.mark.parametrize(("rule", "cause", "change"), REMOVED, ids=[r for r, _, _ in REMOVED])
+def test_what_a_rule_removes_is_no_loss(rule, cause, change):
+    """It is told with the rule's name."""
+    one = first()
+    other = following(one)
+    change(other)
+    found = command.explain_pair(one, other, Settings(canonicalise={"git_status": True}))
+    assert found["lost"] is None
+    assert [(r["rule"], r["cause"]) for r in found["removed"]] == [(rule, cause)]
+
+
+def test_the_audit_tells_what_a_rule_removes():
+    """It stakes no tokens."""
+    found = command.audit_one(first(), Settings())["data"]
+    removed = [one for one in found if one["rule"]]
+    assert [one["rule"] for one in removed] == ["attribution"]
+    assert removed[0]["tokens_behind"] == 0
+    assert {one["cause"] for one in found if not one["rule"]} >= {"date", "counter", "git_status"}
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Without the rules that would take out what the files differ in."""
+    if arguments[0].endswith("a.json"):
+        arguments = (*arguments, "--no-canonicalise")
+    done = CliRunner().invoke(app, ["explain", *arguments])
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two requests of which the second has another attribution line."""
+    one = first()
+    other = following(one)
+    head(0, "36ee5", "9a001")(other)
+    paths = []
+    for name, body in (("a.json", one), ("b.json", other)):
+        (tmp_path / name).write_text(json.dumps(body))
+        paths.append(str(tmp_path / name))
+    return paths
+
+
+def test_a_person_reads_where_why_and_what_to_do(files):
+    """In 80 columns."""
+    status, output = run(*files)
+    assert status == 0
+    assert "attribution" in output
+    assert "36ee5" in output
+    assert "9a001" in output
+    assert "CLAUDE_CODE_ATTRIBUTION_HEADER=0" in output
+    assert "estimate" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_a_person_reads_what_is_likely_to_change(files):
+    """Each with what stands behind it."""
+    status, output = run(files[0])
+    assert status == 0
+    for cause in ("attribution", "date", "uuid", "counter", "git_status"):
+        assert cause in output
+    assert "tokens behind it" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_programs_get_json(files):
+    """The same names as in a request's `lost`."""
+    status, output = run(*files, "--json")
+    assert status == 0
+    found = json.loads(output)
+    assert found["lost"]["cause"] == "attribution"
+    assert found["estimated"] is True
+    status, output = run(files[0], "--json")
+    assert {one["cause"] for one in json.loads(output)["data"]} >= {"attribution", "uuid"}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[]", "Expected"),
+        ("{", "not valid JSON"),
+        ('{"prompt": "x"}', "no chat request"),
+        ('{"messages": [{"role": "user", "content": [{"type": "nonsense"}]}]}', "nonsense"),
+    ],
+)
+def test_what_is_no_chat_request_is_told(tmp_path, content, says):
+    """By the file's name and what is wrong with it; exit status 1."""
+    file = tmp_path / "bad.json"
+    file.write_text(content)
+    status, output = run(str(file))
+    assert status == 1
+    assert says in output
+    assert "Error: " in output
+
+
+def test_a_missing_file_is_wrong_usage(tmp_path):
+    """Exit status 2."""
+    assert run(str(tmp_path / "none.json"))[0] == 2
+
+
+def test_the_demo_needs_no_server_and_no_weights():
+    """What is used where no model is named."""
+    from mlxcache.model.tokenizer_only import tokenizer_of
+
+    prompt = PromptBuilder(tokenizer_of(None)).chat(chat_of(first()))
+    assert prompt.source.tokenised.text.startswith("<|im_start|>system\n")
+
+
+def test_a_model_that_is_none_is_told(files, monkeypatch):
+    """Exit status 1 and a sentence."""
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    status, output = run(*files, "--model", "./no/such/folder")
+    assert status == 1
+    assert "./no/such/folder" in output
