@@ -137,7 +137,12 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
 
     builder = _builder(settings)
     side = _side(builder, one)
-    found = audit(side.source, builder.position, len(side.ids))
+    found = audit(
+        side.source,
+        builder.position,
+        len(side.ids),
+        order_kept=settings.rules["tool_order"],
+    )
     return {
         "object": "audit",
         **_counted(settings),

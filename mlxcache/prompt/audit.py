@@ -45,12 +45,19 @@ class Finding:
         return advice_for(self.cause)
 
 
-def audit(source: Source, position: Callable[[Source, int], int], tokens: int) -> list[Finding]:
+def audit(
+    source: Source,
+    position: Callable[[Source, int], int],
+    tokens: int,
+    *,
+    order_kept: bool = False,
+) -> list[Finding]:
     """What is likely to change in a prompt of so many `tokens`, in the order of the prompt.
 
     Looked at are tools, system messages, and what clients put into messages of people between
     marks such as `<system-reminder>`; what people and models wrote stays as it was sent.
     `position(source, char)`: the number of tokens before a character of the rendered text.
+    `order_kept`: the rule that keeps the order of tools is on.
     """
     found = [
         one
@@ -64,7 +71,13 @@ def audit(source: Source, position: Callable[[Source, int], int], tokens: int) -
         for one in _found(source.sent, source, position, tokens)
         if one.cause in rules and (one.cause, one.text) not in left
     ]
-    found += _order(source, position, tokens)
+    order = list(_order(source, position, tokens))
+    if order_kept:
+        removed += [
+            replace(one, rule="tool_order", at_token=None, tokens_behind=0) for one in order
+        ]
+    else:
+        found += order
     return [*sorted(found, key=lambda one: (one.at_token is None, one.at_token or 0)), *removed]
 
 

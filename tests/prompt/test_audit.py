@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mlxcache.config.rules import RULES
 from mlxcache.prompt.audit import Finding, audit
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.types import Chat
@@ -151,7 +152,8 @@ def request(*, system: str = "", reminder: str = "", told: str = "", described: 
 
 @lru_cache(maxsize=1)
 def builder() -> PromptBuilder:
-    return PromptBuilder(kinds.tokenizer("byte_level", templates.chatml()))
+    tokenizer = kinds.tokenizer("byte_level", templates.chatml())
+    return PromptBuilder(tokenizer, rules=dict.fromkeys(RULES, False))
 
 
 def audited(chat: Chat) -> tuple[list[Finding], int]:
@@ -218,6 +220,15 @@ def test_tools_out_of_order_are_told():
     (one,), _ = audited(Chat(chat.messages, tools))
     assert (one.cause, one.where) == ("tool_order", "tools[6] ToolF")
     assert one.tokens_behind > 1000
+    assert one.rule is None
+
+
+def test_tools_out_of_order_are_no_matter_where_the_order_is_kept():
+    """That is what the rule tool_order is for."""
+    made, tools = builder(), request().tools
+    prompt = made.chat(Chat(request().messages, [*tools[1:], tools[0]]))
+    (one,) = audit(prompt.source, made.position, len(prompt.ids), order_kept=True)
+    assert (one.cause, one.rule, one.tokens_behind) == ("tool_order", "tool_order", 0)
 
 
 def test_shapes_take_no_time_on_hostile_text():
