@@ -109,6 +109,7 @@ def _write(path: Path, size: int, step: Step) -> float:
     began = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        _go_by_cache(fd)
         for done in range(0, size, PART_BYTES):
             os.write(fd, part)
             step(done, 2 * size)
@@ -121,7 +122,7 @@ def _write(path: Path, size: int, step: Step) -> float:
 def _forget(path: Path) -> bool:
     """Have the system forget what it remembers of a file; whether that can be done here."""
     if hasattr(fcntl, "F_NOCACHE"):
-        return True  # a Mac: `_read` goes by the cache
+        return True  # it remembers nothing: see `_go_by_cache`
     if not hasattr(os, "posix_fadvise"):
         return False
     fd = os.open(path, os.O_RDONLY)
@@ -132,12 +133,17 @@ def _forget(path: Path) -> bool:
     return True
 
 
+def _go_by_cache(fd: int) -> None:
+    """On a Mac, have what is written and read through `fd` leave nothing in memory."""
+    if hasattr(fcntl, "F_NOCACHE"):
+        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
+
+
 def _read(path: Path, size: int, step: Step) -> float:
     buffer, done = memoryview(bytearray(PART_BYTES)), 0
     began = time.perf_counter()
     with path.open("rb", buffering=0) as file:
-        if hasattr(fcntl, "F_NOCACHE"):
-            fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
+        _go_by_cache(file.fileno())
         while count := file.readinto(buffer):
             done += count
             step(size + done, 2 * size)
