@@ -38,8 +38,11 @@ def take(draft: Draft) -> str:
 
 
 def place(draft: Draft, status: str, places: Places, session: str | None) -> None:
-    """Put a status where it is new, and older ones of this conversation where they were."""
-    history = History(f"git {session}")
+    """Put a status where it is new, and older ones of this session where they were.
+
+    Without a label only this status itself: another may be another conversation's that began alike.
+    """
+    history = History(f"git {session}" if session else f"git\n{status}")
     known: list[tuple[int, str]] = []
     end = draft.end()
     for at in range(end):

@@ -99,14 +99,16 @@ def test_each_turn_extends_the_one_before(rules):
             before = now
 
 
-def test_another_session_s_status_is_not_told(rules):
+@pytest.mark.parametrize("labels", [("one", "two"), (None, None)])
+def test_another_session_s_status_is_not_told(rules, labels):
     """Two sessions that begin with the same words have a status each."""
-    one = apply(rules, head(STATUS), message("user", "hi"), session="one")
-    two = apply(rules, head(OTHER), message("user", "hi"), session="two")
-    assert texts(one)[:2] == texts(two)[:2]
+    one, two = labels
+    first = apply(rules, head(STATUS), message("user", "hi"), session=one)
+    second = apply(rules, head(OTHER), message("user", "hi"), session=two)
+    assert texts(first)[:2] == texts(second)[:2]
     again = (message("user", "hi"), message("assistant", "yes"), message("user", "go on"))
-    assert texts(apply(rules, head(STATUS), *again, session="one"))[2] == STATUS
-    assert STATUS not in texts(apply(rules, head(OTHER), *again, session="two"))
+    assert texts(apply(rules, head(STATUS), *again, session=one))[2] == STATUS
+    assert STATUS not in texts(apply(rules, head(OTHER), *again, session=two))
 
 
 def test_a_reply_that_is_to_be_continued_stays_last(rules):
