@@ -29,13 +29,13 @@ TABLE = (
         "counter",
         "`<total_tokens>N tokens left</total_tokens>` in lines of their own at the end of a system "
         "message, as its first paragraph, or as all of it",
-        f"{CLAUDE_CODE} 2.1.200 to 2.1.329",
+        f"{CLAUDE_CODE} up to 2.1.329",
         "dropped",
     ),
     Rule(
         "newest_counter",
         "as `counter`",
-        f"{CLAUDE_CODE} 2.1.200 to 2.1.329",
+        f"{CLAUDE_CODE} up to 2.1.329",
         "the newest stands at the end of the prompt, the others are dropped",
     ),
     Rule(
@@ -49,27 +49,27 @@ TABLE = (
         "git_status",
         "a line `gitStatus: ...` and the lines of the status behind it (branch, user, files, "
         "commits), in a system message before the first reply",
-        f"{CLAUDE_CODE} 1.0 to 2.1.329, OpenCode's plug-ins",
+        f"{CLAUDE_CODE} up to 2.1.329, and clients made like it",
         "stands as a system message behind the message with which it was new",
     ),
     Rule(
         "tool_order",
         "the very same tools as in an earlier request, in another order",
-        "clients that list the tools of MCP servers as these answer",
+        "nowhere yet; expected of clients that list the tools of MCP servers as these answer",
         "the order of the first request",
     ),
     Rule(
         "argument_order",
         "the arguments of a call with the same values and other formatting: keys in another order, "
         "`1` for `1.0`",
-        "clients in Go and Rust",
+        "nowhere yet; expected of clients whose JSON library sorts keys, as in Go and Rust",
         "as the model wrote them",
     ),
     Rule(
         "cleared_results",
         "`[Old tool result content cleared]` as all of a tool's result, where this server saw the "
         "result in the same place of the same conversation",
-        f"{CLAUDE_CODE} 2.0 to 2.1.329, Qwen Code, OpenCode",
+        f"{CLAUDE_CODE} since 2.0, Qwen Code",
         "the result as it was, as long as the prompt takes at most three quarters of the context",
     ),
 )
