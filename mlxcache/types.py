@@ -22,7 +22,6 @@ FinishReason = Literal["stop", "stop_sequence", "length", "tool_calls", "cancell
 """`stop`: the model ended its turn; `stop_sequence`: a stop string; `length`: max_tokens,
 the context or the memory budget."""
 
-
 ITEM_BYTES: Mapping[str, int] = {
     "BOOL": 1,
     "U8": 1,
@@ -167,8 +166,7 @@ class Job:
     `max_tokens` None: as many as the context leaves. `stop`: strings that end the reply and
     are not part of it. `tools` None: tool calls are not parsed, their text is text.
     `top_logprobs` None: no log-probabilities; 0 to 20: those of the sampled token and so many of
-    the likeliest.
-    `raw`: a plain completion, in which thinking and calls are not told from text.
+    the likeliest. `raw`: a plain completion, in which thinking and calls are not told from text.
     `session` is a label for people, never a key. `title`: how the first message of a person begins.
     """
 
@@ -274,6 +272,7 @@ class ModelInfo:
     has_images: bool = False
     is_demo: bool = False
     created: int = 0
+    draft: str | None = None  # the id of the model that drafts
 
 
 @dataclass(slots=True)
@@ -291,6 +290,8 @@ class RequestRecord:
     restored_tokens: int = 0
     fed_tokens: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of the drafted ones
     timing: dict[str, float] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
     error: str | None = None

@@ -155,6 +155,8 @@ def record_object(record: RequestRecord) -> Mapping[str, Any]:
         "restored_tokens": record.restored_tokens,
         "fed_tokens": record.fed_tokens,
         "generated_tokens": record.generated_tokens,
+        "drafted_tokens": record.drafted_tokens,
+        "accepted_tokens": record.accepted_tokens,
         "finish_reason": record.finish_reason,
         "error": record.error,
         "canonicalised": list(record.canonicalised),

@@ -34,6 +34,17 @@ Model = Annotated[
     ),
 ]
 Adapter = Annotated[str | None, _value(MODEL, "PATH", "The folder of a LoRA adapter.")]
+DraftModel = Annotated[
+    str | None,
+    _value(
+        MODEL,
+        "PATH|HUB_ID",
+        "A small model with the same tokenizer, which drafts the other's tokens.",
+    ),
+]
+NumDraftTokens = Annotated[
+    str | None, _value(MODEL, "N", "Tokens that the draft model drafts at once.", "3")
+]
 TemplateArgs = Annotated[
     str | None,
     _value(MODEL, "JSON", "For the chat template, such as '{\"enable_thinking\": false}'."),
@@ -122,5 +133,3 @@ NoCanonicalise = Annotated[
     bool | None,
     _switch("--no-canonicalise", OTHER, "Render requests word for word, noise and all."),
 ]
-Reserved = Annotated[str | None, typer.Option(hidden=True)]
-"""Accepted by the parser, so that `mlxcache.config` can say that it is not supported yet."""

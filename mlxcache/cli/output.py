@@ -116,6 +116,7 @@ def log_line(record: RequestRecord) -> str:
     speed = f"{steps / decode:.1f} tok/s" if decode and steps > 0 else "- tok/s"
     end = record.finish_reason if record.status == "done" else record.status
     restored = f" ({record.restored_tokens} from disk)" if record.restored_tokens else ""
+    drafted, accepted = record.drafted_tokens, record.accepted_tokens
     fields = [
         f"session {(record.session or '-')[-8:]}",
         f"prompt {record.prompt_tokens}",
@@ -123,7 +124,8 @@ def log_line(record: RequestRecord) -> str:
         f"fed {record.fed_tokens}",
         f"first token {'-' if first is None else f'{first:.2f} s'}",
         speed,
-        f"generated {record.generated_tokens}",
+        f"generated {record.generated_tokens}"
+        + (f" ({accepted} of {drafted} drafts accepted)" if drafted else ""),
         str(end),
     ]
     if record.error:

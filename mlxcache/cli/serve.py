@@ -17,6 +17,8 @@ def serve(
     *,
     model: options.Model = None,
     adapter: options.Adapter = None,
+    draft_model: options.DraftModel = None,
+    num_draft_tokens: options.NumDraftTokens = None,
     chat_template_args: options.TemplateArgs = None,
     trust_remote_code: options.TrustRemoteCode = None,
     ram: options.Ram = None,
@@ -37,7 +39,6 @@ def serve(
     config: options.Config = None,
     canonicalise: options.Canonicalise = None,
     no_canonicalise: options.NoCanonicalise = None,
-    draft_model: options.Reserved = None,
 ) -> None:
     """Serve a model to coding agents, over the OpenAI and the Anthropic API.
 

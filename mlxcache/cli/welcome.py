@@ -48,7 +48,7 @@ def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any]) -> Text:
         context += f" (the model has {info.max_context_length:,})"
     lines = (
         ("Address", url),
-        ("Model", info.id),
+        ("Model", info.id + (f", drafted for by {info.draft}" if info.draft else "")),
         ("Context", context),
         ("RAM", f"{format_size(ram)}, beside the model's {format_size(info.weights_bytes)}"),
         ("Disk", _disk(disk["used_bytes"], disk["limit_bytes"])),

@@ -16,6 +16,9 @@ from mlxcache.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+MOST_DRAFTED = 15
+"""Tokens that may be drafted at once: with one more they are the shortest chunk of a prefill."""
+
 
 def _cache_dir() -> Path:
     return platformdirs.user_cache_path("mlxcache")
@@ -26,7 +29,8 @@ class Settings:
     """Everything `mlxcache serve` is told. Lengths are in tokens.
 
     `model`: a local path or a Hub id; None serves the built-in demo. `adapter`: the path of a
-    LoRA adapter. `ram`: see `ram_limit`; `disk`: see `disk_limit`. `context` None: as long as
+    LoRA adapter. `draft_model`: a path or a Hub id; it drafts `num_draft_tokens` at once.
+    `ram`: see `ram_limit`; `disk`: see `disk_limit`. `context` None: as long as
     the model allows.
     `max_tokens`: what a request that names no limit gets; None is all that the context leaves.
     `concurrency`: requests that compute at once; `queue`: how many more may wait.
@@ -55,6 +59,8 @@ class Settings:
     insecure: bool = False
     adapter: str | None = None
     kv_bits: int | None = None
+    draft_model: str | None = None
+    num_draft_tokens: int = 3
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     canonicalise: Mapping[str, bool] = field(default_factory=dict)
     no_canonicalise: bool = False
@@ -68,6 +74,8 @@ class Settings:
             read_size(self.disk)
         if self.adapter is not None and self.model is None:
             raise ConfigError("--adapter needs the model it was made for: add --model PATH|HUB_ID")
+        if self.draft_model is not None and self.model is None:
+            raise ConfigError("--draft-model needs a model to draft for: add --model PATH|HUB_ID")
         if not (self.insecure or self.api_key or is_loopback(self.host)):
             raise ConfigError(
                 f"--host {self.host} lets other machines in: add --api-key KEY, "

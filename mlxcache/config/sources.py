@@ -15,13 +15,11 @@ from typing import Any
 import platformdirs
 
 from mlxcache.config.rules import read_rules
-from mlxcache.config.settings import Settings
+from mlxcache.config.settings import MOST_DRAFTED, Settings
 from mlxcache.config.sizes import read_size
 from mlxcache.errors import ConfigError
 
 ENV_PREFIX = "MLXCACHE_"
-RESERVED = ("draft_model",)
-"""Names kept for what is not built yet: refused with a sentence, never ignored."""
 
 
 def default_config_path() -> Path:
@@ -41,7 +39,7 @@ def load_settings(
     Raises ConfigError, naming the flag, variable or key at fault.
     """
     values = _from_file(_config_file(config_path, environ))
-    for name in (*READERS, *RESERVED):
+    for name in READERS:
         variable = ENV_PREFIX + name.upper()
         if environ.get(variable):
             values[name] = _read(name, environ[variable], variable)
@@ -70,15 +68,13 @@ def _from_file(path: Path | None) -> dict[str, Any]:
     except ValueError as error:  # TOML and UTF-8 errors alike
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for key in table:
-        if key not in READERS and key not in RESERVED:
+        if key not in READERS:
             known = ", ".join(sorted(READERS))
             raise ConfigError(f"unknown key {key!r} in {path}; the keys are {known}")
     return {key: _read(key, value, f"{key} in {path}") for key, value in table.items()}
 
 
 def _read(name: str, value: object, source: str) -> Any:
-    if name in RESERVED:
-        raise ConfigError(f"{source}: not supported yet; remove it")
     try:
         return READERS[name](value)
     except (ValueError, TypeError, ConfigError) as error:
@@ -194,6 +190,8 @@ READERS: Mapping[str, Callable[[object], object]] = {
     "insecure": _switch,
     "adapter": _text,
     "kv_bits": _bits,
+    "draft_model": _text,
+    "num_draft_tokens": _number(1, MOST_DRAFTED, 3),
     "chat_template_args": _table,
     "canonicalise": read_rules,
     "no_canonicalise": _switch,

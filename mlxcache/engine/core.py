@@ -70,6 +70,7 @@ class Core:
             ticked=ticked,
         )
         self.scheduler.prefill.images = self.images
+        self.scheduler.lanes.drafts = settings.num_draft_tokens
 
     def _make_images(self, settings: Settings) -> images.Images | None:
         """What feeds images, with the memory for it set aside; None where there can be none."""
@@ -123,6 +124,8 @@ class Core:
         pool = shares.pool(limit)
         device.prepare(pool)
         self.cost = cost.measure(self.loaded.model, layout, limit // 8)
+        if self.loaded.draft is not None:  # logits of all that a pass verifies
+            self.cost.fixed *= 1 + settings.num_draft_tokens
         self.transient = self._transient(limit, settings.concurrency)
         budget = Budget(limit)
         kinds = {"pool": pool, "transient": self.transient, "pending": 0}
@@ -153,6 +156,7 @@ class Core:
             adapter=Path(settings.adapter).expanduser() if settings.adapter else None,
             memo=settings.cache_dir / "fingerprints.json",
             layout_key=wire.layout_key(self.layout),
+            draft=self.loaded.draft,
         )
 
     def close(self, seconds: float) -> None:

@@ -31,7 +31,8 @@ class Row:
     """One sequence in a decoder: how its tokens are drawn, and its owner.
 
     `context` holds all of its tokens so far for the processors, and is kept only if there are any.
-    `error` is what its sampler or a processor raised: its next token is none then.
+    `error` is what its sampler or a processor raised: its next token is none then. Of the `drafted`
+    tokens, if any are, so many were `accepted`.
     """
 
     owner: Any
@@ -39,6 +40,8 @@ class Row:
     processors: Sequence[Processor]
     context: mx.array | None
     error: Exception | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,8 @@ class Decoder:
         """Feed each row's newest token, which is not in the KV yet, and draw the next one."""
         self.pending, self.logprobs = self._advance(mx.array(list(inputs), mx.int32))
 
-    def step(self) -> list[Drawn]:
-        """Hand out the pending tokens, feeding them on the way."""
+    def step(self) -> list[list[Drawn]]:
+        """Hand out the pending tokens, each row's in the order of the text, feeding them."""
         tokens, logprobs = self.pending, self.logprobs
         assert tokens is not None
         assert logprobs is not None
@@ -96,9 +99,9 @@ class Decoder:
             self.pending, self.logprobs = self.pending[chosen], self.logprobs[chosen]
         self.rows = [self.rows[i] for i in rows]
 
-    def _drawn(self, tokens: mx.array, logprobs: mx.array) -> list[Drawn]:
+    def _drawn(self, tokens: mx.array, logprobs: mx.array) -> list[list[Drawn]]:
         values = np.asarray(tokens).tolist()
-        return [Drawn(row, values[i], logprobs[i]) for i, row in enumerate(self.rows)]
+        return [[Drawn(row, values[i], logprobs[i])] for i, row in enumerate(self.rows)]
 
     def _advance(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
         logits = self.model(inputs[:, None], cache=self.caches)[:, -1, :]
@@ -132,12 +135,13 @@ class Decoder:
                 new = inputs[i : i + 1].astype(mx.int32)
                 old = row.context
                 row.context = new if old is None else mx.concatenate([old, new])
-                line = _processed(row, row.context, line)
+                line = processed(row, row.context, line)
             out.append(line)
         return mx.concatenate(out)
 
 
-def _processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
+def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
+    """`logits` behind the row's processors. What one of them raises is the row's error."""
     try:
         for process in row.processors:
             logits = process(context, logits)

@@ -110,16 +110,18 @@ class Engine:
         if settings.model is None:
             return None
 
-        def downloading(done: int, total: int) -> None:
-            self._on_progress(f"downloading {settings.model}", done / total if total else None)
+        def downloading(name: str, done: int, total: int) -> None:
+            self._on_progress(f"downloading {name}", done / total if total else None)
 
-        load.resolve(settings.model, progress=downloading)
-        return load.ModelSpec(
+        spec = load.ModelSpec(
             settings.model,
             adapter=settings.adapter,
+            draft=settings.draft_model,
             trust_remote_code=settings.trust_remote_code,
             context=settings.context,
         )
+        load.fetch(spec, downloading)
+        return spec
 
     def _main(self, spec: load.ModelSpec | None, ready: asyncio.Future[None]) -> None:
         """The MLX thread, from the first array to the last."""

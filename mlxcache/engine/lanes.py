@@ -14,9 +14,11 @@ from typing import Any
 import mlx.core as mx
 
 from mlxcache.engine.decoder import Decoder, Drawn
+from mlxcache.engine.drafting import DraftingDecoder
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task
 from mlxcache.model import kv, rows
+from mlxcache.model.pair import Pair
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -31,6 +33,9 @@ CATCH_UP = 16
 
 WORTH_EVICTING = 8
 """A batch makes room for itself while it takes at most this part of the budget."""
+
+DRAFTS = 3
+"""Tokens that a draft model proposes at once, unless told otherwise."""
 
 
 @dataclass(slots=True)
@@ -55,7 +60,11 @@ def solo(model: Any, task: Task) -> Lane:
     """A lane that appends to the task's own lineage, fed with the prompt's last token."""
     assert task.row is not None
     lineage = task.held.lineage
-    decoder = Decoder(model, [task.row], lineage.caches)
+    decoder = (
+        DraftingDecoder(model, task.row, lineage.caches)
+        if isinstance(model, Pair)
+        else Decoder(model, [task.row], lineage.caches)
+    )
     decoder.start([int(task.fed[-1])])
     lineage.length += 1
     return Lane(decoder, [task])
@@ -73,6 +82,8 @@ class Lanes:
         window = self.layout.window
         self.sync_after = min(SYNC, window // 2 if window else SYNC)
         self.can_batch = self.layout.batchable and self.layout.cacheable and self.sync_after > 0
+        self.can_batch = self.can_batch and not isinstance(model, Pair)
+        self.drafts = DRAFTS
 
     def __len__(self) -> int:
         return sum(len(lane.tasks) for lane in self.all)
@@ -141,8 +152,8 @@ class Lanes:
 
     # -- stepping ----------------------------------------------------------------------------
 
-    def step(self, lane: Lane) -> list[Drawn]:
-        """One token for every row. The caller must have called `make_ready`."""
+    def step(self, lane: Lane) -> list[list[Drawn]]:
+        """A token for every row, or several. The caller must have called `make_ready`."""
         drawn = lane.decoder.step()
         if not lane.batched:
             lane.tasks[0].held.lineage.length += 1
@@ -158,6 +169,8 @@ class Lanes:
                 self.apart(lane)
             return True
         (task,) = lane.tasks
+        if isinstance(lane.decoder, DraftingDecoder):
+            return self._settle(task, lane.decoder)
         lineage = task.held.lineage
         if not self.memory.extend(task.held, lineage.length + task.behind + 1):
             return False
@@ -167,6 +180,23 @@ class Lanes:
             self.model(mx.array(piece)[None], cache=lineage.caches)
             kv.eval_states(lineage.caches)
             lineage.length += len(piece)
+        return True
+
+    def _settle(self, task: Task, decoder: DraftingDecoder) -> bool:
+        """Keep what was drafted right, and make room for the next guesses, or at least one token.
+
+        No more is drafted than the reply may still have.
+        """
+        assert task.row is not None
+        lease, lineage = task.held, task.held.lineage
+        lineage.truncate(lineage.length + decoder.settle())
+        task.record.drafted_tokens = task.row.drafted
+        task.record.accepted_tokens = task.row.accepted
+        left = task.limit - len(task.out) - decoder.ready
+        drafts, least = max(0, min(self.drafts, left - 1)), lineage.length + 1
+        if not (self.memory.extend(lease, least + drafts) or self.memory.extend(lease, least)):
+            return False
+        decoder.drafts = min(drafts, lineage.capacity - least)
         return True
 
     def _has_room(self, lane: Lane) -> bool:
@@ -214,6 +244,9 @@ class Lanes:
                 return
         except Exception:
             log.exception("a batch could not be narrowed")
+        if isinstance(lane.decoder, DraftingDecoder):
+            for task in lane.tasks:  # what it was fed for a guess, it was not told to say
+                task.held.lineage.truncate(len(task.ids) + len(task.out))
         if lane.batched:
             self.apart(lane)
         self.all = [ln for ln in self.all if ln.batched or ln.tasks[0] not in gone]

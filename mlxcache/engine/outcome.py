@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from mlxcache.engine.decoder import Drawn
 from mlxcache.engine.task import Task
@@ -15,10 +16,11 @@ Outcome = FinishReason | MlxcacheError
 """How a reply ends."""
 
 
-def take(task: Task, drawn: Drawn) -> Outcome | None:
-    """Hand a token out; why the task is over, if it is."""
+def take(task: Task, drawn: Sequence[Drawn]) -> Outcome | None:
+    """Hand tokens out until the task is over; why it is, if it is."""
     try:
-        return task.take(drawn)
+        outcomes = map(task.take, drawn)
+        return next((outcome for outcome in outcomes if outcome is not None), None)
     except Exception as error:  # noqa: BLE001 - `failure` logs it
         return failure(error)
 

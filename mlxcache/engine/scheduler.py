@@ -218,15 +218,13 @@ class Scheduler:
             self._end(lane, {lane.tasks[0]: "length"})
         if lane not in self.lanes.all:
             return
-        ends: dict[Task, Outcome] = {}
-        for task, drawn in zip(lane.tasks, self.lanes.step(lane), strict=True):
-            outcome = take(task, drawn)
-            if outcome is not None:
-                ends[task] = outcome
+        drawn = dict(zip(list(lane.tasks), self.lanes.step(lane), strict=True))
+        outcomes = {task: take(task, tokens) for task, tokens in drawn.items()}
+        ends = {task: outcome for task, outcome in outcomes.items() if outcome is not None}
         if ends:
             self._end(lane, ends)
-        for task in lane.tasks if lane in self.lanes.all else []:
-            if len(task.out) % COMMIT_EVERY == 0:
+        for task, tokens in drawn.items():
+            if task not in ends and len(task.out) % COMMIT_EVERY < len(tokens):
                 self.lanes.sync(task)
                 self.memory.commit(task.held, task.tokens(), checkpoint=True)
                 self._progress(task)

@@ -38,13 +38,14 @@ def fingerprint(
     memo: Path,
     layout_key: str,
     progress: Progress | None = None,
+    draft: Path | None = None,
 ) -> str:
     """The namespace of the model in folder `path`: 32 hexadecimal digits.
 
     It covers the content of the weights, of the configuration (whatever its spelling as JSON), of
-    Python code that the model brings and runs, and of the adapter; `layout_key`, which stands for
-    the KV's shapes and dtypes; mlx-lm's version and our format's. It covers no name, so that a
-    model has the same namespace wherever it lies.
+    Python code that the model brings and runs, of the adapter and of the model in folder `draft`;
+    `layout_key`, which stands for the KV's shapes and dtypes; mlx-lm's version and our format's.
+    It covers no name, so that a model has the same namespace wherever it lies.
 
     Content counts as its SHA-256. That of a file in a Hub cache is its blob's name; others are read
     once and remembered in the file `memo` for as long as size, times and inode stay as they are.
@@ -53,21 +54,25 @@ def fingerprint(
     Raises ModelError, a sentence that names the file that cannot be read.
     """
     path = path.expanduser()
-    reader = _Reader(memo, progress)
-    configs = [path / name for name in _CONFIGS if (path / name).exists()]
     weights = sorted(path.glob("model*.safetensors"))
     code = sorted(path.rglob("*.py")) if _runs_code(path) else []
     adapters = [] if adapter is None else [adapter.expanduser() / name for name in ADAPTER_FILES]
-    content = reader.digests([*weights, *code, *adapters[1:]])
+    content = _Reader(memo, progress).digests([*weights, *code, *adapters[1:]])
     covered = {
         "format": FORMAT,
         "mlx_lm": version("mlx-lm"),
         "layout": layout_key,
-        "configs": {file.name: _read_json(file) for file in configs},
+        "configs": {n: _read_json(path / n) for n in _CONFIGS if (path / n).exists()},
         "weights": [content[file] for file in weights],
         "code": {str(file.relative_to(path)): content[file] for file in code},
         "adapter": [_read_json(file) for file in adapters[:1]] + [content[f] for f in adapters[1:]],
     }
+    if draft is not None:
+        covered["draft"] = fingerprint(draft, adapter=None, memo=memo, layout_key="")
+    return _digest(covered)
+
+
+def _digest(covered: Mapping[str, Any]) -> str:
     text = json.dumps(covered, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -5,9 +5,11 @@ Sampling defaults in generation_config.json are not applied: a request gets what
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,22 +22,17 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 from mlxcache.errors import ModelError
 from mlxcache.model.context import context_length, native_length
+from mlxcache.model.folder import check_files, checked_config
 from mlxcache.model.hub import Progress, display_name, resolve
 from mlxcache.model.markers import is_harmony, thinks
+from mlxcache.model.pair import check_tokenizers, make_pair
 from mlxcache.model.vision import Vision, load_vision
 from mlxcache.types import ModelInfo
 
-__all__ = ["Loaded", "ModelSpec", "Progress", "load", "resolve"]
+log = logging.getLogger("mlxcache.model")
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "*.tiktoken",
-    "tiktoken.model",
-    "tokenizer_config.json",
-)
+__all__ = ["Loaded", "ModelSpec", "Progress", "fetch", "load", "resolve"]
+
 # What reading other people's files through mlx-lm and transformers raises.
 _FAILURES = (
     OSError,
@@ -54,7 +51,8 @@ class ModelSpec:
     """Which model to serve, and how.
 
     `model`: a folder or a Hub id; `revision`: the Hub's branch, tag or commit. `adapter`: a folder
-    with adapter_config.json and adapters.safetensors. `trust_remote_code`: the model's folder
+    with adapter_config.json and adapters.safetensors. `draft`: as `model`, one that drafts for it.
+    `trust_remote_code`: the model's folder
     may run its own Python code. `context`: tokens, at most what the model has. `chat_template`:
     a file or the template itself, in place of the model's. `id`: the name that clients see.
     """
@@ -67,13 +65,15 @@ class ModelSpec:
     chat_template: str | None = None
     id: str | None = None
     is_demo: bool = False
+    draft: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model ready to run. `config` is config.json as mlx-lm reads it; `path` the folder.
 
-    `vision` None: it takes no images.
+    `vision` None: it takes no images. `draft`: the folder of the model that drafts; `model` is then
+    a `Pair`, and `info` of both.
     """
 
     model: nn.Module
@@ -82,6 +82,7 @@ class Loaded:
     info: ModelInfo
     path: Path
     vision: Vision | None = None
+    draft: Path | None = None
 
 
 def load(spec: ModelSpec, progress: Progress | None = None, *, lazy: bool = False) -> Loaded:
@@ -89,60 +90,67 @@ def load(spec: ModelSpec, progress: Progress | None = None, *, lazy: bool = Fals
 
     With `lazy` each of its weights is read only once it is computed with.
 
-    A Hub id is downloaded first: call `resolve(spec.model, spec.revision, progress)` in another
-    thread beforehand to keep this one free.
+    A Hub id is downloaded first: call `fetch` in another thread beforehand to keep this one free.
 
     Raises ModelError, a sentence that names the file at fault or what to type.
     """
     path = resolve(spec.model, spec.revision, progress)
-    config = _checked_config(path)
-    _check_files(path)
+    config = checked_config(path)
+    check_files(path)
     template = _template(spec.chat_template)
     context_length(native_length(config), spec.context)  # refused before the weights are read
-    model, config = _load_weights(spec, path, lazy=lazy)
+    model, config = _load_weights(spec, path, lazy=lazy or spec.draft is not None)
     tokenizer = _load_tokenizer(spec, path, config, template)
     info = _info(spec, path, model, tokenizer, config)
     vision = load_vision(model, tokenizer, config)
-    return Loaded(model, tokenizer, config, info, path, vision)
+    loaded = Loaded(model, tokenizer, config, info, path, vision)
+    if spec.draft is None:
+        return loaded
+    loaded = _with_draft(loaded, spec, spec.draft)
+    if not lazy:
+        mx.eval(loaded.model.parameters())
+    return loaded
 
 
-def _checked_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    if not file.exists():
-        raise ModelError(f"{path} has no config.json, so it is not a model's folder.")
-    config = _read_json(file)
-    if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{file} does not say its model_type.")
-    return config
+def _with_draft(loaded: Loaded, spec: ModelSpec, name: str) -> Loaded:
+    """`loaded` with the model called `name` beside it.
+
+    A draft knows no positions beyond its own context, so no more is served.
+    """
+    with _of_the_draft():
+        own = ModelSpec(name, trust_remote_code=spec.trust_remote_code, context=spec.context)
+        draft = load(own, lazy=True)  # refused before any weights are read
+    check_tokenizers(loaded.tokenizer, draft.tokenizer)
+    info, length = loaded.info, draft.info.context_length
+    if length < info.context_length:
+        log.warning("the draft model is made for %d tokens: no more are served", length)
+    info = replace(
+        info,
+        context_length=min(length, info.context_length),
+        weights_bytes=info.weights_bytes + draft.info.weights_bytes,
+        draft=draft.info.id,
+    )
+    return replace(loaded, model=make_pair(loaded.model, draft.model), info=info, draft=draft.path)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
+    """Download what `spec` names and is not there; `progress` is told the name first. Any thread.
+
+    Raises ModelError as `load` does.
+    """
+    resolve(spec.model, spec.revision, partial(progress, spec.model))
+    if spec.draft is not None:
+        with _of_the_draft():
+            resolve(spec.draft, None, partial(progress, spec.draft))
+
+
+@contextmanager
+def _of_the_draft() -> Iterator[None]:
+    """Have a ModelError say which of the two models it is about."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} is not a JSON object.")
-    return value
-
-
-def _check_files(path: Path) -> None:
-    if not any(path.glob("model*.safetensors")):
-        raise ModelError(
-            f"{path} has no weights (model*.safetensors). Other formats have to be converted "
-            "first: `mlx_lm.convert --hf-path MODEL --mlx-path FOLDER`."
-        )
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        shards = _read_json(index).get("weight_map", {})
-        missing = sorted(name for name in set(shards.values()) if not (path / name).exists())
-        if missing:
-            raise ModelError(
-                f"{path} lacks {len(missing)} of its weight files, {missing[0]} first: "
-                "the download or copy is incomplete."
-            )
-    if not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise ModelError(f"{path} has no tokenizer (tokenizer.json or tokenizer.model).")
+        yield
+    except ModelError as error:
+        raise ModelError(f"--draft-model: {error}") from error
 
 
 def _load_weights(spec: ModelSpec, path: Path, *, lazy: bool) -> tuple[nn.Module, dict[str, Any]]:

@@ -34,6 +34,12 @@ def test_addresses_that_others_can_reach(host):
     assert not is_loopback(host)
 
 
+def test_a_draft_without_a_model_is_refused():
+    """The demo has none to be drafted by."""
+    with pytest.raises(ConfigError, match="--model"):
+        Settings(draft_model="small/")
+
+
 def test_an_adapter_without_its_model_is_refused():
     """The demo has no adapters."""
     with pytest.raises(ConfigError, match="--model"):

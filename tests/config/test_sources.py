@@ -53,6 +53,8 @@ VALUES = {
     "insecure": ("true", True),
     "adapter": ("lora", "lora"),
     "kv_bits": ("4", 4),
+    "draft_model": ("org/small", "org/small"),
+    "num_draft_tokens": ("5", 5),
     "chat_template_args": ('{"enable_thinking": false}', {"enable_thinking": False}),
     "canonicalise": ("git_status=on,uuid=off", {"git_status": True, "uuid": False}),
     "no_canonicalise": ("yes", True),
@@ -113,7 +115,8 @@ def test_an_unknown_key_is_named_with_its_file(home):
         ("chat_template_args", "{"),
         ("kv_bits", "5"),
         ("kv_bits", "true"),
-        ("draft_model", "org/small"),
+        ("num_draft_tokens", "0"),
+        ("num_draft_tokens", "16"),
     ],
 )
 def test_a_wrong_value_is_named_by_where_it_came_from(home, name, text):

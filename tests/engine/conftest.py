@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm
 import numpy as np
 import pytest
 
@@ -23,6 +22,7 @@ from mlxcache.engine.prefill import Limits
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Task
 from mlxcache.model import kv
+from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.sampling import make_processors, make_sampler
 from mlxcache.types import (
     Admitted,
@@ -62,8 +62,10 @@ class Bench:
         chunk: int = 64,
         concurrency: int = 8,
         kv_bits: int | None = None,
+        draft: Path | None = None,
     ):
-        self.model, self.tokenizer = mlx_lm.load(str(path))
+        loaded = load(ModelSpec(str(path), draft=str(draft) if draft else None))
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
         layout = kv.survey(self.model, kv_bits=kv_bits)
         self.memory = Memory(layout, Budget(ram))
         self.cost = cost.Cost(64.0, 0.0, 0.0, 1e6)

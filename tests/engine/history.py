@@ -40,9 +40,18 @@ SAMPLINGS = (
 class History:
     """A seeded client of one `Bench`: `step` does something, `finish` checks what came of it."""
 
-    def __init__(self, path: Path, seed: int, *, ram_tokens: int | None = None, longest: int = 300):
+    def __init__(
+        self,
+        path: Path,
+        seed: int,
+        *,
+        ram_tokens: int | None = None,
+        longest: int = 300,
+        draft: Path | None = None,
+    ):
         self.rng = np.random.default_rng(seed)
-        self.bench = Bench(path, chunk=int(self.rng.choice([16, 64, 100])), concurrency=8)
+        chunk = int(self.rng.choice([16, 64, 100]))
+        self.bench = Bench(path, chunk=chunk, concurrency=8, draft=draft)
         self.longest = longest
         layout = self.bench.memory.layout
         self.ram_tokens = ram_tokens or 1 << 20

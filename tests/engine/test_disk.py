@@ -19,14 +19,18 @@ from mlxcache.errors import DiskFull, NotAnchored
 from mlxcache.model.toy import make_toy
 from mlxcache.store.store import Store
 from tests.engine.conftest import Bench
+from tests.engine.drafts import make_draft
 
 FAMILIES = ("llama", "gemma3", "gpt_oss", "qwen3_5", "mamba2", "llama4", "deepseek_v3")
 ROOM = 1 << 20
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, "drafted"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "drafted":
+        model = make_toy(folder / "model")
+        return Bench(model, draft=make_draft(model, folder / "draft", "alike"))
     return Bench(make_toy(folder / "model", request.param))
 
 

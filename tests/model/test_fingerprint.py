@@ -198,3 +198,20 @@ def test_what_cannot_be_read_is_named(model: Path, memo: Path, tmp_path: Path) -
     (model / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         of(model, memo)
+
+
+def test_a_draft_makes_another_namespace(model: Path, memo: Path, tmp_path: Path) -> None:
+    """By its content, and not by where it lies."""
+    draft = Path(shutil.copytree(model, tmp_path / "draft"))
+    flip(draft / WEIGHTS)
+
+    def pair() -> str:
+        return fingerprint(model, adapter=None, memo=memo, layout_key="f32", draft=draft)
+
+    alone, first = of(model, memo), pair()
+    flip(draft / WEIGHTS)
+    second = pair()
+    flip(draft / WEIGHTS)
+    assert len({alone, of(draft, memo), first, second}) == 4
+    draft = draft.rename(tmp_path / "elsewhere")
+    assert pair() == first

@@ -1,0 +1,151 @@
+"""Stepping one lineage with a draft: what a small model proposes, the model verifies in one pass.
+
+The model's own draw decides at each position, so the tokens are those that it would draw alone,
+with a seed too. The draft draws with the same random key and behind the same processors: wherever
+the two agree on the odds, they then draw the same token, at any temperature.
+
+As in `Decoder`, the pass that feeds a token is running when the token is handed out. That pass goes
+on with drafted tokens, so the caches run ahead of the lineage until `settle` says how far they are
+right. MLX thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlxcache.engine.decoder import Decoder, Drawn, Row, Sampler, processed
+from mlxcache.model.kv import Caches, eval_states
+from mlxcache.model.pair import Pair
+
+log = logging.getLogger("mlxcache.engine")
+
+
+@dataclass(slots=True)
+class _Draws:
+    """How tokens are drawn one after another: the state before the next one.
+
+    A sampler changes with every draw, so each state has one of its own.
+    """
+
+    row: Row
+    sampler: Sampler
+    context: mx.array | None
+
+    def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, _Draws]:
+        """Of `logits`, shape (1, vocabulary): the token, shape (1,), its log-probabilities, and
+        the state behind it. What a sampler or a processor raises is the row's error."""
+        sampler = copy(self.sampler)
+        if self.context is not None:
+            logits = processed(self.row, self.context, logits)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        try:
+            token = sampler(logprobs)
+        except Exception as error:
+            log.exception("a sampler failed")
+            self.row.error, token = error, mx.zeros(1, mx.uint32)
+        return token, logprobs, _Draws(self.row, sampler, self.context)
+
+    def seen(self, token: mx.array) -> _Draws:
+        """The state once `token`, shape (1,), is in the text."""
+        if self.context is None:
+            return self
+        context = mx.concatenate([self.context, token.astype(mx.int32)])
+        return _Draws(self.row, self.sampler, context)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One pass of the model: what it drew at each position, `after` each draw the next state.
+
+    `drafted` are the tokens that it was fed for a guess.
+    """
+
+    tokens: mx.array
+    logprobs: Sequence[mx.array]
+    after: Sequence[_Draws]
+    drafted: mx.array
+
+
+class DraftingDecoder(Decoder):
+    """One row, stepped in place over a lineage's caches with a pair of models.
+
+    `drafts`: how many tokens are drafted for the next pass. There must be room for them.
+    """
+
+    model: Pair
+
+    def __init__(self, model: Pair, row: Row, caches: Caches):
+        super().__init__(model, [row], caches)
+        self.drafts = 0
+        self._draws = _Draws(row, row.sampler, row.context if row.processors else None)
+        self._flight: _Flight | None = None
+        self._ready: list[Drawn] = []
+        self._unseen: list[int] = []  # a token in the text that the draft was not fed
+
+    def start(self, inputs: Sequence[int]) -> None:
+        """Feed the newest token, which is not in the KV yet, and draw the next one."""
+        (newest,) = inputs
+        self._launch(newest, 0)
+
+    def settle(self) -> int:
+        """Wait for the pass in flight; how many of the tokens drafted for it are right.
+
+        So many positions beyond the newest token that was handed out are there to stay. The caller
+        cuts the caches back to them; the next `step` hands out their tokens, and one more.
+        """
+        if self._flight is None:
+            return 0
+        flight, self._flight = self._flight, None
+        tokens, drafted = np.asarray(flight.tokens).tolist(), np.asarray(flight.drafted).tolist()
+        right = 0
+        while right < len(drafted) and tokens[right] == drafted[right]:
+            right += 1
+        (row,) = self.rows
+        row.drafted += len(drafted)
+        row.accepted += right
+        self._draws = flight.after[right]
+        self._unseen = drafted[-1:] if right == len(drafted) else []
+        self._ready = [Drawn(row, tokens[i], flight.logprobs[i][0]) for i in range(right + 1)]
+        return right
+
+    @property
+    def ready(self) -> int:
+        """Tokens that the next `step` hands out."""
+        return len(self._ready)
+
+    def step(self) -> list[list[Drawn]]:
+        """Hand out what is ready, feeding the last of it, and `drafts` guesses, on the way."""
+        ready, self._ready = self._ready, []
+        self._launch(ready[-1].token, self.drafts)
+        return [ready]
+
+    def _launch(self, newest: int, drafts: int) -> None:
+        """Feed the token `newest` and so many drafted ones, and draw at each position."""
+        fed = mx.array([newest], mx.uint32)
+        states = [self._draws.seen(fed)]
+        if self._unseen:
+            self.model.rewind_draft(self.caches, len(self._unseen))
+        shown = mx.array([*self._unseen, newest], mx.uint32)
+        drafted = []
+        for _ in range(drafts):
+            logits = self.model.propose(shown[None], self.caches)[:, -1, :]
+            shown, _, state = states[-1].draw(logits)
+            drafted.append(shown)
+            states.append(state.seen(shown))
+        if not drafted:
+            self.model.propose(shown[None], self.caches)
+            eval_states(self.caches, wait=False)
+        logits = self.model.verify(mx.concatenate([fed, *drafted])[None], self.caches)
+        tokens, logprobs, after = zip(
+            *(state.draw(logits[:, i, :]) for i, state in enumerate(states)), strict=True
+        )
+        guesses = mx.concatenate(drafted) if drafted else mx.array([], mx.uint32)
+        self._flight = _Flight(mx.concatenate(list(tokens)), logprobs, after, guesses)
+        contexts = [state.context for state in after if state.context is not None]
+        mx.async_eval(self._flight.tokens, logprobs, guesses, contexts)  # type: ignore[no-untyped-call]

@@ -1,0 +1,111 @@
+"""A model and a smaller one that drafts for it, as one model with one list of caches.
+
+Both are fed every token, so that their KV is one lineage: it is always of one length, and whatever
+keeps, commits, writes or restores the one does so for the other.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlxcache.errors import ModelError
+from mlxcache.model import kv
+from mlxcache.model.adapters import adapter_of, class_name
+from mlxcache.model.kv import Caches
+
+
+class Pair(nn.Module):  # type: ignore[misc]
+    """`model`, with `draft` beside it. Called as a model, it feeds both, and answers as the first.
+
+    `vocab_size` and `draft_vocab_size` are the numbers of their logits.
+    """
+
+    def __init__(self, model: nn.Module, draft: nn.Module, vocab_size: int, draft_vocab_size: int):
+        super().__init__()
+        self.model = model
+        self.draft = draft
+        self.model_type = getattr(model, "model_type", type(model).__name__)
+        self._vocab_size = vocab_size
+        self._draft_vocab_size = draft_vocab_size
+        self._own = len(make_prompt_cache(model))
+
+    def make_cache(self) -> Caches:
+        """Empty caches for one sequence: the model's, then the draft's."""
+        return [*make_prompt_cache(self.model), *make_prompt_cache(self.draft)]
+
+    def __call__(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
+        """Feed `tokens`, shape (1, n), to both; the model's logits, shape (1, n, vocabulary).
+
+        `inputs` are the model's alone: where an image stands, the draft sees placeholders.
+        """
+        self._draft(tokens, cache)
+        return self.verify(tokens, cache, **inputs)
+
+    def verify(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
+        """Feed `tokens` to the model alone; its logits."""
+        logits: mx.array = self.model(tokens, cache=cache[: self._own], **inputs)
+        return logits
+
+    def propose(self, tokens: mx.array, cache: Caches) -> mx.array:
+        """Feed `tokens` to the draft alone; its logits, as many as the model's."""
+        logits = self._draft(tokens, cache)
+        lacking = self._vocab_size - self._draft_vocab_size
+        if lacking <= 0:
+            return logits[..., : self._vocab_size]
+        return mx.pad(logits, [(0, 0), (0, 0), (0, lacking)], constant_values=-mx.inf)
+
+    def _draft(self, tokens: mx.array, cache: Caches) -> mx.array:
+        if self._draft_vocab_size < self._vocab_size:
+            # ids that no token has; a CPU reads beyond an embedding table without a check
+            tokens = mx.minimum(tokens, self._draft_vocab_size - 1)
+        logits: mx.array = self.draft(tokens, cache=cache[self._own :])
+        return logits
+
+    def rewind_draft(self, cache: Caches, count: int) -> None:
+        """Let the draft's caches alone end `count` positions earlier."""
+        for slot in kv.flatten(cache[self._own :]):
+            kv.set_offset(slot, slot.offset - count)
+
+
+def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
+    """Both as one. Raises ModelError where a layer of either cannot be cut at any token."""
+    for name, one in (("model", model), ("draft model", draft)):
+        unfit = _unfit(one)
+        if unfit:
+            raise ModelError(
+                f"--draft-model needs layers that can be cut back at any token to what was "
+                f"accepted, but the {name} has {', '.join(unfit)}. Start without --draft-model."
+            )
+    return Pair(
+        model, draft, *(kv.survey(one, evaluate=False).vocab_size for one in (model, draft))
+    )
+
+
+_WHY = {"window": " (a sliding window)", "checkpoint": " (a state of one position)"}
+
+
+def _unfit(model: nn.Module) -> list[str]:
+    """The classes of a model's caches that cannot be cut at any token, by name, and why not."""
+    found = set()
+    for slot in kv.flatten(kv.make_caches(model)):
+        adapter = adapter_of(slot)
+        verb = "" if adapter is None else adapter.verb
+        if verb != "slice":
+            found.add(class_name(slot) + _WHY.get(verb, ""))
+    return sorted(found)
+
+
+def check_tokenizers(tokenizer: TokenizerWrapper, draft: TokenizerWrapper) -> None:
+    """Raise ModelError unless each id is the same token for both."""
+    mine, theirs = tokenizer.get_vocab(), draft.get_vocab()
+    if mine == theirs:
+        return
+    other = min(mine.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))
+    raise ModelError(
+        f"The draft model has another tokenizer: {len(theirs)} tokens, where the model has "
+        f"{len(mine)}; the first that differs is {other[0]!r}. --draft-model takes a model of the "
+        "same family."
+    )

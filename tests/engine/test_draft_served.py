@@ -1,0 +1,113 @@
+"""A real engine with a draft: what its disk tier keeps, and for whom; its budget; its figures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlxcache.config import Settings
+from mlxcache.engine.engine import Engine
+from mlxcache.errors import SnapshotRefused
+from mlxcache.types import Finished, RequestRecord
+from tests.conftest import ToyMaker
+from tests.engine.drafts import make_draft
+from tests.engine.test_ram_limit import LIMIT, Sampler
+from tests.engine.test_sessions import ask, prompt, text
+
+
+@asynccontextmanager
+async def started(
+    model: Path, folder: Path, draft: Path | None, ram: str = "300MB"
+) -> AsyncIterator[Engine]:
+    """An engine that keeps its files in `folder`."""
+    settings = Settings(
+        model=str(model),
+        draft_model=str(draft) if draft else None,
+        cache_dir=folder,
+        ram=ram,
+        disk="1GB",
+    )
+    engine = Engine(settings)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def turn(engine: Engine, *parts: list[int]) -> tuple[Finished, RequestRecord]:
+    """A request in a session, on disk once it is over."""
+    done = await ask(engine, prompt(*parts), tokens=20, session="one")
+    assert await engine.sessions.settled()
+    return done, engine.requests()[0]
+
+
+async def test_both_caches_outlive_the_process_together(toy: ToyMaker, tmp_path: Path) -> None:
+    """The pair finds its files again, and the same draft is right as often; nobody else does."""
+    model = toy("llama")
+    same = make_draft(model, tmp_path / "same", "same")
+    other = make_draft(model, tmp_path / "other", "other")
+    parts = [text(1, 300), text(2, 40), text(3, 40)]
+    async with started(model, tmp_path / "cache", same) as engine:
+        first, record = await turn(engine, *parts[:2])
+        assert (first.cached_tokens, first.generated_tokens) == (0, 20)
+        assert record.accepted_tokens == record.drafted_tokens > 10
+    for draft in (None, other):
+        async with started(model, tmp_path / "cache", draft) as engine:
+            assert (await turn(engine, *parts[:2]))[0].cached_tokens == 0
+    async with started(model, tmp_path / "cache", same) as engine:
+        next_, record = await turn(engine, *parts)
+        assert next_.restored_tokens == next_.cached_tokens >= 380
+        assert record.accepted_tokens == record.drafted_tokens > 10
+        assert record.cached_tokens + record.fed_tokens == record.prompt_tokens == 420
+
+
+async def test_a_snapshot_holds_both_and_is_the_pairs_alone(toy: ToyMaker, tmp_path: Path) -> None:
+    """Imported into another folder, the next turn is warm, and the draft as good as before."""
+    model = toy("llama")
+    same = make_draft(model, tmp_path / "same", "same")
+    parts = [text(1, 300), text(2, 40)]
+    file = tmp_path / "snapshot"
+    async with started(model, tmp_path / "a", same) as engine:
+        await turn(engine, *parts)
+        (session,) = await engine.sessions.list()
+        made = await engine.sessions.portable.snapshot(session.session.id)
+        file.write_bytes(b"".join(made))
+    async with started(model, tmp_path / "b", same) as engine:
+        await engine.sessions.portable.restore(file)
+        done, record = await turn(engine, *parts, text(3, 20))
+        assert done.restored_tokens >= 320
+        assert record.accepted_tokens == record.drafted_tokens > 10
+    async with started(model, tmp_path / "c", None) as engine:
+        with pytest.raises(SnapshotRefused):
+            await engine.sessions.portable.restore(file)
+
+
+async def test_a_budget_counts_both_models_and_holds(toy: ToyMaker, tmp_path: Path) -> None:
+    """Their weights are beside it; conversations that grow beyond it are evicted in time."""
+    model = toy("llama")
+    draft = make_draft(model, tmp_path / "draft", "alike")
+    before = mx.get_active_memory()
+    engine = Engine(
+        Settings(model=str(model), draft_model=str(draft), ram=LIMIT, queue=64, disk="off")
+    )
+    await engine.start()
+    weights = mx.get_active_memory() - before
+    assert engine.info is not None
+    assert engine.info.weights_bytes <= weights < engine.info.weights_bytes + 1_000_000
+    assert engine.info.draft == "draft"
+    with Sampler() as sampler:
+        for turn in range(2):
+            asked = [prompt(text(100 * turn + n, 1200)) for n in range(4)]
+            replies = await asyncio.gather(*(ask(engine, one, tokens=30) for one in asked))
+            assert [reply.generated_tokens for reply in replies] == [30] * 4
+    figures = engine.figures()
+    await engine.stop()
+    assert sampler.most - before - weights <= LIMIT
+    assert figures["ram"]["high_water_bytes"] <= LIMIT
+    assert sum(figures["evictions"].values()) > 0

@@ -1,0 +1,83 @@
+"""Two models loaded as one: what fits together, and what is refused before anything is served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlxcache.errors import ModelError
+from mlxcache.model import kv
+from mlxcache.model.load import ModelSpec, load
+from mlxcache.model.pair import Pair
+from tests.conftest import ToyMaker
+
+
+def test_a_pair_is_one_model_of_both(toy: ToyMaker) -> None:
+    """One layout over the layers of both, the weights of both, the target's logits and context."""
+    target, draft = toy("llama"), toy("qwen3", layers=2, kv_heads=1, context=4096)
+    loaded, alone = (load(ModelSpec(str(target), draft=name)) for name in (str(draft), None))
+    other = load(ModelSpec(str(draft)))
+    assert isinstance(loaded.model, Pair)
+    pair, mine, theirs = (kv.survey(x.model) for x in (loaded, alone, other))
+    assert pair.specs == mine.specs + theirs.specs
+    assert pair.bytes_per_token == mine.bytes_per_token + theirs.bytes_per_token
+    assert (pair.vocab_size, pair.cacheable, pair.opaque) == (512, True, False)
+    assert loaded.info.weights_bytes == alone.info.weights_bytes + other.info.weights_bytes
+    assert (loaded.info.id, loaded.info.draft) == (alone.info.id, other.info.id)
+    assert (loaded.path, loaded.draft) == (target, draft)
+    tokens = mx.array([[5, 6, 7, 8]])
+    assert mx.allclose(loaded.model(tokens, cache=pair.make()), alone.model(tokens), atol=1e-4)
+
+
+def test_no_more_is_served_than_the_draft_has_positions_for(toy: ToyMaker) -> None:
+    """And asking for more is refused, with the flag that is at fault."""
+    names = {"model": str(toy("llama")), "draft": str(toy("llama", layers=2, context=4096))}
+    assert load(ModelSpec(**names)).info.context_length == 4096
+    assert load(ModelSpec(**names, context=100)).info.context_length == 100
+    with pytest.raises(ModelError, match=r"^--draft-model: --context 5000"):
+        load(ModelSpec(**names, context=5000))
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("gemma3", r"RotatingKVCache \(a sliding window\)"),
+        ("gpt_oss", r"RotatingKVCache \(a sliding window\)"),
+        ("qwen3_5", r"ArraysCache \(a state of one position\)"),
+        ("mamba2", r"ArraysCache \(a state of one position\)"),
+        ("llama4", r"ChunkedKVCache \(a state of one position\)"),
+    ],
+)
+def test_layers_that_cannot_be_cut_back_are_refused(toy: ToyMaker, family: str, why: str) -> None:
+    """In the model and in the draft, with the class and the model's part."""
+    for model, draft, part in (
+        (family, "llama", "the model"),
+        ("llama", family, "the draft model"),
+    ):
+        with pytest.raises(ModelError, match=f"--draft-model .* {part} has {why}"):
+            load(ModelSpec(str(toy(model)), draft=str(toy(draft))))
+
+
+def test_another_tokenizer_is_refused(toy: ToyMaker, tmp_path: Path) -> None:
+    """Larger, or as large with a token in another place."""
+    target = toy("llama")
+    with pytest.raises(ModelError, match=r"another tokenizer: 600 tokens, where .* has 512"):
+        load(ModelSpec(str(target), draft=str(toy("llama", vocab_size=600))))
+    spoilt = Path(shutil.copytree(target, tmp_path / "spoilt"))
+    file = spoilt / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ModelError, match="the first that differs is 'a'"):
+        load(ModelSpec(str(target), draft=str(spoilt)))
+
+
+def test_a_draft_that_is_not_there_is_told_of_as_such(toy: ToyMaker, tmp_path: Path) -> None:
+    """And not as if it were the model."""
+    with pytest.raises(ModelError, match=r"^--draft-model: There is no folder"):
+        load(ModelSpec(str(toy("llama")), draft=str(tmp_path / "nothing")))
