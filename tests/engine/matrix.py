@@ -1,0 +1,251 @@
+"""Conversations on a toy of any family: what each request must reuse, and say, to be right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxcache.cache.budget import Budget
+from mlxcache.engine.decoder import Drawn
+from mlxcache.engine.disk import Disk
+from mlxcache.engine.memory import Memory
+from mlxcache.engine.task import Task
+from mlxcache.store.store import Store
+from mlxcache.types import TokenLogprob
+from tests.engine.conftest import Bench, admitted
+
+TOLERANCE = 1e-4
+"""By how much a float32 log-probability may differ from a cold one."""
+
+RAM = 1 << 28
+PENDING = 1 << 20
+
+HEAD, MESSAGE, REPLY = 60, 30, 8
+"""Tokens of tools and system, of a person's message, and of a reply."""
+
+GENERATION, END = [5, 6, 7], [8, 9]
+"""What opens a reply, and what ends a message."""
+
+Logprobs = npt.NDArray[np.float32]
+
+
+def text(seed: int, length: int) -> list[int]:
+    """Random tokens, the same for a seed."""
+    return [int(t) for t in np.random.default_rng(seed).integers(10, 400, length)]
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A conversation as an agent sends it: whole, each time."""
+
+    head: tuple[int, ...]
+    messages: tuple[tuple[int, ...], ...] = ()
+
+    def plus(self, message: Sequence[int]) -> Talk:
+        """One message more."""
+        return Talk(self.head, (*self.messages, tuple(message)))
+
+    def asked(self, seed: int, length: int = MESSAGE) -> Talk:
+        """One message of a person more."""
+        return self.plus([*text(seed, length), *END])
+
+    def answered(self, task: Task) -> Talk:
+        """With what the model said to it."""
+        return self.plus([*GENERATION, *task.out, *END])
+
+    def edited(self, index: int, seed: int) -> Talk:
+        """With another text in the place of a message."""
+        other = (*text(seed, MESSAGE), *END)
+        messages = list(self.messages)
+        messages[index] = other
+        return Talk(self.head, tuple(messages))
+
+    def parted(self, at: int, seed: int) -> Talk:
+        """Another text from token `at` on."""
+        kept, pieces = at, []
+        for piece in (self.head, *self.messages):
+            pieces.append(piece[:kept])
+            kept -= len(pieces[-1])
+            if not kept:
+                break
+        other = [*text(seed, MESSAGE), *END]
+        return Talk(pieces[0], tuple(pieces[1:])).longer(other)
+
+    def longer(self, more: Sequence[int]) -> Talk:
+        """With more in its last piece."""
+        if not self.messages:
+            return Talk((*self.head, *more))
+        return Talk(self.head, (*self.messages[:-1], (*self.messages[-1], *more)))
+
+    def upto(self, count: int) -> Talk:
+        """Its first messages alone."""
+        return Talk(self.head, self.messages[:count])
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt."""
+        return [*self.head, *(token for m in self.messages for token in m), *GENERATION]
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """Where the head and each message end; the last is where the reply is asked for."""
+        sizes = [len(self.head), *(len(m) for m in self.messages)]
+        return tuple(int(at) for at in np.cumsum(sizes))
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+@dataclass
+class Ledger:
+    """All requests so far, and what that promises the next one.
+
+    `opaque`: some layers need checkpoints, and those stand at message ends, where a reply ended,
+    and where two prompts parted before.
+    """
+
+    opaque: bool
+    computed: list[list[int]] = field(default_factory=list)
+    points: list[list[int]] = field(default_factory=list)
+
+    def promised(self, ids: list[int]) -> int:
+        """How many tokens of a prompt must be cached."""
+        most = len(ids) - 1
+        if not self.opaque:
+            known = max((shared(ids, old) for old in self.computed), default=0)
+            return max(0, min(known, most) - 1)
+        there = (len(point) for point in self.points if shared(ids, point) == len(point) <= most)
+        return max(there, default=0)
+
+    def note(self, talk: Talk, computed: list[int]) -> None:
+        """Account for a request: what was computed of it and of its reply."""
+        ids = talk.ids
+        self.points += [ids[:at] for at in talk.marks if at <= len(computed)]
+        for old in self.computed:
+            parted = shared(ids, old)
+            if 0 < parted < min(len(old), len(ids) - 1, len(computed)):
+                self.points.append(ids[:parted])
+        if len(computed) >= len(ids):  # its reply ended
+            self.points.append(computed)
+        self.computed.append(computed)
+
+
+class Family(Bench):
+    """A toy's bench that keeps each token's log-probabilities, and knows the cold ones."""
+
+    def __init__(self, name: str, path: Path):
+        super().__init__(path, ram=RAM)
+        self.name = name
+        self.ledger = Ledger(self.memory.layout.opaque)
+        self.said: dict[str, list[Logprobs]] = {}
+        self.known: dict[tuple[int, ...], Logprobs] = {}
+        self.disks: list[Disk] = []
+
+    def fresh(self) -> None:
+        """Nothing is cached, and nothing was asked."""
+        self.ledger = Ledger(self.memory.layout.opaque)
+        self.said.clear()
+        self.use(Memory(self.memory.layout, Budget(RAM)))
+
+    def start(self, folder: Path) -> Disk:
+        """An empty RAM tier over what the disk has in `folder`, as a new process has it."""
+        budget = Budget(RAM)
+        assert budget.reserve("pending", PENDING)
+        self.use(Memory(self.memory.layout, budget))
+        inbox = self.scheduler.inbox
+        store = Store.open(folder, "test", 1 << 30, free_floor=0)
+        disk = Disk(store, self.memory, PENDING, lambda: inbox.put(lambda: None))
+        self.scheduler.use(disk)
+        self.disks.append(disk)
+        return disk
+
+    def close(self) -> None:
+        """Let go of the disks."""
+        for disk in self.disks:
+            disk.close(0.0)
+        self.disks.clear()
+
+    def _dress(self, task: Task) -> None:
+        super()._dress(task)
+        said = self.said.setdefault(task.record.id, [])
+
+        def keep(drawn: Drawn) -> TokenLogprob:
+            said.append(np.array(drawn.logprobs))
+            return TokenLogprob("", drawn.token, 0.0)
+
+        task.logprob = keep
+
+    # -- asking ------------------------------------------------------------------------------
+
+    def send(self, talk: Talk, *, tokens: int = REPLY) -> Task:
+        """Queue a request."""
+        return self.put(talk.ids, tokens=tokens, marks=talk.marks)
+
+    def say(self, talk: Talk, *, tokens: int = REPLY) -> Task:
+        """Run a request and check it."""
+        task = self.send(talk, tokens=tokens)
+        self.run()
+        self.check_reply(task, talk)
+        return task
+
+    def check_reply(self, task: Task, talk: Talk) -> None:
+        """A reply is the cold one, and of its prompt as much was cached as is promised."""
+        ids, record = talk.ids, task.record
+        promised = self.ledger.promised(ids)
+        assert admitted(task).cached_tokens == record.cached_tokens
+        assert record.cached_tokens + record.fed_tokens in (len(ids) - 1, len(ids))
+        self.check_words(task)
+        assert record.cached_tokens >= promised, (
+            f"{record.cached_tokens} of {len(ids)} tokens were cached, {promised} are promised"
+        )
+        self.ledger.note(talk, self.held(task))
+
+    def held(self, task: Task) -> list[int]:
+        """What is computed of a finished request: perhaps not the last token that it drew."""
+        return task.tokens().tolist()[: len(task.ids) + max(0, len(task.out) - 1)]
+
+    def check_words(self, task: Task) -> None:
+        """Each token is the likeliest of a cold model, and so are all their chances."""
+        assert task.out
+        cold = self.cold_logprobs(task.ids.tolist(), task.out)
+        warm = np.stack(self.said[task.record.id])
+        worst = np.abs(warm - cold).max(axis=-1)
+        assert worst.max() <= TOLERANCE, f"log-probabilities differ by {worst.tolist()}"
+        drawn = cold[np.arange(len(task.out)), task.out]
+        assert (drawn >= cold.max(axis=-1) - TOLERANCE).all()
+
+    def cold_logprobs(self, ids: list[int], out: list[int]) -> Logprobs:
+        """Of each token of `out`, by mlx-lm's own cache, shape (len(out), vocabulary)."""
+        fed = [*ids, *out[:-1]]
+        key = (len(ids), *fed)
+        if key not in self.known:
+            cache, rows = make_prompt_cache(self.model), []
+            for at in range(0, len(fed), 50):
+                logits = self.model(mx.array([fed[at : at + 50]]), cache=cache)[0]
+                rows.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+                mx.eval(rows[-1])
+            self.known[key] = np.array(mx.concatenate(rows)[len(ids) - 1 :])
+        return self.known[key]
+
+
+def conversation(family: Family, turns: int) -> Talk:
+    """A conversation that ends with a reply, all of it asked and checked."""
+    talk = Talk(tuple(text(1, HEAD)))
+    for turn in range(turns):
+        talk = talk.asked(10 + turn)
+        talk = talk.answered(family.say(talk))
+    return talk
+
+
+def settled(disk: Disk) -> None:
+    """Wait until all is written."""
+    assert disk.persist.drain(20.0) == 0
