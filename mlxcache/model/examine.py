@@ -47,11 +47,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A model as far as its files tell: what it is, its layout, and its layers by group."""
+    """A model as far as its files tell: what it is, its layout, and its layers by group.
+
+    `unquantised`: why its attention does not take KV in fewer bits, None if it does.
+    """
 
     info: ModelInfo
     layout: Layout
     groups: tuple[Group, ...]
+    unquantised: str | None = None
 
 
 def examine(spec: ModelSpec) -> Examined:
@@ -67,9 +71,17 @@ def examine(spec: ModelSpec) -> Examined:
             loaded = load(spec, lazy=True)
             model, info = loaded.model, loaded.info
         layout = kv.survey(model, evaluate=False)
-        return Examined(info, layout, groups(model, layout))
+        return Examined(info, layout, groups(model, layout), _unquantised(model))
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{spec.model} cannot be fed: {type(error).__name__}: {error}") from error
+
+
+def _unquantised(model: Any) -> str | None:
+    try:
+        kv.survey(model, kv_bits=8, evaluate=False)
+    except ModelError as error:
+        return str(error).partition(": ")[2]
+    return None
 
 
 def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, ModelInfo]:
@@ -175,7 +187,7 @@ def kv_bits_refused(found: Examined) -> str | None:
     """Why the model's keys and values cannot be quantised; None if they can."""
     if not any("sliceable" in group.kinds for group in found.groups):
         return "no layer has keys and values of all positions"
-    return _refused(found, ("sliceable", "recurrent"))
+    return _refused(found, ("sliceable", "recurrent")) or found.unquantised
 
 
 def draft_refused(found: Examined) -> str | None:

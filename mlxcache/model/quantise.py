@@ -15,16 +15,15 @@ from mlx import nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mlxcache.errors import ModelError
-from mlxcache.model.adapters import ADAPTERS, adapter_of, class_name
+from mlxcache.model.adapters import adapter_of, class_name, composed, parts_of
 from mlxcache.model.checkpointed import Recurrent
-from mlxcache.model.sliced import Sliced
 
 GROUPS = (64, 128, 32)
 """How many numbers may share a scale; the first that divides a head's size is taken."""
 
 _ALIKE = 0.5  # of the logits' own size: wrong attention is off by more than all of it
 _REASONS = {
-    "CacheList": "layers with several caches",
+    "CacheList": "layers with an indexer or several attentions",
     "ChunkedKVCache": "chunked attention",
     "RotatingKVCache": "sliding windows",
 }
@@ -40,47 +39,69 @@ def quantised(
     Raises ModelError, naming the class, where mlx-lm cannot run this model on such caches.
     """
     plain = make()
-    _check_classes(plain, bits)
+    check_classes(plain, bits)
     tokens = mx.array([[0, 1]])
     expected = model(tokens, cache=plain)
     groups = [_group(cache, bits) for cache in plain]
 
     def caches(bits: int = bits) -> list[Any]:
-        return [
-            cache if group is None else QuantizedKVCache(group_size=group, bits=bits)
-            for cache, group in zip(make(), groups, strict=True)
-        ]
+        return [_replaced(*pair, bits) for pair in zip(make(), groups, strict=True)]
 
     _try(model, tokens, expected if compare else None, caches(8), bits)
     return caches
 
 
-def _check_classes(caches: Sequence[Any], bits: int) -> None:
-    able = (ADAPTERS[KVCache], *(a for a in ADAPTERS.values() if isinstance(a, Recurrent)))
-    refused = sorted({class_name(c) for c in caches if adapter_of(c) not in able})
+def _replaced(cache: Any, group: int | None, bits: int) -> Any:
+    """A layer's cache with its KV quantised, if it has some."""
+    if group is None:
+        return cache
+    if (parts := parts_of(cache)) is not None:
+        return composed([_replaced(p, group if type(p) is KVCache else None, bits) for p in parts])
+    return QuantizedKVCache(group_size=group, bits=bits)
+
+
+def check_classes(caches: Sequence[Any], bits: int) -> None:
+    """Raise ModelError, naming them, if a model's caches are of classes without quantised KV."""
+    refused = sorted({name for cache in caches for name in _refused(cache)})
     if refused:
         named = ", ".join(
             f"{name} ({_REASONS[name]})" if name in _REASONS else name for name in refused
         )
         raise ModelError(f"--kv-bits {bits}: this model has {named}, which cannot be quantised.")
-    if not any(type(cache) is KVCache for cache in caches):
+    if all(_kv(cache) is None for cache in caches):
         raise ModelError(f"--kv-bits {bits}: this model has no KV, so it would change nothing.")
+
+
+def _refused(cache: Any) -> set[str]:
+    """The classes of a layer that cannot be quantised, nor stay as they are."""
+    parts = parts_of(cache)
+    if parts is None:
+        fine = type(cache) is KVCache or isinstance(adapter_of(cache), Recurrent)
+        return set() if fine else {class_name(cache)}
+    if sum(type(part) is KVCache for part in parts) > 1:
+        return {class_name(cache)}
+    return {name for part in parts for name in _refused(part)}
+
+
+def _kv(cache: Any) -> KVCache | None:
+    """The keys and values of a layer."""
+    return next((part for part in parts_of(cache) or [cache] if type(part) is KVCache), None)
 
 
 def _group(cache: Any, bits: int) -> int | None:
     """The group size of a layer that was fed; None where it is not quantised."""
-    adapter = adapter_of(cache)
-    if not isinstance(adapter, Sliced) or not adapter.filled(cache):
+    found = _kv(cache)
+    if found is None or found.empty():
         return None
-    sizes = sorted({array.shape[-1] for array in adapter.arrays(cache)})
-    found = next((g for g in GROUPS if all(size % g == 0 for size in sizes)), None)
-    if found is None:
+    sizes = sorted({array.shape[-1] for array in (found.keys, found.values)})
+    group = next((g for g in GROUPS if all(size % g == 0 for size in sizes)), None)
+    if group is None:
         named = " and ".join(map(str, sizes))
         raise ModelError(
             f"--kv-bits {bits}: this model's heads are of size {named}, and KV is quantised in "
             "groups of 32, 64 or 128."
         )
-    return found
+    return group
 
 
 def _try(
@@ -93,7 +114,7 @@ def _try(
             return
         why = "computes something else on quantised KV"
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as failure:
-        why = f"does not take quantised KV ({failure})"
+        why = f"does not take quantised KV ({str(failure).partition(chr(10))[0]})"
     latent = sorted(_latent(model))
     if latent:
         why = f"keeps latents (MLA, {', '.join(latent)}), which cannot be quantised"

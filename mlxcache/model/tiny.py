@@ -23,7 +23,7 @@ from mlx import nn
 
 Config = dict[str, Any]
 
-VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 128, 64, 4, 4, 2, 16, 8
+VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 128, 128, 4, 4, 2, 32, 8
 
 _MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _HYBRID = ["conv", "full_attention"] * (LAYERS // 2)
@@ -61,10 +61,11 @@ _VALUES: Mapping[str, Any] = {
         (HEAD_DIM, "head_dim swa_head_dim swa_v_head_dim v_head_dim qk_nope_head_dim"),
         (HEAD_DIM, "kv_channels hidden_size_per_head global_head_dim"),
         (HEAD_DIM, "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim"),
-        (8, "qk_rope_head_dim rotary_dim mamba_d_state state_size ssm_state_size"),
+        (HEAD_DIM, "qk_rope_head_dim rotary_dim"),
+        (8, "mamba_d_state state_size ssm_state_size"),
         (8, "hidden_size_per_layer_input laurel_rank dim_model_base"),
         (16, "a_low_rank_dim v_low_rank_dim gate_low_rank_dim decay_low_rank_dim time_step_rank"),
-        (32, "kv_lora_rank q_lora_rank index_head_dim o_lora_rank"),
+        (64, "kv_lora_rank q_lora_rank index_head_dim o_lora_rank"),
         (2, "index_n_heads linear_num_key_heads linear_num_value_heads loop_num num_loops"),
         (2, "o_groups hc_mult"),
         (1, "n_groups mamba_n_groups n_group topk_group n_shared_experts num_shared_experts"),
@@ -127,6 +128,8 @@ _OWN: Mapping[str, Config] = {
     "kimi_linear": {"linear_attn_config": _LINEAR},
     "lfm2": {"layer_types": _HYBRID},
     "lfm2_moe": {"layer_types": _HYBRID},
+    "llama": {"layer_types": None},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "llama4": {"num_experts_per_tok": 1, "num_key_value_heads": KV_HEADS}
     | {"interleave_moe_layer_step": 2},
     "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
@@ -222,18 +225,18 @@ def module(name: str) -> ModuleType:
         del sys.modules["hf_olmo"]
 
 
-def make_tiny(name: str, options: Mapping[str, Any] | None = None) -> nn.Module:
-    """A model of module `name` with random weights; `options` win over what is given to fields."""
+def make_tiny(name: str) -> nn.Module:
+    """A model of module `name` with random weights."""
     owner = module(name)
-    config = config_of(name, options or {})
+    config = config_of(name)
     model: nn.Module = owner.Model(owner.ModelArgs.from_dict(config))
     return model
 
 
-def config_of(name: str, options: Mapping[str, Any]) -> Config:
+def config_of(name: str) -> Config:
     """A tiny config.json for module `name`."""
     args = module(name).ModelArgs
-    own = {**_OWN.get(name, {}), **options}
+    own = _OWN.get(name, {})
     if "text_config" not in inspect.signature(args).parameters:
         return _filled(args, name) | own
     text = _TEXT.get(name, name)

@@ -43,18 +43,26 @@ def lineage(layout: kv.Layout) -> Lineage:
     return made
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("family", "tolerance"), [("llama", 1e-4), ("qwen3_5", 1e-4), ("falcon_h1", 0.05)]
+)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_logits_do_not_depend_on_the_chunks(toy: ToyMaker, family: str, bits: int) -> None:
-    """And are those of mlx-lm, with caches that were quantised from the start."""
+def test_logits_do_not_depend_on_the_chunks(
+    toy: ToyMaker, family: str, tolerance: float, bits: int
+) -> None:
+    """And are those of mlx-lm, with caches that were quantised from the start.
+
+    In falcon_h1, the scan before the attention rounds otherwise with other chunks, by about 1e-6.
+    Now and then that is enough for a key to be quantised to the step beside.
+    """
     model = mlx_lm.load(str(toy(family)))[0]
     layout = kv.survey(model, kv_bits=bits)
     caches = layout.make()
-    assert {c.bits for c in caches if isinstance(c, QuantizedKVCache)} == {bits}
+    assert {c.bits for c in kv.flatten(caches) if isinstance(c, QuantizedKVCache)} == {bits}
     expected = model(mx.array(IDS)[None], cache=caches)[0, -1]
     for chunk in (16, 64, len(IDS)):
         made = fed(model, lineage(layout), IDS, chunk)
-        assert mx.allclose(made, expected, rtol=0, atol=1e-4).item()
+        assert mx.allclose(made, expected, rtol=0, atol=tolerance).item()
 
 
 @pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("qwen3_5", 8)])
@@ -119,7 +127,9 @@ def test_heads_that_no_group_divides_are_refused(toy: ToyMaker) -> None:
     [
         ("gemma3_text", "RotatingKVCache"),
         ("llama4", "ChunkedKVCache"),
-        ("falcon_h1", "CacheList"),
+        ("baichuan_m1", "RotatingKVCache"),
+        ("longcat_flash", "CacheList"),
+        ("gemma2", "does not take"),
         ("deepseek_v32", "CacheList"),
         ("deepseek_v3", "DeepseekV3Attention"),
         ("kimi_linear", "KimiMLAAttention"),
@@ -129,8 +139,7 @@ def test_heads_that_no_group_divides_are_refused(toy: ToyMaker) -> None:
 )
 def test_what_cannot_be_quantised_is_refused_by_name(name: str, named: str) -> None:
     """Never silently left as it is, and never found out in the middle of a reply."""
-    options = {"v_head_dim": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "head_dim": 32}
-    model = tiny.make_tiny(name, options if name in ("deepseek_v3", "kimi_linear") else {})
+    model = tiny.make_tiny(name)
     with pytest.raises(ModelError, match=f"--kv-bits 8: .*{named}"):
         kv.survey(model, kv_bits=8)
 

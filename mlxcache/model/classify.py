@@ -1,0 +1,162 @@
+"""How every model of the installed mlx-lm caches, and the table that says so.
+
+`python -m mlxcache.model.classify docs/model-families.md` writes the table into that page, between
+the two comments that mark its place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxcache.errors import ModelError
+from mlxcache.model import kv, tiny
+from mlxcache.model.adapters import Adapter, adapter_of, class_name, parts_of
+from mlxcache.model.quantise import check_classes
+
+BEGIN = "<!-- the table is made by `bin/model-families` -->"
+END = "<!-- end of the table -->"
+
+REMARKS = {
+    "olmo": "mlx-lm cannot feed it",
+    "phi3small": "in mlx-lm, tokens see later ones of their block: replies depend on the chunks",
+    "plamo3": "in mlx-lm, windows are longer within a chunk: replies depend on the chunks",
+}
+"""What of a model is mlx-lm's own and shows in what a cache gives, by module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the models of one module cache.
+
+    `classes`: mlx-lm's, in the order of the layers; `verbs`: what can be done with their slots;
+    `unknown`: classes that have no adapter; `batches`: whether several rows can be decoded
+    together; `quantised`: whether KV may have fewer bits, None where that was not tried.
+    """
+
+    module: str
+    classes: tuple[str, ...]
+    verbs: frozenset[str]
+    unknown: tuple[str, ...]
+    batches: bool
+    quantised: bool | None
+
+
+def families() -> Iterator[Family]:
+    """One after the other, in alphabetical order. Seconds in all."""
+    with _not_compiled():
+        for name in tiny.module_names():
+            yield classified(name)
+
+
+def classified(name: str) -> Family:
+    """How the models of a module cache, seen on a tiny one."""
+    model = tiny.make_tiny(name)
+    fed = name not in tiny.UNFED
+    layout = kv.survey(model, evaluate=fed) if fed else None
+    raw = make_prompt_cache(model)
+    slots = kv.flatten(kv.make_caches(model))
+    if layout is not None:  # what a model never fills is of no account
+        kept = {*layout.linear, *(i for i, slot in enumerate(slots) if not _sliced(slot))}
+        slots = [slot for i, slot in enumerate(slots) if i in kept]
+    adapters = [adapter_of(slot) for slot in slots]
+    return Family(
+        name,
+        tuple(dict.fromkeys(map(_class, raw))),
+        frozenset(adapter.verb for adapter in adapters if adapter is not None),
+        tuple(sorted({class_name(slot) for slot in slots if adapter_of(slot) is None})),
+        layout.batchable if layout is not None else _batchable(adapters),
+        _quantised(model, fed),
+    )
+
+
+def _sliced(slot: Any) -> bool:
+    return getattr(adapter_of(slot), "verb", "") in ("slice", "window")
+
+
+def _batchable(adapters: Sequence[Adapter | None]) -> bool:
+    return all(adapter is not None and adapter.batchable for adapter in adapters)
+
+
+def _class(cache: Any) -> str:
+    parts = parts_of(cache)
+    name = type(cache).__name__
+    return name if parts is None else f"{name}({', '.join(map(_class, parts))})"
+
+
+def _quantised(model: nn.Module, fed: bool) -> bool | None:
+    try:
+        if not fed:
+            check_classes(kv.make_caches(model), 8)
+            return None
+        kv.survey(model, kv_bits=8)
+    except ModelError:
+        return False
+    return True
+
+
+@contextmanager
+def _not_compiled() -> Iterator[None]:
+    """Compiling takes longer than all that is computed here."""
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
+
+
+def reuse(family: Family) -> str:
+    """What of a conversation's beginning is reused, in words."""
+    if family.unknown:
+        return "nothing: the class is unknown"
+    if "checkpoint" in family.verbs:
+        return "from checkpoints"
+    return "any token; windows are restored" if "window" in family.verbs else "any token"
+
+
+def table(found: Iterable[Family]) -> str:
+    """The table of families, in Markdown."""
+    lines = [
+        f"As of mlx-lm {version('mlx-lm')}:",
+        "",
+        "| model | classes | reused from | batches | `--kv-bits` | remark |",
+        "|---|---|---|---|---|---|",
+    ]
+    for family in found:
+        classes = ", ".join(f"`{name}`" for name in family.classes)
+        bits = {True: "yes", False: "no", None: "not tried"}[family.quantised]
+        batches = "yes" if family.batches else "no"
+        remark = REMARKS.get(family.module, "")
+        cells = (f"`{family.module}`", classes, reuse(family), batches, bits, remark)
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def with_table(page: str, made: str) -> str:
+    """`page` with the table `made` in its place. Raises ValueError where it has none."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page has no place for the table, between {BEGIN} and {END}")
+    return f"{before}{begin}\n\n{made}\n\n{end}{after}"
+
+
+def main() -> None:
+    """Write the table into the page that is given."""
+    page = Path(sys.argv[1])
+    page.write_text(
+        with_table(page.read_text(encoding="utf-8"), table(families())), encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    main()
