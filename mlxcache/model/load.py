@@ -156,7 +156,7 @@ def _of_the_draft() -> Iterator[None]:
 def _load_weights(spec: ModelSpec, path: Path, *, lazy: bool) -> tuple[nn.Module, dict[str, Any]]:
     try:
         model, config = load_model(path, lazy=lazy, trust_remote_code=spec.trust_remote_code)
-    except _FAILURES as error:
+    except (*_FAILURES, SystemExit) as error:  # mlx_lm.models.olmo would end the process
         raise ModelError(_why(path, error)) from error
     if spec.adapter is None:
         return model, config
@@ -174,8 +174,10 @@ def _load_weights(spec: ModelSpec, path: Path, *, lazy: bool) -> tuple[nn.Module
     return model, config
 
 
-def _why(path: Path, error: Exception) -> str:
+def _why(path: Path, error: BaseException) -> str:
     text = str(error)
+    if isinstance(error, SystemExit):
+        return f"{path / 'config.json'}: mlx-lm lacks a package that this model type needs."
     if "not supported" in text and text.startswith("Model type"):
         return (
             f"{path / 'config.json'}: {text} mlx-lm {version('mlx-lm')} does not know it; "

@@ -13,6 +13,7 @@ from mlxcache.engine.memory import Memory
 from mlxcache.model.toy import make_toy
 from mlxcache.store.store import Store
 from tests.engine.conftest import Bench
+from tests.engine.drafts import make_draft
 
 ROOM = 1 << 20
 
@@ -87,6 +88,21 @@ def test_what_left_ram_comes_back_from_disk(
         assert task.out == twin.ask(again).out
     assert bench.memory.room.spilled > 0
     disk.close(5.0)
+
+
+def test_a_draft_changes_no_token(
+    toy_llama: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """The KV of both is quantised, cut back and kept together."""
+    draft = make_draft(toy_llama, tmp_path / "draft", "alike")
+    plain, drafted = (Bench(toy_llama, kv_bits=8, draft=d) for d in (None, draft))
+    assert drafted.memory.layout.bytes_per_token == 2 * plain.memory.layout.bytes_per_token
+    ids = text(rng, 200)
+    for _ in range(2):
+        tasks = [bench.ask(ids, tokens=40) for bench in (plain, drafted)]
+        assert tasks[0].out == tasks[1].out
+        ids = [*ids, *tasks[0].out, *text(rng, 30)]
+    assert tasks[1].record.cached_tokens >= 239
 
 
 def test_requests_at_once_step_in_lanes_of_their_own(

@@ -113,6 +113,10 @@ def spoil_unknown(folder: Path) -> None:
     edit(folder / "config.json", model_type="no_such_type")
 
 
+def spoil_package(folder: Path) -> None:
+    edit(folder / "config.json", model_type="olmo")
+
+
 def spoil_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -153,6 +157,7 @@ def spoil_remote(folder: Path) -> None:
         (spoil_config, "config.json cannot be read"),
         (spoil_config_list, "config.json is not a JSON object"),
         (spoil_type, "config.json does not say its model_type"),
+        (spoil_package, "mlx-lm lacks a package"),
         (spoil_unknown, "config.json.*no_such_type.*mlx-lm 0"),
         (spoil_weights, r"no weights.*mlx_lm\.convert"),
         (spoil_bytes, "cannot be loaded"),
