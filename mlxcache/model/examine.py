@@ -23,6 +23,7 @@ from mlxcache.model.context import context_length, native_length
 from mlxcache.model.hub import here, outline
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import ModelSpec, load
+from mlxcache.model.pair import unfit
 from mlxcache.model.sliced import Sliced
 from mlxcache.types import ModelInfo
 
@@ -49,29 +50,37 @@ class Group:
 class Examined:
     """A model as far as its files tell: what it is, its layout, and its layers by group.
 
-    `unquantised`: why its attention does not take KV in fewer bits, None if it does.
+    `unquantised`: why its KV cannot take fewer bits, None if it can; `undrafted`: why no other can
+    draft for it.
     """
 
     info: ModelInfo
     layout: Layout
     groups: tuple[Group, ...]
     unquantised: str | None = None
+    undrafted: str | None = None
 
 
-def examine(spec: ModelSpec) -> Examined:
+def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
     """What `spec` names. Of a model that is not on this machine only config.json is downloaded.
 
-    Raises ModelError, also where the model cannot be fed.
+    With a draft it is both models, and both must be there. Raises ModelError, also where the model
+    cannot be fed, or not with `kv_bits` or a draft.
     """
     try:
+        if spec.draft is not None and None in (here(spec.model, spec.revision), here(spec.draft)):
+            raise ModelError(
+                f"{spec.model} and {spec.draft} cannot be examined together before both are on "
+                "this machine: leave out --draft-model"
+            )
         if here(spec.model, spec.revision) is None:
             path, weights = outline(spec.model, spec.revision)
             model, info = _outlined(spec, path, weights)
         else:
             loaded = load(spec, lazy=True)
             model, info = loaded.model, loaded.info
-        layout = kv.survey(model, evaluate=False)
-        return Examined(info, layout, groups(model, layout), _unquantised(model))
+        layout = kv.survey(model, kv_bits=kv_bits, evaluate=False)
+        return Examined(info, layout, groups(model, layout), _unquantised(model), _undrafted(model))
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{spec.model} cannot be fed: {type(error).__name__}: {error}") from error
 
@@ -82,6 +91,11 @@ def _unquantised(model: Any) -> str | None:
     except ModelError as error:
         return str(error).partition(": ")[2]
     return None
+
+
+def _undrafted(model: Any) -> str | None:
+    found = unfit(model)
+    return f"this model has {', '.join(found)}." if found else None
 
 
 def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, ModelInfo]:
@@ -181,30 +195,3 @@ def _latent(arrays: Sequence[mx.array]) -> bool:
         and all(array.shape[1] == 1 for array in arrays)
         and arrays[0].shape[3] != arrays[1].shape[3]
     )
-
-
-def kv_bits_refused(found: Examined) -> str | None:
-    """Why the model's keys and values cannot be quantised; None if they can."""
-    if not any("sliceable" in group.kinds for group in found.groups):
-        return "no layer has keys and values of all positions"
-    return _refused(found, ("sliceable", "recurrent")) or found.unquantised
-
-
-def draft_refused(found: Examined) -> str | None:
-    """Why the model cannot take what another drafts for it; None if it can."""
-    return _refused(found, ("sliceable", "latent"))
-
-
-_NAMES: dict[Kind, str] = {
-    "latent": "latent attention",
-    "window": "sliding windows",
-    "recurrent": "recurrent layers",
-    "chunked": "attention in chunks",
-    "ring": "windows that keep their start",
-    "unknown": "layers of an unknown kind",
-}
-
-
-def _refused(found: Examined, fine: Sequence[Kind]) -> str | None:
-    unfit = {kind: one.cls for one in found.groups for kind in one.kinds if kind not in fine}
-    return ", ".join(f"it has {_NAMES[kind]} ({cls})" for kind, cls in unfit.items()) or None

@@ -73,11 +73,11 @@ class Pair(nn.Module):  # type: ignore[misc]
 def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
     """Both as one. Raises ModelError where a layer of either cannot be cut at any token."""
     for name, one in (("model", model), ("draft model", draft)):
-        unfit = _unfit(one)
-        if unfit:
+        names = unfit(one)
+        if names:
             raise ModelError(
                 f"--draft-model needs layers that can be cut back at any token to what was "
-                f"accepted, but the {name} has {', '.join(unfit)}. Start without --draft-model."
+                f"accepted, but the {name} has {', '.join(names)}. Start without --draft-model."
             )
     return Pair(
         model, draft, *(kv.survey(one, evaluate=False).vocab_size for one in (model, draft))
@@ -87,7 +87,7 @@ def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
 _WHY = {"window": " (a sliding window)", "checkpoint": " (a state of one position)"}
 
 
-def _unfit(model: nn.Module) -> list[str]:
+def unfit(model: nn.Module) -> list[str]:
     """The classes of a model's caches that cannot be cut at any token, by name, and why not."""
     found = set()
     for slot in kv.flatten(kv.make_caches(model)):

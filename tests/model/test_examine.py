@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,8 +12,9 @@ import pytest
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
-from mlxcache.model.examine import _dtype, draft_refused, examine, kv_bits_refused
+from mlxcache.model.examine import _dtype, examine
 from mlxcache.model.load import ModelSpec, load
+from mlxcache.model.pair import make_pair
 from mlxcache.model.toy import make_toy
 
 KINDS: Mapping[str, set[str]] = {
@@ -102,17 +103,50 @@ def test_without_a_word_on_precision_it_is_half() -> None:
     ("family", "kv_bits", "draft"),
     [
         ("llama", None, None),
-        ("gemma3", "sliding windows", "sliding windows"),
-        ("qwen3_5", None, "recurrent layers"),
-        ("falcon_h1", None, "recurrent layers"),
-        ("deepseek_v3", "no layer has keys and values", None),
+        ("gemma3", "RotatingKVCache", "RotatingKVCache"),
+        ("qwen3_5", None, "ArraysCache"),
+        ("mamba2", "no KV", "ArraysCache"),
+        ("deepseek_v3", "MLA", None),
     ],
 )
 def test_what_a_model_cannot_do_is_named(
     family: str, kv_bits: str | None, draft: str | None, tmp_path: Path
 ) -> None:
-    """Quantised keys and values want them for all positions; drafts want to be cut anywhere."""
-    found = examine(ModelSpec(str(make_toy(tmp_path, family))))
-    for refused, word in ((kv_bits_refused(found), kv_bits), (draft_refused(found), draft)):
+    """As the server refuses it, which has seen what the model computes."""
+    path = make_toy(tmp_path, family)
+    found = examine(ModelSpec(str(path)))
+    model = load(ModelSpec(str(path))).model
+    assert _raises(lambda: make_pair(model, model)) == (draft is not None)
+    assert _raises(lambda: kv.survey(model, kv_bits=8)) == (kv_bits is not None)
+    for refused, word in ((found.unquantised, kv_bits), (found.undrafted, draft)):
         assert (refused is None) == (word is None)
         assert word is None or word in str(refused)
+
+
+def _raises(action: Callable[[], object]) -> bool:
+    try:
+        action()
+    except ModelError:
+        return True
+    return False
+
+
+def test_fewer_bits_and_a_draft_are_in_the_figures(tmp_path: Path) -> None:
+    """As a server that is started so has them; what it would refuse is refused."""
+    path = str(make_toy(tmp_path / "model"))
+    draft = str(make_toy(tmp_path / "draft", layers=2))
+    plain = examine(ModelSpec(path)).layout.bytes_per_token
+    served = load(ModelSpec(path)).model
+    for bits in (4, 8):
+        layout = examine(ModelSpec(path), bits).layout
+        assert layout.bytes_per_token == kv.survey(served, kv_bits=bits).bytes_per_token < plain
+    both = examine(ModelSpec(path, draft=draft))
+    assert both.layout.bytes_per_token == plain * 3 // 2
+    assert both.info.weights_bytes > examine(ModelSpec(path)).info.weights_bytes
+    window = str(make_toy(tmp_path / "window", "gemma3"))
+    with pytest.raises(ModelError, match="--kv-bits"):
+        examine(ModelSpec(window), 4)
+    with pytest.raises(ModelError, match="--draft-model"):
+        examine(ModelSpec(path, draft=window))
+    with pytest.raises(ModelError, match="leave out --draft-model"):
+        examine(ModelSpec(path, draft="owner/absent-name"))

@@ -33,6 +33,7 @@ Quick = Annotated[
 
 
 def doctor(
+    ctx: typer.Context,
     *,
     model: Annotated[
         str | None,
@@ -41,6 +42,9 @@ def doctor(
             help="Say how this model caches, what conversations cost with it, and how many fit.",
         ),
     ] = None,
+    adapter: options.Adapter = None,
+    draft_model: options.DraftModel = None,
+    kv_bits: options.KvBits = None,
     ram: options.Ram = None,
     disk: options.Disk = None,
     host: options.Host = None,
@@ -55,10 +59,8 @@ def doctor(
 
     Needs no server. Each WARN and FAIL comes with a remedy; exit status 1 if something fails.
     """
-    flags = {
-        "model": model, "ram": ram, "disk": disk, "host": host, "port": port,
-        "trust_remote_code": trust_remote_code, "cache_dir": cache_dir,
-    }  # fmt: skip
+    own = ("config", "quick", "as_json")
+    flags = {name: value for name, value in ctx.params.items() if name not in own}
     with reporting():
         settings = load_settings(flags, os.environ, config)
         found = Examination(settings)
@@ -135,9 +137,15 @@ class Examination:
         from mlxcache.model.examine import examine  # noqa: PLC0415
         from mlxcache.model.load import ModelSpec  # noqa: PLC0415
 
-        spec = ModelSpec(settings.model, trust_remote_code=settings.trust_remote_code)
+        spec = ModelSpec(
+            settings.model,
+            adapter=settings.adapter,
+            trust_remote_code=settings.trust_remote_code,
+            context=settings.context,
+            draft=settings.draft_model,
+        )
         try:
-            self.model = examine(spec)
+            self.model = examine(spec, settings.kv_bits)
         except ModelError as error:
             self._add(Finding("model", "fail", str(error)))
             return 0, "the model's"

@@ -9,7 +9,7 @@ from typing import Any
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.config import format_size
 from mlxcache.engine.fit import Fit
-from mlxcache.model.examine import Examined, Group, Kind, draft_refused, kv_bits_refused
+from mlxcache.model.examine import Examined, Group, Kind
 
 TOKENS = (20_000, 100_000)
 """Of the conversations that are shown: an agent's first hour, and a long day's."""
@@ -99,8 +99,8 @@ def _size(nbytes: int) -> str:
 def options(found: Examined) -> Iterator[tuple[str, str]]:
     """Whether each option that depends on how a model caches can be used, or why not."""
     for flag, refused in (
-        ("--kv-bits", kv_bits_refused(found)),
-        ("--draft-model", draft_refused(found)),
+        ("--kv-bits", found.unquantised),
+        ("--draft-model", found.undrafted),
     ):
         yield flag, f"not possible: {refused}" if refused else "possible"
 
@@ -122,8 +122,8 @@ def as_object(found: Examined, fit: Fit) -> dict[str, Any]:
         "disk_bytes": fit.disk,
         "longest_tokens": min(fit.longest, info.context_length),
         "sessions": [asdict(held) for held in fit.held],
-        "kv_bits": _possible(kv_bits_refused(found)),
-        "draft_model": _possible(draft_refused(found)),
+        "kv_bits": _possible(found.unquantised),
+        "draft_model": _possible(found.undrafted),
     }
 
 
