@@ -20,6 +20,7 @@ from mlxcache.errors import GenerationFailed
 from mlxcache.model import kv
 from mlxcache.model.pair import Pair
 from mlxcache.types import Sampling, TokenLogprob
+from tests.conftest import ToyMaker
 from tests.engine import conftest as bench_module
 from tests.engine import test_scheduler as plain_tests
 from tests.engine.conftest import Bench, PlainParser, admitted, finished
@@ -288,6 +289,25 @@ def test_quantised_keys_and_values_go_with_a_draft(
         assert (admitted(task).cached_tokens > 150) is bool(n)
         assert task.record.accepted_tokens > 20
         ids = ids + task.out + prompt(rng, 10)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_latents_and_layers_of_several_caches_can_be_cut_too(
+    toy: ToyMaker, drafts: dict[str, Path], rng: np.random.Generator, family: str
+) -> None:
+    """With a draft of its own kind, and with one of another."""
+    model = toy(family)
+    ids = prompt(rng, 80)
+    expected = Bench(model).ask(ids, tokens=20).out
+    for draft, most in ((model, 9), (drafts["same"], 24)):
+        bench = Bench(model, draft=draft)
+        task = bench.put(ids, tokens=20)
+        bench.run(until=lambda task=task: task.row is not None)  # type: ignore[misc]
+        passes = counted(bench.model)
+        bench.run()
+        assert task.out == expected
+        assert len(passes) <= most
+        check_kv(bench, task, ids + task.out)
 
 
 class Breaks:

@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import SnapshotRefused
-from mlxcache.types import Finished, RequestRecord
+from mlxcache.types import Finished, Prompt, RequestRecord
 from tests.conftest import ToyMaker
 from tests.engine.drafts import make_draft
 from tests.engine.test_ram_limit import LIMIT, Sampler
@@ -67,6 +68,28 @@ async def test_both_caches_outlive_the_process_together(toy: ToyMaker, tmp_path:
         assert record.cached_tokens + record.fed_tokens == record.prompt_tokens == 420
 
 
+async def said(engine: Engine, ids: list[int]) -> list[int]:
+    """The tokens of a greedy reply."""
+    await ask(engine, Prompt(np.array(ids, np.int32)), tokens=20, session="one")
+    newest = max(
+        (leaf.ids.tolist() for one in await engine.sessions.list() for leaf in one.leaves), key=len
+    )
+    assert newest[: len(ids)] == ids
+    return newest[len(ids) :]
+
+
+def mlx_lm_goes_on(model: Path, draft: Path, cache: Path, ids: list[int]) -> list[int]:
+    """What mlx-lm's own speculative decoding says after `ids`, from a prompt cache of both."""
+    from mlx_lm import load
+    from mlx_lm.generate import speculative_generate_step
+    from mlx_lm.models.cache import load_prompt_cache
+
+    both = [load(str(path))[0] for path in (model, draft)]
+    held = load_prompt_cache(str(cache))
+    steps = speculative_generate_step(mx.array(ids), *both, prompt_cache=held, max_tokens=20)
+    return [int(token) for token, *_ in steps]
+
+
 async def test_a_snapshot_holds_both_and_is_the_pairs_alone(toy: ToyMaker, tmp_path: Path) -> None:
     """Imported into another folder, the next turn is warm, and the draft as good as before."""
     model = toy("llama")
@@ -78,6 +101,11 @@ async def test_a_snapshot_holds_both_and_is_the_pairs_alone(toy: ToyMaker, tmp_p
         (session,) = await engine.sessions.list()
         made = await engine.sessions.portable.snapshot(session.session.id)
         file.write_bytes(b"".join(made))
+        cache = await engine.sessions.portable.prompt_cache(session.session.id)
+        (tmp_path / "cache.safetensors").write_bytes(b"".join(cache))
+        assert mlx_lm_goes_on(model, same, tmp_path / "cache.safetensors", text(3, 20)) == (
+            await said(engine, [*session.leaves[0].ids.tolist(), *text(3, 20)])
+        )
     async with started(model, tmp_path / "b", same) as engine:
         await engine.sessions.portable.restore(file)
         done, record = await turn(engine, *parts, text(3, 20))
