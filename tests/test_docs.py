@@ -178,7 +178,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("block", LIVE, ids=str)
-def test_blocks_run_against_a_server(block: Block, server: Served, path: str):
+def test_blocks_run_against_a_server(block: Block, server: Served, path: str, tmp_path: Path):
     """As they stand, but for the port."""
     code = block.code.replace(DEFAULT_URL, server.url)
     if block.language == "python":
@@ -189,7 +189,7 @@ def test_blocks_run_against_a_server(block: Block, server: Served, path: str):
         command = ["sh", "-e", "-c", code.replace("curl -s ", "curl -sSf ")]
     environ = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

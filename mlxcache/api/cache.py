@@ -47,7 +47,7 @@ async def check(deps: Deps, request: Request) -> Response:
 
 
 async def prune(deps: Deps, request: Request) -> Response:
-    """Drop damaged files, and with `?limit_bytes=` what was used least recently beyond that."""
+    """Read all files and remove damaged ones; with `?limit_bytes=` what was used least recently."""
     asked = "limit_bytes" in request.query_params
     limit = whole_number(request, "limit_bytes", 0) if asked else None
     return json_response({"object": "cache.pruned", "freed_bytes": await book(deps).prune(limit)})

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from mlxcache.cli import show
-from mlxcache.cli.output import console, reporting
-from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, target
+from mlxcache.cli.output import console
+from mlxcache.cli.target import Json, Where, located
 from mlxcache.config import format_size, parse_size
 from mlxcache.errors import ConfigError
 
@@ -20,89 +20,81 @@ app = typer.Typer(
 
 
 @app.command()
+@located
 def stats(
+    where: Where,
     *,
     as_json: Json = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """Show what the cache holds, and what it was good for."""
-    with reporting():
-        found = target(url, api_key, cache_dir).stats()
-        if as_json:
-            show.print_json(found)
-        else:
-            show.facts(_facts(found))
+    found = where.stats()
+    if as_json:
+        show.print_json(found)
+    else:
+        show.facts(_facts(found))
 
 
 @app.command()
+@located
 def check(
+    where: Where,
     *,
     as_json: Json = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """Read every file on disk and verify it; exit status 1 if something is wrong.
 
     Nothing is changed, and a server may run meanwhile.
     """
-    with reporting():
-        where = target(url, api_key, cache_dir)
-        problems = where.check()
-        if as_json:
-            show.print_json({"object": "list", "data": problems})
-        elif problems:
-            show.table((("file", "left"), ("what is wrong", "left")), map(_problem, problems))
-        else:
-            console().print(f"All files {where} are as they should be.")
-        if problems:
-            raise typer.Exit(1)
+    problems = where.check()
+    if as_json:
+        show.print_json({"object": "list", "data": problems})
+    elif problems:
+        show.table((("file", "left"), ("what is wrong", "left")), map(_problem, problems))
+        console().print("mlxcache cache prune removes them; what is needed is computed again.")
+    else:
+        console().print(f"All files {where} are as they should be.")
+    if problems:
+        raise typer.Exit(1)
 
 
 @app.command()
+@located
 def prune(
+    where: Where,
     *,
     to: Annotated[
         str | None,
         typer.Option("--to", metavar="SIZE", help="Evict what is beyond it, such as 5GB."),
     ] = None,
     as_json: Json = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
-    """Remove damaged files from quarantine and, with --to, what was used least recently."""
-    with reporting():
-        limit = None if to is None else _bytes(to)
-        found = target(url, api_key, cache_dir).prune(limit)
-        if as_json:
-            show.print_json(found)
-        else:
-            console().print(f"Freed {format_size(found['freed_bytes'])}")
+    """Read every file, remove what is damaged and, with --to, what was used least recently."""
+    limit = None if to is None else _bytes(to)
+    found = where.prune(limit)
+    if as_json:
+        show.print_json(found)
+    else:
+        console().print(f"Freed {format_size(found['freed_bytes'])}")
 
 
 @app.command()
+@located
 def clear(
+    where: Where,
     *,
     pinned: Annotated[
         bool, typer.Option("--pinned", metavar="", help="Remove pinned sessions too.")
     ] = False,
     as_json: Json = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """Remove all sessions and all that is cached, in RAM and on disk; pinned ones stay on disk."""
-    with reporting():
-        found = target(url, api_key, cache_dir).clear(pinned=pinned)
-        if as_json:
-            show.print_json(found)
-        else:
-            count, freed = found["sessions"], format_size(found["freed_bytes"])
-            sessions = "1 session" if count == 1 else f"{count} sessions"
-            console().print(f"Removed {sessions}, freed {freed} on disk")
+    found = where.clear(pinned=pinned)
+    if as_json:
+        show.print_json(found)
+    else:
+        count, freed = found["sessions"], format_size(found["freed_bytes"])
+        sessions = "1 session" if count == 1 else f"{count} sessions"
+        console().print(f"Removed {sessions}, freed {freed} on disk")
 
 
 def _bytes(text: str) -> int:

@@ -116,7 +116,7 @@ class Offline:
             return [{"path": str(one.path), "what": one.what} for one in store.check()]
 
     def prune(self, limit: int | None) -> dict[str, Any]:
-        """Drop what is in quarantine, and what is beyond `limit` bytes."""
+        """Remove damaged files, and what is beyond `limit` bytes."""
         if not self._exists():
             return {"freed_bytes": 0}
         with alone(self.cache_dir), self._open() as (store, _):

@@ -131,7 +131,7 @@ class Remote:
         return found
 
     def prune(self, limit: int | None) -> dict[str, Any]:
-        """Drop what is in quarantine, and what is beyond `limit` bytes on disk."""
+        """Remove damaged files, and what is beyond `limit` bytes on disk."""
         params = {} if limit is None else {"limit_bytes": str(limit)}
         return self._json("POST", "/v1/cache/prune", params=params)
 

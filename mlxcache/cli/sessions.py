@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from mlxcache.cli import show
-from mlxcache.cli.output import console, reporting
-from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, target
+from mlxcache.cli.output import console
+from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, Where, located
 from mlxcache.errors import NotFound
 
 app = typer.Typer(
@@ -53,88 +53,73 @@ def sessions(
 
 
 @app.command("list")
+@located
 def list_sessions(
-    ctx: typer.Context,
+    where: Where,
     *,
     as_json: Json = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """List all sessions, those used last first."""
-    with reporting():
-        found = _where(ctx, url, api_key, cache_dir).sessions()
-        if as_json:
-            show.print_json({"object": "list", "data": found})
-        elif found:
-            show.table(_COLUMNS, map(_row, found))
-        else:
-            console().print("There are no sessions yet.")
+    found = where.sessions()
+    if as_json:
+        show.print_json({"object": "list", "data": found})
+    elif found:
+        show.table(_COLUMNS, map(_row, found))
+    else:
+        console().print("There are no sessions yet.")
 
 
 @app.command("show")
+@located
 def show_session(
-    ctx: typer.Context,
+    where: Where,
     id: Id,
     *,
     as_json: Json = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """Show one session with its leaves: the main conversation and its agents'."""
-    with reporting():
-        where = _where(ctx, url, api_key, cache_dir)
-        found = where.session(find(where.sessions(), id))
-        if as_json:
-            show.print_json(found)
-        else:
-            _print(found)
+    found = where.session(find(where.sessions(), id))
+    if as_json:
+        show.print_json(found)
+    else:
+        _print(found)
 
 
 @app.command()
+@located
 def pin(
-    ctx: typer.Context,
+    where: Where,
     id: Id,
-    *,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """Keep a session: it is evicted last."""
-    _change(ctx, (url, api_key, cache_dir), id, "Pinned", pinned=True)
+    _change(where, id, "Pinned", pinned=True)
 
 
 @app.command()
+@located
 def unpin(
-    ctx: typer.Context,
+    where: Where,
     id: Id,
-    *,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """Let a session be evicted like any other."""
-    _change(ctx, (url, api_key, cache_dir), id, "Not pinned any more", pinned=False)
+    _change(where, id, "Not pinned any more", pinned=False)
 
 
 @app.command()
+@located
 def rename(
-    ctx: typer.Context,
+    where: Where,
     id: Id,
     name: Annotated[str, typer.Argument(metavar="NAME", help='The new name; "" for none.')],
-    *,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """Give a session a name."""
-    _change(ctx, (url, api_key, cache_dir), id, "Renamed", name=name)
+    _change(where, id, "Renamed", name=name)
 
 
 @app.command()
+@located
 def fork(
-    ctx: typer.Context,
+    where: Where,
     id: Id,
     *,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="The new one's name.")] = None,
@@ -143,35 +128,25 @@ def fork(
         typer.Option(metavar="TOKENS", min=1, help="Where to part; at the end unless given."),
     ] = None,
     as_json: Json = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """Make a new session that goes on from this one. Its id serves as X-Session-Id."""
-    with reporting():
-        where = _where(ctx, url, api_key, cache_dir)
-        made = where.fork(find(where.sessions(), id), name, at)
-        if as_json:
-            show.print_json(made)
-        else:
-            console().print(f"Forked at {made['tokens']} tokens: {made['id']}")
+    made = where.fork(find(where.sessions(), id), name, at)
+    if as_json:
+        show.print_json(made)
+    else:
+        console().print(f"Forked at {made['tokens']} tokens: {made['id']}")
 
 
 @app.command()
+@located
 def rm(
-    ctx: typer.Context,
+    where: Where,
     id: Id,
-    *,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """Remove a session, with all that no other session needs."""
-    with reporting():
-        where = _where(ctx, url, api_key, cache_dir)
-        found = find(where.sessions(), id)
-        where.delete(found)
-        console().print(f"Removed: {found}")
+    found = find(where.sessions(), id)
+    where.delete(found)
+    console().print(f"Removed: {found}")
 
 
 def find(sessions: list[dict[str, Any]], text: str) -> str:
@@ -191,20 +166,9 @@ def find(sessions: list[dict[str, Any]], text: str) -> str:
     raise NotFound(f"No session has the id or the name {text!r}; see mlxcache sessions.")
 
 
-def _where(ctx: typer.Context, *given: Any) -> Any:
-    """The server or the folder, by the command's own options or by those before it."""
-    before = ctx.obj or (None, None, None)
-    own = (
-        mine if mine is not None else theirs for mine, theirs in zip(given, before, strict=False)
-    )
-    return target(*own) if given else target(*before)
-
-
-def _change(ctx: typer.Context, given: tuple[Any, ...], id: str, done: str, **changes: Any) -> None:
-    with reporting():
-        where = _where(ctx, *given)
-        changed = where.patch(find(where.sessions(), id), **changes)
-        console().print(f"{done}: {changed['id']} {show.name_of(changed)}".rstrip())
+def _change(where: Where, id: str, done: str, **changes: Any) -> None:
+    changed = where.patch(find(where.sessions(), id), **changes)
+    console().print(f"{done}: {changed['id']} {show.name_of(changed)}".rstrip())
 
 
 def _row(one: dict[str, Any]) -> tuple[str, ...]:

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedCo
 from rich.progress import Progress as Bar
 
 from mlxcache.cli import show
-from mlxcache.cli.output import console, reporting
+from mlxcache.cli.output import console
 from mlxcache.cli.sessions import Id, find
-from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, target
+from mlxcache.cli.target import Json, Where, located
 from mlxcache.config import format_size
 from mlxcache.errors import MlxcacheError
 
@@ -27,7 +27,9 @@ class Format(StrEnum):
     MLX_LM = "mlx-lm"
 
 
+@located
 def snapshot(
+    where: Where,
     id: Id,
     *,
     output: Annotated[
@@ -38,27 +40,24 @@ def snapshot(
         Format,
         typer.Option(help="mlx-lm: for mlx_lm.generate --prompt-cache-file."),
     ] = Format.MLXCACHE,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """Write a session to one file, to go on with it elsewhere."""
-    with reporting():
-        where = target(url, api_key, cache_dir)
-        found = find(where.sessions(), id)
-        part = output.with_name(f".{output.name}.part")
-        try:
-            with _bar("writing") as progress:
-                size = where.snapshot(found, part, format.value, progress)
-            part.replace(output)
-        except OSError as error:
-            raise MlxcacheError(f"{output} cannot be written: {error.strerror}.") from error
-        finally:
-            part.unlink(missing_ok=True)
-        console().print(f"Wrote {output}: {format_size(size)}")
+    found = find(where.sessions(), id)
+    part = output.with_name(f".{output.name}.part")
+    try:
+        with _bar("writing") as progress:
+            size = where.snapshot(found, part, format.value, progress)
+        part.replace(output)
+    except OSError as error:
+        raise MlxcacheError(f"{output} cannot be written: {error.strerror}.") from error
+    finally:
+        part.unlink(missing_ok=True)
+    console().print(f"Wrote {output}: {format_size(size)}")
 
 
+@located
 def restore(
+    where: Where,
     file: Annotated[
         Path,
         typer.Argument(
@@ -78,21 +77,16 @@ def restore(
         ),
     ] = None,
     as_json: Json = False,
-    url: Url = None,
-    api_key: ApiKey = None,
-    cache_dir: CacheDir = None,
 ) -> None:
     """Take in a session from a snapshot, or from a file of mlx-lm's; its next turn is warm."""
-    with reporting():
-        where = target(url, api_key, cache_dir)
-        if prompt == "-":
-            prompt = typer.get_text_stream("stdin").read()
-        with _bar("reading") as progress:
-            made = where.restore(file, name, prompt, progress)
-        if as_json:
-            show.print_json(made)
-        else:
-            console().print(f"Restored {made['tokens']:,} tokens: {made['id']}")
+    if prompt == "-":
+        prompt = typer.get_text_stream("stdin").read()
+    with _bar("reading") as progress:
+        made = where.restore(file, name, prompt, progress)
+    if as_json:
+        show.print_json(made)
+    else:
+        console().print(f"Restored {made['tokens']:,} tokens: {made['id']}")
 
 
 @contextmanager

@@ -18,6 +18,9 @@ MIN_RAM = 64_000_000
 MOST_DISK = 200 * 10**9
 """`auto` never gives the disk tier more."""
 
+LEAST_DISK = 4_000_000
+"""Less has no room for an index, let alone for what it lists."""
+
 Size = int | float | Literal["auto"]
 """Bytes, a share of the memory or the disk (0 < share <= 1), or the server's own choice."""
 
@@ -98,7 +101,7 @@ def disk_limit(setting: str | int, folder: Path) -> int:
 
     A percentage is of the whole disk that `folder` is on. `auto` is a quarter of what is free
     there, what `folder` takes counted as free; at most 200 GB.
-    Raises ConfigError where `setting` is no size.
+    Raises ConfigError where `setting` is no size, or one that is of no use.
     """
     if setting == "off":
         return 0
@@ -107,6 +110,10 @@ def disk_limit(setting: str | int, folder: Path) -> int:
         existing = existing.parent
     disk = shutil.disk_usage(existing)
     explicit = parse_size(setting, total=disk.total)
+    if explicit is not None and explicit < LEAST_DISK:
+        raise ConfigError(
+            f"--disk {setting} is too little: give it at least {LEAST_DISK // 10**6}MB, or off"
+        )
     if explicit is not None:
         return explicit
     return min((disk.free + _taken(folder)) // 4, MOST_DISK)

@@ -122,13 +122,6 @@ def _rows(span: Span, slot: int, array: int) -> npt.NDArray[Any]:
     return seen.swapaxes(0, 1)
 
 
-def run_tensors(arrays: Arrays) -> list[Tensor]:
-    """A run's tensors of evaluated arrays, shape (tokens, heads, dim) each."""
-    return to_tensors(
-        (run_name(i, j), array) for i, slot in enumerate(arrays) for j, array in enumerate(slot)
-    )
-
-
 def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
     """What a run's tensors must be: dtype and (heads, dim) by name."""
     return {

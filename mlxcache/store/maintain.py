@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import sqlite3
+from collections.abc import Collection, Iterator
 from itertools import takewhile
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from mlxcache.store import index, quarantine, verify
 from mlxcache.store.core import Core
 from mlxcache.store.database import translated
 from mlxcache.store.evict import victims
-from mlxcache.store.folder import TEMP_SUFFIX
+from mlxcache.store.folder import TEMP_SUFFIX, remove
 from mlxcache.store.found import Problem
 from mlxcache.store.index import Row
 from mlxcache.store.owner import alive
@@ -25,22 +26,48 @@ def fit(core: Core) -> None:
 
 
 def check(core: Core) -> list[Problem]:
-    """See `Store.check`. Files that another process removes meanwhile are no problem."""
+    """See `Store.check`."""
+    return [problem for problem, _ in _problems(core)]
+
+
+def _problems(core: Core) -> Iterator[tuple[Problem, Row | None]]:
+    """What is wrong, and the row of a file that has one.
+
+    Files that another process removes meanwhile are no problem.
+    """
     with translated(core.folder.path):
         with core.database.write() as connection:  # so that nothing comes or goes while listing
+            core.check_there()
             (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             rows = {core.folder.file(row.kind, row.digest): row for row in index.rows(connection)}
             present = [Path(entry.path) for _, entry in core.folder.files()]
-        problems = [] if verdict == "ok" else [Problem(core.folder.index, f"is damaged: {verdict}")]
+        if verdict != "ok":
+            yield Problem(core.folder.index, f"is damaged: {verdict}"), None
         for path in present:
             if path not in rows and (what := _stray(core, path)):
-                problems.append(Problem(path, what))
+                yield Problem(path, what), None
         ids = {row.id for row in rows.values()}
         for path, row in rows.items():
             core.database.check_open()  # a server that ends does not wait for this
             if what := _wrong(core, path, row, ids):
-                problems.append(Problem(path, what))
-    return problems
+                yield Problem(path, what), row
+
+
+def _mend(core: Core) -> None:
+    """Take out all that `check` names, but for the index itself: what is damaged, and its rows."""
+    for problem, row in list(_problems(core)):
+        if row is not None:
+            core.drop(row.id, corrupt=True)
+        elif problem.path != core.folder.index:
+            with core.database.write() as connection:
+                if not _has_row(core, connection, problem.path):
+                    remove(problem.path)
+
+
+def _has_row(core: Core, connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether somebody entered the file meanwhile."""
+    rows = index.rows(connection, "lower(hex(digest)) = ?", path.stem)
+    return any(core.folder.file(row.kind, row.digest) == path for row in rows)
 
 
 def _stray(core: Core, path: Path) -> str | None:
@@ -71,6 +98,7 @@ def _wrong(core: Core, path: Path, row: Row, ids: Collection[int]) -> str | None
 
 def prune(core: Core, limit: int | None) -> int:
     """See `Store.prune`."""
+    _mend(core)
     with translated(core.folder.path):
         with core.database.write() as connection:
             core.check_there()

@@ -238,10 +238,15 @@ def test_without_its_server_a_folder_in_use_is_read_and_not_changed(
 def test_a_server_that_is_named_and_does_not_answer_is_an_error(
     offline: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless a folder is named too."""
+    """By flag or by variable; a flag that names a folder counts more than a variable."""
     assert NOWHERE in call("sessions", "--url", NOWHERE, status=1).output
-    assert len(listing("--url", NOWHERE, *offline)) == 2
+    assert NOWHERE in call("sessions", "--url", NOWHERE, *offline, status=1).output
+    monkeypatch.setenv("MLXCACHE_CACHE_DIR", offline[1])
+    assert len(listing()) == 2
     monkeypatch.setenv("MLXCACHE_URL", NOWHERE)
+    output = call("cache", "clear", status=1).output
+    assert NOWHERE in output
+    assert "MLXCACHE_URL" in output
     assert len(listing(*offline)) == 2
     assert NOWHERE in call("warm", __file__, status=1).output
 

@@ -101,6 +101,8 @@ def test_a_limit_of_the_disk_is_a_size_a_share_or_off(disk, tmp_path):
     assert disk_limit("50GB", folder) == 50 * GB
     assert disk_limit("10%", folder) == 100 * GB
     assert disk_limit("off", folder) == 0
+    with pytest.raises(ConfigError, match="1KB is too little"):
+        disk_limit("1KB", folder)
 
 
 def test_auto_on_a_disk_is_a_quarter_of_what_is_free(disk, tmp_path):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,30 +13,14 @@ from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import ContextLengthExceeded, ModelError, QueueFull
 from mlxcache.types import Finished, Job, Prompt
+from tests.sampler import Sampler
 
 LIMIT = 24_000_000
 
 
-class Sampler:
-    """Samples MLX's active and pooled memory every 2 ms and keeps the most."""
-
-    def __init__(self) -> None:
-        self.most = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            self.most = max(self.most, mx.get_active_memory() + mx.get_cache_memory())
-            time.sleep(0.002)
+def held() -> int:
+    """What MLX holds, active and in its pool."""
+    return mx.get_active_memory() + mx.get_cache_memory()
 
 
 async def ask(engine: Engine, ids: list[int], tokens: int, name: str) -> Finished:
@@ -60,7 +42,7 @@ async def test_growing_conversations_stay_within_the_limit(
     weights = mx.get_active_memory() - before
     rng = np.random.default_rng(5)
     chats = [rng.integers(10, 400, 300).tolist() for _ in range(12)]
-    with Sampler() as sampler:
+    with Sampler(held, 0.002) as sampler:
         for turn in range(3):
             replies = await asyncio.gather(
                 *(ask(engine, ids, 8, f"{turn}-{i}") for i, ids in enumerate(chats))

@@ -33,16 +33,10 @@ def save(path: Path, tensors: Iterable[Tensor]) -> Path:
     return path
 
 
-def token_major(lineage: Lineage, start: int, end: int) -> list[list[mx.array]]:
-    made = [
-        [
-            mx.contiguous(lineage.view(i, j, start, end)[0].swapaxes(0, 1) * 1)
-            for j in range(len(spec))
-        ]
-        for i, spec in enumerate(lineage.layout.specs)
-    ]
-    mx.eval(made)
-    return made
+def run_of(lineage: Lineage, start: int, end: int) -> list[Tensor]:
+    """A run's tensors, as they are written."""
+    out = memoryview(bytearray(wire.run_bytes(lineage.layout, end - start)))
+    return wire.copied_run(lineage.layout, [(lineage, start, end)], out)
 
 
 def fed(toy: Path, tokens: int) -> Lineage:
@@ -68,7 +62,7 @@ def test_runs_and_states_come_back_as_they_were(toy: ToyMaker, family: str, tmp_
     lineage = fed(toy(family), 150)
     layout = lineage.layout
     if layout.specs:
-        tensors = wire.run_tensors(token_major(lineage, 64, 150))
+        tensors = run_of(lineage, 64, 150)
         assert {t.name: (t.dtype, t.shape[1:]) for t in tensors} == wire.run_spec(layout)
         assert all(t.shape[0] == 86 for t in tensors)
         run = wire.load_run(save(tmp_path / "run", tensors), layout, STREAM)
@@ -137,7 +131,7 @@ def damaged_run(tensors: list[Tensor], how: str) -> list[Tensor]:
 @pytest.mark.parametrize("how", ["lacks one", "one more", "dtype", "heads", "flat", "fewer"])
 def test_a_run_of_other_shapes_is_refused(toy_llama: Path, how: str, tmp_path: Path) -> None:
     lineage = fed(toy_llama, 64)
-    tensors = wire.run_tensors(token_major(lineage, 0, 64))
+    tensors = run_of(lineage, 0, 64)
     path = save(tmp_path / "run", damaged_run(tensors, how))
     with pytest.raises(Corrupt):
         wire.load_run(path, lineage.layout, STREAM)

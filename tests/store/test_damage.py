@@ -105,6 +105,29 @@ def test_a_damaged_file_is_a_miss_that_is_counted(store, folder):
     assert assert_right(store, ids).length == 1000
 
 
+def test_pruning_removes_all_that_a_check_names(store, folder):
+    """Also what nobody has read yet; what is sound stays, and what was lost is saved again."""
+    ids, others = tokens(1000), tokens(500, 1)
+    turns(store, ids, 300, 600, 1000)
+    store.write_checkpoint(ids, snapshot(ids))
+    put(store, others)
+    first, second, third = (piece.path for piece in store.find(ids).pieces)
+    flip(second, -1)
+    third.unlink()
+    stray = first.with_name("0" * 32 + ".safetensors")
+    stray.write_bytes(b"no run")
+    temp = first.with_name(".4194304-00000000-1.tmp")
+    temp.write_bytes(b"half")
+    assert {problem.path for problem in store.check()} >= {second, third, stray, temp}
+    store.prune()
+    assert store.check() == []
+    assert not list((folder / "quarantine").iterdir())
+    assert assert_right(store, ids).length == 300
+    assert assert_right(store, others).length == 500
+    put(store, ids, 256)
+    assert assert_right(store, ids).length == 1000
+
+
 def test_only_the_blocks_that_are_wanted_are_read(store):
     """Damage behind them is found when it matters."""
     ids = tokens(1000)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from mlxcache.store import folder as store_folder
 from mlxcache.store.evict import victims
 from mlxcache.store.folder import Folder
 from mlxcache.store.index import Row
+from tests.sampler import Sampler
 from tests.store.content import (
     assert_right,
     branch,
@@ -35,30 +35,6 @@ from tests.store.content import (
 MB = 10**6
 
 
-class Sampler:
-    """Sums what the folder takes, again and again, on a thread of its own."""
-
-    def __init__(self, folder: Path):
-        self.most = 0
-        self.samples = 0
-        self._folder = folder
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            self.most = max(self.most, on_disk(self._folder))
-            self.samples += 1
-
-
 def fill(store: Store, seeds: range, count: int = 3000, row: int = 20) -> None:
     """Conversations with a checkpoint each; one whose beginning another evicts is given up."""
     for seed in seeds:
@@ -71,7 +47,7 @@ def fill(store: Store, seeds: range, count: int = 3000, row: int = 20) -> None:
 def test_the_cap_holds_while_writing(folder):
     """Ten times as much is written as fits, in files of many sizes."""
     limit = 6 * MB
-    with opened(folder, limit) as store, Sampler(folder) as sampler:
+    with opened(folder, limit) as store, Sampler(lambda: on_disk(folder)) as sampler:
         for seed in range(30):
             count = (1 + seed % 7) * 700
             fill(store, range(seed, seed + 1), count)
@@ -85,7 +61,7 @@ def test_the_cap_holds_while_writing(folder):
 def test_the_cap_holds_with_two_processes(folder):
     """Both write all the time, and evict what the other wrote."""
     limit = 6 * MB
-    with opened(folder, limit) as store, Sampler(folder) as sampler:
+    with opened(folder, limit) as store, Sampler(lambda: on_disk(folder)) as sampler:
         code = (
             "from tests.store.test_space import *\n"
             f"with opened(Path({str(folder)!r}), {limit}) as store:\n"
@@ -127,7 +103,7 @@ def test_the_cap_holds_while_a_lost_index_is_made_again(folder):
     for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
         (folder / name).unlink(missing_ok=True)
     limit = on_disk(folder) + 200_000
-    with Sampler(folder) as sampler, opened(folder, limit) as store:
+    with Sampler(lambda: on_disk(folder)) as sampler, opened(folder, limit) as store:
         assert runs / 2 < store.stats().runs < runs
         assert store.check() == []
         fill(store, range(100, 105), 1000, 8)
