@@ -110,17 +110,23 @@ class Disk:
     def stats(self) -> dict[str, Any]:
         """What `GET /v1/cache` says of the disk. From any thread; half a second old at most."""
         if time.monotonic() - self._stats_at > STATS_S:
-            stats = self.store.stats()
+            self._stats = self._measured()
             self._stats_at = time.monotonic()
-            self._stats = {
-                "used_bytes": stats.used_bytes,
-                "limit_bytes": stats.limit_bytes,
-                "written_bytes": stats.written_bytes,
-                "files": stats.runs + stats.checkpoints,
-                "state": "suspended" if self.persist.failing else "ok",
-                "restores": {"ok": stats.verified, "corrupt": stats.corrupt},
-            }
         return self._stats
+
+    def _measured(self) -> dict[str, Any]:
+        try:
+            stats = self.store.stats()
+        except StoreError:  # the folder has vanished, or cannot be read: nothing is in it for us
+            stats = self.store.nothing()
+        return {
+            "used_bytes": stats.used_bytes,
+            "limit_bytes": stats.limit_bytes,
+            "written_bytes": stats.written_bytes,
+            "files": stats.runs + stats.checkpoints,
+            "state": "suspended" if self.persist.failing else "ok",
+            "restores": {"ok": stats.verified, "corrupt": stats.corrupt},
+        }
 
     def close(self, seconds: float) -> int:
         """Write what is left, for at most so long; how many tokens may not have been written."""

@@ -62,6 +62,7 @@ class Restorer:
         self.layout = layout
         self._wake = wake
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="mlxcache-disk")
+        self._told = ""
         self._stream = mx.new_stream(mx.cpu)
 
     def look(self, ids: Tokens, known: int) -> Look:
@@ -79,12 +80,13 @@ class Restorer:
     def _search(self, look: Look) -> None:
         try:
             self._plan(look, self.store.find(look.ids))
+            self._told = ""
             look.found = True
             self._wake()
             if look.target:
                 self._verify(look)
         except StoreError as error:
-            log.warning("what is on disk cannot be used: %s", error)
+            self._tell(str(error))
             look.failed = True
         except Exception:
             log.exception("the disk tier failed to look up a prefix")
@@ -92,6 +94,12 @@ class Restorer:
         finally:
             look.found = True
             self._wake()
+
+    def _tell(self, why: str) -> None:
+        """Log why the disk cannot be used; once as long as that does not change."""
+        if why != self._told:
+            log.warning("what is on disk cannot be used: %s", why)
+        self._told = why
 
     def _plan(self, look: Look, found: Found) -> None:
         most = len(look.ids) - 1

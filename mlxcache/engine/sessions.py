@@ -15,7 +15,7 @@ from mlxcache.engine.calls import Calls
 from mlxcache.engine.portable import Portable, sweep
 from mlxcache.engine.prompt_caches import Submit
 from mlxcache.engine.ram import forget, forget_all, in_ram
-from mlxcache.errors import MlxcacheError
+from mlxcache.errors import MlxcacheError, StoreError
 from mlxcache.model.wire import run_spec
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
@@ -126,7 +126,10 @@ class SessionBook:
     def _on_disk(self, session: Session, leaves: Sequence[Leaf]) -> Held:
         if self.store is None:
             return nothing(leaves)
-        return on_disk(viewing(self.store, session.namespace), leaves)
+        try:
+            return on_disk(viewing(self.store, session.namespace), leaves)
+        except StoreError:  # there is no such folder any more, which the log says once
+            return nothing(leaves)
 
     # -- changing ----------------------------------------------------------------------------
 
@@ -195,12 +198,14 @@ class SessionBook:
         return {"sessions": sessions, "freed_bytes": freed}
 
     async def prune(self, limit: int | None = None) -> int:
-        """Drop what is in quarantine and beyond `limit` bytes on disk; the bytes freed.
+        """Remove damaged files, and what is beyond `limit` bytes on disk; the bytes freed.
 
-        Raises StoreError.
+        Reads every file. Raises StoreError.
         """
-        store = self.store
-        return 0 if store is None else await self._booking.run(lambda: store.prune(limit))
+        if (store := self.store) is None:
+            return 0
+        async with self._checking:
+            return await asyncio.to_thread(store.prune, limit)
 
     async def check(self) -> Sequence[Problem]:
         """What is wrong with the files on disk, each read as a whole; one such look at a time.

@@ -38,7 +38,6 @@ class Core:
         self.namespace = namespace
         self.chains = Chains(namespace)
         self.saving = threading.Lock()
-        self._inode = folder.index.stat().st_ino
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._uses: dict[int, float] = {}
@@ -72,11 +71,7 @@ class Core:
 
     def check_there(self) -> None:
         """Raise StoreError if the folder, or the index in it, is not the one that was opened."""
-        try:
-            same = self.folder.index.stat().st_ino == self._inode
-        except OSError:
-            same = False
-        if not same:
+        if not self.database.is_there():
             raise StoreError(f"{self.folder.path} has vanished, or was replaced by another.")
 
     def drop(self, id: int, *, corrupt: bool) -> bool:
@@ -101,6 +96,7 @@ class Core:
 
     def close(self) -> None:
         """Note the uses, close the database, give the owner's lock back."""
+        self.database.arrive = None
         with (
             suppress(StoreError),
             self.database.patience(CLOSE_S),

@@ -6,7 +6,7 @@ import errno
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,10 @@ BUSY_S = 30.0
 
 WAL_PAGES = 256
 """Pages of 4 KiB after which what was committed moves from the log into the file."""
+
+
+_OF_THE_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+"""After these the disk may come back, and a connection from before would not know."""
 
 
 class Locked(StoreError):
@@ -39,6 +43,11 @@ class Database:
         self._turn = threading.Lock()
         self._mine = threading.local()
         self._closed = False
+        self._scripts: list[str] = []
+        self._inode: int | None = None
+        self._era = 0
+        self.arrive: Callable[[], None] | None = None
+        """Called before each transaction that is not part of another: is the file there?"""
 
     @classmethod
     def open(cls, folder: Path) -> Database:
@@ -48,7 +57,7 @@ class Database:
         """
         database = cls(folder / NAME)
         with translated(database.path):
-            os.close(os.open(database.path, os.O_RDWR | os.O_CREAT, 0o600))
+            database._make()
             with database.write():  # a damaged file shows here
                 pass
         return database
@@ -58,6 +67,8 @@ class Database:
 
         Each module that keeps tables calls this once, after opening.
         """
+        if script not in self._scripts:
+            self._scripts.append(script)
         with self.write() as connection:
             statement = ""
             for line in script.splitlines(keepends=True):
@@ -67,6 +78,41 @@ class Database:
                     statement = ""
             if statement.strip():
                 raise ValueError(f"no ; ends {statement.strip()!r}")
+
+    def is_there(self) -> bool:
+        """Whether the file in its place is the one that was opened."""
+        try:
+            return self.path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
+    def renew(self) -> None:
+        """Use the file that is in place now, made with its tables if there is none.
+
+        Raises StoreError.
+        """
+        self._forget()
+        with translated(self.path):
+            self._make()
+        try:
+            for script in self._scripts:
+                self.create(script)
+        except BaseException:
+            self._inode = None
+            raise
+
+    def _forget(self) -> None:
+        """Have new connections made: those that there are may be to what is gone."""
+        with self._pool_lock:
+            idle, self._idle = self._idle, []
+            self._era += 1
+        for connection in idle:
+            connection.close()
+
+    def _make(self) -> None:
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._inode = os.fstat(fd).st_ino
+        os.close(fd)
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -87,7 +133,7 @@ class Database:
         if current is not None:
             yield current
             return
-        with translated(self.path), self._connection() as connection:
+        with translated(self.path), self._arrived(), self._connection() as connection:
             connection.execute("BEGIN")
             try:
                 yield connection
@@ -105,7 +151,12 @@ class Database:
         if current is not None:
             yield current
             return
-        with translated(self.path), self._writing(), self._connection() as connection:
+        with (
+            translated(self.path),
+            self._arrived(),
+            self._writing(),
+            self._connection() as connection,
+        ):
             connection.execute(f"PRAGMA busy_timeout = {round(self._busy_s() * 1000)}")
             connection.execute("BEGIN IMMEDIATE")
             self._mine.connection = connection
@@ -141,6 +192,12 @@ class Database:
         connection: sqlite3.Connection | None = getattr(self._mine, "connection", None)
         return connection
 
+    @contextmanager
+    def _arrived(self) -> Iterator[None]:
+        if self.arrive is not None:
+            self.arrive()
+        yield
+
     def _busy_s(self) -> float:
         """How long this thread waits for others."""
         seconds: float = getattr(self._mine, "busy_s", BUSY_S)
@@ -161,13 +218,18 @@ class Database:
         with self._pool_lock:
             self.check_open()
             connection = self._idle.pop() if self._idle else None
+            era = self._era
         if connection is None:
             connection = self._connect()
         try:
             yield connection
+        except sqlite3.Error as error:
+            if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF in _OF_THE_DISK:
+                self._forget()
+            raise
         finally:
             with self._pool_lock:
-                keep = not self._closed
+                keep = not self._closed and era == self._era
                 if keep:
                     self._idle.append(connection)
             if not keep:

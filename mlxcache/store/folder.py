@@ -30,12 +30,21 @@ class Folder:
         self.quarantine = path / "quarantine"
         self.locks = path / "locks"
         self.index = path / NAME
+        self.device = 0
 
     def make(self) -> None:
         """Make the folders that are not there. Raises OSError."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (*self.kinds.values(), self.quarantine, self.locks):
             path.mkdir(mode=0o700, exist_ok=True)
+        self.device = os.stat(self.path).st_dev
+
+    def may_be_made_again(self) -> bool:
+        """Whether it would be where it was: the disk that it was on may be gone."""
+        place = self.path
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        return os.stat(place).st_dev == self.device
 
     def file(self, kind: str, digest: bytes) -> Path:
         """Where the file of `digest` is, or would be."""
@@ -93,7 +102,7 @@ def write(temp: Path, final: Path, buffers: Sequence[bytes | memoryview]) -> int
     Raises OSError; then neither file is there.
     """
     if not final.parent.exists():
-        final.parent.mkdir(mode=0o700, exist_ok=True)
+        final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_folder(final.parent.parent)
     try:
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -54,18 +54,18 @@ class StoreStats:
     count checks of files before use, `evicted` files that made room for others.
     """
 
-    used_bytes: int
     limit_bytes: int | None
-    runs: int
-    checkpoints: int
-    tokens: int
-    pinned_bytes: int
-    quarantined: int
-    written_bytes: int
-    written_tokens: int
-    verified: int
-    corrupt: int
-    evicted: int
+    used_bytes: int = 0
+    runs: int = 0
+    checkpoints: int = 0
+    tokens: int = 0
+    pinned_bytes: int = 0
+    quarantined: int = 0
+    written_bytes: int = 0
+    written_tokens: int = 0
+    verified: int = 0
+    corrupt: int = 0
+    evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,4 +44,8 @@ def free(folder: Folder, need: int) -> int:
 
 def entries(folder: Folder) -> list[tuple[Path, int]]:
     """Its files and their bytes on disk, oldest first."""
-    return [(path, blocks(path)) for path in sorted(folder.quarantine.iterdir())]
+    try:
+        found = sorted(folder.quarantine.iterdir())
+    except FileNotFoundError:
+        return []
+    return [(path, blocks(path)) for path in found]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlxcache.store import index, maintain, quarantine, save, verify
+from mlxcache.store.comeback import Comeback
 from mlxcache.store.core import Core
 from mlxcache.store.database import Database, translated
 from mlxcache.store.folder import Folder
@@ -55,6 +56,7 @@ class Store:
                     store = cls(Core(place, database, owner, space, namespace))
                     recover(store._core)
                     maintain.fit(store._core)
+                    database.arrive = Comeback(store._core)
                 except BaseException:
                     owner.release()
                     raise
@@ -159,20 +161,24 @@ class Store:
                 "SELECT ifnull(sum(disk), 0) FROM file WHERE id IN (SELECT file FROM pin)"
             ).fetchone()
             quarantined = len(quarantine.entries(core.folder))
-        return StoreStats(
+        return self._with_counts(
             used_bytes=used,
-            limit_bytes=self.limit,
             runs=counts.get("run", 0),
             checkpoints=counts.get("checkpoint", 0),
             tokens=tokens,
             pinned_bytes=pinned,
             quarantined=quarantined,
-            written_bytes=core.counted("written_bytes"),
-            written_tokens=core.counted("written_tokens"),
-            verified=core.counted("verified"),
-            corrupt=core.counted("corrupt"),
-            evicted=core.counted("evicted"),
         )
+
+    def nothing(self) -> StoreStats:
+        """As `stats`, of a folder that cannot be read."""
+        return self._with_counts()
+
+    def _with_counts(self, **held: int) -> StoreStats:
+        core = self._core
+        names = ("written_bytes", "written_tokens", "verified", "corrupt", "evicted")
+        counts = {name: core.counted(name) for name in names}
+        return StoreStats(limit_bytes=self.limit, **held, **counts)
 
     def check(self) -> list[Problem]:
         """Read every file of every namespace and report what is wrong; changes nothing.
@@ -182,7 +188,10 @@ class Store:
         return maintain.check(self._core)
 
     def prune(self, limit: int | None = None) -> int:
-        """Drop the quarantine, and evict until all is within `limit`; returns bytes freed."""
+        """Remove what `check` names, and the quarantine; evict until all is within `limit`.
+
+        Reads every file. The bytes freed; a damaged index is left for the next start to make again.
+        """
         return maintain.prune(self._core, limit)
 
     def clear(self, *, pinned: bool = False) -> int:

@@ -1,0 +1,121 @@
+"""A folder that goes away under an open store, and a disk that fills up or is gone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxcache.errors import DiskFull, StoreError
+from mlxcache.store.leaves import anchor_of
+from mlxcache.store.sessions import Sessions, Turn
+from tests.store.content import assert_right, opened, put, snapshot, tokens, turns
+
+
+def test_a_removed_folder_is_made_again(folder):
+    """Also its sessions' table, and for all that share it."""
+    ids = tokens(1000)
+    with opened(folder) as one, opened(folder) as two:
+        sessions = Sessions(one.database)
+        turns(one, ids, 300, 1000)
+        shutil.rmtree(folder)
+        assert one.find(ids).length == 0
+        assert sessions.all() == []
+        put(one, ids)
+        one.write_checkpoint(ids, snapshot(ids))
+        turn = Turn("model-a", "a", ids, 900, anchor_of((), 900), 0, 1.0, label="x")
+        sessions.turn(turn)
+        for store in (one, two):
+            assert assert_right(store, ids).length == 1000
+            assert store.check() == []
+        assert len(Sessions(two.database).all()) == 1
+    with opened(folder) as store:
+        assert assert_right(store, ids).length == 1000
+
+
+def test_a_folder_whose_disk_is_gone_is_not_made_elsewhere(folder, monkeypatch):
+    """Once it is back, all of it is there again."""
+    ids = tokens(1000)
+    with opened(folder) as store:
+        put(store, ids[:640])
+        folder.rename(folder.with_name("unplugged"))
+        store._core.folder.device = -1
+        for action in (lambda: put(store, ids), lambda: store.find(ids), store.stats, store.check):
+            with pytest.raises(StoreError, match="vanished"):
+                action()
+        assert not folder.exists()
+        folder.with_name("unplugged").rename(folder)
+        assert assert_right(store, ids).length == 640
+        put(store, ids)
+        assert assert_right(store, ids).length == 1000
+
+
+def test_folders_that_are_removed_one_by_one_are_made_again(folder):
+    """What was in them is a miss."""
+    ids, others = tokens(1000), tokens(700, 1)
+    with opened(folder) as store:
+        put(store, ids)
+        for path in (folder / "runs", folder / "quarantine"):
+            shutil.rmtree(path)
+        store.stats()
+        put(store, others)
+        assert assert_right(store, others).length == 700
+        store.prune()
+        assert store.check() == []
+        put(store, ids)
+        assert assert_right(store, ids).length == 1000
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own of 3 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=3m", "mlxcache-test", str(place)]
+    done = subprocess.run(["mount", *options], check=False, capture_output=True)
+    if done.returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_file_system_that_is_full_refuses_and_recovers(small_disk):
+    """Not by our own count, which knows nothing of the others on it."""
+    ids = tokens(20_000)
+    with opened(small_disk / "store", free_floor=-(10**9)) as store:
+        put(store, ids[:1280])
+        ballast = small_disk / "ballast"
+        ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        with pytest.raises(DiskFull):
+            put(store, ids, 1280, row=10)
+        assert assert_right(store, ids).length == 1280
+        ballast.unlink()
+        assert store.check() == []
+        put(store, ids[:6400], 1280)
+        assert assert_right(store, ids).length == 6400
+
+
+def test_a_file_system_that_is_read_only_is_read(small_disk):
+    """And written to again once that may be, without a restart."""
+    ids = tokens(2000)
+    with opened(small_disk / "store") as store:
+        put(store, ids[:1280])
+    shutil.copytree(small_disk / "store", small_disk / "copy")
+    with opened(small_disk / "copy") as store:
+        store.database._forget()  # what holds a file open keeps its disk from being remounted
+        store._core.owner.release()
+        mount(small_disk, "remount,ro")
+        with pytest.raises(StoreError):
+            put(store, ids)
+        mount(small_disk, "remount,rw")
+        put(store, ids)
+        assert assert_right(store, ids).length == 2000
+
+
+def mount(place: Path, option: str) -> None:
+    subprocess.run(["mount", "-o", option, str(place)], check=True)
