@@ -187,6 +187,7 @@ def test_blocks_run_against_a_server(block: Block, server: Served, path: str, tm
         if "curl" in code and shutil.which("curl") is None:
             pytest.skip("there is no curl here")
         command = ["sh", "-e", "-c", code.replace("curl -s ", "curl -sSf ")]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     environ = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False

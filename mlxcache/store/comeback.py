@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from mlxcache.errors import StoreError
 from mlxcache.store import index
@@ -14,6 +15,9 @@ from mlxcache.store.recover import recover
 
 log = logging.getLogger(__name__)
 
+GONE_S = 1.0
+"""For how long a folder has to be gone: whoever removes it is not to find new files in it."""
+
 
 class Comeback:
     """Called before each transaction of an open store; does nothing as long as all is there."""
@@ -22,10 +26,12 @@ class Comeback:
         self._core = core
         self._turn = threading.RLock()
         self._coming = False
+        self._missed_at: float | None = None
 
     def __call__(self) -> None:
         """Raises StoreError where the folder has vanished and cannot be made again."""
         if self._core.database.is_there() and not self._coming:
+            self._missed_at = None
             return
         with self._turn:
             if not self._core.database.is_there():
@@ -34,10 +40,16 @@ class Comeback:
                     self._come_back()
                 finally:
                     self._coming = False
+        self._missed_at = None
 
     def _come_back(self) -> None:
         core = self._core
         folder = core.folder
+        now = time.monotonic()
+        if self._missed_at is None:
+            self._missed_at = now
+        if now - self._missed_at < GONE_S:
+            core.check_there()
         with translated(folder.path):
             core.database.check_open()
             if not folder.may_be_made_again():

@@ -11,17 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mlxcache.errors import DiskFull, StoreError
+from mlxcache.store.connect import BUSY_S, OF_THE_DISK, ReadOnly, connect
 
 NAME = "index.sqlite"
-BUSY_S = 30.0
-"""How long a transaction waits for another process's."""
-
-WAL_PAGES = 256
-"""Pages of 4 KiB after which what was committed moves from the log into the file."""
-
-
-_OF_THE_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
-"""After these the disk may come back, and a connection from before would not know."""
 
 
 class Locked(StoreError):
@@ -220,41 +212,21 @@ class Database:
             connection = self._idle.pop() if self._idle else None
             era = self._era
         if connection is None:
-            connection = self._connect()
+            connection = connect(self.path)
         try:
             yield connection
         except sqlite3.Error as error:
-            if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF in _OF_THE_DISK:
+            if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF in OF_THE_DISK:
                 self._forget()
             raise
         finally:
             with self._pool_lock:
-                keep = not self._closed and era == self._era
+                current = not self._closed and era == self._era
+                keep = current and not isinstance(connection, ReadOnly)
                 if keep:
                     self._idle.append(connection)
             if not keep:
                 connection.close()
-
-    def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            f"{self.path.absolute().as_uri()}?mode=rw",
-            uri=True,
-            timeout=BUSY_S,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        for pragma in (
-            "auto_vacuum=INCREMENTAL",  # takes effect in a new file, before its first table
-            "journal_mode=WAL",
-            "synchronous=FULL",
-            f"wal_autocheckpoint={WAL_PAGES}",
-            f"journal_size_limit={WAL_PAGES * 4096}",
-            "temp_store=MEMORY",
-            "cache_spill=OFF",  # the log grows at commits only, when room has been made for it
-            "foreign_keys=ON",
-        ):
-            connection.execute(f"PRAGMA {pragma}").fetchall()
-        return connection
 
 
 @contextmanager

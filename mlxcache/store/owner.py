@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlxcache.store.folder import Folder, remove
@@ -29,7 +29,8 @@ class Owner:
     def release(self) -> None:
         """Remove the lock; a second time nothing happens."""
         if self._fd >= 0:
-            remove(self._path)
+            with suppress(OSError):  # the disk may be read-only by now, or gone
+                remove(self._path)
             os.close(self._fd)
             self._fd = -1
 

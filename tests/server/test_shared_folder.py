@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mlxcache.store.comeback import GONE_S
 from tests.conftest import ToyMaker
 from tests.served import served
 from tests.server.api import Api, until, user, words
@@ -140,7 +142,9 @@ def test_what_one_removes_the_other_goes_on_with(begin: Begin, tmp_path: Path) -
 
     def remove_folder() -> None:
         shutil.rmtree(tmp_path / "cache")
-        assert one.http.get("/v1/cache").status_code == 200
+        for api in (one, two):
+            assert api.http.get("/v1/cache").status_code == 200
+        time.sleep(2 * GONE_S)
 
     for number, remove in enumerate((remove_session, clear, remove_folder)):
         until_durable(one, "one", "two")

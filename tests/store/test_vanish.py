@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,26 @@ from mlxcache.errors import DiskFull, StoreError
 from mlxcache.store.leaves import anchor_of
 from mlxcache.store.sessions import Sessions, Turn
 from tests.store.content import assert_right, opened, put, snapshot, tokens, turns
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is gone is taken for gone."""
+    monkeypatch.setattr("mlxcache.store.comeback.GONE_S", 0.0)
+
+
+def test_nothing_is_made_while_a_folder_is_being_removed(folder, monkeypatch):
+    """Whoever removes it would find new files in it."""
+    monkeypatch.setattr("mlxcache.store.comeback.GONE_S", 0.2)
+    with opened(folder) as store:
+        put(store, tokens(300))
+        shutil.rmtree(folder)
+        with pytest.raises(StoreError, match="vanished"):
+            store.find(tokens(300))
+        assert not folder.exists()
+        time.sleep(0.2)
+        assert store.find(tokens(300)).length == 0
+        assert folder.exists()
 
 
 def test_a_removed_folder_is_made_again(folder):
@@ -112,6 +133,7 @@ def test_a_file_system_that_is_read_only_is_read(small_disk):
         mount(small_disk, "remount,ro")
         with pytest.raises(StoreError):
             put(store, ids)
+        assert assert_right(store, ids).length == 1280
         mount(small_disk, "remount,rw")
         put(store, ids)
         assert assert_right(store, ids).length == 2000
