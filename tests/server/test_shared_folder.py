@@ -65,7 +65,7 @@ def until_durable(api: Api, *labels: str) -> None:
             for label in labels
         )
 
-    until(there, 60, lambda: str(listed(api)))
+    until(there, 60, lambda: f"{listed(api)}\n{api.served.output[-3000:]}")
 
 
 def assert_sound(api: Api) -> None:
@@ -146,11 +146,13 @@ def test_what_one_removes_the_other_goes_on_with(begin: Begin, tmp_path: Path) -
             assert api.http.get("/v1/cache").status_code == 200
         time.sleep(2 * GONE_S)
 
+    for api, label in labels.items():
+        until_durable(api, label)
     for number, remove in enumerate((remove_session, clear, remove_folder)):
-        until_durable(one, "one", "two")
         remove()
         for api, label in labels.items():
             apart[api], record = turn(api, label, apart[api], words(20 + number, 40))
             assert record["status"] == "done"
+            until_durable(api, label)
     until_durable(two, "one", "two")
     assert_sound(two)
