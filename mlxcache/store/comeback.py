@@ -48,7 +48,7 @@ class Comeback:
         now = time.monotonic()
         if self._missed_at is None:
             self._missed_at = now
-        if now - self._missed_at < GONE_S:
+        if now - self._missed_at < GONE_S and not folder.index.exists():
             core.check_there()
         with translated(folder.path):
             core.database.check_open()
