@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mlxcache.prompt.canonical.draft import SYSTEM, Draft
+from mlxcache.prompt.canonical.draft import Draft
 
 _PAIR = r" {0,4}cc[a-z_]{0,40}=[^\s;=]{0,200}"
 LINE = re.compile(rf"x-anthropic-billing-header:(?:{_PAIR};)*{_PAIR};?[ \t]*(?:(?:\r?\n)+|\Z)")
@@ -16,11 +16,8 @@ For example `x-anthropic-billing-header: cc_version=2.1.329.0a8; cc_entrypoint=c
 
 def apply(draft: Draft) -> bool:
     """Drop the line at the start of a system message that stands before all others."""
-    leading = 0
-    while leading < len(draft.messages) and draft.role(leading) in SYSTEM:
-        leading += 1
     found = False
-    for at in reversed(range(leading)):
+    for at in reversed(range(draft.leading())):
         match = LINE.match(draft.text(at))
         if match:
             draft.rewrite(at, draft.text(at)[match.end() :])

@@ -11,21 +11,36 @@ COUNTER = re.compile(r"<total_tokens>[0-9][0-9,]{0,30} tokens left</total_tokens
 
 
 def apply(draft: Draft, *, keep: bool = False) -> bool:
-    """Drop the counters that system messages end in; with `keep` the newest stands at the end.
+    """Drop the counters of system messages; with `keep` the newest stands at the end.
 
     There it is behind everything that the next turn has in common with this one.
     """
     newest = ""
+    leading = draft.leading()
     for at in reversed(range(len(draft.messages))):
         if draft.role(at) not in SYSTEM:
             continue
-        text, counters = split(draft.text(at))
+        text, counters = (split if at < leading else without)(draft.text(at))
         if counters:
             newest = newest or counters[-1]
             draft.rewrite(at, text)
     if newest and keep:
         draft.insert(draft.end(), newest)
     return bool(newest)
+
+
+def without(text: str) -> tuple[str, list[str]]:
+    """A text without the counters that are paragraphs of their own, or end it, and these.
+
+    Between turns a system message is written by a client, and so are all its paragraphs.
+    """
+    paragraphs = text.split("\n\n")
+    counters = [part.strip() for part in paragraphs if COUNTER.fullmatch(part.strip())]
+    if counters:
+        kept = [part for part in paragraphs if not COUNTER.fullmatch(part.strip())]
+        text = "\n\n".join(kept)
+    text, trailing = split(text)
+    return text, counters + trailing
 
 
 def split(text: str) -> tuple[str, list[str]]:

@@ -38,6 +38,11 @@ class Draft:
         """A message's role."""
         return str(self.messages[at].get("role"))
 
+    def leading(self) -> int:
+        """The number of system messages before all others."""
+        roles = (self.role(i) not in SYSTEM for i in range(len(self.messages)))
+        return next((i for i, other in enumerate(roles) if other), len(self.messages))
+
     def head(self) -> list[int]:
         """The system messages before the first reply, ascending."""
         end = next(

@@ -22,20 +22,20 @@ TABLE = (
         "attribution",
         "`x-anthropic-billing-header: cc_version=...; cc_entrypoint=cli; cch=36ee5;`, `key=value` "
         "pairs alone, as the first line of a system message in front of the conversation",
-        f"{CLAUDE_CODE} 2.1.37 to 2.1.329",
+        f"{CLAUDE_CODE} 2.1.37 to 2.1.330",
         "dropped",
     ),
     Rule(
         "counter",
         "`<total_tokens>N tokens left</total_tokens>` in lines of their own at the end of a system "
-        "message, as its first paragraph, or as all of it",
-        f"{CLAUDE_CODE} up to 2.1.329",
+        "message, as its first paragraph, or as all of it; between turns as any paragraph",
+        f"{CLAUDE_CODE} up to 2.1.330",
         "dropped",
     ),
     Rule(
         "newest_counter",
         "as `counter`",
-        f"{CLAUDE_CODE} up to 2.1.329",
+        f"{CLAUDE_CODE} up to 2.1.330",
         "the newest stands at the end of the prompt, the others are dropped",
     ),
     Rule(

@@ -3,7 +3,7 @@
 import pytest
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
-from mlxcache.prompt.canonical.counter import split
+from mlxcache.prompt.canonical.counter import split, without
 from mlxcache.types import Chat
 
 COUNTER = "<total_tokens>199000 tokens left</total_tokens>"
@@ -63,6 +63,20 @@ def test_the_newest_can_stand_at_the_end():
 def test_counters_go_in_the_order_in_which_they_came(text, left, counters):
     """Blocks of one message, in whatever order a client puts them."""
     assert split(text) == (left, counters)
+
+
+def test_a_counter_between_the_paragraphs_of_a_later_message_goes():
+    """As Claude Code 2.1.330 sends it; in the system prompt such a paragraph may be an example."""
+    text = f"# Environment\n- a\n\n{COUNTER}\n\nToday's date is 2026-11-21."
+    made = Canonicaliser().canonical(
+        Chat((message("system", text), message("user", "hi"), message("system", text)))
+    )
+    assert [m["content"] for m in made.chat.messages] == [
+        text,
+        "hi",
+        "# Environment\n- a\n\nToday's date is 2026-11-21.",
+    ]
+    assert without(f"- a\n{COUNTER}\n- b\n\nx {COUNTER}\n\ny")[1] == []
 
 
 def test_a_reply_that_is_to_be_continued_stays_last():
