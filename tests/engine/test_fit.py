@@ -23,8 +23,13 @@ RAM, DISK = 400_000_000, 2_000_000_000
 
 
 async def played(engine: Engine, talk: Talk, tokens: int) -> Core:
-    """Have `engine` hold the conversation that is computed on paper; its core, all written."""
+    """Have `engine` hold the conversation that is computed on paper, each turn written; its core.
+
+    What is on its way to disk is not thinned, and a person is slower than a disk.
+    """
     ids, rng = np.zeros(0, np.int32), np.random.default_rng(1)
+    core = await engine.call(lambda core: core)
+    assert core.disk is not None
     for turn, (marks, _, prompt, end) in enumerate(talk.turns(tokens)):
         asked = rng.integers(0, 500, prompt - len(ids)).astype(np.int32)
         job = Job(f"t{turn}", Prompt(np.concatenate([ids, asked]), marks), Sampling(), end - prompt)
@@ -34,10 +39,8 @@ async def played(engine: Engine, talk: Talk, tokens: int) -> Core:
             pass
         ids = np.concatenate([task.ids, np.asarray(task.out, np.int32)])
         assert len(ids) == end
-    core = await engine.call(lambda core: core)
-    assert core.disk is not None
-    while core.disk.busy:  # noqa: ASYNC110 - the MLX thread sets no asyncio.Event
-        await asyncio.sleep(0.02)
+        while core.disk.busy:  # noqa: ASYNC110 - the MLX thread sets no asyncio.Event
+            await asyncio.sleep(0.005)
     return core
 
 
@@ -62,6 +65,26 @@ async def test_figures_on_paper_are_what_the_server_holds(family: str, toy, tmp_
     assert held.ram_checkpoints == checkpoints
     assert held.disk_bytes == pytest.approx(on_disk, rel=0.05)
     assert held.disk_checkpoints == len(states)
+
+
+async def test_figures_on_paper_are_thinned_as_those_of_a_server_are(toy, tmp_path: Path) -> None:
+    """A model of states alone, in budgets that have no room for all of them."""
+    path, ram, disk = str(toy("mamba2")), 64_000_000, 64_000_000
+    talk, tokens = Talk(head=300, asked=60, replied=6), 2000
+    layout = examine(ModelSpec(path)).layout
+    (held,) = fit(layout, ram=ram, disk=disk, tokens=[tokens], talk=talk).held
+    engine = Engine(Settings(model=path, cache_dir=tmp_path, ram=ram, disk=disk))
+    await engine.start()
+    try:
+        core = await played(engine, talk, tokens)
+        in_ram = core.memory.tree.checkpoints
+        on_disk = len(list((tmp_path / "store" / "checkpoints").rglob("*.safetensors")))
+    finally:
+        await engine.stop()
+    turns = len(list(talk.turns(tokens)))
+    assert held.disk_checkpoints < 2 * turns
+    assert held.ram_checkpoints == pytest.approx(in_ram, abs=2)
+    assert held.disk_checkpoints == pytest.approx(on_disk, abs=2)
 
 
 def test_the_room_is_what_a_server_has_for_conversations(toy, tmp_path: Path) -> None:
