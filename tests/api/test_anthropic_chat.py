@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.api.thinking import sign
@@ -138,11 +138,13 @@ def marked(messages: list[dict[str, Any]], draw: st.DataObject) -> list[dict[str
     return messages
 
 
+@settings(deadline=None)
 @given(HISTORIES)
 def test_a_string_and_a_list_of_one_text_are_the_same(messages: list[dict[str, Any]]) -> None:
     assert rendered(read(*as_strings(messages))) == rendered(read(*messages))
 
 
+@settings(deadline=None)
 @given(HISTORIES, st.data())
 def test_cache_control_changes_nothing_but_the_breakpoint(
     messages: list[dict[str, Any]], data: st.DataObject
@@ -154,6 +156,7 @@ def test_cache_control_changes_nothing_but_the_breakpoint(
     assert noted.breakpoint is not None
 
 
+@settings(deadline=None)
 @given(HISTORIES, HISTORIES)
 def test_a_longer_conversation_begins_with_the_shorter_ones_messages(
     before: list[dict[str, Any]], after: list[dict[str, Any]]

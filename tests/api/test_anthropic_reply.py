@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.api.anthropic_reply import Blocks, ending, usage
@@ -58,12 +58,14 @@ def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return content
 
 
+@settings(deadline=None)
 @given(PIECES, st.booleans())
 def test_the_streamed_events_add_up_to_the_whole_content(pieces: list[Piece], show: bool) -> None:
     events, blocks = play(pieces, show=show)
     assert rebuilt(events) == blocks.content
 
 
+@settings(deadline=None)
 @given(PIECES)
 def test_no_block_is_empty_or_white_space(pieces: list[Piece]) -> None:
     _, blocks = play(pieces)
@@ -127,6 +129,7 @@ def test_arguments_that_are_no_json_object_fail_the_reply() -> None:
         play([ToolCall(0, "1", "Read", "[1]")])
 
 
+@settings(deadline=None)
 @given(st.integers(1, 50), st.integers(0, 49), st.none() | st.integers(0, 50))
 def test_the_parts_of_the_usage_add_up_to_the_prompt(
     length: int, cached: int, breakpoint: int | None
