@@ -54,7 +54,7 @@ class Inside:
 
         def begin(core: Core) -> None:
             node = core.memory.tree.match(ids, touch=False).nodes[-1]
-            self.disk.persist.mark(node, ids, states=False)
+            self.disk.persist.mark(node, ids)
 
         await self.engine.call(begin)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlxcache.cache.node import common_length
+from mlxcache.engine.checkpoints import stops
+from mlxcache.engine.cost import Cost
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.restore import WORTH_LOOKING
-from mlxcache.engine.task import Task, checkpoint_stops
+from mlxcache.engine.task import Task
 from mlxcache.errors import ContextLengthExceeded
 from mlxcache.types import Admitted
 
@@ -20,9 +22,10 @@ WORTH_WAITING = 256
 class Admission:
     """Gives tasks their lineages. `dress` gives an admitted task its parser and sampler."""
 
-    def __init__(self, memory: Memory, limits: Limits, dress: Callable[[Task], None]):
+    def __init__(self, memory: Memory, limits: Limits, cost: Cost, dress: Callable[[Task], None]):
         self.memory = memory
         self.limits = limits
+        self.cost = cost
         self.disk: Disk | None = None
         self.dress = dress
 
@@ -34,7 +37,7 @@ class Admission:
         for other in prefilling:
             shared = min(common_length(other.ids, task.ids), task.target)
             if self.memory.layout.opaque:
-                shared = max((at for at in other.stops if at <= shared), default=0)
+                shared = self._stop_near(other, shared)
             enough = 1 if task.deferred else WORTH_WAITING
             if shared - known >= enough and other.held.lineage.length < shared:
                 task.deferred = self.memory.layout.cacheable
@@ -43,6 +46,14 @@ class Admission:
             return False
         task.look = self.disk.restorer.look(task.ids, known)
         return True
+
+    def _stop_near(self, other: Task, shared: int) -> int:
+        """The last stop of a running prefill before it parts from another prompt; there, if far."""
+        before = max((at for at in other.stops if at <= shared), default=0)
+        if shared - max(before, other.held.lineage.length) < WORTH_WAITING or other.restoring:
+            return before
+        other.stops = tuple(sorted({*other.stops, shared}))
+        return shared
 
     def lease(self, task: Task, *, alone: bool) -> bool:
         """Get a lineage for `task`; False if others hold what it needs.
@@ -76,9 +87,16 @@ class Admission:
         lease, record = task.held, task.record
         record.cached_tokens, record.restored_tokens = lease.cached, task.restored
         if self.memory.layout.opaque:
-            task.stops = checkpoint_stops(task.job.prompt.marks, lease.cached, len(task.ids))
+            task.stops = self._stops(task)
         self.dress(task)
         task.push(Admitted(len(task.ids), lease.cached, task.restored))
+
+    def _stops(self, task: Task) -> tuple[int, ...]:
+        """Where its prefill leaves checkpoints: no more than it has time for and are kept."""
+        lease, length = task.held, len(task.ids)
+        parted = max(lease.matched, task.look.shared if task.look else 0)
+        most = min(self.memory.room.most_checkpoints(length), self.cost.stops(task.remaining))
+        return stops(task.job.prompt.marks, lease.cached, length, parted=parted, most=most)
 
     def begin(self, task: Task, began: float) -> None:
         """Book how long a task waited and was matched; admit it unless there is more on disk."""

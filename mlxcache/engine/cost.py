@@ -38,6 +38,12 @@ SCORES = 4.0
 FAR = 4096
 """Cached positions, all zeros, that a probing chunk is fed after."""
 
+STOPS_SHARE = 0.05
+"""The share of a prefill's time that its stops for checkpoints may add."""
+
+STOPS = 16
+"""Stops that any prefill may make, whatever they cost."""
+
 SAFETY = 1.3
 """Allowance over what was measured."""
 
@@ -47,7 +53,8 @@ class Cost:
     """Measured costs of one model on this machine.
 
     Most are bytes, `fixed` those of one row's logits; `rate` is prefill tokens per second, a moving
-    average that `observe` keeps; passes of more than `longest` tokens are slower, if it is not 0.
+    average that `observe` keeps; passes of more than `longest` tokens are slower, if it is not 0;
+    each takes `per_pass` seconds however short it is.
     """
 
     per_token: float
@@ -57,6 +64,7 @@ class Cost:
     per_key: float = 0.0
     per_square: float = 0.0
     longest: int = 0
+    per_pass: float = 0.0
 
     def transient(self, chunk: int, cached: int, rows: int = 1) -> int:
         """Bytes that feeding `chunk` tokens after `cached` takes beyond the KV it leaves."""
@@ -80,6 +88,11 @@ class Cost:
     def step(self, size: int) -> int:
         """Tokens of each forward pass that a chunk of `size`, at least 1, is best fed in."""
         return -(-size // -(-size // self.longest)) if self.longest else size
+
+    def stops(self, tokens: int) -> int:
+        """How often a prefill of `tokens` may stop: each stop makes two passes of one."""
+        seconds = STOPS_SHARE * tokens / self.rate
+        return max(STOPS, int(seconds / self.per_pass)) if self.per_pass else tokens
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Take a measured chunk into the moving average."""
@@ -129,6 +142,15 @@ class _Probe:
             halves.append(self.feed(SHORT, 0)[0] + self.feed(SHORT, SHORT)[0])
         return min(halves) < 1.05 * min(whole)
 
+    def per_pass(self) -> float:
+        """The seconds that a short pass takes whatever its tokens, and a copy of the state."""
+        self.feed(FEWEST, 0)  # for the kernels
+        short, long = (min(self.feed(n, 0)[0] for _ in range(2)) for n in (FEWEST, PROBE))
+        began = time.perf_counter()
+        self.line.capture()
+        copied = time.perf_counter() - began
+        return copied + max(0.0, (PROBE * short - FEWEST * long) / (PROBE - FEWEST))
+
 
 def measure(model: Any, layout: Layout, room: int) -> Cost:
     """Feed a few short chunks and see what memory and time they take. Also warms up kernels.
@@ -148,6 +170,8 @@ def measure(model: Any, layout: Layout, room: int) -> Cost:
     cost = _fitted(near, long, wide, narrow)
     if cost.per_pair > SCORES and probe.long_is_slow():
         cost.longest = SHORT
+    if layout.opaque:
+        cost.per_pass = probe.per_pass()
     probe.line.release()
     mx.clear_cache()
     cost.fixed = 6.0 * 4 * layout.vocab_size + (1 << 20)

@@ -40,7 +40,7 @@ class Disk:
     def __init__(self, store: Store, memory: Memory, room: int, wake: Callable[[], None]):
         self.store = store
         self._wake = wake
-        self.persist = Persist(memory.layout, memory.tree, room)
+        self.persist = Persist(memory.layout, memory.tree, room, limit=store.limit or 0)
         # `Persist` keeps to `room`; the writer still counts a job while it says that it is done
         self.writer = Writer(store, 2 * room, self._written, self._rest)
         self.persist.attach(self.writer, self._look)
@@ -100,12 +100,12 @@ class Disk:
         """After a commit of a request that goes on: write whole blocks, if many are new."""
         if lease.node is not None and lease.lineage.length - lease.saved >= WORTH_WRITING:
             lease.saved = lease.lineage.length // BLOCK * BLOCK
-            self.persist.mark(lease.node, ids[: lease.saved], states=False)
+            self.persist.mark(lease.node, ids[: lease.saved])
 
     def ended(self, lease: Lease, ids: Tokens) -> None:
         """After a request's last commit: write all of it."""
         if lease.node is not None:
-            self.persist.mark(lease.node, ids[: lease.node.end], states=True)
+            self.persist.mark(lease.node, ids[: lease.node.end])
 
     def stats(self) -> dict[str, Any]:
         """What `GET /v1/cache` says of the disk. From any thread; half a second old at most."""

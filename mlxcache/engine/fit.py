@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from mlxcache.coverage import BUDGET_SHARE, allowed, spared
 from mlxcache.engine import shares
+from mlxcache.engine.checkpoints import stops
 from mlxcache.engine.persist import RUN_BYTES, RUN_TOKENS
 from mlxcache.engine.room import with_slack
-from mlxcache.engine.spill import NEWEST_STATES
-from mlxcache.engine.task import checkpoint_stops
 from mlxcache.model.kv import Layout
 from mlxcache.store.digests import BLOCK
-from mlxcache.store.thin import NEWEST, STRIDE
 
 HEADER_BYTES, TOKEN_BYTES = 900, 6
 """What a file takes beside its tensors: at all, and for each token of a run (ids, checksums)."""
@@ -98,9 +97,10 @@ def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:
     size, begin = 0, 0
     for marks, cached, prompt, end in talk.turns(tokens):
         if layout.opaque:
-            placed = {*checkpoint_stops(marks, cached, prompt), end}
-            in_ram = set(_kept_in_ram(layout, sorted(in_ram | placed), budget.ram))
-            on_disk = set(_kept_on_disk(sorted(on_disk | set(_written(sorted(in_ram))))))
+            placed = {*stops(marks, cached, prompt, most=_most(layout, prompt, budget.ram)), end}
+            in_ram = _kept(layout, in_ram | placed, end, budget.ram)
+            written = {at for at in in_ram if at > max(on_disk, default=0)}
+            on_disk = _kept(layout, on_disk | written, end, budget.disk)
         size += _run_bytes(layout, end - begin)
         begin = end // BLOCK * BLOCK
     ram_bytes = with_slack(tokens) * layout.bytes_per_token
@@ -112,22 +112,16 @@ def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:
     )  # fmt: skip
 
 
-def _kept_in_ram(layout: Layout, positions: list[int], ram: int) -> list[int]:
-    """Half the budget at most, the first one among them."""
-    most = max(1, ram // 2 // max(1, layout.checkpoint_bytes))
-    return positions[:1] + positions[1:][-most + 1 :] if most > 1 else positions[:1]
+def _most(layout: Layout, tokens: int, limit: int) -> int:
+    """How many checkpoints a path may have in a tier of `limit` bytes."""
+    size = max(1, layout.checkpoint_bytes)
+    most = allowed(tokens * layout.bytes_per_token, size, limit) // size
+    share = BUDGET_SHARE if layout.specs else 1.0
+    return min(most, int(limit * share) // size)
 
 
-def _written(positions: list[int]) -> list[int]:
-    return positions[:1] + positions[1:][-NEWEST_STATES:]
-
-
-def _kept_on_disk(positions: list[int]) -> list[int]:
-    kept = positions[:1]
-    for at in positions[1:-NEWEST]:
-        if at // STRIDE != kept[-1] // STRIDE:
-            kept.append(at)
-    return [*kept, *positions[1:][-NEWEST:]]
+def _kept(layout: Layout, positions: set[int], tokens: int, limit: int) -> set[int]:
+    return positions - set(spared(sorted(positions), tokens, _most(layout, tokens, limit)))
 
 
 def _run_bytes(layout: Layout, tokens: int) -> int:

@@ -22,6 +22,7 @@ class Lease:
     """A lineage in use by one request, and the tree's node that it is locked at, if any.
 
     `bare`: it holds KV and no state, which is to be restored. `saved`: tokens on their way to disk.
+    `matched`: tokens that earlier prompts share, whether or not they can be reused.
     """
 
     lineage: Lineage
@@ -30,6 +31,7 @@ class Lease:
     state_bytes: int = 0
     bare: bool = False
     saved: int = 0
+    matched: int = 0
 
 
 class Memory:
@@ -97,7 +99,7 @@ class Memory:
         if not self._reserve_state(lease):
             self.release(lease)
             return None
-        lease.bare, lease.saved = bare, lease.cached
+        lease.bare, lease.saved, lease.matched = bare, lease.cached, match.length
         lease.lineage.restore(state)
         return lease
 
@@ -206,21 +208,30 @@ class Memory:
             return
         node = self.tree.insert(ids[: lineage.length], lineage)
         self.tree.lock(node)
-        # a whole lineage can stand in for others on its path
-        self.tree.retarget([n for n in node.path()[1:] if n.value.lost], lineage)
+        self._stand_in(lease, node)
         if lease.node is not None:
             self.tree.unlock(lease.node)
         lease.node = node
         if checkpoint and self.layout.opaque and node.checkpoint is None:
-            self._checkpoint(lease, node)
+            size = lineage.state_bytes
+            if self.room.reserve_checkpoint(node, size, len(ids)):
+                self.tree.set_checkpoint(node, lineage.capture(), size)
 
-    def _checkpoint(self, lease: Lease, node: Node) -> None:
-        size = lease.lineage.state_bytes
-        most = self.budget.limit // 2 - size
-        while self.tree.checkpoint_bytes > most and self.room.drop_checkpoint():
-            pass
-        if self.room.reserve("checkpoints", size):
-            self.tree.set_checkpoint(node, lease.lineage.capture(), size)
+    def _stand_in(self, lease: Lease, node: Node) -> None:
+        """Let a whole lineage hold what others on its path lost, and what was fed again.
+
+        That is where no state was there to go on from. A lineage that holds what comes before has
+        to hold all of it anyway; the other then keeps what follows.
+        """
+        lineage, path = lease.lineage, node.path()[1:]
+        holds = any(n.value is lineage and n.end <= lease.cached for n in path)
+        fed = max(lease.cached, lineage.hollow) if holds else node.end
+        again = [n for n in path if n.value is not lineage and (n.value.lost or n.start >= fed)]
+        others = {id(n.value): n.value for n in again}
+        self.tree.retarget(again, lineage)
+        for other in others.values():
+            if id(other) in self.idle and self.tree.live_range(other) is None:
+                self.room.shrink(other, force=True)
 
     def release(self, lease: Lease) -> None:
         """The request is over: its lineage goes idle, or goes if the tree needs none of it."""

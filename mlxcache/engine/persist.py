@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable
 
 from mlxcache.cache.tree import Node, PrefixTree
+from mlxcache.coverage import allowed
 from mlxcache.engine.buffers import Buffers
-from mlxcache.engine.spill import Spill, states_worth_writing
+from mlxcache.engine.spill import Spill, states_of
 from mlxcache.errors import NotAnchored, StoreError
 from mlxcache.model import wire
 from mlxcache.model.kv import Layout
@@ -46,7 +47,10 @@ TRIES = 2
 
 
 class Persist:
-    """The queue between the prefix tree and the writer, bounded by `room` bytes of copies."""
+    """The queue between the prefix tree and the writer, bounded by `room` bytes of copies.
+
+    `limit`: bytes that the disk tier may take, as far as it decides which checkpoints are written.
+    """
 
     def __init__(
         self,
@@ -54,11 +58,13 @@ class Persist:
         tree: PrefixTree,
         room: int,
         *,
+        limit: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.layout = layout
         self.tree = tree
         self.room = room
+        self.limit = limit
         self.done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.pending_bytes = self._pending_tokens = 0
         self.failing = False
@@ -103,11 +109,11 @@ class Persist:
 
     # -- what is to be written -----------------------------------------------------------------
 
-    def mark(self, node: Node, ids: Tokens, *, states: bool) -> None:
-        """Have `ids`, which end at `node` or above, written; with `states`, checkpoints too."""
+    def mark(self, node: Node, ids: Tokens) -> None:
+        """Have `ids`, which end at `node` or above, written, with the checkpoints among them."""
         if node is self.tree.root or (self.failing and self._clock() < self._retry_at):
             return
-        wanted = states_worth_writing(node) if states else []
+        wanted = states_of(node)
         if self.layout.specs or wanted:
             self.tree.lock(node)
             self._queue.append(Spill(node, ids, wanted))
@@ -149,7 +155,11 @@ class Persist:
         if isinstance(found, StoreError):
             self._suspend(found)
         elif not path.looked:
-            path.begin(found, runs=bool(self.layout.specs))
+            path.begin(found, runs=bool(self.layout.specs), most=self._most(len(path.ids)))
+
+    def _most(self, tokens: int) -> int:
+        size, kv_bytes = self.layout.checkpoint_bytes, tokens * self.layout.bytes_per_token
+        return allowed(kv_bytes, size, self.limit) // max(1, size)
 
     def _offer(self, path: Spill, job: Job) -> None:
         self.pending_bytes += job.nbytes

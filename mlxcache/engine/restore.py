@@ -39,6 +39,7 @@ class Look:
     the checkpoint at `target`, if one is needed; `failed`: nothing more will be. `late_from`: files
     that end before it are read without sliding windows, which no later position sees.
     `known` tokens are in RAM, and their files are not looked at; `dropped`: nobody waits any more.
+    `shared`: how many tokens an earlier prompt on disk shares, whether or not they can be restored.
     """
 
     ids: Tokens
@@ -52,6 +53,7 @@ class Look:
     failed: bool = False
     dropped: bool = False
     known: int = 0
+    shared: int = 0
 
 
 class Restorer:
@@ -104,6 +106,7 @@ class Restorer:
     def _plan(self, look: Look, found: Found) -> None:
         most = len(look.ids) - 1
         target, state = min(found.length, most), None
+        look.shared = target
         if self.layout.opaque:
             reach = target if self.layout.specs else most
             state = next((s for s in reversed(found.checkpoints) if s.position <= reach), None)

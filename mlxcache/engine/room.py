@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 import mlx.core as mx
 
 from mlxcache.cache.budget import Budget
 from mlxcache.cache.tree import Node, PrefixTree
+from mlxcache.coverage import BUDGET_SHARE, allowed
+from mlxcache.engine.checkpoints import Trail
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 
@@ -16,6 +19,12 @@ STEP = 256
 
 WARM_LINEAGES = 4
 """Idle lineages that may keep a whole buffer although the tree holds part of it elsewhere."""
+
+WORTH_KEEPING = 0.5
+"""A checkpoint stays as long as its path where without it so much more would be fed again.
+
+As a share of what is fed anyway: one stays for each halving of the distance to the end.
+"""
 
 NEEDED = ("kv", "states")
 """What a request cannot do without; others' bytes are not worth waiting for the disk."""
@@ -100,33 +109,66 @@ class Room:
                 return False
         return True
 
-    def _evict(self, needed: int) -> bool:
+    def _evict(self, needed: int, worth: float = WORTH_KEEPING) -> bool:
+        """Drop what is missed least of the path used least recently; False if all is in use.
+
+        Checkpoints on the way that are worth less than `worth` go before its end does.
+        """
         leaf = self.tree.lru_leaf()
         if leaf is None:
             return False
+        if self.layout.opaque and self._thin(leaf, needed, worth):
+            return True
         length = leaf.end - leaf.start
         per_token = self.layout.bytes_per_token
         cut = length
+        self.budget.release("checkpoints", leaf.checkpoint_bytes)
         if per_token and not self.layout.opaque:
             cut = min(length, max(-(-needed // per_token), length // 4, STEP))
-        self.budget.release("checkpoints", leaf.checkpoint_bytes)
         self._cut(leaf, leaf.end - cut)
         return True
+
+    def _thin(self, leaf: Node, needed: int, worth: float) -> int:
+        """Drop checkpoints on the path to `leaf`, until `needed` bytes are; returns the bytes."""
+        freed = 0
+        for node in Trail.to(leaf).spared(leaf.end, 0, worth=worth):
+            if not node.locks and freed < needed:
+                freed += self._drop(node)
+        return freed
+
+    def _drop(self, node: Node) -> int:
+        size = node.checkpoint_bytes
+        self.budget.release("checkpoints", size)
+        self.tree.drop_checkpoint(node)
+        return size
 
     def _cut(self, leaf: Node, position: int) -> None:
         if self.durable():
             self.spilled += 1
         else:
             self.dropped += 1
+        above = leaf.parent
         gone = self.tree.cut(leaf, position)
         if id(gone.value) in self.idle:
             self.shrink(gone.value, force=True)
+        if self.layout.opaque and above is not None and self._useless(above):
+            self._cut(above, above.start)
+
+    def _useless(self, node: Node) -> bool:
+        """Whether nothing follows on `node`, and there is no state to go on with."""
+        if node is self.tree.root or node.detached or node.locks:
+            return False
+        return not node.children and node.checkpoint is None
 
     def settle(self) -> None:
-        """Let only the latest few idle lineages hold more than the tree needs of them."""
+        """Let only the latest few idle lineages hold more than the tree needs of them.
+
+        Those that are whole, that is: the model cannot go on in others.
+        """
         spare = [x for x in self.idle.values() if self._spare(x)]
-        for lineage in spare[:-WARM_LINEAGES]:
-            self.shrink(lineage, force=True)
+        for i, lineage in enumerate(reversed(spare)):
+            if i >= WARM_LINEAGES or not lineage.whole:
+                self.shrink(lineage, force=True)
 
     def _spare(self, lineage: Lineage) -> bool:
         """Whether a lineage holds well more than the tree needs of it (padding aside)."""
@@ -156,30 +198,41 @@ class Room:
         self.budget.release("kv", lineage.nbytes)
         lineage.release()
 
-    def _spare_checkpoint(self) -> Node | None:
-        """The least recently used checkpoint; of one path's, not the first: that is the head's."""
-        first = self.tree.lru_checkpoint()
-        below = list(first.children.values()) if first else []
-        while first is not None and below:
-            node = below.pop()
-            if node.used_at != first.used_at:
-                continue
-            if node.checkpoint is not None and not node.locks:
-                return node
-            below += node.children.values()
-        return first
+    # -- checkpoints -------------------------------------------------------------------------
 
-    def drop_checkpoint(self) -> bool:
-        """Drop the checkpoint that is missed least; False if there is none to drop."""
-        node = self._spare_checkpoint()
-        if node is None:
-            return False
-        self.budget.release("checkpoints", node.checkpoint_bytes)
-        if self.layout.specs or node.children:
-            self.tree.drop_checkpoint(node)
-        else:  # it was all that its tokens were kept for
-            self._cut(node, node.start)
-        return True
+    @property
+    def checkpoint_limit(self) -> int:
+        """Bytes that all checkpoints together may take."""
+        limit = self.budget.limit
+        return int(limit * BUDGET_SHARE) if self.layout.specs else limit
+
+    def most_checkpoints(self, tokens: int) -> int:
+        """How many checkpoints a path of so many tokens may have."""
+        size = self.layout.checkpoint_bytes
+        kv_bytes = tokens * self.layout.bytes_per_token
+        return allowed(kv_bytes, size, self.budget.limit) // max(1, size)
+
+    def reserve_checkpoint(self, node: Node, size: int, end: int) -> bool:
+        """Reserve `size` bytes for a checkpoint at `node`, on a path that will have `end` tokens.
+
+        Others of its path go for it, and of other paths, so that each path and all of them keep
+        within their bounds. The path is locked once by the caller; what others lock stays.
+        """
+        own = [n for n in self._superseded(node, end, self.most_checkpoints(end)) if n.locks <= 1]
+        for each in own:
+            self._drop(each)
+        most = self.checkpoint_limit - size
+        while self.tree.checkpoint_bytes > most and self._evict(1, inf):
+            pass
+        if self.tree.checkpoint_bytes > most:
+            held = Trail.to(node).nodes
+            for each in [*self._superseded(node, end, 0), *held[1:], *held[:1]]:
+                if self.tree.checkpoint_bytes > most and each.checkpoint_bytes and each.locks <= 1:
+                    self._drop(each)
+        return self.tree.checkpoint_bytes <= most and self.reserve("checkpoints", size)
+
+    def _superseded(self, node: Node, end: int, most: int) -> list[Node]:
+        return Trail.to(node).spared(end, most, coming=[node.end])
 
     def _kind(self, name: str) -> int:
         return self.budget.by_kind().get(name, 0)

@@ -45,7 +45,7 @@ class Scheduler:
         self.memory = memory
         self.limits = limits
         self.disk: Disk | None = None
-        self.admission = Admission(memory, limits, dress)
+        self.admission = Admission(memory, limits, cost, dress)
         self.ended = ended
         self.ticked = ticked
         self.pace = Pace(clock)
@@ -226,7 +226,7 @@ class Scheduler:
         for task, tokens in drawn.items():
             if task not in ends and len(task.out) % COMMIT_EVERY < len(tokens):
                 self.lanes.sync(task)
-                self.memory.commit(task.held, task.tokens(), checkpoint=True)
+                self.memory.commit(task.held, task.tokens(), checkpoint=task.spaced)
                 self._progress(task)
 
     def _end(self, lane: Lane, ends: dict[Task, Outcome]) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mlxcache.cache.tree import Node
+from mlxcache.coverage import spared
 from mlxcache.model.kv import State
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
 from mlxcache.types import Tokens
-
-NEWEST_STATES = 3
-"""Checkpoints of a path that are written: its first, and so many of the newest."""
 
 States = list[tuple[int, State]]
 """Checkpoints by their position, ascending."""
@@ -40,14 +38,17 @@ class Spill:
         """Whether the writer has got all that it is to get."""
         return self.looked and self.at >= len(self.ids) and not self.states
 
-    def begin(self, found: Found, *, runs: bool) -> None:
-        """Hand over what `found` on disk lacks; without `runs`, checkpoints alone."""
+    def begin(self, found: Found, *, runs: bool, most: int) -> None:
+        """Hand over what `found` on disk lacks; without `runs`, checkpoints alone.
+
+        The disk keeps about `most` checkpoints of a path.
+        """
         whole = found.length // BLOCK * BLOCK if found.length < len(self.ids) else len(self.ids)
         self.at = whole if runs else len(self.ids)
         there = [one.position for one in found.checkpoints]
-        self.states = [
-            one for i, one in enumerate(self.wanted) if _lacking(one[0], there, first=i == 0)
-        ]
+        lacking = _lacking([at for at, _ in self.wanted if at <= len(self.ids)], there)
+        gone = spared(sorted({*there, *lacking}), len(self.ids), most)
+        self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in gone]
         self.looked = True
 
     def stop(self, *, lost: bool = False) -> None:
@@ -60,15 +61,16 @@ class Spill:
         self.tries += 1
 
 
-def _lacking(position: int, there: list[int], *, first: bool) -> bool:
-    """Whether the disk, which has checkpoints at `there`, would keep one at `position`."""
-    if position in there:
-        return False
-    newer = sum(other > position for other in there)
-    return newer < NEWEST_STATES or (first and newer == len(there))
+def _lacking(positions: list[int], there: list[int]) -> set[int]:
+    """Which of `positions` the disk, which has checkpoints at `there`, has never had.
+
+    What is older than its newest was there, and was thinned; but the first stays for ever.
+    """
+    newer = {at for at in positions if at > max(there, default=0)}
+    head = {at for at in positions[:1] if at < min(there, default=0)}
+    return newer | head
 
 
-def states_worth_writing(node: Node) -> States:
-    """The checkpoints on the path to `node` that are worth a file."""
-    held = [(n.end, n.checkpoint) for n in node.path() if n.checkpoint is not None]
-    return held[:1] + held[1:][-NEWEST_STATES:]
+def states_of(node: Node) -> States:
+    """The checkpoints on the path to `node`."""
+    return [(n.end, n.checkpoint) for n in node.path() if n.checkpoint is not None]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
+from mlxcache.engine.checkpoints import SPACING
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.memory import Lease
 from mlxcache.engine.restore import Look
@@ -24,12 +25,6 @@ from mlxcache.types import (
     TokenLogprob,
     Tokens,
 )
-
-SPACING = 4096
-"""Tokens between the checkpoints of a long run that no mark divides."""
-
-RECENT_MARKS = 6
-"""Marks at a prompt's end that get a checkpoint each."""
 
 
 class Parser(Protocol):
@@ -93,6 +88,11 @@ class Task:
     def behind(self) -> int:
         """Positions of tokens that were handed out and that its lineage does not hold yet."""
         return len(self.ids) + len(self.out) - self.held.lineage.length
+
+    @property
+    def spaced(self) -> bool:
+        """Whether a long reply is where a checkpoint is worth having, should it be lost."""
+        return len(self.out) % SPACING == 0
 
     def tokens(self) -> Tokens:
         """Prompt and reply so far, as the cache knows them, shape (n,)."""
@@ -182,20 +182,3 @@ def _with_logprob(pieces: list[Piece], entry: TokenLogprob) -> list[Piece]:
         if isinstance(piece, Text):
             return [*pieces[:i], Text(piece.text, (*piece.logprobs, entry)), *pieces[i + 1 :]]
     return [*pieces, Text("", (entry,))]
-
-
-def checkpoint_stops(marks: Sequence[int], cached: int, length: int) -> tuple[int, ...]:
-    """Ascending positions in (cached, length) at which a prefill leaves a checkpoint.
-
-    The end of tools and system (the first mark), the newest message ends, the start of the
-    generation prompt (the last mark), and one every few thousand tokens between.
-    """
-    chosen = {*marks[:1], *marks[-RECENT_MARKS:]}
-    last = cached
-    for mark in [*marks, length]:
-        while mark - last > SPACING:
-            last += SPACING
-            chosen.add(last)
-        if mark in chosen:
-            last = max(last, mark)
-    return tuple(sorted(at for at in chosen if cached < at < length))

@@ -17,9 +17,8 @@ from mlxcache.store.folder import CHECKPOINT, RUN, remove, write
 from mlxcache.store.index import Match, Row
 from mlxcache.store.owner import alive
 from mlxcache.store.safetensors import Header
-from mlxcache.store.session_rows import along
 from mlxcache.store.tensors import Tensor
-from mlxcache.store.thin import superseded
+from mlxcache.store.thin import crowded, unneeded
 from mlxcache.types import Tokens
 
 WAIT_S = 30.0
@@ -84,9 +83,23 @@ def checkpoint(core: Core, ids: Tokens, tensors: Sequence[Tensor]) -> None:
     def draft(match: Match) -> _Draft | None:
         if match.checkpoints and match.checkpoints[-1].start == len(ids):
             return None
+        _make_way(core, match, sum(tensor.nbytes for tensor in tensors))
         return _draft_checkpoint(core, chain, match, tensors)
 
     _save(core, chain, draft)
+
+
+def _make_way(core: Core, match: Match, nbytes: int) -> None:
+    """Remove other checkpoints for one of `nbytes`, so that there is room left for KV."""
+    limit = core.space.limit
+    if limit is None or not match.cover:
+        return
+    with core.database.write() as connection:
+        core.check_there()
+        core.note_uses(connection)
+        rows = crowded(connection, core.space.estimate(nbytes, 0), limit)
+        core.space.remove(connection, rows)
+    core.count("evicted", len(rows))
 
 
 def _from(tensors: Sequence[Tensor], skipped: int) -> list[Tensor]:
@@ -232,8 +245,10 @@ def _put(core: Core, chain: Chain, match: Match, made: _Draft, id: int) -> None:
         with core.database.write() as connection:
             _make_durable(connection, made, id, size)
             if made.tokens is None:
-                path = index.lookup(connection, chain).checkpoints
-                core.space.remove(connection, _unneeded(core, connection, chain, path))
+                path = index.lookup(connection, chain)
+                limit = core.space.limit or 0
+                gone = unneeded(connection, core.namespace, chain.ids, path, limit)
+                core.space.remove(connection, gone)
             for checkpoint in match.checkpoints:
                 if checkpoint.parent is None and row.start < checkpoint.start <= row.stop:
                     connection.execute(
@@ -247,22 +262,6 @@ def _put(core: Core, chain: Chain, match: Match, made: _Draft, id: int) -> None:
         raise
     core.count("written_bytes", sum(len(buffer) for buffer in made.buffers))
     core.count("written_tokens", row.stop - row.start)
-
-
-def _unneeded(
-    core: Core, connection: sqlite3.Connection, chain: Chain, path: Sequence[Row]
-) -> list[Row]:
-    """The checkpoints of a path that may go: no leaf of a session has its last one there.
-
-    A turn's files are there before the turn is booked, and a fork may lag behind for good.
-    """
-    gone = superseded(connection, path)
-    if not gone:
-        return []
-    ends = along(connection, core.namespace, chain.ids)
-    positions = [row.start for row in path]
-    last = {max((at for at in positions if at <= end), default=0) for end in ends}
-    return [row for row in gone if row.start not in last]
 
 
 def _make_durable(connection: sqlite3.Connection, made: _Draft, id: int, size: int) -> None:

@@ -118,7 +118,7 @@ class Store:
     def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
         """Save the state after `ids`; durable on return. Raises DiskFull and StoreError.
 
-        Of those along one path the first, the newest 4 and one per 4096 tokens are kept.
+        Those along one path are thinned to what its length allows: see `coverage`.
         """
         save.checkpoint(self._core, ids, tensors)
 

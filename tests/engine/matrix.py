@@ -17,6 +17,7 @@ from mlxcache.engine.decoder import Drawn
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task
+from mlxcache.prompt.marks import APART
 from mlxcache.store.store import Store
 from mlxcache.types import TokenLogprob
 from tests.engine.conftest import Bench, admitted
@@ -110,7 +111,7 @@ class Ledger:
     """All requests so far, and what that promises the next one.
 
     `opaque`: some layers need checkpoints, and those stand at message ends, where a reply ended,
-    and where two prompts parted before.
+    and where two prompts parted before; of such places that are close together at the first.
     """
 
     opaque: bool
@@ -123,8 +124,9 @@ class Ledger:
         if not self.opaque:
             known = max((shared(ids, old) for old in self.computed), default=0)
             return max(0, min(known, most) - 1)
-        there = (len(point) for point in self.points if shared(ids, point) == len(point) <= most)
-        return max(there, default=0)
+        there = {len(point) for point in self.points if shared(ids, point) == len(point) <= most}
+        last = max(there, default=0)
+        return min((at for at in there if at > last - APART), default=0)
 
     def note(self, talk: Talk, computed: list[int]) -> None:
         """Account for a request: what was computed of it and of its reply."""

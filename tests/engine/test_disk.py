@@ -138,6 +138,29 @@ def test_a_branch_from_disk_reuses_what_it_shares(
     assert task.out == bench.twin().ask(other).out
 
 
+@pytest.mark.parametrize("bench", ["qwen3_5", "llama4"], indirect=True)
+def test_where_a_prompt_parts_from_what_only_the_disk_has_the_next_one_starts(
+    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+) -> None:
+    """What was fed again up to there is not written again."""
+    disk = start(bench)
+    ids = prompt(rng, 600)
+    bench.ask(ids, marks=(100, 597), tokens=4)
+    assert settled(disk).store.stats().written_tokens >= 604
+    disk = start(bench)
+    for n, restored in enumerate((100, 437, 437)):
+        if n == 2:
+            settled(disk)
+            disk = start(bench)
+        branch = [*ids[:437], n + 5, *prompt(rng, 60)]
+        task = bench.ask(branch, marks=(100, len(branch) - 3), tokens=4)
+        assert task.record.cached_tokens == restored
+        assert (task.record.restored_tokens > 0) == (n != 1)
+        assert task.out == bench.twin().ask(branch, tokens=4).out
+        written = settled(disk).store.stats().written_tokens
+        assert written <= (n % 2 + 1) * (len(branch) + 4 - 384)
+
+
 def test_damaged_files_are_a_miss_and_never_a_wrong_token(
     bench: Bench, start: Callable[..., Disk], rng: np.random.Generator, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from mlxcache.cache.node import common_length
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.marks import APART, marks
 from mlxcache.prompt.recent import Tokenised
@@ -89,3 +90,51 @@ def test_each_result_of_a_tool_starts_at_a_mark() -> None:
     ]
     assert any("one" in text and "two" not in text for text in after)
     assert any("two" in text and "one" not in text for text in after)
+
+
+WORDS = "some words that make this message longer than marks are apart"
+THINKING = {
+    "QWEN3": templates.QWEN3,
+    "opens": templates.chatml(keep="loop.last", thinks="true"),
+}
+
+
+def follows(builder: PromptBuilder, before: list[dict[str, object]], text: str) -> np.ndarray:
+    """A prompt with its reply, as the cache has them."""
+    backend = kinds.backend("byte_level")
+    prompt = builder.chat(Chat(before, TOOLS)).ids
+    reply = backend.encode(text, add_special_tokens=False).ids
+    return np.concatenate([prompt, np.asarray(reply, np.int32)])
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_a_prompt_without_the_last_thought_parts_right_after_a_mark(name: str) -> None:
+    """Templates leave out what was thought before the last user's message."""
+    builder = PromptBuilder(kinds.tokenizer("byte_level", THINKING[name]))
+    asked = [{"role": "system", "content": WORDS}, {"role": "user", "content": WORDS}]
+    reply = {"role": "assistant", "content": WORDS, "reasoning_content": f"Hm, {WORDS}"}
+    opened = "" if name == "opens" else "<think>\n"
+    held = follows(builder, asked, f"{opened}Hm, {WORDS}\n</think>\n\n{WORDS}<|im_end|>\n")
+    again = builder.chat(Chat([*asked, reply, {"role": "user", "content": f"V {WORDS}"}], TOOLS))
+    parted = common_length(held, again.ids)
+    before = builder.chat(Chat(asked, TOOLS)).marks
+    assert parted < len(held)
+    assert before[-1] in again.marks
+    opening = builder.text("<|im_start|>assistant\n").ids
+    assert before[-1] <= parted <= before[-1] + len(opening)
+
+
+@pytest.mark.parametrize("name", ["QWEN3", "LLAMA3", "GEMMA", "MISTRAL"])
+def test_a_prompt_with_another_last_message_parts_right_after_a_mark(name: str) -> None:
+    """And so does one with another message in the middle."""
+    builder = PromptBuilder(kinds.tokenizer("byte_level", getattr(templates, name)))
+    roles = ["user", "assistant", "user", "assistant", "user"]
+    chat = [{"role": role, "content": f"{n} {WORDS}"} for n, role in enumerate(roles)]
+    whole = builder.chat(Chat(chat))
+    for n in (0, 2, 4):
+        other = [*chat[:n], {**chat[n], "content": f"{n + 5} else {WORDS}"}]
+        parted = common_length(whole.ids, builder.chat(Chat(other)).ids)
+        last = max((mark for mark in whole.marks if mark <= parted), default=0)
+        opening = whole.ids[last:parted]
+        text = kinds.backend("byte_level").decode(opening.tolist(), skip_special_tokens=False)
+        assert "some words" not in text

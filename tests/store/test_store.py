@@ -163,43 +163,6 @@ def test_a_checkpoint_is_written_once(store):
     assert store.stats().checkpoints == 1
 
 
-def test_checkpoints_of_a_long_path_are_thinned(store):
-    """The first, the newest four of each path through, one per 4096 tokens."""
-    ids = tokens(20_000)
-    for position in range(500, 20_001, 500):
-        store.write_checkpoint(ids[:position], snapshot(ids[:position]))
-        if position == 6500:
-            fork = branch(ids, 6500, 7000)
-            store.write_checkpoint(fork, snapshot(fork))
-    kept = [saved.position for saved in assert_right(store, ids).checkpoints]
-    assert kept == [500, 4500, 5500, 6000, 6500, 8500, 12500, 16500, 18500, 19000, 19500, 20000]
-    assert [saved.position for saved in assert_right(store, fork).checkpoints][-2:] == [6500, 7000]
-
-
-def test_checkpoints_stay_linked_as_others_go(store):
-    """Each follows the one before it on its path that is still there."""
-    ids = tokens(1000)
-    for position in range(100, 1001, 100):
-        store.write_checkpoint(ids[:position], snapshot(ids[:position]))
-    query = "SELECT stop, (SELECT stop FROM file AS f WHERE f.id = file.previous) FROM file"
-    with store.database.read() as connection:
-        linked = dict(connection.execute(query).fetchall())
-    assert linked == {100: None, 700: 100, 800: 700, 900: 800, 1000: 900}
-
-
-def test_a_path_keeps_its_newest_when_another_goes_on(store):
-    """The four before a fork's end are of two paths."""
-    ids = tokens(4000)
-    for position in range(100, 1001, 100):
-        store.write_checkpoint(ids[:position], snapshot(ids[:position]))
-    fork = branch(ids, 950, 1100)
-    store.write_checkpoint(fork, snapshot(fork))
-    for position in range(1100, 3001, 100):
-        store.write_checkpoint(ids[:position], snapshot(ids[:position]))
-    positions = [saved.position for saved in store.find(fork).checkpoints]
-    assert positions[-4:] == [700, 800, 900, 1100]
-
-
 def test_files_are_private_and_other_tools_read_them(store, folder):
     """Owner only; the safetensors library agrees on names, shapes and bytes."""
     ids = tokens(100)

@@ -1,15 +1,59 @@
-"""Which checkpoints stay on disk for the sake of sessions that end there."""
+"""Which checkpoints stay on disk: for a path, for sessions that end there, within a share."""
 
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from mlxcache.coverage import BUDGET_SHARE, FEWEST, NEWEST, allowed
+from mlxcache.store import Store
 from mlxcache.store.listing import on_disk
 from mlxcache.store.sessions import Sessions, Turn
-from tests.store.content import NAMESPACE, kv, snapshot, tokens
+from mlxcache.store.tensors import Tensor
+from tests.store.content import (
+    NAMESPACE,
+    assert_right,
+    branch,
+    kv,
+    opened,
+    run_bytes,
+    snapshot,
+    state,
+    tokens,
+)
+
+LIMIT = 8_000_000
+SIZE = 130_000
+"""Bytes of each checkpoint: a 62nd of the limit, 5,400 tokens' worth of KV."""
+
+
+@pytest.fixture
+def store(folder) -> Iterator[Store]:
+    with opened(folder, LIMIT) as opened_store:
+        yield opened_store
+
+
+def large(ids):
+    """A state of `SIZE` bytes."""
+    last = state(ids)[-1:]
+    return [Tensor("state", "U64", (1,), last.data), Tensor("x", "U8", (SIZE,), bytes(SIZE))]
 
 
 def put(store, ids, positions):
     """Write a run of all of `ids`, and checkpoints at `positions`."""
     store.write_run(ids, 0, kv(ids))
+    save(store, ids, positions)
+
+
+def save(store, ids, positions):
+    """Write checkpoints at `positions`."""
     for position in positions:
-        store.write_checkpoint(ids[:position], snapshot(ids[:position]))
+        store.write_checkpoint(ids[:position], large(ids[:position]))
+
+
+def held(store, ids):
+    """Where the path of `ids` has checkpoints."""
+    return [saved.position for saved in store.find(ids, touch=False).checkpoints]
 
 
 def booked(sessions, ids, at):
@@ -22,36 +66,133 @@ def durable(store, sessions, session):
     return on_disk(store, sessions.leaves(session)).tokens[0]
 
 
+def test_a_long_path_keeps_its_first_its_newest_and_some_between(store):
+    """They are further apart the further they are from the end; no more than its length allows."""
+    ids = tokens(20_000)
+    store.write_run(ids, 0, kv(ids))
+    most = allowed(run_bytes(20_000), SIZE, LIMIT) // SIZE + 1  # the run's file has a header
+    assert FEWEST < most < 15
+    for position in range(500, 20_001, 500):
+        save(store, ids, [position])
+        assert len(held(store, ids)) <= most
+    kept = held(store, ids)
+    assert len(kept) == most
+    assert (kept[0], kept[-NEWEST:]) == (500, [18_500, 19_000, 19_500, 20_000])
+    assert all(b - a <= 20_000 - b for a, b in pairwise(kept[: -NEWEST + 1]))
+    assert assert_right(store, ids).length == 20_000
+
+
+def test_small_checkpoints_all_stay(store):
+    """Where a path's bytes are few, every message end counts."""
+    ids = tokens(4000)
+    for position in range(400, 4001, 400):
+        store.write_checkpoint(ids[:position], snapshot(ids[:position]))
+    assert held(store, ids) == list(range(400, 4001, 400))
+
+
+def test_checkpoints_stay_linked_as_others_go(store):
+    """Each follows the one before it on its path that is still there."""
+    ids = tokens(1400)
+    save(store, ids, range(100, 1401, 100))
+    query = "SELECT stop, (SELECT stop FROM file AS f WHERE f.id = file.previous) FROM file"
+    with store.database.read() as connection:
+        linked = dict(connection.execute(query).fetchall())
+    kept = held(store, ids)
+    assert len(kept) < 14
+    assert linked == dict(zip(kept, [None, *kept], strict=False))
+
+
+def test_a_path_keeps_its_newest_when_another_goes_on(store):
+    """The four before a fork's end are of two paths."""
+    ids = tokens(4000)
+    save(store, ids, range(100, 801, 100))
+    before = held(store, ids)
+    fork = branch(ids, 750, 900)
+    save(store, fork, [900])
+    save(store, ids, range(900, 3001, 100))
+    assert held(store, fork)[-4:] == [*before[-4:-1], 900]
+    assert held(store, ids)[-1] == 3000
+
+
+def test_the_newest_are_within_their_share(store):
+    """Those that were not used for long make room, of a path those between go first."""
+    paths = [tokens(3000, seed) for seed in range(6)]
+    most = 0
+    for ids in paths:
+        put(store, ids, [500, 1000, 1500, 2000, 2500, 3000])
+        with store.database.read() as connection:
+            query = "SELECT sum(disk) FROM file WHERE kind = 'checkpoint'"
+            most = max(most, connection.execute(query).fetchone()[0])
+    assert BUDGET_SHARE * LIMIT - 2 * SIZE < most <= BUDGET_SHARE * LIMIT
+    assert held(store, paths[-1]) == [500, 1000, 1500, 2000, 2500, 3000]
+    assert len(held(store, paths[0])) < 3
+    assert all(store.find(ids).length == 3000 for ids in paths)
+    assert store.check() == []
+
+
 def test_a_turn_that_is_not_booked_yet_takes_nothing_from_the_one_before(store):
     """A server may be killed between the two; the client may then go on in another way."""
-    ids, sessions = tokens(1200), Sessions(store.database)
+    ids, sessions = tokens(2400), Sessions(store.database)
     put(store, ids, [300, 600])
     session = booked(sessions, ids[:640], 1.0)
-    put(store, ids, [800, 900, 1000, 1100, 1200])
+    save(store, ids, range(800, 2401, 100))
     assert durable(store, sessions, session) == 600
 
 
 def test_a_fork_that_lags_behind_keeps_its_last_checkpoint(store):
     """Also where the session that it was forked from goes on; without it that one's goes."""
-    ids, sessions = tokens(2400), Sessions(store.database)
+    ids, sessions = tokens(3400), Sessions(store.database)
     put(store, ids, [300, 600])
     session = booked(sessions, ids[:640], 1.0)
     fork = sessions.fork(session, 2.0)
-    put(store, ids, [800, 900])
+    save(store, ids, [800, 900])
     booked(sessions, ids[:900], 3.0)
-    put(store, ids, [1200, 1400, 1600, 1800, 2000, 2200])
+    save(store, ids, range(1000, 3301, 100))
     booked(sessions, ids, 4.0)
-    assert (durable(store, sessions, session), durable(store, sessions, fork)) == (2200, 600)
-    held = [one.position for one in store.find(ids, touch=False).checkpoints]
-    assert 600 in held
-    assert 800 not in held
+    assert (durable(store, sessions, session), durable(store, sessions, fork)) == (3300, 600)
+    assert 600 in held(store, ids)
+    assert 800 not in held(store, ids)
 
 
 def test_other_conversations_keep_nothing(store):
     """One that ends elsewhere, or of another model, has no use for the checkpoints of this one."""
-    ids, sessions = tokens(1200), Sessions(store.database)
+    ids, sessions = tokens(2400), Sessions(store.database)
     other = Turn("another", "model", ids[:640], 640, 100, 0, 1.0)
     sessions.turn(other)
     booked(sessions, tokens(640, seed=5), 1.0)
-    put(store, ids, [300, 600, 800, 900, 1000, 1100, 1200])
-    assert 600 not in [one.position for one in store.find(ids, touch=False).checkpoints]
+    put(store, ids, [300, 600, *range(700, 2401, 100)])
+    assert 600 not in held(store, ids)
+
+
+def test_ends_of_replies_that_were_left_go_first(store):
+    """Each turn leaves the thought of the last reply out: its end is on no path that goes on."""
+    ids, beside = tokens(6000), []
+    for at in range(200, 5801, 200):
+        thought = branch(ids, at + 2, at + 60, seed=at)
+        save(store, ids, [at])
+        store.write_checkpoint(thought, large(thought))
+        beside.append(held(store, thought)[-1] == at + 60)
+        query = "SELECT count(*) FROM file"
+        with store.database.read() as connection:
+            count = connection.execute(query).fetchone()[0]
+    most = allowed(0, SIZE, LIMIT) // SIZE
+    assert all(beside)
+    assert count <= most + 3
+    kept = held(store, ids)
+    assert (kept[0], kept[-NEWEST:]) == (200, [5200, 5400, 5600, 5800])
+    assert held(store, branch(ids, 5802, 5860, seed=5800))[-1] == 5860
+    assert held(store, branch(ids, 402, 460, seed=400))[-1] <= 400
+
+
+def test_a_fork_keeps_the_end_of_its_reply(store):
+    """However long ago it was used, and however short it is."""
+    ids, sessions = tokens(6000), Sessions(store.database)
+    put(store, ids, [200, 400])
+    fork = branch(ids, 402, 460)
+    store.write_run(fork, 384, kv(fork, 384))
+    store.write_checkpoint(fork, large(fork))
+    session = booked(sessions, fork, 1.0)
+    booked(sessions, tokens(700, 3), 2.0)
+    save(store, ids, range(600, 5801, 200))
+    assert held(store, fork) == [200, 400, 460]
+    assert durable(store, sessions, session) == 460

@@ -1,0 +1,137 @@
+"""An agent's conversation of 40 turns on a model most of whose layers cannot be sliced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxcache.config import Settings
+from mlxcache.coverage import BUDGET_SHARE, allowed
+from mlxcache.engine.engine import Engine
+from mlxcache.types import Event, Finished, Job, Prompt, Text
+
+TURNS, HEAD, RESULT, REPLY = 40, 600, 100, 12
+SLACK = 64
+"""Tokens that a turn may feed beyond those that are new."""
+
+
+class Conversation:
+    """Prompts as ChatML has them: each message opens with a token of its own and a role.
+
+    The first `thought` tokens of a reply are not part of the prompts that follow.
+    """
+
+    def __init__(self, thought: int) -> None:
+        self.thought = thought
+        self.rng = np.random.default_rng(3)
+        self.ids: list[int] = [1, 2, *self.words(HEAD)]
+        self.marks: list[int] = []
+        self.seen: list[int] = []
+
+    def words(self, count: int) -> list[int]:
+        """Tokens of no meaning."""
+        return [int(t) for t in self.rng.integers(100, 400, count)]
+
+    def say(self, count: int) -> None:
+        """A user's message, or a tool's result."""
+        self.marks.append(len(self.ids))
+        self.ids += [1, 3, *self.words(count), 5]
+
+    async def ask(self, engine: Engine) -> tuple[int, int]:
+        """A turn, whose reply becomes part of the conversation: the tokens fed, and those new."""
+        self.marks.append(len(self.ids))
+        self.ids += [1, 4]
+        ids = list(self.ids)
+        prompt = Prompt(np.asarray(ids, np.int32), tuple(self.marks))
+        job = Job(f"req_{time.monotonic_ns()}", prompt, max_tokens=REPLY, raw=True, top_logprobs=0)
+        reply: list[int] = []
+        last: Event | None = None
+        async for last in await engine.submit(job):
+            if isinstance(last, Text):
+                reply += [entry.token_id for entry in last.logprobs]
+        assert isinstance(last, Finished)
+        assert len(reply) == REPLY
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(ids, self.seen, strict=False)) if a != b), 0
+        )
+        shared = shared or min(len(self.seen), len(ids))
+        self.seen = [*ids, *reply]
+        self.ids += reply[self.thought :]
+        return len(ids) - last.cached_tokens, len(ids) - shared
+
+
+def on_disk(folder: Path, kind: str) -> int:
+    """Bytes of the files of a kind."""
+    return sum(path.stat().st_size for path in folder.rglob(f"{kind}/*/*"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its state takes as much as the KV of some 260 tokens, as long as two messages."""
+    from mlxcache.model.toy import make_toy
+
+    path = tmp_path_factory.mktemp("heavy") / "model"
+    return make_toy(path, "qwen3_5", heads=8, kv_heads=1, head_dim=64)
+
+
+@pytest.mark.parametrize("thought", [0, 5])
+async def test_forty_turns(
+    model: Path, tmp_path: Path, thought: int, record_property: Callable[[str, object], None]
+) -> None:
+    """Each feeds what is new; checkpoints are few in RAM, and on disk, and after a restart."""
+    talk = Conversation(thought)
+    settings = Settings(model=str(model), cache_dir=tmp_path, ram="150MB", disk="400MB")
+    engine = Engine(settings)
+    await engine.start()
+    ram, disk, more = [], [], []
+    for _ in range(TURNS):
+        talk.say(RESULT)
+        fed, new = await talk.ask(engine)
+        more.append(fed - new)
+        assert await engine.sessions.settled()
+        ram.append(await engine.call(lambda core: core.memory.tree.checkpoint_bytes))
+        disk.append(on_disk(tmp_path, "checkpoints"))
+    layout = await engine.call(lambda core: core.layout)
+    limit = await engine.call(lambda core: core.memory.budget.limit)
+    size, tokens = layout.checkpoint_bytes, len(talk.ids)
+    bound = allowed(tokens * layout.bytes_per_token, size, limit)
+    messages = 1 + 2 * TURNS
+    for name, figure in {
+        "most fed beyond what is new": max(more),
+        "RAM, of one per message": ram[-1] / size / messages,
+        "disk, of one per message": disk[-1] / size / messages,
+        "disk, of KV": disk[-1] / on_disk(tmp_path, "runs"),
+        "disk, second half of first": (disk[-1] - disk[TURNS // 2]) / disk[TURNS // 2],
+    }.items():
+        record_property(name, round(figure, 3))
+    assert max(more[1:]) <= SLACK
+    assert max(ram) <= min(1.5 * size * messages, limit * BUDGET_SHARE)
+    if not thought:  # else the ends of replies that were left are on paths of their own
+        assert ram[-1] <= bound
+    assert disk[-1] <= 1.5 * size * messages
+    assert disk[-1] - disk[TURNS // 2] <= 1.2 * disk[TURNS // 2]
+    await engine.stop()
+    await restarted(settings, talk)
+
+
+async def restarted(settings: Settings, talk: Conversation) -> None:
+    """The next turn, and an edit in the middle, from disk alone."""
+    engine = Engine(settings)
+    await engine.start()
+    talk.say(RESULT)
+    fed, new = await talk.ask(engine)
+    assert fed - new <= SLACK
+    for back in (3, 20, 60):
+        at = talk.marks[-back]
+        edited = Conversation(0)
+        edited.ids, edited.marks = [*talk.ids[:at]], [m for m in talk.marks if m < at]
+        edited.seen = talk.seen
+        edited.say(30)
+        distance = len(talk.ids) - at
+        fed, new = await edited.ask(engine)
+        assert fed - new <= max(SLACK, distance // 2)
+    await engine.stop()
