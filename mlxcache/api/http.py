@@ -18,6 +18,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from mlxcache.api.record import Recorder
 from mlxcache.errors import BadRequest, ModelError, NotReady, TooLarge
 from mlxcache.types import ModelInfo
 
@@ -41,6 +42,7 @@ class ApiSettings:
     `ping_seconds`: the longest silence in a stream. `send_timeout`: how long a reader may stall.
     `queue_grace`: how long a streamed request may wait in the queue before its headers go out.
     `any_host`: without a key, serve requests for any host name, also those that web pages make.
+    `recorder`: keeps the bodies of chat requests.
     """
 
     api_key: str | None = None
@@ -50,6 +52,7 @@ class ApiSettings:
     send_timeout: float = 30.0
     queue_grace: float = 5.0
     any_host: bool = False
+    recorder: Recorder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +175,12 @@ def _mended(match: re.Match[bytes]) -> bytes:
 
 
 async def read(request: Request, type: type[T], deps: Deps) -> T:
-    """`read_body` and `decode` in one, within the settings' limit."""
-    return decode(type, await read_body(request, deps.settings.max_body_bytes))
+    """`read_body` and `decode` in one, within the settings' limit; recorded if that is on."""
+    body = await read_body(request, deps.settings.max_body_bytes)
+    value = decode(type, body)
+    if deps.settings.recorder is not None:
+        deps.settings.recorder.keep(request_id(request), request.url.path, body)
+    return value
 
 
 def json_response(body: Any, status: int = 200) -> Response:

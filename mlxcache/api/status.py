@@ -134,7 +134,7 @@ async def requests(deps: Deps, request: Request) -> Response:
 async def one_request(deps: Deps, request: Request) -> Response:
     """What one recent request did."""
     id = str(request.path_params["id"])
-    record = deps.engine.request(id)
+    record = await deps.engine.request(id)
     if record is None:
         raise NotFound(f"No recent request has the id {id!r}.")
     return json_response(record_object(record))

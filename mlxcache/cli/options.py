@@ -116,6 +116,14 @@ LogLevel = Annotated[
     str | None,
     _value(OTHER, "LEVEL", "debug, info, warning or error; requests are logged with info.", "info"),
 ]
+Record = Annotated[
+    str | None,
+    _value(
+        OTHER,
+        "DIR",
+        "Keep the bodies of chat requests there, for mlxcache explain: all that was said.",
+    ),
+]
 Config = Annotated[
     Path | None,
     _value(

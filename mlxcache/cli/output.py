@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import typer
 from rich.console import Console
@@ -128,6 +128,16 @@ def log_line(record: RequestRecord) -> str:
         + (f" ({accepted} of {drafted} drafts accepted)" if drafted else ""),
         str(end),
     ]
+    if record.lost:
+        fields.append(_lost(record.lost))
     if record.error:
         fields.append(" ".join(record.error.split()))
     return "  ".join(fields)
+
+
+def _lost(lost: dict[str, Any]) -> str:
+    """Why a prefix was lost; nothing of its text, for logs are read by others too."""
+    if not lost["lost_tokens"]:
+        return str(lost["reason"])
+    why = f"{lost['reason']}: {lost['cause']}"
+    return f"lost {lost['lost_tokens']} ({why}, about {lost['lost_s']:.1f} s)"

@@ -36,6 +36,7 @@ def serve(
     insecure: options.Insecure = None,
     cache_dir: options.CacheDir = None,
     log_level: options.LogLevel = None,
+    record: options.Record = None,
     config: options.Config = None,
     canonicalise: options.Canonicalise = None,
     no_canonicalise: options.NoCanonicalise = None,

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from mlxcache.api.app import create_app
 from mlxcache.api.http import ApiSettings
+from mlxcache.api.record import Recorder
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.listen import listen
 from mlxcache.cli.output import Loading, log_line
@@ -64,6 +65,7 @@ async def _serve(
     settings: Settings, console: Console, sockets: list[socket.socket], url: str
 ) -> None:
     stop = asyncio.Event()
+    recorder = Recorder(settings.record) if settings.record is not None else None
     _on_signals(stop, console)
     with Loading(console) as progress:
         engine = Engine(settings, progress, _log_request)
@@ -71,6 +73,7 @@ async def _serve(
             api_key=settings.api_key,
             default_max_tokens=settings.max_tokens,
             any_host=settings.insecure,
+            recorder=recorder,
         )
         server = _Server(_config(create_app(engine, api)))
         serving = asyncio.create_task(server.serve(sockets))
@@ -86,6 +89,8 @@ async def _serve(
         await stop.wait()
         warming.cancel()
     await _end(server, serving, engine)
+    if recorder is not None:
+        recorder.close()
 
 
 def _config(app: object) -> uvicorn.Config:

@@ -38,7 +38,8 @@ class Settings:
     arguments for the model's chat template, which a request's own override.
     `kv_bits`: 4 or 8 for keys and values in so many bits, from the first token on; None: as the
     model computes them.
-    `warm`: files that `mlxcache warm` could take, computed at the start.
+    `warm`: files that `mlxcache warm` could take, computed at the start. `record`: a folder in
+    which the bodies of chat requests are kept, for `mlxcache explain`.
     `canonicalise` switches rules by name, `no_canonicalise` switches all of them off.
     `insecure` lets the server listen beyond this machine without a key.
     Raises ConfigError where values do not go together.
@@ -67,6 +68,7 @@ class Settings:
     trust_remote_code: bool = False
     log_level: LogLevel = "info"
     warm: tuple[Path, ...] = ()
+    record: Path | None = None
 
     def __post_init__(self) -> None:
         read_size(self.ram)

@@ -198,5 +198,6 @@ READERS: Mapping[str, Callable[[object], object]] = {
     "trust_remote_code": _switch,
     "log_level": _level,
     "warm": _files,
+    "record": _path,
 }
 """How each setting is read from a flag, a variable or a TOML value; raises ValueError."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +13,8 @@ from typing import Any, Literal, TypeVar
 from mlxcache.config import Settings
 from mlxcache.engine.core import Core
 from mlxcache.engine.figures import Totals, snapshot, with_disk
+from mlxcache.engine.losses import Losses
+from mlxcache.engine.records import Records
 from mlxcache.engine.sessions import SessionBook, open_book
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
@@ -34,7 +34,6 @@ log = logging.getLogger("mlxcache.engine")
 
 T = TypeVar("T")
 State = Literal["loading", "ready", "failed", "stopped"]
-KEPT_RECORDS = 1000
 RENDER_THREADS = 4
 FLUSH_S = 5.0
 """Seconds for which what is not on disk yet is written when the server stops."""
@@ -65,13 +64,14 @@ class Engine:
         self.stall_s = stall_s
         self._on_progress = on_progress
         self._on_request = on_request
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._records = Records()
         self._live: dict[str, tuple[Task, Stream]] = {}
         self._totals = Totals()
         self._figures: dict[str, Any] = {}
         self._core: Core | None = None
         self._book: SessionBook | None = None
         self._builder: PromptBuilder | None = None
+        self._losses: Losses | None = None
         self._thread: threading.Thread | None = None
         self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
 
@@ -88,20 +88,22 @@ class Engine:
             )
             self._thread.start()
             await ready
-            assert self._core is not None
-            loaded = self._core.loaded
+            core = self._core
+            assert core is not None
+            loaded = core.loaded
             self._builder = PromptBuilder(
                 loaded.tokenizer,
                 self.settings.chat_template_args,
-                self._core.info.context_length,
-                loaded.vision if self._core.images else None,
+                core.info.context_length,
+                loaded.vision if core.images else None,
                 self.settings.rules,
             )
-            self._book = await open_book(self._core, self.settings, self.submit)
+            self._losses = Losses(self._builder, lambda: core.cost.rate)
+            self._book = await open_book(core, self.settings, self.submit)
         except BaseException:
             self.state = "failed"
             raise
-        self.info = replace(self._core.info, has_images=self._builder.takes_images)
+        self.info = replace(core.info, has_images=self._builder.takes_images)
         self.state = "ready"
 
     def _spec(self) -> load.ModelSpec | None:
@@ -178,6 +180,8 @@ class Engine:
             core.scheduler.inbox.put(core.scheduler.stop)
             await self._loop.run_in_executor(None, thread.join, seconds)
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._losses is not None:
+            self._losses.close()
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -204,27 +208,17 @@ class Engine:
 
     async def submit(self, job: Job) -> Stream:
         """Queue `job`. Raises NotReady, QueueFull, BadRequest or ContextLengthExceeded at once."""
-        builder = self._ready_builder()
-        assert self._core is not None
-        record = RequestRecord(
-            id=job.id,
-            session=job.session,
-            api=job.api,
-            client=job.client,
-            status="queued",
-            created_at=time.time(),
-            prompt_tokens=len(job.prompt.ids),
-            timing={"render_s": round(job.render_s, 6)},
-            canonicalised=job.prompt.rules,
-        )
-        self._keep(record)
+        builder, core = self._ready_builder(), self._core
+        assert core is not None
+        assert self._losses is not None
+        record = self._records.begin(job)
         try:
-            self._check(job, self._core)
+            self._check(job, core)
         except MlxcacheError as error:
             record.status, record.error = "rejected", str(error)
             self._on_request(record)
             raise
-        scheduler = self._core.scheduler
+        scheduler = core.scheduler
         stream = Stream(
             record,
             lambda: scheduler.inbox.put(lambda: scheduler.cancel(task)),
@@ -232,6 +226,7 @@ class Engine:
             Reply(job.prompt.names, builder.canonicaliser.emitted),
         )
         task = Task(job, stream.push, record)
+        self._losses.watch(task, core.memory)
         self._live[job.id] = (task, stream)
         scheduler.inbox.put(lambda: scheduler.submit(task))
         return stream
@@ -243,11 +238,6 @@ class Engine:
         if waiting >= self.settings.queue:
             raise QueueFull(f"{waiting} requests are waiting already.", retry_after=5.0)
 
-    def _keep(self, record: RequestRecord) -> None:
-        self._records[record.id] = record
-        while len(self._records) > KEPT_RECORDS:
-            self._records.popitem(last=False)
-
     def _ended(self, task: Task) -> None:
         """On the MLX thread, when a request is over and what it held is accounted for."""
         record = task.record
@@ -257,16 +247,17 @@ class Engine:
                 self._book.ended(task)
         self._publish()
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._forget, record)
+            self._loop.call_soon_threadsafe(self._forget, task)
 
     def _publish(self) -> None:
         """On the MLX thread: let other threads see the figures as they are now."""
         assert self._core is not None
         self._figures = snapshot(self._core.memory, self._totals, self._core.disk)
 
-    def _forget(self, record: RequestRecord) -> None:
-        self._live.pop(record.id, None)
-        self._on_request(record)
+    def _forget(self, task: Task) -> None:
+        assert self._losses is not None
+        self._live.pop(task.job.id, None)
+        self._losses.ended(task, lambda: self._on_request(task.record))
 
     async def call(self, action: Callable[[Core], T]) -> T:
         """The result of `action`, run on the MLX thread. Raises what it raises, and NotReady."""
@@ -289,10 +280,12 @@ class Engine:
 
     def requests(self) -> list[RequestRecord]:
         """Recent requests, newest first."""
-        return list(reversed(self._records.values()))
+        return self._records.all()
 
-    def request(self, id: str) -> RequestRecord | None:
-        """One recent request."""
+    async def request(self, id: str) -> RequestRecord | None:
+        """One recent request, once it is known what it has lost."""
+        if self._losses is not None:
+            await self._losses.told(id)
         return self._records.get(id)
 
 

@@ -27,7 +27,9 @@ RULE_OF = {
 
 _NEAR = 600
 """Characters around the place where two texts part in which what differs must be seen."""
-_THINKING = re.compile(r"</?think|<\|channel\|>analysis|\[/?THINK", re.IGNORECASE)
+_OPENS = re.compile(r"<think|<\|channel\|>analysis|\[THINK", re.IGNORECASE)
+_CLOSES = re.compile(r"\s*(?:</think|\[/THINK)", re.IGNORECASE)
+"""Marks of thinking: one that opens it, and one that closes it at once."""
 _BACK, _AHEAD = 12, 40
 """Tokens shown before and from where two prompts part."""
 
@@ -155,11 +157,12 @@ class Explainer:
     ) -> Explanation:
         """The same conversation, rendered or generated differently."""
         start = max(0, shared - _BACK)
-        before, after = (
-            self.decode([int(i) for i in side.ids[start : shared + _AHEAD] if i >= 0])
-            for side in (old, new)
+        before, after = (self._text(side, start, shared + _AHEAD) for side in (old, new))
+        parted = [self._text(side, shared, shared + _AHEAD) for side in (old, new)]
+        opens, closes = (
+            [bool(look(text)) for text in parted] for look in (_OPENS.search, _CLOSES.match)
         )
-        thinking = bool(_THINKING.search(before)) != bool(_THINKING.search(after))
+        thinking = opens[0] != opens[1] or closes[0] != closes[1]
         thinking = thinking or _reasons(new.source.chat) != _reasons(old.source.chat)
         return Explanation(
             shared,
@@ -172,6 +175,9 @@ class Explainer:
             after=after,
             later=tuple(found),
         )
+
+    def _text(self, side: Side, start: int, end: int) -> str:
+        return self.decode([int(i) for i in side.ids[start:end] if i >= 0])
 
 
 def _removed(old: Source, new: Source) -> tuple[tuple[str, Difference], ...]:

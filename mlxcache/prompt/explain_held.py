@@ -49,9 +49,16 @@ class Candidates:
         while self._held and (len(self._held) > self._count or size > self._limit):
             size -= self._held.pop(0).nbytes
 
-    def of(self, session: str | None, ids: Tokens) -> list[tuple[Candidate, int]]:
-        """Those worth a look, with the tokens shared: the session's own first, then by these."""
-        found = [(one, common_length(one.side.ids, ids)) for one in self._held]
+    def all(self) -> list[Candidate]:
+        """A copy of the list of them, for another thread."""
+        return list(self._held)
+
+    @staticmethod
+    def by_worth(
+        held: list[Candidate], session: str | None, ids: Tokens
+    ) -> list[tuple[Candidate, int]]:
+        """Candidates with the tokens that they share: the session's own first, then by these."""
+        found = [(one, common_length(one.side.ids, ids)) for one in held]
         return sorted(found, key=lambda pair: (pair[0].session != session, -pair[1]))
 
     def __len__(self) -> int:

@@ -228,7 +228,7 @@ class FakeEngine:
         """Newest first."""
         return self.records
 
-    def request(self, id: str) -> RequestRecord | None:
+    async def request(self, id: str) -> RequestRecord | None:
         """By id."""
         return next((r for r in self.records if r.id == id), None)
 

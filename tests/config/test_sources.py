@@ -42,6 +42,7 @@ VALUES = {
     "host": ("localhost", "localhost"),
     "port": ("9000", 9000),
     "cache_dir": ("/c", Path("/c")),
+    "record": ("/c", Path("/c")),
     "ram": ("8GB", "8GB"),
     "disk": ("OFF", "off"),
     "context": ("4096", 4096),

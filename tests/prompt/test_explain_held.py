@@ -1,0 +1,48 @@
+"""The last prompts of each session, kept for comparing."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.prompt.explain import Side
+from mlxcache.prompt.explain_held import Candidate, Candidates
+from mlxcache.types import Chat
+from tests.prompt import kinds, templates
+
+
+@lru_cache(maxsize=1)
+def builder() -> PromptBuilder:
+    return PromptBuilder(kinds.tokenizer("byte_level", templates.chatml()))
+
+
+def side(words: str, size: int) -> Side:
+    prompt = builder().chat(Chat([{"role": "user", "content": f"{words} " * size * 20}]))
+    return Side(prompt.source, prompt.ids)
+
+
+def test_what_is_kept_for_comparing_is_bounded():
+    """In prompts, per session and of all, and in bytes; the oldest go first."""
+    held = Candidates(count=6, each=2, limit=10**9)
+    for i in range(20):
+        held.add(Candidate(f"s{i % 4}", side(f"w{i}", 3), 10))
+        assert len(held) <= 6
+    assert all(sum(one.session == f"s{i}" for one in held.all()) <= 2 for i in range(4))
+    one = Candidate("s", side("big", 50), 10)
+    small = Candidates(limit=3 * one.nbytes)
+    for i in range(8):
+        small.add(Candidate(f"s{i}", side(f"v{i}", 50), 10))
+        assert small.nbytes <= 3 * one.nbytes
+    assert len(small) >= 2
+    tiny = Candidates(limit=1)
+    tiny.add(one)
+    assert len(tiny) == 0
+
+
+def test_a_prompt_takes_the_place_of_the_one_it_goes_on_with():
+    """So a long conversation is kept once."""
+    held = Candidates()
+    one = side("w", 30)
+    held.add(Candidate("s", Side(one.source, one.ids[:-5]), 10))
+    held.add(Candidate("s", one, 10))
+    assert len(held) == 1
