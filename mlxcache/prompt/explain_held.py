@@ -57,8 +57,9 @@ class Candidates:
     def by_worth(
         held: list[Candidate], session: str | None, ids: Tokens
     ) -> list[tuple[Candidate, int]]:
-        """Candidates with the tokens that they share: the session's own first, then by these."""
-        found = [(one, common_length(one.side.ids, ids)) for one in held]
+        """Candidates with the tokens that they share: the session's own first, then by these, then
+        the newest."""
+        found = [(one, common_length(one.side.ids, ids)) for one in reversed(held)]
         return sorted(found, key=lambda pair: (pair[0].session != session, -pair[1]))
 
     def __len__(self) -> int:

@@ -46,3 +46,10 @@ def test_a_prompt_takes_the_place_of_the_one_it_goes_on_with():
     held.add(Candidate("s", Side(one.source, one.ids[:-5]), 10))
     held.add(Candidate("s", one, 10))
     assert len(held) == 1
+
+
+def test_the_newest_of_those_that_share_as_much_comes_first():
+    """And those of the session before any other."""
+    held = [Candidate(session, side("w", 9), 10) for session in ("a", "b", "a", "b")]
+    found = Candidates.by_worth(held, "a", held[0].side.ids)
+    assert [one for one, _ in found] == [held[2], held[0], held[3], held[1]]
