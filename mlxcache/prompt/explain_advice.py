@@ -7,15 +7,15 @@ _RENDERED = "Compare the two with mlxcache explain; a message that was sent is b
 ADVICE: dict[str, str] = {
     "attribution": "Set CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client, or leave "
     "canonicalisation on (no --no-canonicalise).",
-    "counter": "The rule counter drops Claude Code's. Have the client leave any other out, or put it "
-    "behind the last user message.",
+    "counter": "The rule counter drops Claude Code's. Have the client leave any other out, or put "
+    "it behind the last user message.",
     "date": "Give the day and not the time of day, or put it into the newest message.",
-    "uuid": "The rule uuid knows those in paths of scratch folders. Have the client leave any other "
+    "uuid": "The rule uuid knows those in paths of scratch folders. Have the client leave others "
     "out, or use one for all sessions.",
     "temp_path": "Use a folder with a fixed name, not one that is made anew for each session.",
     "hash": "Leave ids and hashes of a request or session out of the system text.",
-    "git_status": "Start the server with --canonicalise git_status=on, or turn the git status off in "
-    "the client (Claude Code: includeGitInstructions false in settings.json).",
+    "git_status": "Start the server with --canonicalise git_status=on, or turn the git status off "
+    "in the client (Claude Code: includeGitInstructions false in settings.json).",
     "version": "The client was updated, or names a version that changes; nothing is to be done.",
     "tool_inserted": "Load all tools from the start, put new ones last, or let the client defer "
     "them (tool search).",
