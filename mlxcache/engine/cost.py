@@ -143,13 +143,12 @@ class _Probe:
         return min(halves) < 1.05 * min(whole)
 
     def per_pass(self) -> float:
-        """The seconds that a short pass takes whatever its tokens, and a copy of the state."""
+        """The seconds that the shortest pass takes, and a copy of the state: what a stop adds."""
         self.feed(FEWEST, 0)  # for the kernels
-        short, long = (min(self.feed(n, 0)[0] for _ in range(2)) for n in (FEWEST, PROBE))
+        short = min(self.feed(FEWEST, 0)[0] for _ in range(2))
         began = time.perf_counter()
         self.line.capture()
-        copied = time.perf_counter() - began
-        return copied + max(0.0, (PROBE * short - FEWEST * long) / (PROBE - FEWEST))
+        return short + time.perf_counter() - began
 
 
 def measure(model: Any, layout: Layout, room: int) -> Cost:
