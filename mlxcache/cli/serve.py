@@ -49,9 +49,8 @@ def serve(
     --max-tokens is MLXCACHE_MAX_TOKENS in the one, max_tokens in the other.
     """
     with reporting():
-        flags = {name: value for name, value in ctx.params.items() if name != "config"}
-        flags |= {"warm": warm or None, "canonicalise": canonicalise or None}
-        _run(load_settings(flags, os.environ, config))
+        lists = {"warm": warm or None, "canonicalise": canonicalise or None, "config": None}
+        _run(load_settings(ctx.params | lists, os.environ, config))
 
 
 def _run(settings: Settings) -> None:

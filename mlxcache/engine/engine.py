@@ -98,8 +98,8 @@ class Engine:
                 loaded.vision if core.images else None,
                 self.settings.rules,
             )
-            self._losses = Losses(self._builder, lambda: core.cost.rate)
             self._book = await open_book(core, self.settings, self.submit)
+            self._losses = Losses(self._builder, lambda: core.cost.rate, self._book.booked)
         except BaseException:
             self.state = "failed"
             raise

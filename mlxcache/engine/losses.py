@@ -17,7 +17,7 @@ from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import WORTH, Explainer, Explanation, Side
 from mlxcache.prompt.explain_advice import advice_for
 from mlxcache.prompt.explain_held import Candidate, Candidates, best
-from mlxcache.types import WARMING, Admitted, Event, Job, RequestRecord
+from mlxcache.types import WARMING, Admitted, Event, Job, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -38,12 +38,17 @@ class Reuse:
 class Losses:
     """Fills in `RequestRecord.lost`. Call from the event loop.
 
-    `rate`: prefill tokens per second as measured last.
+    `rate`: prefill tokens per second as measured last. `booked`: see `SessionBook.booked`.
     """
 
-    def __init__(self, builder: PromptBuilder, rate: Callable[[], float]):
+    def __init__(
+        self,
+        builder: PromptBuilder,
+        rate: Callable[[], float],
+        booked: Callable[[str, Tokens], list[tuple[bool, int]]],
+    ):
         self._explainer = Explainer(builder.reach, builder.decode)
-        self._rate = rate
+        self._rate, self._booked = rate, booked
         self._held = Candidates()
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-explain")
@@ -115,7 +120,7 @@ class Losses:
             return None  # it goes on with its session's last prompt, which was there
         candidate = best(found, side)
         if candidate is None:
-            return self._lost("first_seen", "new_conversation", reuse.cached, 0)
+            return self._unknown(job, side, reuse)
         explanation = self._explainer.explain(candidate.side, side)
         kept = min(explanation.at_token, candidate.computed)
         missing = kept - reuse.cached
@@ -130,6 +135,15 @@ class Losses:
                 reason, cause, reuse.cached, missing, self._around(side, reuse.cached)
             )
         return self._parted(explanation, reuse)
+
+    def _unknown(self, job: Job, side: Side, reuse: Reuse) -> dict[str, Any]:
+        """What no prompt since the start is like: the sessions' own leaves say if it was before."""
+        cached, booked = reuse.cached, self._booked(job.session, side.ids) if job.session else []
+        own, most = max(booked, key=lambda found: (found[1], found[0]), default=(True, 0))
+        if most - cached <= WORTH:
+            return self._lost("first_seen", "new_conversation", cached, 0)
+        reason, cause = _gone(reuse, most) if own else ("namespace", "other_model")
+        return self._lost(reason, cause, cached, most - cached, self._around(side, cached))
 
     def _parted(self, found: Explanation, reuse: Reuse) -> dict[str, Any]:
         assert found.reason is not None

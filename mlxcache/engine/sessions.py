@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from mlxcache.cache.node import common_length
 from mlxcache.config import Settings
 from mlxcache.engine.booking import Booking, Served
 from mlxcache.engine.calls import Calls
@@ -25,7 +26,7 @@ from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_info import SessionInfo
 from mlxcache.store.store import Store
 from mlxcache.store.temporary import TemporaryDatabase
-from mlxcache.types import WARMING
+from mlxcache.types import WARMING, Tokens
 
 if TYPE_CHECKING:
     from mlxcache.engine.core import Core
@@ -80,6 +81,16 @@ class SessionBook:
         if task.out and self._core.memory.tree.match(ids, touch=False).length < len(ids):
             ids = ids[:-1]  # the last token was drawn and not fed: nothing is cached for it
         self._booking.turn(task.job, ids, time.time())
+
+    def booked(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
+        """The tokens that `ids` shares with each leaf of the label's sessions, and whether that was
+        computed by the model that is served. In any thread; blocks. Raises StoreError."""
+        return [
+            (session.namespace == self.namespace, common_length(leaf.ids, ids))
+            for session in self._sessions.all()
+            if session.label == label
+            for leaf in self._sessions.leaves(session.id)
+        ]
 
     async def call(self, action: Callable[[Core], T]) -> T:
         """The result of `action`, run on the MLX thread. Raises what it raises, and NotReady."""

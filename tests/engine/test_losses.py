@@ -260,3 +260,20 @@ async def test_a_request_that_was_cut_short_is_no_eviction(talk: Talk):
     talk.messages = list(chat.messages)
     again = await talk.say()
     assert again.lost is None or again.lost["lost_tokens"] <= record.fed_tokens
+
+
+@pytest.mark.parametrize("reason", ["namespace", "evicted"])
+async def test_after_a_restart_the_sessions_leaves_are_compared(toy, tmp_path, reason: str):
+    """By another model nothing can be used; what the disk evicted is told as that."""
+    head = [system("", "restart"), user("Fix the parser. " + text(9, "ask"))]
+    async with started(toy("llama"), tmp_path, disk="1GB") as engine:
+        await Talk(engine, "main").say(*head)
+        assert await engine.sessions.settled()
+        if reason == "evicted":
+            await engine.sessions.prune(0)
+    model = toy("llama") if reason == "evicted" else toy("qwen3_5")
+    async with started(model, tmp_path, disk="1GB") as engine:
+        record = await Talk(engine, "main").say(*head)
+        found = lost(record)
+        assert found["reason"] == reason
+        assert record.prompt_tokens - WORTH <= found["lost_tokens"] <= record.prompt_tokens
