@@ -192,7 +192,8 @@ class Core:
 
     def fits(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens could be served with nothing else held."""
-        needed = (tokens + 64) * self.layout.bytes_per_token + 2 * self.layout.checkpoint_bytes
+        states = self.layout.running_bytes + self.layout.checkpoint_bytes
+        needed = (tokens + 64) * self.layout.bytes_per_token + states
         room = self.memory.room.largest()
         return needed <= room and self.cost.transient(cost.FEWEST, tokens) <= self.transient
 

@@ -83,7 +83,7 @@ def fit(
     pending = shares.pending(ram, layout) if disk else 0
     room = max(0, ram - shares.pool(ram) - shares.transient(ram) - pending)
     per_token = layout.bytes_per_token
-    left = room - 2 * layout.checkpoint_bytes
+    left = room - layout.running_bytes - layout.checkpoint_bytes
     longest = max(0, left // per_token - 64) if per_token else (1 << 27) * (left > 0)
     empty = Fit(ram, disk, room, longest, ())
     return replace(empty, held=tuple(_held(layout, talk or Talk(), n, empty) for n in tokens))

@@ -104,9 +104,9 @@ class Memory:
         return lease
 
     def _reserve_state(self, lease: Lease) -> bool:
-        if not self.room.reserve("states", self.layout.checkpoint_bytes):
+        if not self.room.reserve("states", self.layout.running_bytes):
             return False
-        lease.state_bytes = self.layout.checkpoint_bytes
+        lease.state_bytes = self.layout.running_bytes
         return True
 
     def _lease(self, match: Match, cached: int, least: int) -> Lease | None:

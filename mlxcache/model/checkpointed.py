@@ -33,6 +33,10 @@ class Checkpointed:
         """What its state can take however long the text, in bytes; None for what it takes now."""
         return None
 
+    def running_bytes(self, slot: Any) -> int | None:
+        """What it holds at most while it is stepped, in bytes; None for no more than its state."""
+        return None
+
     def position(self, state: Any) -> int | None:
         """How many positions a state covers, where it says so."""
         return None
@@ -73,6 +77,11 @@ class Chunked(Checkpointed):
         if slot.keys is None:
             return 0
         return _row_bytes(slot) * int(slot.chunk_size)
+
+    def running_bytes(self, slot: Any) -> int | None:
+        if slot.keys is None:
+            return 0
+        return _row_bytes(slot) * int(slot.chunk_size + slot.step)  # it makes room by the step
 
     def position(self, state: Any) -> int | None:
         return int(state[2])

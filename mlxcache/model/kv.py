@@ -129,7 +129,8 @@ def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
 class Layout:
     """How one model caches.
 
-    `bytes_per_token` covers every linear slot; `checkpoint_bytes` all opaque slots at one position.
+    `bytes_per_token` covers every linear slot; `checkpoint_bytes` all opaque slots at one position,
+    `running_bytes` what they hold while they are stepped.
     `linear` are the indices of the linear slots that the model fills, `specs` the (heads, dim,
     dtype) of each one's arrays, as many as its class has, `windows` each one's sliding window in
     tokens, or None. `checkpointed` are the opaque slots' adapters; `states` is what `capture`
@@ -142,6 +143,7 @@ class Layout:
     vocab_size: int
     bytes_per_token: int
     checkpoint_bytes: int
+    running_bytes: int
     linear: tuple[int, ...]
     specs: tuple[tuple[tuple[int, int, Any], ...], ...]
     checkpointed: tuple[Checkpointed, ...]
@@ -190,6 +192,16 @@ def most_bytes(slot: Any, adapter: Checkpointed) -> int:
     return state_bytes([slot]) if most is None else most
 
 
+def running_bytes(slot: Any, adapter: Checkpointed) -> int:
+    """What an opaque slot can hold while it is stepped, in bytes."""
+    most = adapter.running_bytes(slot)
+    return most_bytes(slot, adapter) if most is None else most
+
+
+def _row_specs(arrays: Sequence[mx.array]) -> tuple[tuple[int, int, Any], ...]:
+    return tuple((a.shape[1], a.shape[3], a.dtype) for a in arrays)
+
+
 def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> Layout:
     """Classify a model's caches by feeding it a few tokens; with `kv_bits`, quantised KV.
 
@@ -210,10 +222,7 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
         for i, (slot, adapter) in enumerate(zip(slots, adapters, strict=True))
         if isinstance(adapter, Sliced) and adapter.filled(slot)
     ]
-    specs = tuple(
-        tuple((a.shape[1], a.shape[3], a.dtype) for a in adapter.arrays(slot))
-        for _, slot, adapter in linear
-    )
+    specs = tuple(_row_specs(adapter.arrays(slot)) for _, slot, adapter in linear)
     opaque = _checkpointed(slots)
     states = either(early, late)
     return Layout(
@@ -221,6 +230,7 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
         vocab_size=logits.shape[-1],
         bytes_per_token=sum(h * d * t.size for spec in specs for h, d, t in spec),
         checkpoint_bytes=sum(most_bytes(*pair) for pair in opaque),
+        running_bytes=sum(running_bytes(*pair) for pair in opaque),
         linear=tuple(i for i, _, _ in linear),
         specs=specs,
         checkpointed=tuple(adapter for _, adapter in opaque),

@@ -153,7 +153,7 @@ class Bench:
             sizes = {a.shape[2] for slot in lineage.linear for a in kv.arrays_of(slot)}
             assert sizes <= {lineage.capacity}
             assert lineage.length - lineage.base <= lineage.capacity or not memory.layout.specs
-        assert kinds.get("states", 0) == len(memory.busy) * memory.layout.checkpoint_bytes
+        assert kinds.get("states", 0) == len(memory.busy) * memory.layout.running_bytes
         assert kinds.get("batch", 0) == sum(lane.bytes for lane in self.scheduler.lanes.all)
         for lane in self.scheduler.lanes.all:
             self._check_lane(lane)

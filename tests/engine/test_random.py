@@ -34,3 +34,8 @@ def test_a_random_history_of_another_family(
 ) -> None:
     """Experts, pure recurrence, compressed attention, chunked attention."""
     live(toy(family), seed, STEPS if MANY else 25, ram_tokens=ram_tokens, longest=120)
+
+
+def test_many_lanes_of_chunked_attention_keep_the_budget(toy: ToyMaker) -> None:
+    """While it is stepped, a chunk's buffer is larger than its checkpoint."""
+    live(toy("llama4"), 2, 25, ram_tokens=700, longest=120)
