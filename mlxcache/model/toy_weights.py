@@ -45,7 +45,7 @@ def random_model(config: dict[str, Any], seed: int) -> nn.Module:
     keys = mx.random.split(mx.random.key(seed), len(parameters))
     drawn = []
     for (name, value), key in zip(parameters, keys, strict=True):
-        new = _fitted(config["model_type"], name, _draw(name, value, key))
+        new = _fitted(config["model_type"], name, draw(name, value, key))
         if tied and name.endswith("embed_tokens.weight"):
             new = new * (LOGIT_SPREAD / math.sqrt(value.shape[-1]))
         drawn.append((name, new))
@@ -67,7 +67,7 @@ def _fitted(family: str, name: str, new: mx.array) -> mx.array:
     return new
 
 
-def _draw(name: str, value: mx.array, key: mx.array) -> mx.array:
+def draw(name: str, value: mx.array, key: mx.array) -> mx.array:
     """One parameter's random values.
 
     Attention scores get a standard deviation near 1.7: enough that some positions weigh much more

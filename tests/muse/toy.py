@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from mlxcache.image import Image
 from mlxcache.model import chatml
-from mlxcache.model.toy import _draw
+from mlxcache.model.toy_weights import draw
 from mlxcache.model.vision import encode
 from tests.muse import plain
 
@@ -42,7 +42,7 @@ def make_muse(path: Path) -> Path:
     parameters = sorted(tree_flatten(model.parameters()))
     keys = mx.random.split(mx.random.key(0), len(parameters))
     drawn = dict(
-        (name, _draw(name, value, key)) for (name, value), key in zip(parameters, keys, strict=True)
+        (name, draw(name, value, key)) for (name, value), key in zip(parameters, keys, strict=True)
     )
     head = drawn["lm_head.weight"]
     controls = [tokenizer.token_to_id(t) for t in chatml.CONTROL + chatml.MARKS + MARKS]
