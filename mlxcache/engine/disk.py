@@ -47,6 +47,7 @@ class Disk:
         self.restorer = Restorer(store, memory.layout, wake)
         memory.room.relief = self.persist.relieve
         memory.room.durable = lambda: not self.persist.failing
+        memory.room.writing, memory.room.waive = self.persist.locks, self.persist.waive
         self._stats: dict[str, Any] = {}
         self._stats_at = 0.0
         self._next_at = 0.0

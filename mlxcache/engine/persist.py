@@ -118,6 +118,15 @@ class Persist:
             self.tree.lock(node)
             self._queue.append(Spill(node, ids, wanted))
 
+    def locks(self, node: Node) -> int:
+        """How many locks of `node` are of paths on their way to disk."""
+        return sum(node in path.node.path() for path in [*self._queue, *self._handed])
+
+    def waive(self, node: Node) -> None:
+        """Hand the checkpoint at `node` over no more: it is worth too little to stay in RAM."""
+        for path in [*self._queue, *self._handed]:
+            path.waive(node.checkpoint)
+
     # -- handing over --------------------------------------------------------------------------
 
     def pump(self) -> bool:

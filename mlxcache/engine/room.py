@@ -40,7 +40,8 @@ class Room:
 
     `dropped` and `spilled` count evictions of what is lost and of what is on disk: `durable` says
     which holds now. `relief` waits for something to become evictable; False if nothing will. It is
-    only asked while `patient`.
+    only asked while `patient`. `writing` counts the locks of a node that are there until it is on
+    disk, `waive` has its checkpoint written no more.
     """
 
     def __init__(self, layout: Layout, budget: Budget, tree: PrefixTree):
@@ -53,6 +54,8 @@ class Room:
         self.relief: Callable[[], bool] | None = None
         self.patient = True
         self.durable: Callable[[], bool] = lambda: False
+        self.writing: Callable[[Node], int] = lambda node: 0
+        self.waive: Callable[[Node], None] = lambda node: None
 
     def fit(self, held: int, least: int) -> int | None:
         """Reserve a buffer of `least` positions, with room to grow if that fits; its capacity.
@@ -138,6 +141,8 @@ class Room:
 
     def _drop(self, node: Node) -> int:
         size = node.checkpoint_bytes
+        if node.locks:
+            self.waive(node)
         self.budget.release("checkpoints", size)
         self.tree.drop_checkpoint(node)
         return size
@@ -216,20 +221,25 @@ class Room:
         """Reserve `size` bytes for a checkpoint at `node`, on a path that will have `end` tokens.
 
         Others of its path go for it, and of other paths, so that each path and all of them keep
-        within their bounds. The path is locked once by the caller; what others lock stays.
+        within their bounds, however slow the disk is. The path is locked once by the caller; what
+        other requests lock stays.
         """
-        own = [n for n in self._superseded(node, end, self.most_checkpoints(end)) if n.locks <= 1]
-        for each in own:
-            self._drop(each)
+        for each in self._superseded(node, end, self.most_checkpoints(end)):
+            if self._ours(each):
+                self._drop(each)
         most = self.checkpoint_limit - size
         while self.tree.checkpoint_bytes > most and self._evict(1, inf):
             pass
         if self.tree.checkpoint_bytes > most:
             held = Trail.to(node).nodes
             for each in [*self._superseded(node, end, 0), *held[1:], *held[:1]]:
-                if self.tree.checkpoint_bytes > most and each.checkpoint_bytes and each.locks <= 1:
+                if self.tree.checkpoint_bytes > most and each.checkpoint_bytes and self._ours(each):
                     self._drop(each)
         return self.tree.checkpoint_bytes <= most and self.reserve("checkpoints", size)
+
+    def _ours(self, node: Node) -> bool:
+        """Whether no request but the one that locks `node` once is on it."""
+        return node.locks <= 1 or node.locks - self.writing(node) <= 1
 
     def _superseded(self, node: Node, end: int, most: int) -> list[Node]:
         return Trail.to(node).spared(end, most, coming=[node.end])

@@ -55,6 +55,11 @@ class Spill:
         """Hand over nothing more; all over again once the writer is through if it is `lost`."""
         self.looked, self.at, self.states, self.lost = True, len(self.ids), [], lost
 
+    def waive(self, state: State) -> None:
+        """Have one checkpoint less written, and let go of it."""
+        self.wanted = [one for one in self.wanted if one[1] is not state]
+        self.states = [one for one in self.states if one[1] is not state]
+
     def again(self) -> None:
         """Begin again with a look at the disk."""
         self.looked, self.at, self.lost = False, 0, False

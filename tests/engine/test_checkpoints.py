@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.cache.budget import Budget
-from mlxcache.coverage import BUDGET_SHARE, NEWEST
+from mlxcache.coverage import BUDGET_SHARE, FEWEST, NEWEST
 from mlxcache.engine import scheduler
 from mlxcache.engine.checkpoints import SPACING, Trail, stops
 from mlxcache.engine.cost import STOPS, Cost
+from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
+from mlxcache.engine.spill import Spill
+from mlxcache.model.toy import make_toy
 from mlxcache.prompt.marks import APART
+from mlxcache.store.store import Store
 from tests.engine.conftest import Bench, admitted
 
 TOYS = ("qwen3_5", "mamba2", "llama4")
@@ -279,3 +284,37 @@ def test_a_trail_tells_after_which_checkpoints_others_leave(
     trail = Trail.to(hybrid.memory.tree.match(ids).nodes[-1])
     assert trail.positions == [100, 140, 167]
     assert trail.parted == {100}
+
+
+def test_a_path_is_thinned_also_while_the_disk_is_slow(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns that come faster than the disk writes leave no more than the rule allows, anywhere."""
+    bench = Bench(make_toy(tmp_path / "model", "qwen3_5", heads=8, kv_heads=1, head_dim=64))
+    bench.use(Memory(bench.memory.layout, Budget(1 << 26)))
+    store = Store.open(tmp_path / "store", "test", 1 << 26, free_floor=0)
+    inbox = bench.scheduler.inbox
+    disk = Disk(store, bench.memory, 1 << 22, lambda: inbox.put(lambda: None))
+    bench.scheduler.use(disk)
+    answers, answer = threading.Event(), disk._answer
+
+    def late(spill: Spill) -> None:
+        assert answers.wait(60)
+        answer(spill)
+
+    monkeypatch.setattr(disk, "_answer", late)
+    ids = prompt(rng, 100)
+    for _ in range(30):
+        ids = [*ids, *prompt(rng, 30)]
+        ids += bench.ask(ids, marks=[100, len(ids) - 4], tokens=8).out
+        assert disk.busy
+        held = checkpoints(bench, ids)
+        assert len(held) <= max(FEWEST, bench.memory.room.most_checkpoints(len(ids)))
+        assert (held[0], held[-1]) == (100, len(ids))
+    answers.set()
+    assert disk.persist.drain(60.0) == 0
+    found = store.find(np.asarray(ids, np.int32))
+    assert found.length == len(ids)
+    assert [one.position for one in found.checkpoints][-1] == len(ids)
+    assert {one.position for one in found.checkpoints} <= set(held)
+    disk.close(0.0)
