@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from mlxcache.cli import show
 from mlxcache.cli.output import console
 from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, Where, located
-from mlxcache.errors import NotFound
+from mlxcache.errors import MlxcacheError, NotFound
 
 app = typer.Typer(
     help="List, show, pin, rename, fork and remove sessions, with a running server or without.",
@@ -19,7 +20,9 @@ app = typer.Typer(
 
 Id = Annotated[
     str,
-    typer.Argument(metavar="ID", help="A session's id, the beginning of one, or its name."),
+    typer.Argument(
+        metavar="ID", help="A session's id, the beginning of one, or its name or title."
+    ),
 ]
 
 _COLUMNS = (
@@ -64,9 +67,9 @@ def list_sessions(
     if as_json:
         show.print_json({"object": "list", "data": found})
     elif found:
-        show.table(_COLUMNS, map(_row, found))
+        show.table(_COLUMNS, map(_row, found), cut=1)
     else:
-        console().print("There are no sessions yet.")
+        console().print(f"There are no sessions yet ({where}).")
 
 
 @app.command("show")
@@ -130,7 +133,12 @@ def fork(
     as_json: Json = False,
 ) -> None:
     """Make a new session that goes on from this one. Its id serves as X-Session-Id."""
-    made = where.fork(find(where.sessions(), id), name, at)
+    sessions = where.sessions()
+    found = find(sessions, id)
+    tokens = next(one["tokens"] for one in sessions if one["id"] == found)
+    if at is not None and at > tokens:
+        raise MlxcacheError(f"--at must be from 1 to {tokens}, which {found} has, not {at}.")
+    made = where.fork(found, name, at)
     if as_json:
         show.print_json(made)
     else:
@@ -150,20 +158,29 @@ def rm(
 
 
 def find(sessions: list[dict[str, Any]], text: str) -> str:
-    """The id that `text` stands for: an id, the beginning of just one, or one's name.
+    """The id that `text` stands for: an id, a name, the beginning of an id, a title or a label.
 
-    Raises NotFound.
+    What comes first here counts, and all but an id only where one session alone has it. Raises
+    NotFound.
     """
-    if any(one["id"] == text for one in sessions):
-        return text
-    found = [one["id"] for one in sessions if one["name"] == text]
-    if not found and text:
-        found = [one["id"] for one in sessions if one["id"].startswith((text, f"ses_{text}"))]
-    if len(found) == 1:
-        return str(found[0])
-    if found:
-        raise NotFound(f"{text!r} may be any of {', '.join(found[:5])}: give the id.")
-    raise NotFound(f"No session has the id or the name {text!r}; see mlxcache sessions.")
+    ways: tuple[Callable[[dict[str, Any]], bool], ...] = (
+        lambda one: one["id"] == text,
+        lambda one: one["name"] == text,
+        lambda one: one["id"].startswith((text, f"ses_{text}")),
+        lambda one: text in (one["title"], one["label"]),
+    )
+    for way in ways if text else ():
+        found = [str(one["id"]) for one in sessions if way(one)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise NotFound(f"{text!r} may be any of {_some(found)}: give the id.")
+    raise NotFound(f"No session has the id, name or title {text!r}; see mlxcache sessions.")
+
+
+def _some(ids: list[str], most: int = 5) -> str:
+    more = len(ids) - most
+    return ", ".join(ids[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _change(where: Where, id: str, done: str, **changes: Any) -> None:

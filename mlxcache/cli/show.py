@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -14,6 +15,12 @@ from mlxcache.config import format_size
 
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or a pipe, so that nothing is cut off."""
+
+_LEAST_CUT = 12
+"""Columns that a text keeps at least when it is cut for a narrow terminal."""
+
+_ROOMY = 24
+"""Where less than this would remain of it, columns stand closer together."""
 
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"))
 
@@ -23,19 +30,37 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows under `columns`: each a heading and how it is justified; no headings, no line."""
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=_PIPE_WIDTH)
+def table(
+    columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], *, cut: int | None = None
+) -> None:
+    """Print rows under `columns`: each a heading and how it is justified; no headings, no line.
+
+    Where a line is wider than the terminal, column `cut` gives way; no other is ever shortened, so
+    that ids can be copied.
+    """
+    lines = [[heading for heading, _ in columns], *rows]
+    widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
+    terminal = Console()
+    room = terminal.width if terminal.is_terminal else _PIPE_WIDTH
+    gap, gaps = 2, len(widths) - 1
+    if cut is not None:
+        left = room - sum(widths) + widths[cut]  # for that column and the gaps
+        if left - gap * gaps < min(widths[cut], _ROOMY):
+            gap = 1
+        widths[cut] = min(widths[cut], max(_LEAST_CUT, left - gap * gaps))
     made = Table(
-        box=None, pad_edge=False, header_style="bold", show_header=any(h for h, _ in columns)
+        box=None,
+        padding=(0, gap, 0, 0),
+        pad_edge=False,
+        header_style="bold",
+        show_header=any(h for h, _ in columns),
     )
-    for heading, justify in columns:
-        made.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
-    for row in rows:
+    for (heading, justify), width in zip(columns, widths, strict=True):
+        made.add_column(heading, justify=justify, no_wrap=True, overflow="ellipsis", width=width)  # type: ignore[arg-type]
+    for row in lines[1:]:
         made.add_row(*row)
-    console.print(made)
+    full = max(room, sum(widths) + gap * gaps)
+    Console(highlight=False, markup=False, width=full).print(made)
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> None:
@@ -45,7 +70,7 @@ def facts(pairs: Iterable[tuple[str, str]]) -> None:
 
 def name_of(session: dict[str, Any]) -> str:
     """What to call a session: its name, else its title, else its label."""
-    return str(session["name"] or session["title"] or session["label"] or "")
+    return str(session["name"] or session["title"] or session["label"] or "-")
 
 
 def size(nbytes: int | None) -> str:

@@ -1,0 +1,66 @@
+"""Tables: what stays readable on a narrow terminal."""
+
+import re
+
+import pytest
+
+from mlxcache.cli import show
+
+ID = "ses_0123456789ab"
+COLUMNS = (("id", "left"), ("name", "left"), ("tokens", "right"), ("last used", "right"))
+
+
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch):
+    """Rich takes the output for a terminal of this width."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def printed(capsys, monkeypatch, name, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    row = {"id": ID, "name": name, "tokens": "1,234,567", "last used": "12 min ago"}
+    show.table(COLUMNS, [[row[heading] for heading, _ in COLUMNS]], cut=1)
+    output = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    head, line = (one.rstrip() for one in output.splitlines())
+    return head, line
+
+
+@pytest.mark.parametrize("width", [52, 60, 80, 119])
+def test_only_the_named_column_is_cut(capsys, monkeypatch, width):
+    """Ids and figures are whole, and the line fits."""
+    head, line = printed(capsys, monkeypatch, "fix the parser " * 10, width)
+    assert len(head) <= width
+    assert width - 3 <= len(line) <= width
+    assert line.startswith(ID)
+    assert line.endswith(("1,234,567  12 min ago", "1,234,567 12 min ago"))
+    assert "fix the par" in line
+    assert "…" in line
+
+
+def test_wide_characters_count_twice(capsys, monkeypatch):
+    """A title in Chinese fits too."""
+    line = printed(capsys, monkeypatch, "修复解析器" * 20, 80)[1]
+    assert line.endswith("12 min ago")
+    assert len(line) + sum("\u4e00" <= one <= "\u9fff" for one in line) <= 80
+
+
+def test_what_fits_is_not_cut(capsys, monkeypatch):
+    """And columns stand two apart."""
+    line = printed(capsys, monkeypatch, "fix the parser", 80)[1]
+    assert line == f"{ID}  fix the parser  1,234,567  12 min ago"
+
+
+def test_a_terminal_narrower_than_the_figures_breaks_lines_and_loses_nothing(capsys, monkeypatch):
+    """It is the terminal that breaks them."""
+    line = printed(capsys, monkeypatch, "fix the parser " * 10, 20)[1]
+    assert line.startswith(f"{ID} fix the par… ")
+    assert line.endswith("1,234,567 12 min ago")
+
+
+def test_facts_are_never_cut(capsys, monkeypatch):
+    """A namespace is there to be compared."""
+    monkeypatch.setenv("COLUMNS", "30")
+    show.facts([("namespace", "0123456789abcdef" * 4)])
+    assert capsys.readouterr().out.rstrip() == "namespace  " + "0123456789abcdef" * 4
