@@ -8,17 +8,24 @@ import threading
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from mlxcache import __version__
 from mlxcache.cli import cache, sessions
 from mlxcache.cli.doctor.command import doctor
 from mlxcache.cli.explain import explain
+from mlxcache.cli.output import console
 from mlxcache.cli.serve import serve
 from mlxcache.cli.snapshot import restore, snapshot
+from mlxcache.cli.target import URL_VARIABLE
 from mlxcache.cli.warm import warm
+from mlxcache.config import unknown_variables
+
+_HELP = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
     name="mlxcache",
+    context_settings=_HELP,
     no_args_is_help=True,
     invoke_without_command=True,
     add_completion=False,
@@ -44,6 +51,10 @@ def options(
     if show_version:
         version()
         raise typer.Exit
+    for name, like in unknown_variables(os.environ, (URL_VARIABLE,)):
+        advice = f"; did you mean {like}?" if like else ""
+        text = f"{name} is ignored: no setting has that name{advice}"
+        console(stderr=True).print(Text.assemble(("Warning: ", "bold yellow"), text))
 
 
 @app.command()
@@ -62,7 +73,7 @@ def bench(ctx: typer.Context) -> None:
     from mlxcache.bench.command import bench as command  # noqa: PLC0415
 
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    inner.command()(command)
+    inner.command(context_settings=_HELP)(command)
     inner(args=ctx.args, prog_name="mlxcache bench")
 
 

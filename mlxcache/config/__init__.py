@@ -1,12 +1,13 @@
 """What the server is told: flags, environment, config.toml, defaults, in that order.
 
 Nothing here imports MLX or Starlette. The names that other layers use:
-`Settings`, `load_settings`, `parse_size`, `ram_limit`, `disk_limit` and `machine_bytes`.
+`Settings`, `load_settings`, `unknown_variables`, `parse_size`, `ram_limit`, `disk_limit` and
+`machine_bytes`.
 """
 
 from mlxcache.config.settings import Settings
 from mlxcache.config.sizes import disk_limit, format_size, machine_bytes, parse_size, ram_limit
-from mlxcache.config.sources import default_config_path, load_settings
+from mlxcache.config.sources import default_config_path, load_settings, unknown_variables
 
 __all__ = [
     "Settings",
@@ -17,4 +18,5 @@ __all__ = [
     "machine_bytes",
     "parse_size",
     "ram_limit",
+    "unknown_variables",
 ]

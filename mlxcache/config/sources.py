@@ -5,10 +5,11 @@ Every flag `--some-flag` is `MLXCACHE_SOME_FLAG` in the environment and `some_fl
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,24 @@ def load_settings(
         if value is not None:
             values[name] = _read(name, value, "--" + name.replace("_", "-"))
     return Settings(**values)
+
+
+def unknown_variables(
+    environ: Mapping[str, str], more: Iterable[str] = ()
+) -> list[tuple[str, str | None]]:
+    """Variables that look like ours, are set and mean nothing, each with the known one like it.
+
+    Known are all settings, `MLXCACHE_CONFIG` and `more`.
+    """
+    known = {*more, *(ENV_PREFIX + name.upper() for name in (*READERS, "config"))}
+    # Compared without what all have in common, which would make any two of them alike.
+    names = [name.removeprefix(ENV_PREFIX) for name in sorted(known)]
+    found: list[tuple[str, str | None]] = []
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX) and environ[name] and name not in known:
+            like = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), names, 1)
+            found.append((name, ENV_PREFIX + like[0] if like else None))
+    return found
 
 
 def _config_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:

@@ -21,6 +21,28 @@ def test_version():
     assert RUN.invoke(app, ["--version"]).output == f"mlxcache {__version__}\n"
 
 
+@pytest.mark.parametrize("command", [(), ("serve",), ("sessions",), ("sessions", "show")])
+def test_help_has_a_short_name(command):
+    """Of every command, also of those in a group."""
+    short, long = (RUN.invoke(app, [*command, flag], env=WIDE) for flag in ("-h", "--help"))
+    assert short.exit_code == 0
+    assert short.output == long.output
+
+
+def test_a_misspelt_variable_is_told_with_the_nearest_name():
+    """On the standard error, so that programs can still read the output; values are not shown."""
+    named = {"MLXCACHE_MODL": "secret", "MLXCACHE_URLS": "x", "MLXCACHE_QQQQQQ": "x"}
+    result = RUN.invoke(app, ["version"], env={**WIDE, **named, "MLXCACHE_RAM": "8GB"})
+    assert result.exit_code == 0
+    assert result.stdout == f"mlxcache {__version__}\n"
+    told = result.stderr.splitlines()
+    assert told == [
+        "Warning: MLXCACHE_MODL is ignored: no setting has that name; did you mean MLXCACHE_MODEL?",
+        "Warning: MLXCACHE_QQQQQQ is ignored: no setting has that name",
+        "Warning: MLXCACHE_URLS is ignored: no setting has that name; did you mean MLXCACHE_URL?",
+    ]
+
+
 def test_help_shows_every_flag():
     """What can be set can be found."""
     shown = set(re.findall(r"--([a-z-]+)", RUN.invoke(app, ["serve", "--help"], env=WIDE).output))

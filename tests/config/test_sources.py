@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.config import Settings, load_settings
+from mlxcache.config import Settings, load_settings, unknown_variables
 from mlxcache.config.sources import READERS
 from mlxcache.errors import ConfigError
 
@@ -185,3 +185,15 @@ def test_files_to_warm_can_be_many_and_must_be_there(home):
         load_settings({"warm": [str(home / "three")]}, {})
     with pytest.raises(ConfigError, match=r"warm in .*list of files"):
         load_settings({}, {}, write(home, "warm = 3"))
+
+
+def test_unknown_variables_are_told_with_the_nearest_known():
+    """Of ours alone; an empty one counts as not set."""
+    environ = dict.fromkeys(("MLXCACHE_CONTEX", "MLXCACHE_CONFG", "MLXCACHE_WHATEVER"), "1")
+    known = {"MLXCACHE_" + name.upper(): "1" for name in (*READERS, "config", "more")}
+    others = {"MLX_LM_URL": "1", "PATH": "1", "MLXCACHE_PROT": ""}
+    assert unknown_variables(environ | known | others, ["MLXCACHE_MORE"]) == [
+        ("MLXCACHE_CONFG", "MLXCACHE_CONFIG"),
+        ("MLXCACHE_CONTEX", "MLXCACHE_CONTEXT"),
+        ("MLXCACHE_WHATEVER", None),
+    ]
