@@ -15,6 +15,7 @@ from mlxcache.store.lock import alone
 from mlxcache.store.prefixes import delete_session, pin, viewing
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.snapshot import export, read_snapshot, restore
+from mlxcache.store.snapshot_check import format_of
 from mlxcache.store.store import Store
 
 FOLDER = "store"
@@ -85,6 +86,8 @@ class Offline:
         """Take in the snapshot at `path`, for whichever model it is of."""
         if prompt is not None:
             raise MlxcacheError("--prompt is for mlx-lm's files, which need a server: start one.")
+        if format_of(path) == "mlx-lm":
+            raise MlxcacheError("This is a file of mlx-lm's, which needs a server: start one.")
         checked = read_snapshot(path)
         with alone(self.cache_dir), self._open(make=True) as (store, sessions):
             info = restore(viewing(store, checked.session.namespace), checked, progress)

@@ -17,7 +17,7 @@ from mlxcache.cli.output import console
 from mlxcache.cli.sessions import Id, find
 from mlxcache.cli.target import Json, Where, located
 from mlxcache.config import format_size
-from mlxcache.errors import MlxcacheError
+from mlxcache.errors import ConfigError, MlxcacheError
 
 
 class Format(StrEnum):
@@ -42,6 +42,8 @@ def snapshot(
     ] = Format.MLXCACHE,
 ) -> None:
     """Write a session to one file, to go on with it elsewhere."""
+    if str(output) == "-":
+        raise ConfigError("--output must be a file: a snapshot cannot go to the standard output")
     found = find(where.sessions(), id)
     part = output.with_name(f".{output.name}.part")
     try:

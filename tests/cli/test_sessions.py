@@ -136,6 +136,20 @@ def test_a_session_is_named_pinned_forked_and_removed(where: tuple[str, ...]) ->
     assert all(one["durable_tokens"] == one["tokens"] for one in after)
 
 
+def test_a_session_is_found_by_what_the_list_shows_of_it(where: tuple[str, ...]) -> None:
+    """A title or a label that just one has; a name counts more, and two of a kind are told."""
+    one = next(one for one in listing(*where) if one["label"] == "one")
+    for text in (one["title"], "one", one["id"], one["id"][4:14]):
+        found = json.loads(call("sessions", "show", text, "--json", *where).output)
+        assert found["id"] == one["id"]
+    made = json.loads(call("sessions", "fork", one["id"], "--json", *where).output)["id"]
+    told = call("sessions", "show", one["title"], *where, status=1).output
+    assert made in told.replace("\n", "")
+    call("sessions", "rename", made, one["title"], *where)
+    call("sessions", "rm", one["title"], *where)
+    assert made not in {one["id"] for one in listing(*where)}
+
+
 def test_a_snapshot_is_written_and_taken_in(where: tuple[str, ...], tmp_path: Path) -> None:
     """Whole or not at all, under a name if one is given."""
     file = tmp_path / "s.safetensors"
@@ -166,6 +180,7 @@ def test_files_of_mlx_lm_go_out_and_come_in(
     for command in (
         ("snapshot", source["id"], "-o", str(file), "--format", "mlx-lm"),
         ("restore", str(file), "--prompt", "x"),
+        ("restore", str(file)),
     ):
         assert "server" in call(*command, *offline, status=1).output
 
@@ -196,6 +211,7 @@ def test_what_cannot_be_done_ends_with_1_and_a_sentence(
         ("sessions", "fork", "x", "--at", "0"),
         ("snapshot", "x"),
         ("snapshot", "x", "-o", "f", "--format", "zip"),
+        ("snapshot", "x", "-o", "-"),
         ("restore", "no-such-file"),
         ("warm", "no-such-file"),
         ("cache", "prune", "--to", "lots"),
@@ -305,6 +321,7 @@ def test_a_folder_that_is_not_there_is_empty_and_is_not_made(tmp_path: Path) -> 
     """Looking changes nothing."""
     where = ("--cache-dir", str(tmp_path / "none"))
     assert listing(*where) == []
+    assert str(tmp_path / "none") in call("sessions", *where).output.replace("\n", "")
     call("cache", "check", *where)
     call("cache", "clear", *where)
     assert json.loads(call("cache", "stats", "--json", *where).output)["sessions"] == 0
