@@ -142,10 +142,17 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
         raise ModelError(_why(model, revision, error)) from error
 
 
-def _why(model: str, revision: str | None, error: Exception) -> str:
+def why(model: str, revision: str | None, error: Exception) -> str | None:
+    """What an error of the Hub's client means and what to do; None of any other error."""
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return sentence.format(model=model, revision=revision, cache=constants.HF_HUB_CACHE)
+    return None
+
+
+def _why(model: str, revision: str | None, error: Exception) -> str:
+    if known := why(model, revision, error):
+        return known
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"The disk is full: {model} does not fit into {constants.HF_HUB_CACHE}."
     return f"{model} could not be downloaded: {error}"

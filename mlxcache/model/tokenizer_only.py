@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
 from mlxcache.errors import ModelError
-from mlxcache.model import chatml, demo
+from mlxcache.model import chatml, demo, hub
 
 
 def tokenizer_of(model: str | None) -> TokenizerWrapper:
@@ -29,5 +29,6 @@ def tokenizer_of(model: str | None) -> TokenizerWrapper:
         return load_tokenizer(path if path.is_dir() else model)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         raise ModelError(
-            f"the tokenizer of {model} cannot be loaded: {type(error).__name__}: {error}"
+            hub.why(model, None, error)
+            or f"the tokenizer of {model} cannot be loaded: {type(error).__name__}: {error}"
         ) from error

@@ -545,4 +545,4 @@ def test_a_model_that_is_none_is_told(files, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     status, output = run(*files, "--model", "./no/such/folder")
     assert status == 1
-    assert "./no/such/folder" in output
+    assert "./no/such/folder is neither an existing folder nor a Hub id" in output
