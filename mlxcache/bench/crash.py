@@ -150,7 +150,8 @@ def _lost(store: Store, seen: Seen) -> list[str]:
         except NotFound:
             wrong.append(f"session {id} is gone")
             continue
-        found = durable(viewing(store, session.namespace).find(leaf.ids, touch=False))
+        place = viewing(store, session.namespace)
+        found = durable(place, place.find(leaf.ids, touch=False))
         if found < before:
             wrong.append(f"session {id} had {before} durable tokens and has {found}")
     return wrong

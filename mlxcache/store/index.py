@@ -134,6 +134,13 @@ def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
     return count, newest, durable
 
 
+def has_checkpoints(connection: sqlite3.Connection, root: bytes) -> bool:
+    """Whether any of the newest runs from the digest `root` on holds tokens of a checkpoint."""
+    newest = "SELECT id FROM file WHERE base = ? AND kind = 'run' ORDER BY id DESC LIMIT 50"
+    query = f"SELECT 1 FROM file WHERE kind = 'checkpoint' AND parent IN ({newest}) LIMIT 1"
+    return connection.execute(query, (root,)).fetchone() is not None
+
+
 def insert(connection: sqlite3.Connection, row: Row) -> int:
     """Add `row`, whose id does not matter; returns its id."""
     names = COLUMNS.removeprefix("id, ")

@@ -98,16 +98,16 @@ def on_disk(store: Store, leaves: Sequence[Leaf]) -> Held:
     found = [store.find(leaf.ids, touch=False) for leaf in leaves]
     files = {piece.path: piece.nbytes for each in found for piece in each.pieces}
     files |= {saved.path: saved.nbytes for each in found for saved in each.checkpoints}
-    return Held(tuple(map(durable, found)), sum(files.values()))
+    return Held(tuple(durable(store, each) for each in found), sum(files.values()))
 
 
-def durable(found: Found) -> int:
+def durable(store: Store, found: Found) -> int:
     """The tokens from which a server that starts now could go on.
 
-    Where there are checkpoints a model has states that cannot be cut: the last of those counts
-    whose KV is there too, if the model has any.
+    Where a model has states that cannot be cut, the last checkpoint counts whose KV is there too,
+    if the model has any: KV that was written ahead of the first checkpoint is of no use yet.
     """
     if not found.checkpoints:
-        return found.length
+        return 0 if found.length and store.has_states() else found.length
     limit = found.length if found.pieces else max(x.position for x in found.checkpoints)
     return max((x.position for x in found.checkpoints if x.position <= limit), default=0)

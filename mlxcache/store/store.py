@@ -9,6 +9,7 @@ from mlxcache.store import index, maintain, quarantine, save, verify
 from mlxcache.store.comeback import Comeback
 from mlxcache.store.core import Core
 from mlxcache.store.database import Database, translated
+from mlxcache.store.digests import root
 from mlxcache.store.folder import Folder
 from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
 from mlxcache.store.index import Row
@@ -34,6 +35,8 @@ class Store:
         self.folder: Path = core.folder.path
         self.namespace: str = core.namespace
         self.limit: int | None = core.space.limit
+        self.states: bool | None = None
+        """Whether the model has states that cannot be cut; None: nobody has said so."""
 
     @classmethod
     def open(
@@ -80,6 +83,13 @@ class Store:
             Saved(self._path(row), row.id, row.start, row.nbytes) for row in match.checkpoints
         )
         return Found(match.length, pieces, saved)
+
+    def has_states(self) -> bool:
+        """`states`; if nobody has said so, whether there are checkpoints beside the newest runs."""
+        if self.states is not None:
+            return self.states
+        with self.database.read() as connection:
+            return index.has_checkpoints(connection, root(self.namespace))
 
     def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
         """Read the file and check that it holds what `find` said, from its header to checksums.

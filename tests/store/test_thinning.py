@@ -196,3 +196,20 @@ def test_a_fork_keeps_the_end_of_its_reply(store):
     save(store, ids, range(600, 5801, 200))
     assert held(store, fork) == [200, 400, 460]
     assert durable(store, sessions, session) == 460
+
+
+def test_kv_ahead_of_the_first_checkpoint_is_not_durable_yet(store):
+    """A server could not go on from it. Who looks at another model's sessions sees it by others."""
+    sessions = Sessions(store.database)
+    ids, others = tokens(700), tokens(300, 1)
+    store.write_run(ids, 0, kv(ids))
+    session = booked(sessions, ids, 1.0)
+    assert durable(store, sessions, session) == 700
+    put(store, others, [200])
+    assert durable(store, sessions, session) == 0
+    store.states = False
+    assert durable(store, sessions, session) == 700
+    store.states = True
+    assert durable(store, sessions, session) == 0
+    save(store, ids, [400])
+    assert durable(store, sessions, session) == 400
