@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -40,17 +41,26 @@ class Disk:
     def __init__(self, store: Store, memory: Memory, room: int, wake: Callable[[], None]):
         self.store = store
         self._wake = wake
+        self._timer = threading.Timer(0.0, wake)
         self.persist = Persist(memory.layout, memory.tree, room, limit=store.limit or 0)
         # `Persist` keeps to `room`; the writer still counts a job while it says that it is done
         self.writer = Writer(store, 2 * room, self._written, self._rest)
         self.persist.attach(self.writer, self._look)
+        self.persist.refused.wake_in = self._wake_in
         self.restorer = Restorer(store, memory.layout, wake)
         memory.room.relief = self.persist.relieve
-        memory.room.durable = lambda: not self.persist.failing
+        memory.room.durable = lambda: not self.persist.refused.failing
         memory.room.writing, memory.room.waive = self.persist.locks, self.persist.waive
         self._stats: dict[str, Any] = {}
         self._stats_at = 0.0
         self._next_at = 0.0
+
+    def _wake_in(self, seconds: float) -> None:
+        """Have the MLX thread look again, though nobody asks it for anything."""
+        self._timer.cancel()
+        self._timer = threading.Timer(seconds, self._wake)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _written(self, job: Job, error: StoreError | None) -> None:
         """On the writer's thread."""
@@ -125,7 +135,7 @@ class Disk:
             "limit_bytes": stats.limit_bytes,
             "written_bytes": stats.written_bytes,
             "files": stats.runs + stats.checkpoints,
-            "state": "suspended" if self.persist.failing else "ok",
+            "state": "suspended" if self.persist.refused.failing else "ok",
             "restores": {"ok": stats.verified, "corrupt": stats.corrupt},
         }
 
@@ -133,6 +143,7 @@ class Disk:
         """Write what is left, for at most so long; how many tokens may not have been written."""
         deadline = time.monotonic() + seconds
         left = self.persist.drain(seconds - min(END_S, seconds / 2))
+        self._timer.cancel()
         self.restorer.close()
         self.writer.close(max(0.0, deadline - time.monotonic()))
         self.store.close()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from mlxcache.cache.tree import Node, PrefixTree
 from mlxcache.coverage import allowed
 from mlxcache.engine.buffers import Buffers
+from mlxcache.engine.refused import RETRY_S, Refused
 from mlxcache.engine.spill import Spill, states_of
 from mlxcache.errors import NotAnchored, StoreError
 from mlxcache.model import wire
@@ -35,9 +36,6 @@ RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
 
 WORTH_WRITING = 1024
 """New tokens of a running request after which they are written while it goes on."""
-
-RETRY_S = 30.0
-"""Seconds for which a disk that failed is left alone."""
 
 RELIEF_S = 2.0
 """Seconds that a request which needs room waits for a disk that ends no write."""
@@ -67,8 +65,7 @@ class Persist:
         self.limit = limit
         self.done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.pending_bytes = self._pending_tokens = 0
-        self.failing = False
-        self._retry_at = 0.0
+        self.refused = Refused(clock)
         self._clock = clock
         self._queue: deque[Spill] = deque()
         self._handed: set[Spill] = set()
@@ -94,10 +91,11 @@ class Persist:
     @property
     def ready(self) -> bool:
         """Whether `pump` would do something now."""
-        if not self._queue or self._asked is self._queue[0]:
+        if not self._queue:
+            return not self.busy and self.refused.due
+        if self._asked is self._queue[0]:
             return False
-        asks = not self._queue[0].looked
-        return asks or not self.pending_bytes or self._fits(self._next_bytes())
+        return not self._queue[0].looked or not self.pending_bytes or self._fits(self._next_bytes())
 
     def _next_bytes(self) -> int:
         path = self._queue[0]
@@ -111,7 +109,10 @@ class Persist:
 
     def mark(self, node: Node, ids: Tokens) -> None:
         """Have `ids`, which end at `node` or above, written, with the checkpoints among them."""
-        if node is self.tree.root or (self.failing and self._clock() < self._retry_at):
+        if node is self.tree.root:
+            return
+        if self.refused.leaves_alone:
+            self.refused.add(node)
             return
         wanted = states_of(node)
         if self.layout.specs or wanted:
@@ -132,6 +133,8 @@ class Persist:
     def pump(self) -> bool:
         """Take in what is done, and hand one more job to the writer if it has room."""
         self.collect()
+        if not self.busy and self.refused.due and (found := self.refused.take()) is not None:
+            self.mark(*found)  # one at a time: little is locked in RAM for it
         while self._queue:
             path = self._queue[0]
             if path.handed:
@@ -220,23 +223,23 @@ class Persist:
         if job.start is not None:
             self.buffers.give(job.tensors)
         if error is None:
-            if self.failing:
-                self.failing = False
+            if self.refused.failing:
                 log.warning("the disk tier works again")
+            self.refused.worked()
         elif isinstance(error, NotAnchored):
             path.stop(lost=True)
         else:
             self._suspend(error)
         self._settle(path)
 
-    def _suspend(self, error: StoreError) -> None:
-        """Leave the disk alone for a while: everything is served from RAM."""
-        if not self.failing:
+    def _suspend(self, error: StoreError, **least: float) -> None:
+        """Leave the disk alone for a while: everything is served from RAM, and written later."""
+        if not self.refused.failing:
             log.warning("the disk tier is suspended, all is served from RAM: %s", error)
-        self.failing = True
-        self._retry_at = self._clock() + RETRY_S
+        self.refused.failed(**least)
         for path in [*self._queue, *self._handed]:
             path.stop()
+            self.refused.add(path.node)
 
     def _settle(self, path: Spill) -> None:
         """Let a path go whose last job is done; one that is lost begins again, if not too often."""
@@ -256,8 +259,7 @@ class Persist:
 
         Where nothing at all is written for so long, all are let go: replies come first.
         """
-        before = len(self._queue) + len(self._handed)
-        deadline = self._clock() + seconds
+        before, deadline = len(self._queue) + len(self._handed), self._clock() + seconds
         while before and len(self._queue) + len(self._handed) >= before:
             self.pump()
             if self._clock() >= deadline:
@@ -268,7 +270,7 @@ class Persist:
 
     def _let_go(self) -> None:
         """Give up what is not on disk yet; what the writer has, it writes from copies."""
-        self._suspend(StoreError("it is too slow for what has to leave RAM"))
+        self._suspend(StoreError("it is too slow for what has to leave RAM"), least=RETRY_S)
         for path in [*self._queue, *self._handed]:
             if not path.node.detached:
                 self.tree.unlock(path.node)
@@ -279,7 +281,8 @@ class Persist:
     def drain(self, seconds: float) -> int:
         """Write all that is left, for at most so long; the most tokens that were not written."""
         deadline = self._clock() + seconds
-        while self.busy and self._clock() < deadline:
+        self.refused.hurry()
+        while (self.busy or self.refused.due) and self._clock() < deadline:
             if not self.pump():
                 self._wait(deadline - self._clock())
         return self._pending_tokens + sum(len(path.ids) - path.at for path in self._queue)
