@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from mlxcache.coverage import BUDGET_SHARE, NEWEST, allowed, spared
 from mlxcache.store import index
+from mlxcache.store.evict import last_uses
 from mlxcache.store.folder import CHECKPOINT
 from mlxcache.store.index import Match, Row
 from mlxcache.store.session_rows import along
@@ -80,6 +81,7 @@ def crowded(connection: sqlite3.Connection, coming: int, limit: int) -> list[Row
 
     The least recently used first; of equal use those between a path's first and its last, then
     the last, and the first, which new conversations share. Pinned ones go when no others are left.
+    One counts as used when those after it were.
     """
     query = "SELECT ifnull(sum(disk), 0) FROM file WHERE kind = ?"
     (held,) = connection.execute(query, (CHECKPOINT,)).fetchone()
@@ -89,10 +91,11 @@ def crowded(connection: sqlite3.Connection, coming: int, limit: int) -> list[Row
     rows = index.rows(connection, "kind = ? AND owner IS NULL", CHECKPOINT)
     pinned = {id for (id,) in connection.execute("SELECT file FROM pin")}
     followed = {row.previous for row in rows}
+    used = last_uses(rows)
 
     def key(row: Row) -> tuple[bool, float, int, int]:
         rank = 2 if row.previous is None else int(row.id not in followed)
-        return (row.id in pinned, row.used, rank, -row.start)
+        return (row.id in pinned, used[row.id], rank, -row.start)
 
     chosen: list[Row] = []
     for row in sorted(rows, key=key):

@@ -288,14 +288,21 @@ def test_victims_are_leaves_in_order_of_use(data):
     assert victims(rows, need, pinned) == wanted
 
 
+def checkpoint(id: int, previous: int | None, used: float = 5.0) -> Row:
+    return Row(id, "checkpoint", b"", b"", b"", id, id, 1, 10, used, None, previous, None)
+
+
 def test_the_first_checkpoint_of_a_path_goes_last():
     """Among those used at the same time; what ends further along goes first."""
-
-    def checkpoint(id: int, previous: int | None) -> Row:
-        return Row(id, "checkpoint", b"", b"", b"", id, id, 1, 10, 5.0, None, previous, None)
-
     rows = [checkpoint(1, None), checkpoint(2, 1), checkpoint(3, 2)]
     assert [row.id for row in victims(rows, 30, ()) or []] == [3, 2, 1]
+
+
+def test_a_checkpoint_that_others_follow_was_used_when_they_were():
+    """Two conversations behind one head, all written in a moment, whatever was noted when."""
+    rows = [checkpoint(1, None, 1.0), checkpoint(2, 1, 2.0), checkpoint(3, 2, 3.0)]
+    rows += [checkpoint(4, 1, 4.0), checkpoint(5, 4, 4.5)]
+    assert [row.id for row in victims(rows, 50, ()) or []] == [3, 2, 5, 4, 1]
 
 
 ROOT = Path(__file__).parents[2]
