@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from mlxcache.errors import Gone, NotAnchored, StoreError
 from mlxcache.store import Store, Tensor
+from mlxcache.store.digests import Chains
 from tests.store.content import (
     NAMESPACE,
     assert_right,
@@ -191,24 +192,27 @@ def test_mlx_reads_a_run(store):
 
 
 def test_finding_is_quick(store):
-    """20,000 tokens of fifty turns in a few ms, 200,000 in less than 50."""
+    """Beside hashing 200,000 tokens, fifty turns of 20,000 are quick, and those of all not slow."""
     ids = tokens(200_000)
     turns(store, ids[:20_000], *range(400, 20_001, 400))
     turns_of_long = tokens(200_000, 5)
     turns(store, turns_of_long, *range(4000, 200_001, 4000), row=1)
 
-    def best(wanted: np.ndarray) -> float:
-        times = []
-        for _ in range(5):
-            store.find(wanted[:64])
-            began = time.perf_counter()
-            store.find(wanted)
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    assert best(ids[:20_000]) < 0.010
     assert store.find(turns_of_long).length == 200_000
-    assert best(turns_of_long) < 0.050
+    actions = (
+        lambda: Chains(NAMESPACE).of(turns_of_long),
+        lambda: store.find(ids[:20_000]),
+        lambda: store.find(turns_of_long),
+    )
+    times = [[], [], []]
+    for _ in range(15):  # by turns: another process may take the machine for a while
+        for action, found in zip(actions, times, strict=True):
+            began = time.perf_counter()
+            action()
+            found.append(time.perf_counter() - began)
+    hashed, short, long = map(min, times)
+    assert short < 2 * hashed
+    assert long < 8 * hashed
 
 
 def test_the_figures_are_the_file_systems(store, folder):
