@@ -132,7 +132,8 @@ def error_response(request: Request, error: Exception) -> Response:
 async def _handle(request: Request, error: Exception) -> Response:
     if shape_of(error).status == 500:
         id = request.scope.get("state", {}).get("request_id")
-        log.error("%s: %s", id, error, exc_info=error)
+        ours = isinstance(error, errors.StoreError)  # the disk's fault, which the words name
+        log.error("%s: %s", id, error, exc_info=None if ours else error)
     return error_response(request, error)
 
 

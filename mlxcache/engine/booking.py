@@ -6,9 +6,11 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from mlxcache.errors import Busy, NotReady, StoreError
@@ -35,6 +37,12 @@ BOOKED_S = 1.0
 
 CLOSE_S = 1.0
 """Seconds for which turns are booked when the server stops."""
+
+AGAIN_S = 3.0
+"""How often turns that could not be booked are tried again."""
+
+MOST_LATE = 64
+"""Turns that wait for that, the newest: their token ids are in RAM meanwhile."""
 
 ROW_BYTES, SPARE_BYTES = 8, 64 << 10
 """What a token id takes in a row and in the log, and what a change takes besides."""
@@ -67,6 +75,8 @@ class Booking:
         self._store = store
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-sessions")
         self._timer: threading.Timer | None = None
+        self._again: threading.Timer | None = None
+        self._late: deque[Turn] = deque(maxlen=MOST_LATE)
         self._closed = False
         self._failing = False
         self._open = 0
@@ -74,7 +84,10 @@ class Booking:
         self._submit(self._pin_all)
 
     def turn(self, job: Job, ids: Tokens, at: float) -> None:
-        """Book a finished request, from any thread and at once. `ids`: its prompt and reply."""
+        """Book a finished request, from any thread and at once. `ids`: its prompt and reply.
+
+        Where the table cannot be written it is booked once that can be, if the server still runs.
+        """
         marks, prompt = job.prompt.marks, len(job.prompt.ids)
         turn = Turn(
             namespace=self._model.namespace,
@@ -88,7 +101,7 @@ class Booking:
             client=job.client,
             title=job.title,
         )
-        self._submit(lambda: self._book(turn))
+        self._submit(lambda: self._book_with_late(turn))
 
     def _submit(self, action: Callable[[], None]) -> None:
         if not self._closed:
@@ -111,13 +124,36 @@ class Booking:
                 self._open -= 1
                 self._counted.notify_all()
 
-    def _book(self, turn: Turn) -> None:
-        id = self.with_room(len(turn.ids), lambda: self._sessions.turn(turn))
+    def _book_with_late(self, *turns: Turn) -> None:
+        """Book, in order, what could not be booked before, and `turns`. Raises StoreError."""
+        self._late.extend(turns)
+        while self._late:
+            turn = self._late.popleft()
+            try:
+                id = self.with_room(len(turn.ids), partial(self._sessions.turn, turn))
+            except StoreError:
+                if len(self._late) < MOST_LATE:
+                    self._late.appendleft(turn)
+                if self._again is None:
+                    self._again = self._later(AGAIN_S, self._try_again)
+                raise
+            self._booked(id)
+
+    def _try_again(self) -> None:
+        self._again = None
+        self._book_with_late()
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
+        """Submit `action` in so many seconds."""
+        timer = threading.Timer(seconds, lambda: self._submit(action))
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _booked(self, id: str) -> None:
         self.count = self._sessions.count()
         if self._store is not None and self._sessions.get(id).pinned and self._timer is None:
-            self._timer = threading.Timer(PIN_S, lambda: self._submit(self._pin_all))
-            self._timer.daemon = True
-            self._timer.start()
+            self._timer = self._later(PIN_S, self._pin_all)
 
     def _pin_all(self) -> None:
         self._timer = None
@@ -182,14 +218,15 @@ class Booking:
     def close(self, seconds: float = CLOSE_S) -> int:
         """Book what was handed over, for at most so long, and end; how many turns were not."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._again):
+            if timer is not None:
+                timer.cancel()
         self._pool.shutdown(wait=False)
         deadline = time.monotonic() + seconds
         with self._counted:
             while self._open and (left := deadline - time.monotonic()) > 0:
                 self._counted.wait(left)
-            return self._open
+            return self._open + len(self._late)
 
 
 def _nothing() -> None:

@@ -145,6 +145,17 @@ async def test_a_bug_is_a_500_that_tells_no_details_and_is_logged_with_its_trace
     assert anthropic_shaped(response)["type"] == "api_error"
 
 
+async def test_what_the_disk_does_is_logged_in_a_line(
+    client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its words say what is wrong; where in the code it showed helps nobody."""
+    engine.render_error = errors.StoreError("the folder has vanished")
+    response = await client.post("/v1/chat/completions", json=CHAT)
+    assert response.status_code == 500
+    assert "the folder has vanished" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 async def test_a_failure_of_the_model_is_logged_and_told(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
