@@ -98,6 +98,10 @@ Warm = Annotated[
         "Compute a chat request or a system prompt at the start; may be given several times.",
     ),
 ]
+NoAnticipate = Annotated[
+    bool | None,
+    _switch("--no-anticipate", MEMORY, "Compute nothing ahead of the next turn between requests."),
+]
 Host = Annotated[str | None, _value(SERVER, "HOST", "The address to listen on.", "127.0.0.1")]
 Port = Annotated[
     str | None, _value(SERVER, "PORT", "The port to listen on; 0 picks a free one.", "8081")

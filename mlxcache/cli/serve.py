@@ -30,6 +30,7 @@ def serve(
     prefill_chunk: options.PrefillChunk = None,
     kv_bits: options.KvBits = None,
     warm: options.Warm = None,
+    no_anticipate: options.NoAnticipate = None,
     host: options.Host = None,
     port: options.Port = None,
     api_key: options.ApiKey = None,
@@ -45,8 +46,7 @@ def serve(
 
     Without --model a small built-in demo is served.
 
-    Every flag can also be set in the environment or in config.toml:
-    --max-tokens is MLXCACHE_MAX_TOKENS in the one, max_tokens in the other.
+    Every flag is also a variable (--max-tokens: MLXCACHE_MAX_TOKENS) and a key of config.toml.
     """
     with reporting():
         lists = {"warm": warm or None, "canonicalise": canonicalise or None, "config": None}

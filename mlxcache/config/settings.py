@@ -41,6 +41,7 @@ class Settings:
     `warm`: files that `mlxcache warm` could take, computed at the start. `record`: a folder in
     which the bodies of chat requests are kept, for `mlxcache explain`.
     `canonicalise` switches rules by name, `no_canonicalise` switches all of them off.
+    `no_anticipate`: nothing is computed between requests.
     `insecure` lets the server listen beyond this machine without a key.
     Raises ConfigError where values do not go together.
     """
@@ -65,6 +66,7 @@ class Settings:
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     canonicalise: Mapping[str, bool] = field(default_factory=dict)
     no_canonicalise: bool = False
+    no_anticipate: bool = False
     trust_remote_code: bool = False
     log_level: LogLevel = "info"
     warm: tuple[Path, ...] = ()

@@ -214,6 +214,7 @@ READERS: Mapping[str, Callable[[object], object]] = {
     "chat_template_args": _table,
     "canonicalise": read_rules,
     "no_canonicalise": _switch,
+    "no_anticipate": _switch,
     "trust_remote_code": _switch,
     "log_level": _level,
     "warm": _files,

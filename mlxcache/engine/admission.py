@@ -28,6 +28,7 @@ class Admission:
         self.cost = cost
         self.disk: Disk | None = None
         self.dress = dress
+        self.admitted: Callable[[Task], None] = lambda task: None
 
     def waits(self, task: Task, prefilling: list[Task]) -> bool:
         """Whether `task` is better started later: its prefix is about to be there."""
@@ -86,6 +87,7 @@ class Admission:
         """Tell the client that its prefix is there: all counts are exact from now on."""
         lease, record = task.held, task.record
         record.cached_tokens, record.restored_tokens = lease.cached, task.restored
+        self.admitted(task)
         if self.memory.layout.opaque:
             task.stops = self._stops(task)
         self.dress(task)

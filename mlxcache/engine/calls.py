@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from mlxcache.errors import MlxcacheError
@@ -47,6 +47,17 @@ class Calls:
         """From the event loop: the thread will answer nobody any more."""
         for answer in self._open:
             _fail(answer, error)
+
+
+def take_in(inbox: SimpleQueue[Callable[[], None]], *, block: bool) -> None:
+    """Run what has arrived, on the MLX thread; with `block` something has to arrive first."""
+    try:
+        action = inbox.get(block)
+        while True:
+            action()
+            action = inbox.get_nowait()
+    except Empty:
+        return
 
 
 def _settle(answer: asyncio.Future[Any], result: object) -> None:

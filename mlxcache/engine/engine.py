@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from mlxcache.config import Settings
+from mlxcache.engine import chosen
+from mlxcache.engine.anticipation import Anticipation
 from mlxcache.engine.core import Core
 from mlxcache.engine.figures import Totals, snapshot, with_disk
 from mlxcache.engine.losses import Losses
@@ -24,7 +26,7 @@ from mlxcache.errors import (
     NotReady,
     QueueFull,
 )
-from mlxcache.model import demo, load
+from mlxcache.model import load
 from mlxcache.model.sampling import validate
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.canonical.restore import Reply
@@ -72,6 +74,7 @@ class Engine:
         self._book: SessionBook | None = None
         self._builder: PromptBuilder | None = None
         self._losses: Losses | None = None
+        self._anticipation: Anticipation | None = None
         self._thread: threading.Thread | None = None
         self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
 
@@ -81,7 +84,9 @@ class Engine:
         """Load the model. Raises ModelError or ConfigError where it cannot be served."""
         self._loop = asyncio.get_running_loop()
         try:
-            spec = await self._loop.run_in_executor(self._pool, self._spec)
+            spec = await self._loop.run_in_executor(
+                self._pool, chosen.fetched, self.settings, self._on_progress
+            )
             ready: asyncio.Future[None] = self._loop.create_future()
             self._thread = threading.Thread(
                 target=self._main, args=(spec, ready), name="mlxcache-mlx", daemon=True
@@ -100,42 +105,23 @@ class Engine:
             )
             self._book = await open_book(core, self.settings, self.submit)
             self._losses = Losses(self._builder, lambda: core.cost.rate, self._book.booked)
+            if not self.settings.no_anticipate:
+                scheduler = core.scheduler
+                self._anticipation = Anticipation(
+                    self._builder, scheduler.ahead, scheduler.inbox.put
+                )
         except BaseException:
             self.state = "failed"
             raise
         self.info = replace(core.info, has_images=self._builder.takes_images)
         self.state = "ready"
 
-    def _spec(self) -> load.ModelSpec | None:
-        """What to load, downloaded if need be; None: the demo, which the MLX thread makes."""
-        settings = self.settings
-        if settings.model is None:
-            return None
-
-        def downloading(name: str, done: int, total: int) -> None:
-            self._on_progress(f"downloading {name}", done / total if total else None)
-
-        spec = load.ModelSpec(
-            settings.model,
-            adapter=settings.adapter,
-            draft=settings.draft_model,
-            trust_remote_code=settings.trust_remote_code,
-            context=settings.context,
-        )
-        load.fetch(spec, downloading)
-        return spec
-
     def _main(self, spec: load.ModelSpec | None, ready: asyncio.Future[None]) -> None:
         """The MLX thread, from the first array to the last."""
         call = self._loop.call_soon_threadsafe
         try:
             self._on_progress("loading the weights", None)
-            spec = spec or load.ModelSpec(
-                str(demo.materialise(self.settings.cache_dir / "demo")),
-                context=self.settings.context,
-                id=demo.DEMO_ID,
-                is_demo=True,
-            )
+            spec = spec or chosen.made(self.settings)
             core = Core(load.load(spec), self.settings, self._ended, self._publish)
             if self.settings.disk != "off":
                 self._on_progress("opening the disk tier", None)
@@ -182,6 +168,8 @@ class Engine:
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._losses is not None:
             self._losses.close()
+        if self._anticipation is not None:
+            self._anticipation.close()
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -227,6 +215,8 @@ class Engine:
         )
         task = Task(job, stream.push, record)
         self._losses.watch(task, core.memory)
+        if self._anticipation is not None:
+            self._anticipation.watch(task)
         self._live[job.id] = (task, stream)
         scheduler.inbox.put(lambda: scheduler.submit(task))
         return stream
@@ -252,12 +242,15 @@ class Engine:
     def _publish(self) -> None:
         """On the MLX thread: let other threads see the figures as they are now."""
         assert self._core is not None
-        self._figures = snapshot(self._core.memory, self._totals, self._core.disk)
+        core = self._core
+        self._figures = snapshot(core.memory, self._totals, core.disk, core.scheduler.ahead)
 
     def _forget(self, task: Task) -> None:
         assert self._losses is not None
         self._live.pop(task.job.id, None)
         self._losses.ended(task, lambda: self._on_request(task.record))
+        if self._anticipation is not None:
+            self._anticipation.ended(task, idle=not self._live)
 
     async def call(self, action: Callable[[Core], T]) -> T:
         """The result of `action`, run on the MLX thread. Raises what it raises, and NotReady."""

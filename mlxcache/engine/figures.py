@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxcache.config.rules import RULES
+from mlxcache.engine.ahead import Ahead
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
 from mlxcache.types import RequestRecord
@@ -42,11 +43,12 @@ class Totals:
             self.sessions.add(record.session)
 
 
-def snapshot(memory: Memory, totals: Totals, disk: Disk | None) -> dict[str, Any]:
+def snapshot(memory: Memory, totals: Totals, disk: Disk | None, ahead: Ahead) -> dict[str, Any]:
     """The body of `GET /v1/cache`. MLX thread only.
 
     `active_bytes` is what lineages hold beyond the tree; `mlx` is what MLX itself counts, weights
     included. `canonicalised` is the number of requests in which each rule changed something.
+    `anticipated`: tokens computed for turns that had not come, and how many of them were then used.
     """
     tree, budget = memory.tree, memory.budget
     kinds = budget.by_kind()
@@ -69,6 +71,7 @@ def snapshot(memory: Memory, totals: Totals, disk: Disk | None) -> dict[str, Any
         "requests": dict(totals.requests),
         "tokens": dict(totals.tokens),
         "canonicalised": dict(totals.canonicalised),
+        "anticipated": {"tokens": ahead.tokens, "used_tokens": ahead.used},
         "evictions": {"spilled": memory.room.spilled, "dropped": memory.room.dropped},
         "restores": {"ok": 0, "corrupt": 0},
     }

@@ -60,6 +60,13 @@ def _cut(memory: Memory, node: Node, keep: int) -> int:
     return gone.tokens
 
 
+def forget_session(core: Core, ids: Tokens, keep: int) -> None:
+    """Cut what the tree holds of a session's `ids` beyond `keep`, and anticipate nothing of it."""
+    core.scheduler.ahead.clear()
+    forget(core.memory, ids, keep)
+
+
 def forget_all(core: Core) -> None:
     """Drop all that no request uses."""
+    core.scheduler.ahead.clear()
     core.memory.room.clear()

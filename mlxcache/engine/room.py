@@ -40,8 +40,9 @@ class Room:
 
     `dropped` and `spilled` count evictions of what is lost and of what is on disk: `durable` says
     which holds now. `relief` waits for something to become evictable; False if nothing will. It is
-    only asked while `patient`. `writing` counts the locks of a node that are there until it is on
-    disk, `waive` has its checkpoint written no more.
+    only asked while `patient`. While `gentle` nothing is evicted: what is free has to do. `writing`
+    counts the locks of a node that are there until it is on disk, `waive` has its checkpoint
+    written no more.
     """
 
     def __init__(self, layout: Layout, budget: Budget, tree: PrefixTree):
@@ -53,6 +54,7 @@ class Room:
         self.dropped = self.spilled = 0
         self.relief: Callable[[], bool] | None = None
         self.patient = True
+        self.gentle = False
         self.durable: Callable[[], bool] = lambda: False
         self.writing: Callable[[Node], int] = lambda node: 0
         self.waive: Callable[[Node], None] = lambda node: None
@@ -97,6 +99,8 @@ class Room:
         Nothing is dropped where all that is idle would not be enough. With `wait`, what is only
         waiting to be on disk is waited for.
         """
+        if self.gentle:
+            return self.budget.free >= size
         idle = sum(lineage.nbytes for lineage in self.idle.values()) + self.tree.checkpoint_bytes
         if self.budget.free + idle < size:
             return False
@@ -117,7 +121,7 @@ class Room:
 
         Checkpoints on the way that are worth less than `worth` go before its end does.
         """
-        leaf = self.tree.lru_leaf()
+        leaf = None if self.gentle else self.tree.lru_leaf()
         if leaf is None:
             return False
         if self.layout.opaque and self._thin(leaf, needed, worth):
@@ -230,7 +234,7 @@ class Room:
         most = self.checkpoint_limit - size
         while self.tree.checkpoint_bytes > most and self._evict(1, inf):
             pass
-        if self.tree.checkpoint_bytes > most:
+        if self.tree.checkpoint_bytes > most and not self.gentle:
             held = Trail.to(node).nodes
             for each in [*self._superseded(node, end, 0), *held[1:], *held[:1]]:
                 if self.tree.checkpoint_bytes > most and each.checkpoint_bytes and self._ours(each):

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mlxcache.engine.admission import Admission
+from mlxcache.engine.ahead import Ahead
+from mlxcache.engine.calls import take_in
 from mlxcache.engine.cost import Cost
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.lanes import Lane, Lanes
@@ -54,11 +56,13 @@ class Scheduler:
         self.prefilling: list[Task] = []
         self.prefill = Prefill(model, memory, cost, limits)
         self.lanes = Lanes(model, memory)
+        self.ahead = Ahead(memory, self.prefill)
+        self.admission.admitted = self.ahead.admitted
         self.stopping = self._moved = False
 
     def use(self, disk: Disk | None) -> None:
         """Have a disk tier from now on, or none."""
-        self.disk = self.admission.disk = disk
+        self.disk = self.admission.disk = self.ahead.disk = disk
 
     def run(self) -> None:
         """Tick until `stop` was called; then end what is left."""
@@ -69,7 +73,8 @@ class Scheduler:
 
     def tick(self) -> None:
         """Take what has arrived, then do one chunk of prefill and some steps of decoding."""
-        self._receive(block=self._nothing_to_do())
+        take_in(self.inbox, block=self._nothing_to_do())
+        self.ahead.step() if self.idle() else self.ahead.pause()
         if self.disk is not None:
             self.disk.pump(beside=len(self.lanes) > 0)
         if not self.prefilling:
@@ -93,22 +98,13 @@ class Scheduler:
 
     def _nothing_to_do(self) -> bool:
         """Whether only a message can bring work: a request, or news from the disk's threads."""
-        if len(self.lanes) or self._computable():
+        if len(self.lanes) or self._computable() or (self.ahead.ready and self.idle()):
             return False
         if self.disk is None:
             return not self.waiting
         waits = all(t.look is not None and not t.look.found for t in self.waiting)
         stuck = not self._moved and (self.disk.busy or len(self.prefilling) > 0)
         return not self.disk.persist.ready and (waits or stuck)
-
-    def _receive(self, *, block: bool) -> None:
-        try:
-            action = self.inbox.get(block)
-            while True:
-                action()
-                action = self.inbox.get_nowait()
-        except queue.Empty:
-            return
 
     def stop(self) -> None:
         """End the loop after this tick. Call through the inbox."""
@@ -291,6 +287,7 @@ class Scheduler:
 
     def _abort_all(self, error: MlxcacheError) -> None:
         """At shutdown: commit and close everything."""
+        self.ahead.clear()
         decoding = [task for lane in self.lanes.all for task in lane.tasks]
         for task in [*self.waiting, *self.prefilling, *decoding]:
             task.push(error)

@@ -15,7 +15,7 @@ from mlxcache.engine.booking import Booking, Served
 from mlxcache.engine.calls import Calls
 from mlxcache.engine.portable import Portable, sweep
 from mlxcache.engine.prompt_caches import Submit
-from mlxcache.engine.ram import forget, forget_all, in_ram
+from mlxcache.engine.ram import forget_all, forget_session, in_ram
 from mlxcache.errors import MlxcacheError, StoreError
 from mlxcache.model.wire import run_spec
 from mlxcache.store.found import Problem
@@ -188,7 +188,7 @@ class SessionBook:
         others = await self._booking.read(lambda: self._sessions.sharing(namespace, ids))
         needed = max(others.values(), default=0)
         if namespace == self.namespace:
-            await self.call(lambda core: forget(core.memory, ids, needed))
+            await self.call(lambda core: forget_session(core, ids, needed))
         if self.store is not None:
             seen = viewing(self.store, namespace)
             await self._booking.run(lambda: forget_prefix(seen, self._sessions, ids))

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mlxcache.cache.node import common_length
 from mlxcache.errors import ConfigError, ContextLengthExceeded, MlxcacheError
+from mlxcache.prompt.ahead import following
 from mlxcache.prompt.canonical.canonicaliser import LONGER, Canonical, Canonicaliser
 from mlxcache.prompt.check import incremental_holds
 from mlxcache.prompt.codec import Codec
@@ -23,6 +25,8 @@ from mlxcache.prompt.traits import U, probe
 from mlxcache.types import Chat, Prompt
 
 log = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class PromptBuilder:
@@ -92,16 +96,50 @@ class PromptBuilder:
         for a conversation that cannot be rendered, ContextLengthExceeded for one that is far too
         long, GenerationFailed if the template breaks.
         """
+        return self._chat(chat, session, stop)
+
+    def ahead(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
+        """What the prompts of all that goes on with a conversation begin with.
+
+        That is to where the next message's own text begins, and one token more, which is anything:
+        the least that there is to feed. Raises as `chat` does.
+        """
+        one, other = (self._chat(chat, session, stop, more) for more in following(chat))
+        end = common_length(one.ids, other.ids) + 1
+        return Prompt(
+            one.ids[:end],
+            tuple(mark for mark in one.marks if mark < end),
+            tokens=None if one.tokens is None else one.tokens[:end],
+            images=one.images,
+        )
+
+    def _chat(
+        self, chat: Chat, session: str | None, stop: Sequence[str], more: Messages = ()
+    ) -> Prompt:
+        """As `chat`; `more` are messages that follow on the canonicalised ones."""
         try:
-            canonical = self.canonicaliser.canonical(chat, session, stop)
+            canonical = self._canonical(chat, session, stop, more)
             if LONGER in canonical.rules:
                 prompt = self._if_short(chat, canonical, session)
                 if prompt is not None:
                     return prompt
-                canonical = self.canonicaliser.canonical(chat, session, stop, (LONGER,))
+                canonical = self._canonical(chat, session, stop, more, (LONGER,))
         except RecursionError as error:
             raise too_deep() from error
         return self._prompt(chat, canonical, session)
+
+    def _canonical(
+        self,
+        chat: Chat,
+        session: str | None,
+        stop: Sequence[str],
+        more: Messages,
+        without: Sequence[str] = (),
+    ) -> Canonical:
+        found = self.canonicaliser.canonical(chat, session, stop, without)
+        if not more:
+            return found
+        return replace(found, chat=replace(found.chat, messages=[*found.chat.messages, *more]))
 
     def _if_short(self, sent: Chat, canonical: Canonical, session: str | None) -> Prompt | None:
         """The prompt of what is longer than the client sent it, if that leaves a reply its room."""

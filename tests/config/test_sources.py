@@ -59,6 +59,7 @@ VALUES = {
     "chat_template_args": ('{"enable_thinking": false}', {"enable_thinking": False}),
     "canonicalise": ("git_status=on,uuid=off", {"git_status": True, "uuid": False}),
     "no_canonicalise": ("yes", True),
+    "no_anticipate": ("true", True),
     "trust_remote_code": ("1", True),
     "log_level": ("DEBUG", "debug"),
     "warm": (__file__, (Path(__file__),)),
