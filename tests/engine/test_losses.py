@@ -86,7 +86,7 @@ def lost(record: RequestRecord) -> Lost:
 
 @asynccontextmanager
 async def started(model: Path, folder: Path, **more: Any) -> AsyncIterator[Engine]:
-    more = {"ram": "300MB", "disk": "off"} | more
+    more = {"ram": "300MB", "disk": "off", "no_anticipate": True} | more
     engine = Engine(Settings(model=str(model), cache_dir=folder, **more))
     await engine.start()
     try:
