@@ -226,8 +226,9 @@ async def test_a_checkpoint_that_went_is_told(toy, tmp_path):
         assert (await talk.say(user("And the lexer?"))).lost is None
 
         def drop(core: Any) -> None:
-            while core.memory.room.drop_checkpoint():
-                pass
+            room = core.memory.room
+            while (node := room.tree.lru_checkpoint()) is not None:
+                room._drop(node)
 
         await engine.call(drop)
         found = lost(await talk.say(user("And the rest?")))
