@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -88,10 +89,12 @@ class Escape:
         out: list[tuple[str, bool]] = []
         done = 0
         for match in self._sentinel.finditer(rendered):
-            out.append((rendered[done : match.start()], False))
             digits = match.group(1)
-            points = (digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS))
-            text = "".join(chr(int(point)) for point in points)
+            points = [int(digits[i : i + _DIGITS]) for i in range(0, len(digits), _DIGITS)]
+            if max(points) > sys.maxunicode:  # a template cut it up: no sentinel of ours
+                continue
+            out.append((rendered[done : match.start()], False))
+            text = "".join(map(chr, points))
             in_json = rendered[match.start()] == "\\"
             out.append((json.dumps(text)[1:-1] if in_json else text, True))
             done = match.end()

@@ -28,7 +28,7 @@ def test_three_kills_cost_nothing(tmp_path: Path) -> None:
 def _notices_what_is_wrong(proof: Proof, store: Path) -> None:
     seen = proof.seen
     id = max(seen.durable, key=seen.durable.__getitem__)
-    seen.durable[id] += 1
+    seen.durable[id] += 1_000_000
     assert any(f"session {id} had" in line for line in look(store, seen))
     seen.durable = {"ses_absent": 5}
     assert look(store, seen) == ["session ses_absent is gone"]

@@ -1,4 +1,5 @@
 import json
+import re
 from typing import Any
 
 import pytest
@@ -97,3 +98,13 @@ def test_what_a_normaliser_would_turn_into_a_control_token_is_escaped() -> None:
     assert escape.holds(escape.text("see <S>"))
     assert escape.restore(escape.text("see <S>")) == "see <S>"
     assert escape.text("see s") == "see s"
+
+
+def test_a_sentinel_that_was_cut_up_is_text() -> None:
+    """No character has such a number; a template that cuts texts must not end the request."""
+    escape = Escape(["<|im_end|>"])
+    whole = escape.value("<|im_end|>")
+    digits = re.search(r"\d{14,}", whole).group()
+    broken = whole.replace(digits, "9" * len(digits))
+    assert escape.pieces(broken) == [(broken, False)]
+    assert escape.restore(whole) == "<|im_end|>"
