@@ -13,6 +13,8 @@ RULES: Mapping[str, bool] = {
     "tool_order": True,
     "argument_order": True,
     "cleared_results": True,
+    "thinking": True,
+    "replay": True,
 }
 """Each rule and whether it is on where nobody says otherwise; see `mlxcache.prompt.canonical`."""
 

@@ -27,6 +27,7 @@ from mlxcache.errors import (
     QueueFull,
 )
 from mlxcache.model import load
+from mlxcache.model.output import reader
 from mlxcache.model.sampling import validate
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.canonical.restore import Reply
@@ -102,8 +103,10 @@ class Engine:
                 core.info.context_length,
                 loaded.vision if core.images else None,
                 self.settings.rules,
+                read=reader(loaded.tokenizer),
             )
             self._book = await open_book(core, self.settings, self.submit)
+            self._builder.others = self._book.replies
             self._losses = Losses(self._builder, lambda: core.cost.rate, self._book.booked)
             if not self.settings.no_anticipate:
                 scheduler = core.scheduler
@@ -233,6 +236,8 @@ class Engine:
         record = task.record
         if task.lease is not None:
             self._totals.add(record)
+            if self._builder is not None:
+                self._builder.remember(task.generated())  # before the client can have it all
             if self._book is not None:
                 self._book.ended(task)
         self._publish()

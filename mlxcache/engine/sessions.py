@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed, nothing, on_disk
 from mlxcache.store.prefixes import forget_prefix, viewing
+from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_info import SessionInfo
 from mlxcache.store.store import Store
@@ -66,6 +68,7 @@ class SessionBook:
         self._calls = Calls(core.scheduler.inbox)
         self._booking = Booking(sessions, model, store)
         self._checking = asyncio.Lock()
+        self._asking, self._asked = threading.Lock(), 0
         self.portable = Portable(self, model, submit, incoming)
 
     @property
@@ -80,7 +83,21 @@ class SessionBook:
         ids = task.tokens()
         if task.out and self._core.memory.tree.match(ids, touch=False).length < len(ids):
             ids = ids[:-1]  # the last token was drawn and not fed: nothing is cached for it
-        self._booking.turn(task.job, ids, time.time())
+        reply = task.generated()
+        self._booking.turn(task.job, ids, time.time(), reply.row if reply else None)
+
+    def replies(self) -> list[ReplyRow]:
+        """The replies on disk that this was not asked for before, other servers' too, the oldest
+        first; none where the disk is in trouble, which is told elsewhere. In any thread; blocks."""
+        if self.store is None:
+            return []
+        with self._asking:
+            try:
+                found, self._asked = self._sessions.replies(self.namespace, self._asked)
+            except StoreError as error:
+                log.debug("replies on disk cannot be read: %s", error)
+                return []
+        return found
 
     def booked(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
         """The tokens that `ids` shares with each leaf of the label's sessions, and whether that was

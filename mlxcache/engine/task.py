@@ -13,6 +13,7 @@ from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.memory import Lease
 from mlxcache.engine.restore import Look
 from mlxcache.errors import MlxcacheError
+from mlxcache.prompt.replies import Generated, generated
 from mlxcache.types import (
     Event,
     Finished,
@@ -156,6 +157,13 @@ class Task:
                 stop_sequence=parser.stop_sequence if parser else None,
             )
         )
+
+    def generated(self) -> Generated | None:
+        """The reply, to be put in where it comes back; None where that cannot be."""
+        if self.parser is None:
+            return None
+        calls, stopped = bool(self.job.tools), self.parser.stop_sequence
+        return generated(self.job.prompt, self.out, calls=calls, stopped=stopped)
 
     def fail(self, error: MlxcacheError) -> None:
         """Make the record that of a failure."""

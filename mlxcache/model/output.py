@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlxcache.model import harmony
@@ -258,3 +258,15 @@ class OutputParser:
     def _taken(self) -> list[Piece]:
         out, self._out = self._out, []
         return out
+
+
+def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
+    """Reads the ids of whole replies of `tokenizer`'s model: `read(ids, *, tools, thinking_open,
+    generic_tools)` gives their pieces. Safe in any thread."""
+
+    def read(ids: Sequence[int], **how: Any) -> list[Piece]:
+        parser = OutputParser(tokenizer, **how)
+        pieces = [piece for token in ids for piece in parser.feed(token)]
+        return [*pieces, *parser.finish("stop")]
+
+    return read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,23 @@ from mlxcache.prompt.explain import Source
 from mlxcache.prompt.images import Album, Pictures, with_images
 from mlxcache.prompt.marks import learn_openers, marks
 from mlxcache.prompt.recent import Anchors, Tokenised, Tokeniser, common_prefix
-from mlxcache.prompt.renderer import Rendered, Renderer
+from mlxcache.prompt.renderer import Renderer
+from mlxcache.prompt.replay import Replay, Replayed
+from mlxcache.prompt.replies import Asked, Generated, Reading
+from mlxcache.prompt.said import Read
+from mlxcache.prompt.splices import place
 from mlxcache.prompt.template import RESERVED, Template, too_deep
-from mlxcache.prompt.tokenizer import Added, ChatTokenizer, added_tokens, backend_of, control_tokens
+from mlxcache.prompt.tokenizer import (
+    Added,
+    ChatTokenizer,
+    added_tokens,
+    backend_of,
+    control_tokens,
+    thinking_marks,
+    tool_marks,
+)
 from mlxcache.prompt.traits import U, probe
+from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.types import Chat, Prompt
 
 log = logging.getLogger(__name__)
@@ -39,6 +52,8 @@ class PromptBuilder:
     many times longer; what is a little too long is for others to refuse. `pictures`: what the model
     has for images, if it takes any; `takes_images` tells whether its template does, too.
     `rules`: which rules of canonicalisation are on, where not those that are on by themselves.
+    `read`: reads a reply's ids, if there are any to be put in again.
+    `others`: the replies, not asked for before, of other processes that have the same KV.
     `incremental`: only what changed since a session's last turn is tokenised.
     Raises ConfigError where `template_args` are not for the template, or break it.
     """
@@ -50,18 +65,16 @@ class PromptBuilder:
         context: int | None = None,
         pictures: Pictures | None = None,
         rules: Mapping[str, bool] | None = None,
+        *,
+        read: Read | None = None,
     ):
         args = dict(template_args or {})
         self._context, self._decode = context, tokenizer._tokenizer.decode
-        self.canonicaliser = Canonicaliser(rules)
         template = Template(tokenizer)
-        if not template.exists:
-            log.warning("the model has no chat template: conversations are written as plain text")
         _check(template, args)
         self._think = (tokenizer.think_start, tokenizer.think_end)
-        thinking = [mark for mark in self._think if mark]
-        added = added_tokens(tokenizer)
-        controls = control_tokens(added, template.source, [*thinking, *_tool_marks(tokenizer)])
+        thinking, added = thinking_marks(tokenizer), added_tokens(tokenizer)
+        controls = control_tokens(added, template.source, [*thinking, *tool_marks(tokenizer)])
         escape = _escape(tokenizer, controls, thinking)
         self.traits = probe(template, args)
         self._album = Album(template, pictures, args)
@@ -75,6 +88,12 @@ class PromptBuilder:
             self._tokeniser, controls, self._sample()
         )
         self._tokeniser.incremental = self.incremental
+        self.others: Callable[[], Iterable[ReplyRow]] = tuple
+        self._replay: Replay | None = None
+        if read is not None and self.incremental:
+            reading = Reading(tokenizer, read, anchors, pictures.token_id if pictures else None)
+            self._replay = Replay(reading, self._codec, self._renderer, escape.steady)
+        self.canonicaliser = Canonicaliser(rules, self._replay.thought if self._replay else None)
         if not self.incremental:
             log.warning(
                 "this tokenizer cannot begin at a special token: every turn is encoded whole"
@@ -96,6 +115,7 @@ class PromptBuilder:
         for a conversation that cannot be rendered, ContextLengthExceeded for one that is far too
         long, GenerationFailed if the template breaks.
         """
+        self._recall()
         return self._chat(chat, session, stop)
 
     def ahead(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
@@ -119,11 +139,11 @@ class PromptBuilder:
         """As `chat`; `more` are messages that follow on the canonicalised ones."""
         try:
             canonical = self._canonical(chat, session, stop, more)
-            if LONGER in canonical.rules:
+            if not set(LONGER).isdisjoint(canonical.rules):
                 prompt = self._if_short(chat, canonical, session)
                 if prompt is not None:
                     return prompt
-                canonical = self._canonical(chat, session, stop, more, (LONGER,))
+                canonical = self._canonical(chat, session, stop, more, LONGER)
         except RecursionError as error:
             raise too_deep() from error
         return self._prompt(chat, canonical, session)
@@ -154,20 +174,45 @@ class PromptBuilder:
         chat = canonical.chat
         rendered = self._renderer.render(chat)
         self._refuse_too_long(rendered.text, "messages")
-        prompt = self._tokeniser.encode(rendered.text, session)
-        generation = self._tokeniser.position(prompt, rendered.generation)
+        replayed = self._replayed(rendered.text, chat)
+        prompt = self._tokeniser.encode(replayed.text, session, replayed.splices)
+        begins = place(rendered.generation, prompt.splices)
+        generation = self._tokeniser.position(prompt, begins)
         placed = marks(prompt, self.openers, generation)
         made = Prompt(
             ids=prompt.ids,
             marks=placed,
             breakpoint=self._breakpoint(chat, prompt, generation),
-            thinking_open=self._thinking(rendered, prompt, placed),
+            thinking_open=self._thinking(begins, prompt, placed),
             generic_tools=bool(chat.tools) and not self.traits.tools,
-            rules=canonical.rules,
+            rules=canonical.rules + (("replay",) if prompt.splices and replayed.changed else ()),
             names=canonical.names,
-            source=Source(sent, canonical, prompt, rendered.generation),
+            source=Source(
+                sent,
+                canonical,
+                prompt,
+                begins,
+                Asked(replayed.digest, len(rendered.text), replayed.tail, canonical.history),
+            ),
         )
         return with_images(made, self._album, rendered.images) if rendered.images else made
+
+    def _replayed(self, text: str, chat: Chat) -> Replayed:
+        """A rendered text with the replies in it as they were generated."""
+        if self._replay is None:
+            return Replayed(text)
+        return self._replay.replayed(text, chat.tools, on=self.canonicaliser.on("replay"))
+
+    def remember(self, reply: Generated | None) -> None:
+        """Keep a reply, to be put in where it comes back. Any thread; returns at once."""
+        if self._replay is not None and reply is not None:
+            self._replay.replies.put(reply)
+
+    def _recall(self) -> None:
+        """Remember what other processes did since the last time, in that order."""
+        if self._replay is not None:
+            for row in self.others():
+                self.remember(Generated.of_row(row))
 
     def reach(self, source: Source, leading: int) -> int:
         """How many tokens of a prompt stand before its message `leading`, or before its reply."""
@@ -182,7 +227,7 @@ class PromptBuilder:
             shown = self._renderer.render(replace(chat, messages=messages, continue_final=False))
         except MlxcacheError:
             return 0
-        return made.floor(common_prefix(shown.text, made.text))
+        return made.floor(place(common_prefix(shown.text, made.plain), made.splices))
 
     def position(self, source: Source, char: int) -> int:
         """How many tokens of a prompt stand before a character of its rendered text."""
@@ -206,17 +251,18 @@ class PromptBuilder:
             return None
         if leading >= len(chat.messages):
             return generation
-        shared = self._renderer.shared(chat, leading, prompt.text)
+        shared = self._renderer.shared(chat, leading, prompt.plain)
+        shared = place(shared, prompt.splices)
         if len(prompt.at):
             return prompt.floor(shared)
         return self._tokeniser.position(prompt, shared)
 
-    def _thinking(self, rendered: Rendered, prompt: Tokenised, placed: tuple[int, ...]) -> bool:
+    def _thinking(self, generation: int, prompt: Tokenised, placed: tuple[int, ...]) -> bool:
         """Whether the text after the last mark opens a think block and does not close it."""
         start, end = self._think
         if not start or not end:
             return False
-        tail = rendered.text[min(rendered.generation, prompt.char(placed[-1] if placed else 0)) :]
+        tail = prompt.text[min(generation, prompt.char(placed[-1] if placed else 0)) :]
         return tail.rfind(start) > tail.rfind(end)
 
     def _sample(self) -> str:
@@ -228,6 +274,8 @@ class PromptBuilder:
 
 def _check(template: Template, args: Mapping[str, Any]) -> None:
     """Raise ConfigError for arguments with which the template cannot render what it else can."""
+    if not template.exists:
+        log.warning("the model has no chat template: conversations are written as plain text")
     own = RESERVED & args.keys()
     if own:
         raise ConfigError(f"--chat-template-args: {min(own)!r} is the server's own")
@@ -254,8 +302,3 @@ def _escape(tokenizer: ChatTokenizer, controls: Sequence[Added], thinking: list[
 def _normalizer(tokenizer: ChatTokenizer) -> Callable[[str], str] | None:
     normalizer = getattr(backend_of(tokenizer), "normalizer", None)
     return None if normalizer is None else normalizer.normalize_str
-
-
-def _tool_marks(tokenizer: ChatTokenizer) -> list[str]:
-    names = ("tool_call_start", "tool_call_end")
-    return [mark for name in names if isinstance(mark := getattr(tokenizer, name, None), str)]

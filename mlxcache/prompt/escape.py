@@ -80,6 +80,10 @@ class Escape:
         """Whether a rendered text holds a sentinel."""
         return self._nonce in rendered
 
+    def steady(self, rendered: str) -> str:
+        """The rendered text as any other object of this class would have it; as long."""
+        return rendered.replace(self._nonce, "0" * len(self._nonce))
+
     def restore(self, rendered: str) -> str:
         """The rendered text with each sentinel turned back into what it stands for."""
         return "".join(text for text, _ in self.pieces(rendered))

@@ -13,6 +13,7 @@ from mlxcache.prompt.explain_advice import advice_for
 from mlxcache.prompt.explain_chats import differences, first_new
 from mlxcache.prompt.explain_messages import Difference
 from mlxcache.prompt.recent import Tokenised, common_prefix
+from mlxcache.prompt.replies import Asked
 from mlxcache.types import Chat, Tokens
 
 WORTH = 64
@@ -37,12 +38,14 @@ _BACK, _AHEAD = 12, 40
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """What a prompt was rendered from: the conversation as it was `sent`, the same after the rules
-    of canonicalisation, and the text with its ids. `generation`: where in it the reply begins."""
+    of canonicalisation, and the text with its ids. `generation`: where in it the reply begins.
+    `asked`: by what its replies are found again."""
 
     sent: Chat
     canonical: Canonical
     tokenised: Tokenised
     generation: int
+    asked: Asked | None = None
 
     @property
     def chat(self) -> Chat:

@@ -41,6 +41,19 @@ def learn_openers(renderer: Renderer, anchors: Anchors) -> frozenset[int]:
     return frozenset(openers)
 
 
+def learn_closer(renderer: Renderer, anchors: Anchors) -> str:
+    """The control token with which the template ends a reply; empty if there is none."""
+    words = ((U, "user"), (A, "assistant"), (END, "user"))
+    try:
+        messages: list[Message] = [{"role": role, "content": word} for word, role in words]
+        text = renderer.probe(messages, tools=False)
+    except MlxcacheError:
+        return ""
+    start, end = text.find(A), text.find(END)
+    found = anchors.scan(text, start, end) if 0 <= start < end else []
+    return found[0].group() if found else ""
+
+
 def _conversations() -> list[tuple[tuple[str, ...], list[Message], bool]]:
     def call(number: int) -> Message:
         function = {"name": NAME, "arguments": {}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxcache.prompt.codec import Codec
+from mlxcache.prompt.splices import Splice, parted, plain
 from mlxcache.prompt.tokenizer import Added, any_of
 from mlxcache.types import Tokens
 
@@ -23,8 +25,8 @@ Ints = npt.NDArray[np.int64]
 class Tokenised:
     """A rendered text with its ids, and where its anchors are.
 
-    An anchor is a control token of the template's own. `starts` and `ends` are character
-    offsets, ascending, `at` the same anchors' positions in `ids`; shapes (anchors,).
+    An anchor is a control token of the template's own, or of a splice. `starts` and `ends` are
+    character offsets, ascending, `at` the same anchors' positions in `ids`; shapes (anchors,).
     """
 
     text: str
@@ -32,6 +34,12 @@ class Tokenised:
     starts: Ints
     ends: Ints
     at: Ints
+    splices: tuple[Splice, ...] = ()
+
+    @property
+    def plain(self) -> str:
+        """The text as it was rendered, without its splices."""
+        return plain(self.text, self.splices)
 
     @property
     def nbytes(self) -> int:
@@ -66,9 +74,9 @@ class Anchors:
         self._is_anchor = np.zeros(top + 2, dtype=bool)
         self._is_anchor[list(self._ids.values())] = True
 
-    def scan(self, text: str, start: int = 0) -> list[re.Match[str]]:
-        """The anchors in a text from a character on, leftmost and longest first."""
-        return [m for m in self._pattern.finditer(text, start) if m.group() in self._ids]
+    def scan(self, text: str, start: int = 0, end: int = sys.maxsize) -> list[re.Match[str]]:
+        """The anchors in a part of a text, leftmost and longest first."""
+        return [m for m in self._pattern.finditer(text, start, end) if m.group() in self._ids]
 
     def id_of(self, match: re.Match[str]) -> int:
         return self._ids[match.group()]
@@ -118,35 +126,44 @@ class Tokeniser:
         self.incremental = incremental
         self._recent = Recent()
 
-    def encode(self, text: str, session: str | None = None) -> Tokenised:
+    def encode(
+        self, text: str, session: str | None = None, splices: tuple[Splice, ...] = ()
+    ) -> Tokenised:
         """Tokenise a rendered text (with sentinels) and remember it.
 
-        Raises BadRequest if the text is not Unicode.
+        Its `splices` keep their ids; where these do not fit into the text, it is tokenised as it
+        was rendered. Raises BadRequest if the text is not Unicode.
         """
         if not self.incremental:
-            return self.full(text)
+            return self.full(plain(text, splices))
         old, shared = self._recent.nearest(text, session)
-        new = self.extend(old, shared, text) if old is not None else None
+        new = self.extend(old, shared, text, splices) if old is not None else None
         if new is None:
-            new = self.full(text)
+            new = self.full(text, splices)
         if len(new.at):
             follows = old is not None and shared >= _SAME * len(old.text)
             self._recent.add(new, session, old if follows else None)
         return new
 
-    def full(self, text: str) -> Tokenised:
+    def full(self, text: str, splices: tuple[Splice, ...] = ()) -> Tokenised:
         """Tokenise all of a text, whatever is remembered."""
-        ids = self._codec.encode(text)
+        ids = self._ids(text, 0, splices)
         matches = self._anchors.scan(text)
         at = self._anchors.align(ids, matches)
         if at is None:
+            if splices:
+                return self.full(plain(text, splices))
             matches, at = [], np.zeros(0, dtype=np.int64)
-        return Tokenised(text, ids, _starts(matches), _ends(matches), at)
+        return Tokenised(text, ids, _starts(matches), _ends(matches), at, splices)
 
-    def extend(self, old: Tokenised, shared: int, text: str) -> Tokenised | None:
+    def extend(
+        self, old: Tokenised, shared: int, text: str, splices: tuple[Splice, ...] = ()
+    ) -> Tokenised | None:
         """Tokenise a text whose first `shared` characters are also old's; None if it can't be."""
+        shared = min(shared, parted(old.splices, splices))
         # An anchor counts as shared if no longer token could start at or before it in either.
         sure = int(np.searchsorted(old.starts, shared - self._anchors.longest, side="right")) - 1
+        sure = _outside(old.starts[: sure + 1].tolist(), splices) - 1
         first = max(sure, 0)
         matches = self._anchors.scan(text, int(old.starts[sure]) if sure >= 0 else 0)
         same = 0
@@ -157,11 +174,12 @@ class Tokeniser:
             and matches[same].end() == old.ends[first + same] <= shared
         ):
             same += 1
+        same = _outside([m.start() for m in matches[:same]], splices)
         if not same:
             return None
         keep = first + same - 1
         tail = matches[same - 1 :]
-        ids = self._codec.encode(text[tail[0].start() :])
+        ids = self._ids(text, tail[0].start(), splices)
         at = self._anchors.align(ids, tail)
         if at is None or at[0] != 0:
             return None
@@ -172,7 +190,27 @@ class Tokeniser:
             np.concatenate((old.starts[:keep], _starts(tail))),
             np.concatenate((old.ends[:keep], _ends(tail))),
             np.concatenate((old.at[:keep], at + cut)),
+            splices,
         )
+
+    def _ids(self, text: str, start: int, splices: Sequence[Splice]) -> Tokens:
+        """The ids of a text from a character on, which is in no splice.
+
+        What follows a splice is encoded behind the control token that closes it, as it would be
+        behind that token in the text.
+        """
+        if not splices:
+            return self._codec.encode(text[start:])
+        parts: list[Tokens] = []
+        closing = ""
+        for splice in splices:
+            if splice.start >= start:
+                parts += [self._behind(closing, text[start : splice.start]), splice.ids]
+                start, closing = splice.end, splice.closing
+        return np.concatenate((*parts, self._behind(closing, text[start:])))
+
+    def _behind(self, closing: str, text: str) -> Tokens:
+        return self._codec.encode(closing + text)[1 if closing else 0 :]
 
     def position(self, prompt: Tokenised, char: int) -> int:
         """The number of ids that a prompt shares with its text cut at a character."""
@@ -189,6 +227,14 @@ class Tokeniser:
 
 _SAME = 0.75
 """A text that shares this much of an older one takes its place: it is the next turn of it."""
+
+
+def _outside(chars: Sequence[int], splices: Sequence[Splice]) -> int:
+    """The number of characters up to the last one that is in no splice."""
+    n = len(chars)
+    while n and any(splice.holds(chars[n - 1]) for splice in splices):
+        n -= 1
+    return n
 
 
 def _starts(matches: Sequence[re.Match[str]]) -> Ints:

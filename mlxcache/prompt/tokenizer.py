@@ -97,6 +97,17 @@ def control_tokens(
     return tuple(token for token in added if steers(token))
 
 
+def thinking_marks(tokenizer: ChatTokenizer) -> list[str]:
+    """What opens and closes thinking, as far as the model has it."""
+    return [mark for mark in (tokenizer.think_start, tokenizer.think_end) if mark]
+
+
+def tool_marks(tokenizer: ChatTokenizer) -> list[str]:
+    """What opens and closes calls of tools, as far as the model has it."""
+    names = ("tool_call_start", "tool_call_end")
+    return [mark for name in names if isinstance(mark := getattr(tokenizer, name, None), str)]
+
+
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """A pattern that finds the leftmost of `texts`, and the longest where several start.
 

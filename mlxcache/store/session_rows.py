@@ -11,6 +11,7 @@ import numpy as np
 
 from mlxcache.errors import NotFound
 from mlxcache.store.leaves import Kind, Leaf, common, digest_of, digests_at, takes_over
+from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.types import Tokens
 
 MOST_SESSIONS = 10_000
@@ -71,6 +72,7 @@ class Turn:
     """A finished request. `ids` are its prompt (`prompt_tokens` of them) and its reply.
 
     `head`: tokens of tools and system; `anchor`: see `leaves.anchor_of`.
+    `reply`: as it is found again.
     """
 
     namespace: str
@@ -83,6 +85,7 @@ class Turn:
     label: str | None = None
     client: str | None = None
     title: str | None = None
+    reply: ReplyRow | None = None
 
 
 FIELDS = "id, namespace, model, label, name, title, client, turns, pinned, created_at, last_used_at"

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 
 from mlxcache.errors import BadRequest, NotFound
+from mlxcache.store import reply_rows
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
 from mlxcache.store.leaves import Leaf, continued
@@ -40,6 +41,7 @@ class Sessions:
     def __init__(self, database: Database):
         self._database = database
         database.create(rows.SCHEMA)
+        database.create(reply_rows.SCHEMA)
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
         """Wait no longer than so for others, inside the block and on this thread."""
@@ -87,6 +89,11 @@ class Sessions:
         with self._database.read() as db:
             return rows.ids(db, leaf)
 
+    def replies(self, namespace: str, after: int = 0) -> tuple[list[reply_rows.ReplyRow], int]:
+        """The replies of a namespace after a row, the oldest first, and the last row now."""
+        with self._database.read() as db:
+            return reply_rows.replies(db, namespace, after)
+
     # -- changing ----------------------------------------------------------------------------
 
     def turn(self, turn: Turn) -> str:
@@ -103,6 +110,8 @@ class Sessions:
                 rows.insert(db, rows.begun(session, turn))
                 rows.trim_sessions(db)
             rows.write_leaf(db, turn, session, leaf)
+            if turn.reply is not None:
+                reply_rows.insert(db, session, turn.namespace, turn.reply)
             db.execute(
                 "UPDATE sessions SET turns = turns + 1, last_used_at = max(last_used_at, ?),"
                 " client = coalesce(?, client), model = ? WHERE id = ?",

@@ -15,6 +15,9 @@ from tests.server.api import Api
 
 Start = Callable[..., Api]
 
+ENCODES_ANEW = ("--canonicalise", "replay=off")
+"""For tests that compare with mlx-lm, which knows only the text of earlier replies."""
+
 STRICT = """\
 {%- if messages[0].role == 'system' -%}
 {{- raise_exception('System role not supported') -}}
@@ -49,7 +52,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 @pytest.fixture(scope="session")
 def llama(start: Start, toy: ToyMaker) -> Api:
     """The server that most tests share."""
-    return start("llama", toy("llama"), "--prefill-chunk", "256")
+    return start("llama", toy("llama"), "--prefill-chunk", "256", *ENCODES_ANEW)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ToyMaker
 from tests.server.api import CHAT, MESSAGES, Answer, Api, request, user, words
-from tests.server.conftest import Start
+from tests.server.conftest import ENCODES_ANEW, Start
 from tests.server.reference import greedy
 
 FAMILIES = ("llama", "gemma3", "qwen3_5")
@@ -25,7 +25,11 @@ def server(llama: Api, start: Start, toy: ToyMaker) -> Callable[[str], Api]:
     """The server of a family."""
 
     def of(family: str) -> Api:
-        return llama if family == "llama" else start(family, toy(family), "--prefill-chunk", "256")
+        return (
+            llama
+            if family == "llama"
+            else start(family, toy(family), "--prefill-chunk", "256", *ENCODES_ANEW)
+        )
 
     return of
 

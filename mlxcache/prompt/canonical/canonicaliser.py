@@ -12,6 +12,7 @@ from mlxcache.prompt.canonical import (
     cleared,
     counter,
     git_status,
+    thinking,
     tool_order,
     uuids,
 )
@@ -19,8 +20,8 @@ from mlxcache.prompt.canonical.draft import Draft
 from mlxcache.prompt.canonical.remembered import Remembered
 from mlxcache.types import Chat, ToolCall
 
-LONGER = "cleared_results"
-"""The rule that makes a prompt longer than what the client sent."""
+LONGER = ("cleared_results", "thinking")
+"""The rules that make a prompt longer than what the client sent."""
 
 MOST_ORDERS = 256
 """Sets of tools whose order is remembered."""
@@ -37,22 +38,28 @@ class Canonical:
     """A conversation without its noise.
 
     `rules` are those that changed something, in the order of the table. `names` are what the model
-    may write, and what the client is to read in its place.
+    may write, and what the client is to read in its place. `history` is the digest of the messages,
+    empty where thinking is not remembered.
     """
 
     chat: Chat
     rules: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    history: bytes = b""
 
 
 class Canonicaliser:
     """Applies the rules that are on, and remembers what some of them need. Safe in any thread.
 
     `rules` says of each rule whether it is on; those it does not name are as `RULES` has them.
+    `thought`: which replies with thinking are known; None: no model answers.
     """
 
-    def __init__(self, rules: Mapping[str, bool] | None = None):
+    def __init__(
+        self, rules: Mapping[str, bool] | None = None, thought: thinking.Thought | None = None
+    ):
         self._on = {**RULES, **(rules or {})}
+        self._thought = thought
         self._orders: tool_order.Orders = Remembered(MOST_ORDERS)
         self._calls: argument_order.Calls = Remembered(MOST_CHARACTERS, lambda kept: kept[1])
         self._results: cleared.Results = Remembered(MOST_CHARACTERS, len)
@@ -87,9 +94,13 @@ class Canonicaliser:
         if status:
             git_status.place(draft, status, self._places, session)
             draft.hits.add("git_status")
+        history = b""
+        if on["thinking"] and self._thought is not None:
+            history = thinking.apply(draft, self._thought)
         if not draft.hits:
-            return Canonical(chat)
-        return Canonical(draft.chat(), tuple(r for r in RULES if r in draft.hits), draft.names)
+            return Canonical(chat, history=history)
+        rules = tuple(r for r in RULES if r in draft.hits)
+        return Canonical(draft.chat(), rules, draft.names, history)
 
     def _remembering(self, draft: Draft, on: Mapping[str, bool]) -> None:
         """Apply the rules that go by what came before."""
@@ -99,6 +110,10 @@ class Canonicaliser:
             draft.hits.add("argument_order")
         if on["cleared_results"] and cleared.apply(draft, self._results):
             draft.hits.add("cleared_results")
+
+    def on(self, rule: str) -> bool:
+        """Whether a rule is on."""
+        return self._on[rule]
 
     def emitted(self, call: ToolCall) -> None:
         """Take note of a call that the model wrote."""

@@ -72,5 +72,20 @@ TABLE = (
         f"{CLAUDE_CODE} since 2.0, Qwen Code",
         "the result as it was, as long as the prompt takes at most three quarters of the context",
     ),
+    Rule(
+        "thinking",
+        "a reply without its thinking, where this server wrote it in the same place of the same "
+        "conversation, with the same text and calls",
+        "most clients of chat completions",
+        "the template is given the thinking, and keeps it or not; as long as the prompt takes at "
+        "most three quarters of the context",
+    ),
+    Rule(
+        "replay",
+        "a reply that says what this server wrote to the same prompt, in any form: JSON with other "
+        "blanks or order of keys, white space at its ends",
+        "all clients",
+        "the very tokens that the model wrote",
+    ),
 )
 """In the order in which they are applied."""

@@ -1,0 +1,282 @@
+"""Replies as the model wrote them, to be found again when a client sends them back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from mlxcache.prompt.recent import Anchors
+from mlxcache.prompt.said import Read, Said
+from mlxcache.prompt.tokenizer import ChatTokenizer, thinking_marks, tool_marks
+from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.types import Prompt, Tokens
+
+LIMIT = 32 << 20
+"""Bytes of replies that are remembered."""
+
+ALTERNATIVES = 8
+"""Replies to one prompt that are remembered."""
+
+TAIL = 24
+"""Characters of a prompt's end that are looked at before its digest is."""
+
+_OVERHEAD = 512
+_STOPPED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt as replies are found by it: the digest of its rendered text, without splices, its
+    length and its end. `history` is the digest of its messages, empty where nobody asks for it."""
+
+    digest: bytes
+    length: int
+    tail: str
+    history: bytes = b""
+
+
+class Generated:
+    """One reply: its ids, shape (n,), and how they are to be read.
+
+    `calls`: it was read for calls of tools. `stopped`: the stop string that ended it.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        ids: Tokens,
+        *,
+        calls: bool = True,
+        thinking_open: bool = False,
+        generic_tools: bool = False,
+        stopped: str | None = None,
+    ):
+        self.asked = asked
+        self.ids = ids
+        self.calls = calls
+        self.thinking_open = thinking_open
+        self.generic_tools = generic_tools
+        self.stopped = stopped
+        self.spoken: Spoken | None = None
+        self.unusable = False
+        self.fitted: Any = None
+        self.refused: int | None = None
+
+    @classmethod
+    def of_row(cls, row: ReplyRow) -> Generated:
+        """As it was before a restart."""
+        return cls(
+            Asked(row.digest, row.length, row.tail, row.history),
+            row.ids,
+            calls=row.calls,
+            thinking_open=row.thinking_open,
+            generic_tools=row.generic_tools,
+            stopped=row.stopped,
+        )
+
+    def like(self, other: Generated) -> bool:
+        """Whether both are the same ids to one prompt, read alike."""
+        mine, theirs = (
+            (r.asked, r.calls, r.thinking_open, r.generic_tools, r.stopped) for r in (self, other)
+        )
+        return mine == theirs and np.array_equal(self.ids, other.ids)
+
+    @property
+    def row(self) -> ReplyRow:
+        """As it outlives a restart."""
+        asked = self.asked
+        return ReplyRow(
+            *(asked.digest, asked.length, asked.tail, asked.history, self.ids),
+            *(self.calls, self.thinking_open, self.generic_tools, self.stopped),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: ids, and about as much again for each text made of them."""
+        return self.ids.nbytes * 6 + _OVERHEAD
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spoken:
+    """A reply that was read: its ids, their text with control tokens, and what it says.
+
+    `closing`: the text of the control token that ended it; empty where none did.
+    """
+
+    ids: Tokens
+    raw: str
+    said: Said
+    closing: str
+
+
+class Reading:
+    """Reads replies. Safe in any thread.
+
+    `read`: see `model.output.reader`. `never`: the id that stands for a part of an image.
+    """
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, read: Read, anchors: Anchors, never: int | None = None
+    ):
+        self.anchors = anchors
+        self._read, self._decode, self._never = read, tokenizer._tokenizer.decode, never
+        self._thinking = frozenset(thinking_marks(tokenizer))
+        self._inner = self._thinking.union(tool_marks(tokenizer))
+
+    def thinks(self, text: str) -> list[str]:
+        """The marks of thinking in a text."""
+        return [m.group() for m in self.anchors.scan(text) if m.group() in self._thinking]
+
+    def spoken(self, reply: Generated, tools: Sequence[Mapping[str, Any]]) -> Spoken | None:
+        """A reply as it is put in again; None where it cannot be. `tools`: of its conversation."""
+        if reply.spoken is None and not reply.unusable:
+            reply.spoken = self._spoken(reply, tools)
+            reply.unusable = reply.spoken is None
+        return reply.spoken
+
+    def said(
+        self, ids: Sequence[int], reply: Generated, tools: Sequence[Mapping[str, Any]]
+    ) -> Said | None:
+        """What ids say, read as a reply was; None where that has no clear meaning."""
+        try:
+            return Said.of(
+                self._read(
+                    ids,
+                    tools=tools if reply.calls else (),
+                    thinking_open=reply.thinking_open,
+                    generic_tools=reply.generic_tools,
+                )
+            )
+        except (ValueError, RecursionError):
+            return None
+
+    def _spoken(self, reply: Generated, tools: Sequence[Mapping[str, Any]]) -> Spoken | None:
+        ids = self._before_stop(reply)
+        if ids is None or not len(ids) or (ids == self._never).any():
+            return None
+        raw = self._text(ids)
+        found = self.anchors.scan(raw)
+        if self.anchors.align(ids, found) is None:
+            return None
+        said = self.said(ids.tolist(), reply, tools)
+        # What was written with a control token, and read as text, comes back as text.
+        if said is None or any(self.anchors.scan(text) for text in said.strings):
+            return None
+        last = found[-1].group() if found and found[-1].end() == len(raw) else ""
+        return Spoken(ids, raw, said, "" if last in self._inner else last)
+
+    def _before_stop(self, reply: Generated) -> Tokens | None:
+        """The ids before the stop string; None where it begins inside of one."""
+        if not reply.stopped:
+            return reply.ids
+        text = self._text(reply.ids)
+        text = text[: max(text.rfind(reply.stopped), 0)]
+        for n in range(len(reply.ids), max(0, len(reply.ids) - _STOPPED), -1):
+            if self._text(reply.ids[:n]) == text:
+                return reply.ids[:n]
+        return None
+
+    def _text(self, ids: Tokens) -> str:
+        """With every token in it, and no blank moved."""
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self._decode(ids.tolist(), **options))
+
+
+class Replies:
+    """The replies of late, bounded in bytes; what was asked for longest ago is forgotten first.
+
+    Safe in any thread.
+    """
+
+    def __init__(self, limit: int = LIMIT):
+        self._limit = limit
+        self._lock = Lock()
+        self._held: OrderedDict[bytes, tuple[Generated, ...]] = OrderedDict()
+        self._behind: dict[bytes, tuple[Generated, ...]] = {}
+        self._bytes = 0
+        self._places: tuple[Asked, ...] | None = ()
+
+    def put(self, reply: Generated) -> None:
+        """Remember a reply beside others to the same prompt."""
+        with self._lock:
+            others = self._held.pop(reply.asked.digest, ())
+            same = [o for o in others if o.like(reply)]
+            reply = same[0] if same else reply  # what was found out about it stays
+            kept = [o for o in others if o not in same][-ALTERNATIVES + 1 :]
+            for gone in others:
+                if gone not in kept:
+                    self._forget(gone)
+            self._held[reply.asked.digest] = (*kept, reply)
+            history = reply.asked.history
+            if history:
+                self._behind[history] = (*self._behind.get(history, ()), reply)
+            self._bytes += reply.nbytes
+            while self._bytes > self._limit and self._held:
+                for gone in self._held.popitem(last=False)[1]:
+                    self._forget(gone)
+            self._places = None
+
+    def _forget(self, reply: Generated) -> None:
+        self._bytes -= reply.nbytes
+        history = reply.asked.history
+        left = tuple(one for one in self._behind.get(history, ()) if one is not reply)
+        if left:
+            self._behind[history] = left
+        else:
+            self._behind.pop(history, None)
+
+    def to(self, digest: bytes) -> tuple[Generated, ...]:
+        """The replies to a prompt, the newest last."""
+        with self._lock:
+            if digest in self._held:
+                self._held.move_to_end(digest)
+            return self._held.get(digest, ())
+
+    def behind(self, history: bytes) -> tuple[Generated, ...]:
+        """The replies behind a conversation, the newest last."""
+        return self._behind.get(history, ())
+
+    def places(self, text: str) -> Iterator[int]:
+        """The lengths of prompts that a text may begin with, ascending."""
+        with self._lock:
+            if self._places is None:
+                found = {
+                    (a.length, a.tail): a for held in self._held.values() for a in [held[0].asked]
+                }
+                self._places = tuple(found[key] for key in sorted(found))
+            places = self._places
+        for asked in places:
+            if asked.length > len(text):
+                return
+            if text.startswith(asked.tail, asked.length - len(asked.tail)):
+                yield asked.length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the replies hold."""
+        return self._bytes
+
+    def __len__(self) -> int:
+        return sum(map(len, self._held.values()))
+
+
+def generated(
+    prompt: Prompt, ids: Sequence[int], *, calls: bool, stopped: str | None
+) -> Generated | None:
+    """A reply to a prompt; None where it could not be found again."""
+    asked = getattr(prompt.source, "asked", None)
+    if asked is None or not len(ids):
+        return None
+    return Generated(
+        asked,
+        np.asarray(ids, np.int32),
+        calls=calls,
+        thinking_open=prompt.thinking_open,
+        generic_tools=prompt.generic_tools,
+        stopped=stopped,
+    )

@@ -1,0 +1,126 @@
+"""A model's side of a conversation: prompts, replies of the test's own making, what clients see."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mlxcache.cache.node import common_length
+from mlxcache.model.output import OutputParser, reader
+from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.prompt.replies import generated
+from mlxcache.types import Chat, Prompt, Text, Thinking, Tokens, ToolCall
+from tests.prompt import families
+from tests.prompt.chats import TOOLS
+from tests.prompt.families import FAMILIES, Calls
+
+Message = dict[str, Any]
+
+
+class Served:
+    """A builder for a family, and what its model writes."""
+
+    def __init__(self, name: str, rules: Mapping[str, bool] | None = None, seed: int = 0):
+        self.family = FAMILIES[name]
+        self.tokenizer = families.tokenizer(name)
+        self.builder = PromptBuilder(self.tokenizer, rules=rules, read=reader(self.tokenizer))
+        self._random = random.Random(seed)
+
+    def asked(self, messages: Sequence[Message], tools: Sequence[Any] = TOOLS) -> Prompt:
+        return self.builder.chat(Chat(list(messages), tools), "s")
+
+    def ids(self, raw: str) -> list[int]:
+        """Ids of a text in which ordinary text is cut at odd places, as models do."""
+        ids: list[int] = []
+        for piece in self.tokenizer.encode(raw, add_special_tokens=False):
+            text = self.tokenizer.decode([piece])
+            cut = self._random.randrange(1, len(text)) if len(text) > 1 else 0
+            plain = text.isascii() and text not in self.family.controls
+            if cut and plain and self._random.random() < 0.5:
+                for part in (text[:cut], text[cut:]):
+                    ids += self.tokenizer.encode(part, add_special_tokens=False)
+            else:
+                ids.append(piece)
+        return ids
+
+    def writes(self, thinking: str, text: str, calls: Calls) -> list[int]:
+        return self.ids(self.family.writes(thinking, text, calls))
+
+    def reply(
+        self,
+        prompt: Prompt,
+        ids: Sequence[int],
+        tools: Sequence[Any] = TOOLS,
+        *,
+        reason: Any = "stop",
+        stop: Sequence[str] = (),
+    ) -> tuple[Message, Tokens]:
+        """The message that a client is sent, and what the cache holds afterwards."""
+        parser = OutputParser(
+            self.tokenizer,
+            tools=tools,
+            stop=stop,
+            thinking_open=prompt.thinking_open,
+            generic_tools=prompt.generic_tools,
+        )
+        pieces, out = [], []
+        for token in ids:
+            out.append(token)
+            pieces += parser.feed(token)
+            if parser.done is not None:
+                break
+        pieces += parser.finish(reason)
+        stopped = parser.stop_sequence
+        self.last = generated(prompt, out, calls=bool(tools), stopped=stopped)
+        self.builder.remember(self.last)
+        message: Message = {
+            "role": "assistant",
+            "content": "".join(p.text for p in pieces if isinstance(p, Text)),
+        }
+        if thinking := "".join(p.text for p in pieces if isinstance(p, Thinking)):
+            message["reasoning_content"] = thinking
+        calls = [
+            {
+                "id": p.id,
+                "type": "function",
+                "function": {"name": p.name, "arguments": resorted(json.loads(p.arguments))},
+            }
+            for p in pieces
+            if isinstance(p, ToolCall)
+        ]
+        if calls:
+            message["tool_calls"] = calls
+        return message, np.concatenate([prompt.ids, np.asarray(out, np.int32)])
+
+
+def resorted(value: Any) -> Any:
+    """As a client's JSON library would write it: keys in reverse, whole numbers as floats."""
+    if isinstance(value, dict):
+        return {key: resorted(value[key]) for key in sorted(value, reverse=True)}
+    if isinstance(value, list):
+        return [resorted(item) for item in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def results(message: Message, text: str = "It is so.") -> list[Message]:
+    return [
+        {"role": "tool", "tool_call_id": call["id"], "content": f"{text} {n}"}
+        for n, call in enumerate(message.get("tool_calls", ()))
+    ]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def without_thinking(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "reasoning_content"}
+
+
+def fed(prompt: Prompt, held: Tokens) -> int:
+    """Tokens of a prompt that what is held does not begin with."""
+    return len(prompt.ids) - common_length(held, prompt.ids)

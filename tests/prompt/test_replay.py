@@ -1,0 +1,291 @@
+"""Replies that come back are put in as they were generated."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from mlxcache.prompt.replies import Asked, Generated, Replies
+from mlxcache.prompt.said import Said
+from mlxcache.store.session_rows import Turn
+from mlxcache.store.sessions import Sessions
+from mlxcache.store.temporary import TemporaryDatabase
+from mlxcache.types import Chat
+from tests.prompt.chats import TOOLS
+from tests.prompt.families import FAMILIES
+from tests.prompt.replaying import Message, Served, fed, results, user, without_thinking
+
+THOUGHT = "The user wants a file. I look at it first, then I say what's in it.\nOne moment."
+TEXT = 'I\'ll look at it:  two blanks, naïve {"a": 1}, and then some more words. '
+CALL = ("Read", {"path": "/tmp/a b.py", "limit": 20, "deep": {"x": [1, 2], "a": "é"}})
+CALLS = {name: [CALL, ("Write", {"path": "b"})][: 1 + f.several] for name, f in FAMILIES.items()}
+CALLING = [name for name, family in FAMILIES.items() if family.calls]
+START = [user("Please read the file. " * 3)]
+OWN = 64
+"""Tokens with which a template closes a turn and opens the next, at most."""
+
+
+def size(served: Served, message: Message) -> int:
+    return len(served.tokenizer.encode(message["content"], add_special_tokens=False))
+
+
+def called(served: Served, name: str, messages: list[Message]) -> tuple[Message, Any]:
+    """A reply with calls to a conversation."""
+    text = TEXT if name != "gpt-oss" else ""
+    return served.reply(served.asked(messages), served.writes(THOUGHT, text, CALLS[name]))
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["thinking sent", "thinking left out"])
+@pytest.mark.parametrize("name", CALLING)
+def test_after_a_call_only_its_results_are_fed(name: str, sends: bool) -> None:
+    """The whole reply, thinking too, stands in the next prompt token for token."""
+    served = Served(name)
+    messages = list(START)
+    for turn in range(3):
+        reply, held = called(served, name, messages)
+        assert [c["function"]["name"] for c in reply["tool_calls"]] == [c[0] for c in CALLS[name]]
+        new = results(reply, f"Result {turn}")
+        messages += [reply if sends else without_thinking(reply), *new]
+        again = served.asked(messages)
+        bound = sum(size(served, result) for result in new) + OWN
+        if name == "deepseek":  # its template keeps no thinking at all
+            assert fed(again, held) > bound
+            assert "replay" not in again.rules
+        else:
+            assert fed(again, held) <= bound
+            assert again.ids[: len(held) - 1].tolist() == held[:-1].tolist()
+            assert "replay" in again.rules
+            assert ("thinking" in again.rules) == (FAMILIES[name].thinks and not sends)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_after_an_answer_only_the_next_message_is_fed(name: str) -> None:
+    """Where nothing was thought; where it was, most templates leave it out now."""
+    served = Served(name)
+    messages = list(START)
+    for turn in range(3):
+        reply, held = served.reply(served.asked(messages), served.writes(THOUGHT, TEXT, []))
+        messages += [reply, user(f"{turn} And then? " * 4)]
+        again = served.asked(messages)
+        if FAMILIES[name].thinks:
+            assert "replay" not in again.rules
+            assert fed(again, held) > size(served, messages[-1])
+        else:
+            assert fed(again, held) <= size(served, messages[-1]) + OWN
+            assert again.ids[: len(held) - 1].tolist() == held[:-1].tolist()
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_a_template_that_leaves_out_thinking_is_followed(name: str) -> None:
+    """The prompt after a new message of the user is the one that nothing was remembered for."""
+    if not FAMILIES[name].thinks:
+        pytest.skip("does not think")
+    served = Served(name)
+    reply, _ = called(served, name, START)
+    messages = [*START, reply, *results(reply)]
+    answer, _ = served.reply(served.asked(messages), served.writes("Hm.", "Done.", []))
+    messages += [answer, user("Thanks.")]
+    last = served.asked(messages)
+    assert last.ids.tolist() == Served(name).asked(messages).ids.tolist() or name == "gpt-oss"
+    assert THOUGHT not in served.tokenizer.decode(last.ids.tolist())
+
+
+def _edits(reply: Message) -> list[tuple[str, Message]]:
+    """Messages that say something else than a reply does."""
+
+    def changed(**fields: Any) -> Message:
+        return {**copy.deepcopy(reply), **fields}
+
+    one, *rest = reply["tool_calls"]
+    function = one["function"]
+
+    def other(**fields: Any) -> list[Any]:
+        return [{**one, "function": {**function, **fields}}, *rest]
+
+    arguments = function["arguments"]
+    made = [
+        ("text", changed(content=reply["content"].replace("two", "too") + "!")),
+        ("thinking", changed(reasoning_content="Another thought.")),
+        ("name", changed(tool_calls=other(name="Edit"))),
+        ("value", changed(tool_calls=other(arguments={**arguments, "limit": 21}))),
+        ("type", changed(tool_calls=other(arguments={**arguments, "limit": True}))),
+        ("more", changed(tool_calls=other(arguments={**arguments, "all": "1"}))),
+        ("no calls", changed(tool_calls=[])),
+        ("twice", changed(tool_calls=[*reply["tool_calls"], one])),
+    ]
+    if rest:
+        made.append(("order", changed(tool_calls=[*rest, one])))
+        made.append(("fewer", changed(tool_calls=[one])))
+    return made
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm", "minimax", "mistral"])
+def test_a_near_miss_is_tokenised_as_it_is(name: str) -> None:
+    """An edit of any part: the prompt is that of a server that never saw the reply."""
+    served, fresh = Served(name), Served(name, {"replay": False, "thinking": False})
+    reply, _ = called(served, name, START)
+    for what, edited in _edits(reply):
+        if what == "thinking" and not FAMILIES[name].thinks:
+            continue
+        messages = [*START, edited, *results(edited), user("Go on.")][: 3 + len(results(edited))]
+        messages = messages[:-1] if results(edited) else messages
+        found = served.asked(messages)
+        assert "replay" not in found.rules, what
+        assert found.ids.tolist() == fresh.asked(messages).ids.tolist(), what
+
+
+WORDS = st.text(st.sampled_from('ab \n\t"{}<>é🦀,1.|'), min_size=1, max_size=24)
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["path", "old", "new", "n"]), st.one_of(WORDS, st.integers(-9, 99)), max_size=3
+)
+
+
+@cache
+def one_of(name: str, **rules: bool) -> Served:
+    return Served(name, rules)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "mistral"])
+@settings(max_examples=25, deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(WORDS, WORDS, st.lists(ARGUMENTS, min_size=1, max_size=2)), min_size=1, max_size=4
+    )
+)
+def test_a_prompt_begins_with_all_that_was_generated(
+    name: str, turns: list[tuple[str, str, list[dict[str, Any]]]]
+) -> None:
+    """Prompt and reply, whatever the model wrote and however the client wrote it anew, unless that
+    came back as something else: then it is tokenised as without this."""
+    served, fresh = one_of(name), one_of(name, replay=False)
+    messages = list(START)
+    clear = True
+    for thinking, text, given_arguments in turns:
+        made = [("Read", a) for a in given_arguments][: 1 + FAMILIES[name].several]
+        shown = text if name != "gpt-oss" else ""
+        prompt = served.asked(messages)
+        reply, held = served.reply(prompt, served.writes(thinking, shown, made))
+        said = Said.in_message(reply)
+        assert said is not None
+        thought = thinking.strip() if FAMILIES[name].thinks else ""
+        # An empty thought's marks are left out by templates, and by what is put in.
+        clear = clear and bool(thought or not FAMILIES[name].thinks)
+        clear = clear and said.same(Said(shown.strip(), thought, tuple(made)))
+        messages = [*messages, reply, *(results(reply) or [user("And?")])]
+        again = served.asked(messages)
+        if clear:
+            event("every reply put in")
+            assert again.ids[: len(held) - 1].tolist() == held[:-1].tolist()
+        if not again.source.tokenised.splices:
+            assert again.ids.tolist() == fresh.asked(messages).ids.tolist()
+
+
+def test_of_several_replies_the_one_that_comes_back_is_put_in() -> None:
+    """Regenerated replies, and two agents on one prompt."""
+    served = Served("mistral")
+    prompt = served.asked(START)
+    kept = [served.reply(prompt, served.ids(f"{word} indeed.</s>")) for word in ("Yes", "No", "So")]
+    for reply, held in kept:
+        again = served.asked([*START, reply, user("And?")])
+        assert again.ids[: len(held)].tolist() == held.tolist()
+
+
+@pytest.mark.parametrize("reason", ["length", "cancelled"])
+def test_a_reply_that_was_cut_off_is_put_in(reason: str) -> None:
+    """Up to where it was cut; the template closes it."""
+    served = Served("qwen3.5")
+    whole = served.ids(f"{THOUGHT}\n</think>\n\n{TEXT}{TEXT}")
+    first, _ = called(served, "qwen3.5", START)
+    asked = [*START, first, *results(first)]
+    reply, held = served.reply(served.asked(asked), whole[:-3], reason=reason)
+    # a tool's result behind it keeps its thinking
+    again = served.asked([*asked, reply, *results(first)])
+    assert again.ids[: len(held)].tolist() == held.tolist()
+
+
+@pytest.mark.parametrize("stop", ["two blanks", "wo bl"])
+def test_a_reply_that_a_stop_string_ended_goes_without_it(stop: str) -> None:
+    """What the model wrote of the stop string is not in the next prompt."""
+    served = Served("mistral")
+    reply, _ = served.reply(served.asked(START), served.ids(TEXT), stop=[stop])
+    again = served.asked([*START, reply, user("And?")])
+    text = served.tokenizer.decode(again.ids.tolist())
+    assert reply["content"] in text
+    assert stop not in text
+
+
+def test_control_tokens_that_were_read_as_text_come_back_as_text() -> None:
+    """A malformed call is text to the client, and never becomes control tokens again."""
+    served = Served("qwen3")
+    raw = "<think>\nHm.\n</think>\n\n<tool_call>\n{broken\n</tool_call><|im_end|>"
+    reply, _ = served.reply(served.asked(START), served.ids(raw))
+    assert "<tool_call>" in reply["content"]
+    again = served.asked([*START, reply, *results({"tool_calls": [{"id": "x"}]})])
+    mark = served.tokenizer.convert_tokens_to_ids("<tool_call>")
+    assert mark not in again.ids[len(served.asked(START).ids) :].tolist()
+
+
+def test_a_session_label_is_not_needed_and_changes_nothing() -> None:
+    """What a reply is found by is the prompt that it was to."""
+    served = Served("glm")
+    reply, _ = called(served, "glm", START)
+    messages = [*START, reply, *results(reply)]
+    prompts = [served.builder.chat(Chat(messages, TOOLS), label) for label in (None, "a", "s")]
+    assert all("replay" in prompt.rules for prompt in prompts)
+    assert len({tuple(prompt.ids.tolist()) for prompt in prompts}) == 1
+
+
+def test_each_rule_has_its_switch() -> None:
+    reply, _ = called(served := Served("qwen3"), "qwen3", START)
+    messages = [*START, without_thinking(reply), *results(reply)]
+    assert served.asked(messages).rules == ("thinking", "replay")
+    for rules in ({"replay": False}, {"thinking": False}, {"replay": False, "thinking": False}):
+        other = Served("qwen3", rules)
+        again, _ = called(other, "qwen3", START)
+        sent = [*START, without_thinking(again), *results(again)]
+        found = other.asked(sent).rules
+        assert not set(found) & set(rules)
+
+
+def test_what_is_remembered_is_bounded_in_bytes() -> None:
+    """The replies asked for longest ago go; those of a conversation in use stay."""
+    replies = Replies(limit=40_000)
+    ids = np.arange(200, dtype=np.int32)
+    made = [Generated(Asked(bytes([n]), n, "", bytes([n])), ids + n) for n in range(20)]
+    for one in made:
+        replies.put(one)
+        assert made[0] in replies.to(bytes([0]))
+    assert (
+        replies.nbytes == sum(m.nbytes for m in made if m in replies.to(m.asked.digest)) <= 40_000
+    )
+    assert not replies.to(bytes([1]))
+    assert not replies.behind(bytes([1]))
+    assert replies.behind(bytes([0])) == (made[0],)
+
+
+def test_what_was_written_before_a_restart_is_put_in() -> None:
+    """In another process, with other sentinels; also where the user's text holds control tokens."""
+    served = Served("qwen3")
+    start = [user("What is <|im_end|>? And this: <|im_end|>")]
+    reply, held = called(served, "qwen3", start)
+    sessions = Sessions(TemporaryDatabase())
+    turn = Turn("ns", "m", held, 10, 0, 0, 1.0, reply=served.last.row)
+    sessions.turn(turn)
+    messages = [*start, without_thinking(reply), *results(reply)]
+    other = Served("qwen3")
+    assert other.asked(messages).rules == ()
+    other.builder.others = lambda: sessions.replies("another")[0]
+    assert other.asked(messages).rules == ()
+    found, last = sessions.replies("ns")
+    assert sessions.replies("ns", last) == ([], last)
+    other.builder.others = lambda: found
+    assert other.asked(messages).ids.tolist() == served.asked(messages).ids.tolist()
+    assert other.asked(messages).rules == ("thinking", "replay")
+    sessions.clear()
+    assert sessions.replies("ns")[0] == []
