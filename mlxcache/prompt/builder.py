@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mlxcache.cache.node import common_length
-from mlxcache.errors import ConfigError, ContextLengthExceeded, MlxcacheError
+from mlxcache.errors import ContextLengthExceeded, MlxcacheError
 from mlxcache.prompt.ahead import following
 from mlxcache.prompt.canonical.canonicaliser import LONGER, Canonical, Canonicaliser
 from mlxcache.prompt.check import incremental_holds
@@ -23,7 +23,7 @@ from mlxcache.prompt.replay import Replay, Replayed
 from mlxcache.prompt.replies import Asked, Generated, Reading
 from mlxcache.prompt.said import Read
 from mlxcache.prompt.splices import place
-from mlxcache.prompt.template import RESERVED, Template, too_deep
+from mlxcache.prompt.template import Template, check_arguments, too_deep
 from mlxcache.prompt.tokenizer import (
     Added,
     ChatTokenizer,
@@ -58,6 +58,8 @@ class PromptBuilder:
     Raises ConfigError where `template_args` are not for the template, or break it.
     """
 
+    others: Callable[[], Iterable[ReplyRow]] = tuple
+
     def __init__(
         self,
         tokenizer: ChatTokenizer,
@@ -71,7 +73,7 @@ class PromptBuilder:
         args = dict(template_args or {})
         self._context, self._decode = context, tokenizer._tokenizer.decode
         template = Template(tokenizer)
-        _check(template, args)
+        check_arguments(template, args)
         self._think = (tokenizer.think_start, tokenizer.think_end)
         thinking, added = thinking_marks(tokenizer), added_tokens(tokenizer)
         controls = control_tokens(added, template.source, [*thinking, *tool_marks(tokenizer)])
@@ -88,7 +90,6 @@ class PromptBuilder:
             self._tokeniser, controls, self._sample()
         )
         self._tokeniser.incremental = self.incremental
-        self.others: Callable[[], Iterable[ReplyRow]] = tuple
         self._replay: Replay | None = None
         if read is not None and self.incremental:
             reading = Reading(tokenizer, read, anchors, pictures.token_id if pictures else None)
@@ -270,24 +271,6 @@ class PromptBuilder:
             return self._renderer.probe([{"role": "user", "content": U}], tools=True)
         except MlxcacheError:
             return ""
-
-
-def _check(template: Template, args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments with which the template cannot render what it else can."""
-    if not template.exists:
-        log.warning("the model has no chat template: conversations are written as plain text")
-    own = RESERVED & args.keys()
-    if own:
-        raise ConfigError(f"--chat-template-args: {min(own)!r} is the server's own")
-    messages = [{"role": "user", "content": U}]
-    try:
-        template.render(messages, generation=True, args=args)
-    except MlxcacheError as error:
-        try:
-            template.render(messages, generation=True, args={})
-        except MlxcacheError:
-            return  # not for the arguments' sake
-        raise ConfigError(f"--chat-template-args: with these {error}") from error
 
 
 def _escape(tokenizer: ChatTokenizer, controls: Sequence[Added], thinking: list[str]) -> Escape:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from mlxcache.errors import BadRequest, GenerationFailed
+from mlxcache.errors import BadRequest, ConfigError, GenerationFailed, MlxcacheError
 from mlxcache.prompt.tokenizer import ChatTokenizer
+
+log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -90,6 +93,24 @@ class Template:
         ids = list(self._tokenizer.encode("a"))
         plain_ids = list(self._tokenizer.encode("a", add_special_tokens=False))
         return str(bos) if ids[: -len(plain_ids)] else ""
+
+
+def check_arguments(template: Template, args: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments with which the template cannot render what it else can."""
+    if not template.exists:
+        log.warning("the model has no chat template: conversations are written as plain text")
+    own = RESERVED & args.keys()
+    if own:
+        raise ConfigError(f"--chat-template-args: {min(own)!r} is the server's own")
+    messages = [{"role": "user", "content": "hello"}]
+    try:
+        template.render(messages, generation=True, args=args)
+    except MlxcacheError as error:
+        try:
+            template.render(messages, generation=True, args={})
+        except MlxcacheError:
+            return  # not for the arguments' sake
+        raise ConfigError(f"--chat-template-args: with these {error}") from error
 
 
 def too_deep() -> BadRequest:

@@ -52,9 +52,7 @@ def insert(db: sqlite3.Connection, session: str, namespace: str, reply: ReplyRow
     db.execute("DELETE FROM replies WHERE id <= ?", ((made.lastrowid or 0) - MOST_REPLIES,))
 
 
-def replies(
-    db: sqlite3.Connection, namespace: str, after: int = 0
-) -> tuple[list[ReplyRow], int]:
+def replies(db: sqlite3.Connection, namespace: str, after: int = 0) -> tuple[list[ReplyRow], int]:
     """The replies of a namespace that came after a row, the oldest first, and the last row now."""
     query = f"SELECT {_FIELDS} FROM replies WHERE id > ? AND namespace = ? ORDER BY id"
     last = db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0]

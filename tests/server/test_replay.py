@@ -10,11 +10,12 @@ from tests.server.conftest import Start
 def test_a_reply_that_comes_back_is_not_fed_again(start: Start, toy: ToyMaker) -> None:
     """A toy's tokens are never those that its text would be encoded to, so all of a reply would be.
 
-    With the rule off it is, which shows that the first half shows something.
+    With the rule off it is, which shows that the first half shows something. Nothing is computed
+    ahead, for that would be the text encoded anew.
     """
     model = toy("llama")
-    on = start("replay on", model)
-    off = start("replay off", model, "--canonicalise", "replay=off")
+    on = start("replay on", model, "--no-anticipate")
+    off = start("replay off", model, "--no-anticipate", "--canonicalise", "replay=off")
     assert _fed(on) <= 60 + 64
     assert _fed(off) > 60 + 200
 
