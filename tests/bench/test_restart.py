@@ -117,7 +117,7 @@ def test_servers_are_compared_within_a_round() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [for_speed, windowed, recurrent])
+@pytest.mark.parametrize("make", [for_speed, recurrent])
 def test_our_server_goes_on_from_disk(make: object, tmp_path: Path) -> None:
     """Killed right after the second reply, it has the first turn whole, from disk."""
     model, file = make(tmp_path / "model"), tmp_path / "out.json"  # type: ignore[operator]

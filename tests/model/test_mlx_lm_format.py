@@ -31,9 +31,9 @@ from mlxcache.model.lineage import Lineage
 from mlxcache.model.mlx_lm_check import agrees
 from mlxcache.model.mlx_lm_format import PromptCacheFile
 from mlxcache.model.mlx_lm_read import prompt_ids, read_prompt_cache
-from mlxcache.model.toy_configs import FAMILIES
 from mlxcache.types import Tokens
 from tests.conftest import ToyMaker
+from tests.kinds import CACHE_KINDS
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. "
 TOKENS = 12
@@ -80,7 +80,7 @@ def cache_prompt(toy: Path, path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("length", [1, 40, 200])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CACHE_KINDS)
 def test_mlx_lm_goes_on_from_our_file(
     toy: ToyMaker, family: str, length: int, tmp_path: Path
 ) -> None:
@@ -119,7 +119,7 @@ def test_the_command_goes_on_from_our_file(toy: ToyMaker, family: str, tmp_path:
     assert done.stdout == tokenizer.decode(greedy(model, ids)).removeprefix(" ") + "\n"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CACHE_KINDS)
 def test_our_file_comes_back_to_us(toy: ToyMaker, family: str, tmp_path: Path) -> None:
     model = mlx_lm.load(str(toy(family)))[0]
     layout = kv.survey(model)

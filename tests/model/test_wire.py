@@ -15,9 +15,9 @@ import pytest
 from mlxcache.errors import Corrupt
 from mlxcache.model import kv, wire
 from mlxcache.model.lineage import Lineage
-from mlxcache.model.toy_configs import FAMILIES
 from mlxcache.types import Tensor
 from tests.conftest import ToyMaker
+from tests.kinds import CACHE_KINDS
 
 STREAM = mx.default_device()
 
@@ -57,7 +57,7 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CACHE_KINDS)
 def test_runs_and_states_come_back_as_they_were(toy: ToyMaker, family: str, tmp_path: Path) -> None:
     lineage = fed(toy(family), 150)
     layout = lineage.layout
