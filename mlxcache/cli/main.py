@@ -86,10 +86,13 @@ def main() -> None:
 
 
 def _leave(status: int) -> None:
-    """Exit without waiting for threads: a download or a load in one cannot be interrupted."""
+    """Exit without waiting for threads: a download or a load in one cannot be interrupted.
+
+    MLX's own threads count as well: its destructors abort the process while one still computes.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    if threading.active_count() > 1:
+    if threading.active_count() > 1 or "mlx.core" in sys.modules:
         os._exit(status)
     sys.exit(status)
 

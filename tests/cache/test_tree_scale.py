@@ -61,6 +61,14 @@ def measure(lengths: list[int]) -> tuple[PrefixTree, float, float, float]:
     return tree, used / tree.tokens, *slowest(tree, lengths, system)
 
 
+def test_a_look_up_takes_as_long_among_many_as_among_few():
+    """It depends on the prompt and not on how much is held."""
+    few, many = (measure([2_000] * count) for count in (30, 3_000))
+    assert many[2] < 3 * few[2]
+    assert many[1] < 1.5 * few[1]
+
+
+@pytest.mark.slow
 def test_look_ups_and_memory_with_ten_thousand_conversations():
     """Under 2 ms and 16 bytes per token, most of them short and some of 20,000 tokens."""
     lengths = [20_000 if seed % 100 == 0 else 2_000 for seed in range(10_000)]
@@ -83,6 +91,7 @@ def test_look_ups_and_memory_at_full_size():
     assert per_token < 16
 
 
+@pytest.mark.slow
 def test_a_deep_path_is_looked_up_fast():
     """200,000 tokens with a checkpoint every 500 are still under 2 ms."""
     tree = PrefixTree(bytes_per_token=1)

@@ -14,6 +14,7 @@ import pytest
 from mlxcache.cache.budget import Budget
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
+from mlxcache.engine.spill import Spill
 from mlxcache.engine.task import Task
 from mlxcache.errors import DiskFull, NotAnchored
 from mlxcache.model.toy import make_toy
@@ -433,12 +434,14 @@ def test_a_path_whose_runs_find_no_beginning_is_begun_again_once_for_all_of_them
 ) -> None:
     disk = start(llama)
     disk.persist.run_tokens = 64
-    write, left = disk.store.write_run, 5
+    write, refused = disk.store.write_run, 0
+    paths: list[Spill] = []
 
     def lacking(*args: object) -> None:
-        nonlocal left
-        left -= 1
-        if left >= 0:
+        nonlocal refused
+        paths.extend([*disk.persist._handed, *disk.persist._queue])
+        if paths[0].tries == 0:
+            refused += 1
             raise NotAnchored("what a run builds on is gone")
         write(*args)  # type: ignore[arg-type]
 
@@ -446,7 +449,8 @@ def test_a_path_whose_runs_find_no_beginning_is_begun_again_once_for_all_of_them
     ids = prompt(rng, 640)
     llama.ask(ids)
     settled(disk)
-    assert left < 0
+    assert refused
+    assert paths[0].tries == 1
     assert disk.store.find(np.asarray(ids, np.int32)).length == len(ids)
 
 

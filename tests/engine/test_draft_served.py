@@ -116,6 +116,7 @@ async def test_a_snapshot_holds_both_and_is_the_pairs_alone(toy: ToyMaker, tmp_p
             await engine.sessions.portable.restore(file)
 
 
+@pytest.mark.slow
 async def test_a_budget_counts_both_models_and_holds(toy: ToyMaker, tmp_path: Path) -> None:
     """Their weights are beside it; conversations that grow beyond it are evicted in time."""
     model = toy("llama")

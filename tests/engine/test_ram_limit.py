@@ -32,7 +32,14 @@ async def ask(engine: Engine, ids: list[int], tokens: int, name: str) -> Finishe
     return events[-1]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        "qwen3_5",
+    ],
+)
 async def test_growing_conversations_stay_within_the_limit(
     toy_paths: dict[str, Path], family: str
 ) -> None:

@@ -18,16 +18,15 @@ STEPS = 200 if MANY else 30
 
 
 @pytest.mark.parametrize("seed", range(MANY or 1))
-@pytest.mark.parametrize("ram_tokens", [None, 1100, 400])
+@pytest.mark.parametrize("ram_tokens", [None, pytest.param(1100, marks=pytest.mark.slow), 400])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_history(toy: ToyMaker, family: str, ram_tokens: int | None, seed: int) -> None:
     """`ram_tokens` is what the budget holds; at 400 nearly everything is evicted again."""
     live(toy(family), seed, STEPS, ram_tokens=ram_tokens, longest=300 if MANY else 120)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(MANY or 1))
-@pytest.mark.parametrize("ram_tokens", [None, 700])
+@pytest.mark.parametrize("ram_tokens", [pytest.param(None, marks=pytest.mark.slow), 700])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "mamba2", "deepseek_v3", "llama4"])
 def test_a_random_history_of_another_family(
     toy: ToyMaker, family: str, ram_tokens: int | None, seed: int

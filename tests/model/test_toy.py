@@ -123,15 +123,15 @@ def test_control_tokens_are_never_the_likeliest_unless_asked_for(
     lengths = []
     for path in (toy_llama, ends):
         model, tokenizer = mlx_lm.load(str(path))
-        for number in range(6):
+        for number in range(4):
             prompt = tokenizer.apply_chat_template(
                 [{"role": "user", "content": f"question {number}"}], add_generation_prompt=True
             )
             text = greedy(model, prompt, 200)
             end = tokenizer.eos_token_id
             lengths.append(text.index(end) if end in text else None)
-    assert lengths[:6] == [None] * 6
-    assert sum(length is not None for length in lengths[6:]) >= 5
+    assert lengths[:4] == [None] * 4
+    assert sum(length is not None for length in lengths[4:]) >= 3
 
 
 def test_two_emitted_tokens_both_appear(toy: Callable[..., Path]) -> None:

@@ -50,7 +50,7 @@ def test_a_signal_during_a_prefill(toy: ToyMaker, tmp_path: Path, number: int) -
         # Streams begin once they are admitted, so some of these have begun and some have not.
         api.http.close()
         began = time.monotonic()
-        assert running.stop(number) == 0
+        assert running.stop(number) == 0, running.output
         assert time.monotonic() - began < 10
         for reader in readers:
             reader.join(5)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.conftest import ToyMaker
 from tests.served import served
@@ -27,6 +28,7 @@ def locked(cache: Path) -> Iterator[None]:
         connection.close()
 
 
+@pytest.mark.slow
 def test_a_locked_index_holds_up_no_list_and_no_stop(toy: ToyMaker, tmp_path: Path) -> None:
     """A change is refused within a bound and is not made later."""
     cache = tmp_path / "cache"
