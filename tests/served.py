@@ -14,16 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 READY_SECONDS = 90.0
+COMMAND = ("mlxcache.cli.main",)
+"""The module, and its first arguments, that serves."""
 
 
 class Served:
     """A running `mlxcache serve`; `lines` is what it has printed so far."""
 
-    def __init__(self, arguments: tuple[str, ...], home: Path, environ: dict[str, str]):
+    def __init__(
+        self,
+        arguments: tuple[str, ...],
+        home: Path,
+        environ: dict[str, str],
+        command: tuple[str, ...] = COMMAND,
+    ):
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLXCACHE_", "XDG_"))}
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlxcache.cli.main", "serve", "--port", "0", *arguments],
+            [sys.executable, "-m", *command, "serve", "--port", "0", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -69,9 +77,14 @@ class Served:
 
 
 @contextmanager
-def served(*arguments: str, home: Path, environ: dict[str, str] | None = None) -> Iterator[Served]:
+def served(
+    *arguments: str,
+    home: Path,
+    environ: dict[str, str] | None = None,
+    command: tuple[str, ...] = COMMAND,
+) -> Iterator[Served]:
     """Start a server on a free port and see to its end."""
-    server = Served(arguments, home, environ or {})
+    server = Served(arguments, home, environ or {}, command)
     try:
         yield server
     finally:

@@ -1,0 +1,107 @@
+"""A real server whose model writes what a script says.
+
+A toy cannot call tools or end a turn when it should, and clients need both. Here the engine, the
+tokenizer, the parser and the cache are the product's own, every token is fed through the model, and
+only which token is drawn is given: all others' logits are put out of reach.
+
+    with scripted([("read (a|b)", '<tool_call>\\n{...}\\n</tool_call>'), ("", "Done.")], ...):
+
+A script is a list of lines `(when, reply)`. The first whose `when`, a regular expression, is found
+in the conversation's last message (the text of a user's message or of a tool's result, as the
+client sent it) gives the reply: what the model writes, control tokens and all, without the end of
+the turn, which is put behind it unless it is there. Where no line fits the model speaks for itself.
+`python -m tests.scripted SCRIPT.json serve ...` is `mlxcache serve ...` with such a model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxcache.engine import engine
+from mlxcache.engine.core import Core
+from mlxcache.engine.task import Task
+from tests.served import Served, served
+
+Line = tuple[str, str]
+
+
+def reply_to(lines: Sequence[Line], messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the script has the model write; None where it says nothing."""
+    content = messages[-1].get("content") or "" if messages else ""
+    parts = [content] if isinstance(content, str) else content
+    text = "\n".join(part for part in parts if isinstance(part, str))
+    return next((reply for when, reply in lines if re.search(when, text)), None)
+
+
+def reply_ids(tokenizer: Any, reply: str) -> list[int]:
+    """The ids of a reply, control tokens among them, with the end of the turn."""
+    ids = list(tokenizer.encode(reply, add_special_tokens=False))
+    ends = tokenizer.eos_token_ids
+    return ids if ids and ids[-1] in ends else [*ids, tokenizer.eos_token_id]
+
+
+class Says:
+    """A logits processor that leaves each position of a reply one token. Ids of shape (n,), logits
+    of shape (1, V)."""
+
+    def __init__(self, ids: Sequence[int], prompt_len: int):
+        self._ids = list(ids)
+        self._prompt_len = prompt_len
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        at = tokens.shape[0] - self._prompt_len
+        token = self._ids[min(at, len(self._ids) - 1)]  # one more is drawn ahead, and dropped
+        only = mx.arange(logits.shape[-1])[None] == token
+        return mx.where(only, mx.zeros_like(logits), -mx.inf)
+
+
+class ScriptedCore(Core):
+    """A core whose replies are the script's."""
+
+    lines: Sequence[Line] = ()
+
+    def _dress(self, task: Task) -> None:
+        super()._dress(task)
+        source = task.job.prompt.source
+        reply = reply_to(self.lines, source.sent.messages) if source is not None else None
+        if reply is None:
+            return
+        assert task.row is not None
+        ids = reply_ids(self.loaded.tokenizer, reply)
+        task.row.processors = [Says(ids, len(task.fed))]
+        task.row.context = mx.array(task.fed[:-1])
+
+
+@contextmanager
+def scripted(
+    lines: Sequence[Line], *arguments: str, home: Path, environ: dict[str, str] | None = None
+) -> Iterator[Served]:
+    """`tests.served.served` with a model that follows a script."""
+    script = home / "script.json"
+    script.write_text(json.dumps(list(lines)), encoding="utf-8")
+    with served(
+        *arguments, home=home, environ=environ, command=("tests.scripted", str(script))
+    ) as server:
+        yield server
+
+
+def main() -> None:
+    """`SCRIPT.json`, then what is given to `mlxcache`."""
+    from mlxcache.cli.main import main as mlxcache
+
+    script = Path(sys.argv.pop(1)).read_text(encoding="utf-8")
+    ScriptedCore.lines = [(when, reply) for when, reply in json.loads(script)]
+    engine.Core = ScriptedCore
+    mlxcache()
+
+
+if __name__ == "__main__":
+    main()
