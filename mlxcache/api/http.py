@@ -40,6 +40,8 @@ class ApiSettings:
 
     `api_key` None: none is asked for. `default_max_tokens` holds where a request names none.
     `ping_seconds`: the longest silence in a stream. `send_timeout`: how long a reader may stall.
+    `stalled_seconds`: for how long one step of the MLX thread's may go on before /health says that
+    nothing is served.
     `queue_grace`: how long a streamed request may wait in the queue before its headers go out.
     `any_host`: without a key, serve requests for any host name, also those that web pages make.
     `recorder`: keeps the bodies of chat requests.
@@ -49,6 +51,7 @@ class ApiSettings:
     max_body_bytes: int = 64 << 20
     default_max_tokens: int | None = None
     ping_seconds: float = 10.0
+    stalled_seconds: float = 60.0
     send_timeout: float = 30.0
     queue_grace: float = 5.0
     any_host: bool = False
@@ -194,7 +197,8 @@ def serving(deps: Deps) -> ModelInfo:
     if engine.state == "ready" and engine.info is not None:
         return engine.info
     if engine.state == "failed":
-        raise ModelError("The model could not be loaded; the server's log says why.")
+        why = engine.failure or "The model could not be loaded."
+        raise ModelError(f"{why} The server's log says more.")
     if engine.state == "stopped":
         raise NotReady("The server is stopping.", retry_after=10.0)
     raise NotReady("The model is still loading.", retry_after=5.0)

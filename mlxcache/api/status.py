@@ -36,11 +36,16 @@ def routes(deps: Deps) -> list[Route]:
 
 
 async def health(deps: Deps, request: Request) -> Response:
-    """200 only when the model can serve."""
+    """200 only when the model can serve. A thread that does not move is told, and not ended."""
     engine = deps.engine
+    body: dict[str, Any] = {"status": engine.state, "stalled_s": round(engine.silent_s, 1)}
     if engine.state == "ready" and engine.info is not None:
-        return json_response({"status": "ok", "model": engine.info.id})
-    response = json_response({"status": engine.state}, 503)
+        if engine.silent_s < deps.settings.stalled_seconds:
+            return json_response(body | {"status": "ok", "model": engine.info.id})
+        body["status"] = "stalled"
+    if engine.failure is not None:
+        body["reason"] = engine.failure
+    response = json_response(body, 503)
     response.headers["Retry-After"] = "5"
     return response
 

@@ -29,10 +29,13 @@ from mlxcache.cli.warming import warm_files
 from mlxcache.cli.welcome import welcome
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
+from mlxcache.errors import ModelError
 from mlxcache.types import RequestRecord
 
 STOP_SECONDS = 7
 """How long the engine and the connections may take to end; the whole stays below ten seconds."""
+FAREWELL_SECONDS = 1
+"""How long a server whose MLX thread died answers at least, so that clients are told."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none reuses one that has just been closed."""
 SWITCH_SECONDS = 0.001
@@ -53,7 +56,10 @@ def _log_request(record: RequestRecord) -> None:
 
 
 async def run(settings: Settings, console: Console) -> None:
-    """Serve until a signal. Raises CannotListen, ModelError or ConfigError if that cannot be."""
+    """Serve until a signal. Raises CannotListen, ModelError or ConfigError if that cannot be.
+
+    ModelError also where the MLX thread died: whoever watches this process then starts another.
+    """
     sys.setswitchinterval(SWITCH_SECONDS)
     sockets = listen(settings.host, settings.port)
     url = base_url(settings.host, sockets[0].getsockname()[1])
@@ -86,11 +92,15 @@ async def _serve(
         has_key = settings.api_key is not None
         welcome(console, url, engine.info, engine.figures(), has_key=has_key)
         warming = asyncio.create_task(warm_files(engine, settings.warm))
-        await stop.wait()
+        await _first(stop, engine.dead)
         warming.cancel()
+    if engine.dead.is_set():
+        await _farewell(server, engine)
     await _end(server, serving, engine)
     if recorder is not None:
         recorder.close()
+    if engine.dead.is_set():
+        raise ModelError(f"{engine.failure} Start the server again: it goes on from disk.")
 
 
 def _config(app: object) -> uvicorn.Config:
@@ -117,6 +127,20 @@ async def _load(engine: Engine, stop: asyncio.Event) -> bool:
         return True
     loading.cancel()
     return False
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Wait for any of `events`."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+async def _farewell(server: uvicorn.Server, engine: Engine) -> None:
+    """Say in /health what has happened while what the MLX thread held goes to disk."""
+    server.config.timeout_graceful_shutdown = FAREWELL_SECONDS
+    await asyncio.gather(engine.stop(STOP_SECONDS), asyncio.sleep(FAREWELL_SECONDS))
 
 
 async def _end(server: uvicorn.Server, serving: asyncio.Task[None], engine: Engine) -> None:

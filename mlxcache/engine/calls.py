@@ -7,6 +7,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from mlxcache.engine.pulse import Pulse
 from mlxcache.errors import MlxcacheError
 
 T = TypeVar("T")
@@ -49,15 +50,18 @@ class Calls:
             _fail(answer, error)
 
 
-def take_in(inbox: SimpleQueue[Callable[[], None]], *, block: bool) -> None:
+def take_in(inbox: SimpleQueue[Callable[[], None]], pulse: Pulse, *, block: bool) -> None:
     """Run what has arrived, on the MLX thread; with `block` something has to arrive first."""
+    if block:
+        pulse.rest()
     try:
         action = inbox.get(block)
         while True:
+            pulse.beat()
             action()
             action = inbox.get_nowait()
     except Empty:
-        return
+        pulse.beat()
 
 
 def _settle(answer: asyncio.Future[Any], result: object) -> None:

@@ -14,6 +14,7 @@ from mlxcache.config import Settings
 from mlxcache.engine import chosen
 from mlxcache.engine.anticipation import Anticipation
 from mlxcache.engine.core import Core
+from mlxcache.engine.ending import end
 from mlxcache.engine.figures import Totals, snapshot, with_disk
 from mlxcache.engine.losses import Losses
 from mlxcache.engine.records import Records
@@ -38,8 +39,6 @@ log = logging.getLogger("mlxcache.engine")
 T = TypeVar("T")
 State = Literal["loading", "ready", "failed", "stopped"]
 RENDER_THREADS = 4
-FLUSH_S = 5.0
-"""Seconds for which what is not on disk yet is written when the server stops."""
 
 
 def _silent(*_: Any) -> None:
@@ -49,6 +48,7 @@ def _silent(*_: Any) -> None:
 class Engine:
     """One model, served. Call everything from one event loop.
 
+    `failure`: why the MLX thread died, `dead` is set then; it ends once what it held is on disk.
     `on_progress(what, share)` is called from other threads while it loads (`share` from 0 to 1, or
     None), `on_request(record)` when a request is over, on the event loop.
     """
@@ -64,6 +64,8 @@ class Engine:
         self.settings = settings
         self.info: ModelInfo | None = None
         self.state: State = "loading"
+        self.failure: str | None = None
+        self.dead = asyncio.Event()
         self.stall_s = stall_s
         self._on_progress = on_progress
         self._on_request = on_request
@@ -137,21 +139,23 @@ class Engine:
         call(ready.set_result, None)
         try:
             core.scheduler.run()
-        except BaseException:
-            log.exception("the MLX thread died")
-            call(self._died)
-        finally:
-            if self._book is not None:
-                self._book.close()  # before the database that it writes to
-            core.close(FLUSH_S)
+        except BaseException as error:
+            log.critical("the MLX thread died", exc_info=error)
+            self.failure = f"The MLX thread died ({type(error).__name__}: {str(error)[:200]})."
+            call(self._died, self.failure)
+        end(core, self._book, died=self.failure is not None)
 
-    def _died(self) -> None:
+    def _died(self, why: str) -> None:
         self.state = "failed"
-        for _, stream in list(self._live.values()):
-            stream.fail(GenerationFailed("The engine has failed; the server must be restarted."))
+        error = GenerationFailed(f"{why} The server must be started again.")
+        for task, stream in list(self._live.values()):
+            task.fail(error)
+            stream.fail(error)
+            self._on_request(task.record)
         self._live.clear()
         if self._book is not None:
-            self._book.fail(GenerationFailed("The engine has failed."))
+            self._book.fail(error)
+        self.dead.set()
 
     async def stop(self, seconds: float = 8.0) -> None:
         """End every request and the MLX thread, waiting at most `seconds`.
@@ -262,6 +266,11 @@ class Engine:
         return await self.sessions.call(action)
 
     # -- what others ask ---------------------------------------------------------------------
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the MLX thread last began a step, which takes seconds at most."""
+        return self._core.scheduler.pulse.silent_s if self._core is not None else 0.0
 
     @property
     def sessions(self) -> SessionBook:

@@ -18,6 +18,7 @@ from mlxcache.engine.memory import Lease, Memory
 from mlxcache.engine.outcome import Outcome, failure, take
 from mlxcache.engine.pace import Pace
 from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Prefill
+from mlxcache.engine.pulse import Pulse
 from mlxcache.engine.task import Task
 from mlxcache.errors import MlxcacheError, NotReady, StoreError
 from mlxcache.types import FinishReason
@@ -51,6 +52,7 @@ class Scheduler:
         self.ended = ended
         self.ticked = ticked
         self.pace = Pace(clock)
+        self.pulse = Pulse()
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.waiting: list[Task] = []
         self.prefilling: list[Task] = []
@@ -73,7 +75,7 @@ class Scheduler:
 
     def tick(self) -> None:
         """Take what has arrived, then do one chunk of prefill and some steps of decoding."""
-        take_in(self.inbox, block=self._nothing_to_do())
+        take_in(self.inbox, self.pulse, block=self._nothing_to_do())
         self.ahead.step() if self.idle() else self.ahead.pause()
         if self.disk is not None:
             self.disk.pump(beside=len(self.lanes) > 0)
@@ -197,6 +199,7 @@ class Scheduler:
     def _decode_round(self, lanes: list[Lane]) -> None:
         """One step of each of `lanes`, in turn."""
         for lane in list(lanes):
+            self.pulse.beat()
             try:
                 self._step(lane)
             except Exception as error:  # noqa: BLE001 - `failure` logs it

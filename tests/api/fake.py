@@ -164,6 +164,8 @@ class FakeEngine:
     def __init__(self) -> None:
         self.info: ModelInfo | None = INFO
         self.state: Literal["loading", "ready", "failed", "stopped"] = "ready"
+        self.failure: str | None = None
+        self.silent_s = 0.0
         self.script: Sequence[Step] = reply("Hello", ", ", "world")
         self.cached_tokens = 0
         self.restored_tokens = 0

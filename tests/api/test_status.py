@@ -31,6 +31,26 @@ async def test_health_is_200_only_when_the_model_can_serve(
         assert (response.status_code, response.json()["status"]) == (503, state)
 
 
+async def test_a_thread_that_does_not_move_shows_in_health_and_ends_nothing(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.silent_s = 59.0
+    response = await client.get("/health")
+    assert (response.status_code, response.json()["stalled_s"]) == (200, 59.0)
+    engine.silent_s = 61.0
+    response = await client.get("/health")
+    assert (response.status_code, response.json()["status"]) == (503, "stalled")
+    assert response.json()["stalled_s"] == 61.0
+
+
+async def test_health_says_what_the_engine_died_of(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.state, engine.failure = "failed", "The MLX thread died (ValueError: no)."
+    response = await client.get("/health")
+    assert (response.status_code, response.json()["reason"]) == (503, engine.failure)
+
+
 async def test_models_are_not_listed_before_they_serve(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

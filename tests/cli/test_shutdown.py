@@ -40,6 +40,7 @@ from mlxcache.types import ModelInfo
 class Hanging:
     state = "ready"
     info = ModelInfo("m", 10, 10, 0, "llama", False, False)
+    silent_s, failure, dead = 0.0, None, asyncio.Event()
     def __init__(self, settings, on_progress, on_request):
         threading.Thread(target=threading.Event().wait).start()
     async def start(self): pass
