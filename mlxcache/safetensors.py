@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from xxhash import xxh3_64_hexdigest
 
-from mlxcache.types import ITEM_BYTES, Tensor
+from mlxcache.tensor import ITEM_BYTES, Tensor
 
 MAX_HEADER = 100_000_000
 """Bytes; what the format's own library accepts."""

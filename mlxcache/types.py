@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -21,63 +20,6 @@ Tokens = npt.NDArray[np.int32]
 FinishReason = Literal["stop", "stop_sequence", "length", "tool_calls", "cancelled", "error"]
 """`stop`: the model ended its turn; `stop_sequence`: a stop string; `length`: max_tokens,
 the context or the memory budget."""
-
-ITEM_BYTES: Mapping[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
-    "C64": 8,
-}
-"""Bytes per element of each dtype, by its safetensors name."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
-    """One array's bytes on their way to a file, which nobody writes to as long as this lives.
-
-    `dtype` is a key of `ITEM_BYTES`; `data` is C-contiguous and holds exactly the elements of
-    `shape`. Raises ValueError where they do not agree.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-
-    def __post_init__(self) -> None:
-        view = memoryview(self.data)
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"{self.name}: safetensors knows no dtype {self.dtype!r}")
-        if not view.c_contiguous:
-            raise ValueError(f"{self.name}: its bytes are not contiguous")
-        if view.nbytes != self.nbytes:
-            raise ValueError(
-                f"{self.name}: {self.dtype} of shape {self.shape} takes {self.nbytes} bytes, "
-                f"not {view.nbytes}"
-            )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
-
-    @property
-    def bytes(self) -> memoryview:
-        """The elements as a flat view of bytes; no copy."""
-        view = memoryview(self.data)
-        return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +110,7 @@ class Job:
     `top_logprobs` None: no log-probabilities; 0 to 20: those of the sampled token and so many of
     the likeliest. `raw`: a plain completion, in which thinking and calls are not told from text.
     `session` is a label for people, never a key. `title`: how the first message of a person begins.
+    `owner`: whose it is, which the engine finds out.
     """
 
     id: str
@@ -182,6 +125,7 @@ class Job:
     session: str | None = None
     client: str | None = None
     title: str | None = None
+    owner: str | None = None
     api: str = ""
     render_s: float = 0.0
 
@@ -297,3 +241,4 @@ class RequestRecord:
     error: str | None = None
     canonicalised: tuple[str, ...] = ()
     lost: dict[str, Any] | None = None
+    owner: str | None = None

@@ -10,8 +10,10 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from mlxcache.engine.ahead import KEPT, Ahead
+from mlxcache.engine.records import owned
 from mlxcache.engine.task import Task
 from mlxcache.errors import MlxcacheError
 from mlxcache.prompt.ahead import continued
@@ -31,11 +33,14 @@ ENDED = 64
 class Anticipation:
     """Renders next turns in a thread of its own. Call from the event loop.
 
-    `put` has an action run on the MLX thread, `ahead` computes there.
+    `builder` gives an owner's, `put` has an action run on the MLX thread, `ahead` computes there.
     """
 
     def __init__(
-        self, builder: PromptBuilder, ahead: Ahead, put: Callable[[Callable[[], None]], None]
+        self,
+        builder: Callable[[str | None], PromptBuilder],
+        ahead: Ahead,
+        put: Callable[[Callable[[], None]], None],
     ):
         self._builder, self._ahead, self._put = builder, ahead, put
         self._pieces: dict[str, list[Piece]] = {}
@@ -85,15 +90,15 @@ class Anticipation:
         job, sent = task.job, task.job.prompt.source.sent
         try:
             chat = continued(sent, pieces, job.prompt.names, thoughts=job.api == "messages")
-            prompt = self._builder.ahead(chat, job.session, job.stop)
+            prompt = self._builder(job.owner).ahead(chat, job.session, job.stop)
         except MlxcacheError as error:  # such as: it is too long to go on with
             log.debug("%s: the next turn cannot be anticipated: %s", job.id, error)
             return
         except Exception:  # nobody waits for an answer
             log.exception("%s: the next turn could not be rendered", job.id)
             return
-        before = task.tokens()
-        self._put(lambda: self._ahead.add(prompt, before))
+        before, job = task.tokens(), owned(replace(job, prompt=prompt), job.owner)
+        self._put(lambda: self._ahead.add(job.prompt, before))
 
 
 def _said(piece: Piece) -> bool:

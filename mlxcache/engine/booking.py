@@ -102,6 +102,7 @@ class Booking:
             client=job.client,
             title=job.title,
             reply=reply,
+            owner=job.owner,
         )
         self._submit(lambda: self._book_with_late(turn))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mlxcache.types import Tensor
+from mlxcache.tensor import Tensor
 
 
 class Buffers:

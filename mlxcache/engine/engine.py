@@ -13,12 +13,14 @@ from typing import Any, Literal, TypeVar
 from mlxcache.config import Settings
 from mlxcache.engine import chosen
 from mlxcache.engine.anticipation import Anticipation
+from mlxcache.engine.builders import Builders, maker
 from mlxcache.engine.core import Core
 from mlxcache.engine.ending import end
 from mlxcache.engine.figures import Totals, snapshot, with_disk
 from mlxcache.engine.losses import Losses
-from mlxcache.engine.records import Records
-from mlxcache.engine.sessions import SessionBook, open_book
+from mlxcache.engine.open_book import open_book
+from mlxcache.engine.records import Records, owned
+from mlxcache.engine.sessions import SessionBook
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
 from mlxcache.errors import (
@@ -28,9 +30,8 @@ from mlxcache.errors import (
     QueueFull,
 )
 from mlxcache.model import load
-from mlxcache.model.output import reader
 from mlxcache.model.sampling import validate
-from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.owner import OWNER
 from mlxcache.prompt.canonical.restore import Reply
 from mlxcache.types import Chat, Job, ModelInfo, Prompt, RequestRecord
 
@@ -75,7 +76,7 @@ class Engine:
         self._figures: dict[str, Any] = {}
         self._core: Core | None = None
         self._book: SessionBook | None = None
-        self._builder: PromptBuilder | None = None
+        self._builders: Builders | None = None
         self._losses: Losses | None = None
         self._anticipation: Anticipation | None = None
         self._thread: threading.Thread | None = None
@@ -98,27 +99,19 @@ class Engine:
             await ready
             core = self._core
             assert core is not None
-            loaded = core.loaded
-            self._builder = PromptBuilder(
-                loaded.tokenizer,
-                self.settings.chat_template_args,
-                core.info.context_length,
-                loaded.vision if core.images else None,
-                self.settings.rules,
-                read=reader(loaded.tokenizer),
-            )
             self._book = await open_book(core, self.settings, self.submit)
-            self._builder.others = self._book.replies
-            self._losses = Losses(self._builder, lambda: core.cost.rate, self._book.booked)
+            self._builders = Builders(maker(core, self.settings, self._book))
+            builder = self._builders.of(None)
+            self._losses = Losses(builder, lambda: core.cost.rate, self._book.booked)
             if not self.settings.no_anticipate:
                 scheduler = core.scheduler
                 self._anticipation = Anticipation(
-                    self._builder, scheduler.ahead, scheduler.inbox.put
+                    self._builders.of, scheduler.ahead, scheduler.inbox.put
                 )
         except BaseException:
             self.state = "failed"
             raise
-        self.info = replace(core.info, has_images=self._builder.takes_images)
+        self.info = replace(core.info, has_images=builder.takes_images)
         self.state = "ready"
 
     def _main(self, spec: load.ModelSpec | None, ready: asyncio.Future[None]) -> None:
@@ -188,24 +181,30 @@ class Engine:
         Raises BadRequest or GenerationFailed where the template refuses it, ContextLengthExceeded
         where it is far too long to be worth tokenising, NotReady before the model is loaded.
         """
-        builder = self._ready_builder()
-        return await self._loop.run_in_executor(self._pool, builder.chat, chat, session, stop)
+        builders, owner = self._ready_builders(), OWNER.get()
+
+        def made() -> Prompt:
+            return builders.of(owner).chat(chat, session, stop)
+
+        return await self._loop.run_in_executor(self._pool, made)
 
     async def render_text(self, text: str) -> Prompt:
         """The prompt of plain `text`, no template applied. Raises as `render`."""
-        builder = self._ready_builder()
+        builder = self._ready_builders().of(None)  # a text is remembered by none
         return await self._loop.run_in_executor(self._pool, builder.text, text)
 
-    def _ready_builder(self) -> PromptBuilder:
-        if self.state != "ready" or self._builder is None:
+    def _ready_builders(self) -> Builders:
+        if self.state != "ready" or self._builders is None:
             raise NotReady(f"The model is not ready ({self.state}).", retry_after=5.0)
-        return self._builder
+        return self._builders
 
     async def submit(self, job: Job) -> Stream:
         """Queue `job`. Raises NotReady, QueueFull, BadRequest or ContextLengthExceeded at once."""
-        builder, core = self._ready_builder(), self._core
+        core = self._core
+        builder = self._ready_builders().of(OWNER.get())
         assert core is not None
         assert self._losses is not None
+        job = owned(job, OWNER.get())
         record = self._records.begin(job)
         try:
             self._check(job, core)
@@ -240,8 +239,8 @@ class Engine:
         record = task.record
         if task.lease is not None:
             self._totals.add(record)
-            if self._builder is not None:
-                self._builder.remember(task.generated())  # before the client can have it all
+            if self._builders is not None:  # before the client can have it all
+                self._builders.of(task.job.owner).remember(task.generated())
             if self._book is not None:
                 self._book.ended(task)
         self._publish()
@@ -275,7 +274,7 @@ class Engine:
     @property
     def sessions(self) -> SessionBook:
         """The sessions. Raises NotReady before the model is loaded."""
-        self._ready_builder()
+        self._ready_builders()
         assert self._book is not None
         return self._book
 
@@ -286,14 +285,14 @@ class Engine:
         return figures | {"sessions": self._book.count} if self._book else figures
 
     def requests(self) -> list[RequestRecord]:
-        """Recent requests, newest first."""
-        return self._records.all()
+        """The owner's recent requests, newest first."""
+        return self._records.all(OWNER.get())
 
     async def request(self, id: str) -> RequestRecord | None:
-        """One recent request, once it is known what it has lost."""
+        """One of the owner's recent requests, once it is known what it has lost."""
         if self._losses is not None:
             await self._losses.told(id)
-        return self._records.get(id)
+        return self._records.get(id, OWNER.get())
 
 
 __all__ = ["Engine", "MlxcacheError", "Stream"]

@@ -75,7 +75,8 @@ class Losses:
         task.push = watching
 
     def _begin(self, task: Task, reuse: Reuse) -> None:
-        job, record, held = task.job, task.record, self._held.all()
+        job, record = task.job, task.record
+        held = [one for one in self._held.all() if one.owner == job.owner]
         found = self._loop.run_in_executor(self._pool, self._find, job, held, reuse)
         self._open[job.id] = found
         found.add_done_callback(lambda done: self._told(record, done))
@@ -95,7 +96,8 @@ class Losses:
         if explained(task.job) and task.lease is not None:
             ids = np.concatenate([task.ids, np.asarray(task.out, np.int32)])
             computed = record.cached_tokens + record.fed_tokens + max(0, len(task.out) - 1)
-            self._held.add(Candidate(task.job.session, Side(source, ids), computed))
+            side = Side(source, ids)
+            self._held.add(Candidate(task.job.session, side, computed, task.job.owner))
         found = self._open.get(record.id)
         if found is None:
             then()

@@ -13,6 +13,7 @@ from mlxcache.engine.booking import Served
 from mlxcache.engine.prompt_caches import PromptCacheExport, Submit, compute
 from mlxcache.engine.prompt_import import take_in
 from mlxcache.errors import DiskFull, SnapshotRefused, Unsupported
+from mlxcache.owner import OWNER, own_ids, plain_ids
 from mlxcache.store.database import translated
 from mlxcache.store.lock import runs
 from mlxcache.store.prefixes import viewing
@@ -23,6 +24,7 @@ from mlxcache.store.snapshot import (
     SessionInfo,
     Snapshot,
     export,
+    owned,
     read_snapshot,
     restore,
 )
@@ -62,7 +64,8 @@ class Portable:
         store = self._stored()
         info = await self._book.info(id)
         await self._book.settled()
-        return await asyncio.to_thread(export, viewing(store, info.namespace), info)
+        seen = viewing(store, info.namespace)
+        return await asyncio.to_thread(export, seen, info, OWNER.get())
 
     async def prompt_cache(self, id: str) -> PromptCacheExport:
         """The main leaf of a session as a file for mlx-lm's tools, computed where it is not there.
@@ -73,9 +76,10 @@ class Portable:
         info = await self._book.info(id)
         if info.namespace != self._model.namespace:
             raise Unsupported(f"This session is of another model ({info.model}): serve that one.")
-        ids, path = info.leaves[0].ids, self._model.path
+        owner, path = OWNER.get(), self._model.path
+        ids = plain_ids(info.leaves[0].ids, owner)
         await compute(self._submit, ids)
-        return await self._book.call(lambda core: PromptCacheExport(core, ids, path))
+        return await self._book.call(lambda core: PromptCacheExport(core, ids, path, owner))
 
     def incoming(self, nbytes: int) -> Path:
         """Where to put a file of `nbytes` for `restore`. Raises DiskFull where it has no room."""
@@ -94,14 +98,16 @@ class Portable:
         StoreError, Unsupported for snapshots where nothing is kept on disk, and for prompt caches
         what `Engine.submit` raises.
         """
+        owner = OWNER.get()
         try:
-            checked = await asyncio.to_thread(self._read, path)
+            checked = owned(await asyncio.to_thread(self._read, path), owner)
         except SnapshotRefused as refused:
             try:
-                ids = await self._book.call(lambda core: take_in(core, path, prompt))
+                ids = await self._book.call(lambda core: take_in(core, path, prompt, owner))
             except SnapshotRefused as error:
                 raise (refused if prompt is None else error) from error
             await compute(self._submit, ids)
+            ids = own_ids(ids, owner)
             leaf = LeafInfo(ids, prompt_tokens=len(ids), anchor=len(ids), last_used_at=time.time())
             model = self._model
             info = SessionInfo(

@@ -13,6 +13,7 @@ import numpy as np
 
 from mlxcache.errors import Busy, Unsupported
 from mlxcache.model.mlx_lm_format import PromptCacheFile
+from mlxcache.owner import own_ids
 from mlxcache.types import WARMING, Job, Prompt, Tokens
 
 if TYPE_CHECKING:
@@ -32,10 +33,13 @@ class PromptCacheExport:
     A lineage is held until the iteration ends, or until nobody holds this any more.
     """
 
-    def __init__(self, core: Core, ids: Tokens, model: str):
-        """On the MLX thread. Raises Busy where not all of `ids` is in RAM, with its state."""
+    def __init__(self, core: Core, ids: Tokens, model: str, owner: str | None = None):
+        """On the MLX thread. `ids`: as the model is fed them.
+
+        Raises Busy where not all of them is in RAM, with its state.
+        """
         memory, inbox = core.memory, core.scheduler.inbox
-        lease = memory.acquire(np.append(ids, ids[-1:]), 1)
+        lease = memory.acquire(own_ids(np.append(ids, ids[-1:]), owner), 1)
         if lease is None:
             raise Busy("There is no memory for a prompt cache now.", retry_after=5.0)
         if lease.cached < len(ids):

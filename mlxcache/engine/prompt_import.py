@@ -13,6 +13,7 @@ import numpy as np
 from mlxcache.errors import BadRequest
 from mlxcache.model.mlx_lm_check import agrees
 from mlxcache.model.mlx_lm_read import PromptCache, prompt_ids, read_prompt_cache
+from mlxcache.owner import own_ids
 from mlxcache.types import Tokens
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("mlxcache.engine")
 
 
-def take_in(core: Core, path: Path, prompt: str | None) -> Tokens:
-    """The tokens of the prompt cache at `path`, its KV in the tree if it is of this model.
+def take_in(core: Core, path: Path, prompt: str | None, owner: str | None = None) -> Tokens:
+    """The tokens of the prompt cache at `path`, its KV in the owner's tree if it is of this model.
 
     `prompt`: what the file was made of, as text or as a JSON list of ids; not needed where the file
     has its tokens. KV that is not that of the model, or for which there is no memory, is left.
@@ -40,7 +41,7 @@ def take_in(core: Core, path: Path, prompt: str | None) -> Tokens:
         return ids
     try:
         if agrees(core.loaded.model, layout, found, ids):
-            _insert(core, found, ids)
+            _insert(core, found, own_ids(ids, owner))
         else:
             log.warning("a prompt cache is not what this model computes for its prompt: left aside")
     finally:

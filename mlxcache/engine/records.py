@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from dataclasses import replace
 
+from mlxcache.owner import own_ids
 from mlxcache.types import Job, RequestRecord
 
 KEPT = 1000
@@ -28,16 +30,30 @@ class Records:
             prompt_tokens=len(job.prompt.ids),
             timing={"render_s": round(job.render_s, 6)},
             canonicalised=job.prompt.rules,
+            owner=job.owner,
         )
         self._kept[record.id] = record
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return record
 
-    def all(self) -> list[RequestRecord]:
-        """Newest first."""
-        return list(reversed(self._kept.values()))
+    def all(self, owner: str | None) -> list[RequestRecord]:
+        """An owner's, newest first."""
+        return [record for record in reversed(self._kept.values()) if record.owner == owner]
 
-    def get(self, id: str) -> RequestRecord | None:
-        """One of them."""
-        return self._kept.get(id)
+    def get(self, id: str, owner: str | None) -> RequestRecord | None:
+        """One of an owner's."""
+        found = self._kept.get(id)
+        return found if found is not None and found.owner == owner else None
+
+
+def owned(job: Job, owner: str | None) -> Job:
+    """A job as one owner's: the cache knows its prompt by ids that are only the owner's."""
+    prompt = job.prompt
+    if owner is None:
+        return job
+    return replace(
+        job,
+        owner=owner,
+        prompt=replace(prompt, ids=own_ids(prompt.ids, owner), tokens=prompt.fed),
+    )

@@ -7,18 +7,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mlxcache.cache.node import common_length
-from mlxcache.config import Settings
 from mlxcache.engine.booking import Booking, Served
 from mlxcache.engine.calls import Calls
-from mlxcache.engine.portable import Portable, sweep
+from mlxcache.engine.portable import Portable
 from mlxcache.engine.prompt_caches import Submit
 from mlxcache.engine.ram import forget_all, forget_session, in_ram
 from mlxcache.errors import MlxcacheError, StoreError
-from mlxcache.model.wire import run_spec
+from mlxcache.owner import OWNER
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed, nothing, on_disk
@@ -27,7 +27,6 @@ from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_info import SessionInfo
 from mlxcache.store.store import Store
-from mlxcache.store.temporary import TemporaryDatabase
 from mlxcache.types import WARMING, Tokens
 
 if TYPE_CHECKING:
@@ -68,7 +67,8 @@ class SessionBook:
         self._calls = Calls(core.scheduler.inbox)
         self._booking = Booking(sessions, model, store)
         self._checking = asyncio.Lock()
-        self._asking, self._asked = threading.Lock(), 0
+        self._asking = threading.Lock()
+        self._asked: dict[str | None, int] = {}
         self.portable = Portable(self, model, submit, incoming)
 
     @property
@@ -86,14 +86,16 @@ class SessionBook:
         reply = task.generated()
         self._booking.turn(task.job, ids, time.time(), reply.row if reply else None)
 
-    def replies(self) -> list[ReplyRow]:
-        """The replies on disk that this was not asked for before, other servers' too, the oldest
-        first; none where the disk is in trouble, which is told elsewhere. In any thread; blocks."""
+    def replies(self, owner: str | None) -> list[ReplyRow]:
+        """An owner's replies on disk that this was not asked for before, other servers' too, the
+        oldest first; none where the disk is in trouble, told elsewhere. In any thread; blocks."""
         if self.store is None:
             return []
         with self._asking:
             try:
-                found, self._asked = self._sessions.replies(self.namespace, self._asked)
+                found, self._asked[owner] = self._sessions.replies(
+                    self.namespace, self._asked.get(owner, 0), owner
+                )
             except StoreError as error:
                 log.debug("replies on disk cannot be read: %s", error)
                 return []
@@ -124,11 +126,11 @@ class SessionBook:
 
         Raises StoreError.
         """
-        return await self._measured(lambda: self._sessions.all(limit))
+        return await self._measured(lambda: self._sessions.all(limit, OWNER.get()))
 
     async def get(self, id: str) -> Listed:
         """One session. Raises NotFound and StoreError."""
-        return (await self._measured(lambda: [self._sessions.get(id)]))[0]
+        return (await self._measured(lambda: [self._sessions.get(id, OWNER.get())]))[0]
 
     async def _measured(self, find: Callable[[], Sequence[Session]]) -> Sequence[Listed]:
         """What `find` finds, with its leaves, and what each tier holds of them."""
@@ -165,7 +167,8 @@ class SessionBook:
         self, id: str, *, name: str | None = None, pinned: bool | None = None
     ) -> Listed:
         """Rename a session ("": no name), pin it or let it go. Raises NotFound and StoreError."""
-        await self._booking.run(lambda: self._sessions.update(id, name=name, pinned=pinned))
+        change = partial(self._sessions.update, id, name=name, pinned=pinned, owner=OWNER.get())
+        await self._booking.run(change)
         if pinned is not None:
             await self._booking.run(lambda: self._booking.pin(id, pinned=pinned))
         return await self.get(id)
@@ -190,7 +193,7 @@ class SessionBook:
 
         Raises NotFound and StoreError.
         """
-        session = await self._booking.read(lambda: self._sessions.get(id))
+        session = await self._booking.read(lambda: self._sessions.get(id, OWNER.get()))
         leaves = await self._booking.read(lambda: self._sessions.leaves(id))
         await self.settled()
         await self._booking.run(lambda: self._sessions.delete(id))
@@ -214,8 +217,10 @@ class SessionBook:
         """Empty both tiers and forget the sessions, pinned ones only if `pinned`.
 
         What requests are using stays until it is evicted. Returns `sessions` that went and
-        `freed_bytes` of the disk. Raises StoreError.
+        `freed_bytes` of the disk. An owner clears no more than its own. Raises StoreError.
         """
+        if OWNER.get() is not None:
+            return await self._clear_own(pinned)
         await self.settled()
         sessions = await self._booking.run(lambda: self._sessions.clear(pinned=pinned))
         self._booking.count -= sessions
@@ -224,6 +229,15 @@ class SessionBook:
             freed = await self._booking.run(lambda: store.clear(pinned=pinned))
         await self.call(forget_all)
         return {"sessions": sessions, "freed_bytes": freed}
+
+    async def _clear_own(self, pinned: bool) -> dict[str, int]:
+        before = self.store.stats().used_bytes if self.store else 0
+        own = await self._booking.read(lambda: self._sessions.all(None, OWNER.get()))
+        gone = [session for session in own if pinned or not session.pinned]
+        for session in gone:
+            await self.delete(session.id)
+        after = self.store.stats().used_bytes if self.store else 0
+        return {"sessions": len(gone), "freed_bytes": max(0, before - after)}
 
     async def prune(self, limit: int | None = None) -> int:
         """Remove damaged files, and what is beyond `limit` bytes on disk; the bytes freed.
@@ -247,15 +261,12 @@ class SessionBook:
 
     async def info(self, id: str) -> SessionInfo:
         """A session as a snapshot carries it. Raises NotFound and StoreError."""
-        return await self._booking.read(lambda: self._sessions.info(id))
+        return await self._booking.read(lambda: self._sessions.info(id, OWNER.get()))
 
     async def adopt(self, info: SessionInfo, name: str | None) -> Listed:
         """Enter a session that came in a file. Raises StoreError."""
         size, booking = sum(len(leaf.ids) for leaf in info.leaves), self._booking
-
-        def enter() -> str:
-            return self._sessions.adopt(info, time.time(), name)
-
+        enter = partial(self._sessions.adopt, info, time.time(), name, OWNER.get())
         made = await booking.run(lambda: booking.with_room(size, enter))
         self._booking.count += 1
         return await self.get(made)
@@ -273,20 +284,3 @@ class SessionBook:
         """Book what was handed over, for a bounded time, and end. From any thread; blocks."""
         if left := self._booking.close():
             log.warning("%d turns could not be entered into the table of sessions in time", left)
-
-
-async def open_book(core: Core, settings: Settings, submit: Submit) -> SessionBook:
-    """The sessions of a loaded model: in its store's database, else in one that is never written.
-
-    Raises StoreError.
-    """
-    store = core.disk.store if core.disk is not None else None
-    layout, name = core.layout, core.info.id
-    namespace = store.namespace if store is not None else f"ram:{name}"
-    path = settings.model or str(core.loaded.path)
-    served = Served(name, path, namespace, run_spec(layout), layout.vocab_size)
-    database = store.database if store is not None else TemporaryDatabase()
-    sessions = await asyncio.to_thread(Sessions, database)
-    await asyncio.to_thread(sweep, settings.cache_dir / "incoming")
-    incoming = settings.cache_dir / "incoming"
-    return SessionBook(sessions, served, core, submit, incoming=incoming, store=store)

@@ -23,7 +23,8 @@ from mlxcache.model.adapters import adapter_of, class_name, composed, parts_of
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.sliced import Sliced
 from mlxcache.safetensors import Place, compose
-from mlxcache.types import ITEM_BYTES, Tokens
+from mlxcache.tensor import ITEM_BYTES
+from mlxcache.types import Tokens
 
 IDS = "mlxcache_ids"
 """Where files written here have the token ids among the tool's metadata: int32 in base64."""

@@ -17,6 +17,7 @@ class Candidate:
     session: str | None
     side: Side
     computed: int
+    owner: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -37,17 +38,21 @@ class Candidates:
     def add(self, new: Candidate) -> None:
         """Keep a prompt, in the place of one of its session that it goes on with."""
         ids = new.side.ids
-        mine = [one for one in self._held if one.session == new.session]
+        mine = self._of(new)
         for one in mine:
             if common_length(one.side.ids, ids) >= 0.75 * len(one.side.ids):
                 self._held.remove(one)
-        mine = [one for one in self._held if one.session == new.session]
+        mine = self._of(new)
         if len(mine) >= self._each:
             self._held.remove(mine[0])
         self._held.append(new)
         size = self.nbytes
         while self._held and (len(self._held) > self._count or size > self._limit):
             size -= self._held.pop(0).nbytes
+
+    def _of(self, new: Candidate) -> list[Candidate]:
+        whose = (new.session, new.owner)
+        return [one for one in self._held if (one.session, one.owner) == whose]
 
     def all(self) -> list[Candidate]:
         """A copy of the list of them, for another thread."""

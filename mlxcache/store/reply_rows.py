@@ -52,9 +52,17 @@ def insert(db: sqlite3.Connection, session: str, namespace: str, reply: ReplyRow
     db.execute("DELETE FROM replies WHERE id <= ?", ((made.lastrowid or 0) - MOST_REPLIES,))
 
 
-def replies(db: sqlite3.Connection, namespace: str, after: int = 0) -> tuple[list[ReplyRow], int]:
-    """The replies of a namespace that came after a row, the oldest first, and the last row now."""
-    query = f"SELECT {_FIELDS} FROM replies WHERE id > ? AND namespace = ? ORDER BY id"
+def replies(
+    db: sqlite3.Connection, namespace: str, after: int = 0, owner: str | None = None
+) -> tuple[list[ReplyRow], int]:
+    """The replies of a namespace that came after a row, the oldest first, and the last row now.
+
+    Those of one owner's sessions alone.
+    """
+    query = (
+        f"SELECT {_FIELDS} FROM replies WHERE id > ? AND namespace = ?"
+        " AND session IN (SELECT id FROM sessions WHERE owner IS ?) ORDER BY id"
+    )
     last = db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0]
     found = [
         ReplyRow(
@@ -62,7 +70,7 @@ def replies(db: sqlite3.Connection, namespace: str, after: int = 0) -> tuple[lis
             *(bool(calls), bool(opened), bool(generic), stopped),
         )
         for digest, length, tail, history, ids, calls, opened, generic, stopped in db.execute(
-            query, (after, namespace)
+            query, (after, namespace, owner)
         )
     ]
     return found, int(last)

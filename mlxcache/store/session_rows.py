@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, namespace TEXT NOT NULL, model TEXT NOT NULL,
     label TEXT, name TEXT, title TEXT, client TEXT,
     turns INTEGER NOT NULL, pinned INTEGER NOT NULL,
-    created_at REAL NOT NULL, last_used_at REAL NOT NULL);
+    created_at REAL NOT NULL, last_used_at REAL NOT NULL, owner TEXT);
 CREATE INDEX IF NOT EXISTS sessions_label ON sessions (namespace, label);
 CREATE INDEX IF NOT EXISTS sessions_used ON sessions (last_used_at);
 CREATE TABLE IF NOT EXISTS leaves (
@@ -46,12 +46,16 @@ CREATE TABLE IF NOT EXISTS leaf_tokens (
 """
 """A leaf's ids are little-endian int32, cut at multiples of `PART_TOKENS`."""
 
+ANYBODY = ""
+"""In place of an owner: whoever it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """A session's row. `label` is what clients call it, `name` what a person does.
 
-    `title` is from its first user message. Times are in seconds since 1970.
+    `title` is from its first user message. Times are in seconds since 1970. `owner`: see
+    `mlxcache.owner`; None: it was made where the server told none apart.
     """
 
     id: str
@@ -65,6 +69,7 @@ class Session:
     pinned: bool
     created_at: float
     last_used_at: float
+    owner: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,9 +91,13 @@ class Turn:
     client: str | None = None
     title: str | None = None
     reply: ReplyRow | None = None
+    owner: str | None = None
 
 
-FIELDS = "id, namespace, model, label, name, title, client, turns, pinned, created_at, last_used_at"
+FIELDS = (
+    "id, namespace, model, label, name, title, client, turns, pinned, created_at, last_used_at"
+    ", owner"
+)
 _LEAF = "id, session, kind, prompt_tokens, anchor, turns, last_used_at"
 
 
@@ -119,9 +128,17 @@ def ids(db: sqlite3.Connection, leaf: int) -> Tokens:
     return np.frombuffer(b"".join(part for (part,) in rows), "<i4").astype(np.int32)
 
 
-def get(db: sqlite3.Connection, id: str) -> Session:
-    """One session. Raises NotFound."""
-    row = db.execute(f"SELECT {FIELDS} FROM sessions WHERE id = ?", (id,)).fetchone()
+def create_owner(db: sqlite3.Connection) -> None:
+    """Add what the table of an earlier version has not."""
+    columns = {name for _, name, *_ in db.execute("PRAGMA table_info(sessions)")}
+    if "owner" not in columns:
+        db.execute("ALTER TABLE sessions ADD COLUMN owner TEXT")
+
+
+def get(db: sqlite3.Connection, id: str, owner: str | None = ANYBODY) -> Session:
+    """One session of an owner's. Raises NotFound, also where it is another's."""
+    query = f"SELECT {FIELDS} FROM sessions WHERE id = ?1 AND (?2 = '' OR owner IS ?2)"
+    row = db.execute(query, (id, owner)).fetchone()
     if row is None:
         raise NotFound(f"No session has the id {id[:80]!r}.")
     return read_session(row)
@@ -129,14 +146,14 @@ def get(db: sqlite3.Connection, id: str) -> Session:
 
 def insert(db: sqlite3.Connection, session: Session) -> None:
     """Put in a new session, without leaves."""
-    places = ", ".join("?" * 11)
+    places = ", ".join("?" * 12)
     db.execute(f"INSERT INTO sessions ({FIELDS}) VALUES ({places})", astuple(session))
 
 
 def begun(id: str, turn: Turn) -> Session:
     """The session that `turn` is about to begin."""
     who = (turn.label, None, None, turn.client)
-    return Session(id, turn.namespace, turn.model, *who, 0, False, turn.at, turn.at)
+    return Session(id, turn.namespace, turn.model, *who, 0, False, turn.at, turn.at, turn.owner)
 
 
 def labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
@@ -145,8 +162,8 @@ def labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
         return None
     row = db.execute(
         "SELECT id FROM sessions WHERE namespace = ?1 AND (label = ?2 OR id = ?2)"
-        " ORDER BY id = ?2 DESC",
-        (turn.namespace, turn.label),
+        " AND owner IS ?3 ORDER BY id = ?2 DESC",
+        (turn.namespace, turn.label, turn.owner),
     ).fetchone()
     return None if row is None else str(row[0])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sqlite3
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 
@@ -17,16 +18,17 @@ from mlxcache.store import reply_rows
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
 from mlxcache.store.leaves import Leaf, continued
-from mlxcache.store.session_rows import Session, Turn
+from mlxcache.store.session_rows import ANYBODY, Session, Turn
 from mlxcache.store.snapshot_info import LeafInfo, SessionInfo
 from mlxcache.types import Tokens
 
-__all__ = ["Session", "Sessions", "Turn", "id_of", "new_id"]
+__all__ = ["ANYBODY", "Session", "Sessions", "Turn", "id_of", "new_id"]
 
 
-def id_of(namespace: str, label: str) -> str:
+def id_of(namespace: str, label: str, owner: str | None = None) -> str:
     """The id of a label's session, the same on every machine and after every loss."""
-    text = f"{namespace}\0{label}".encode(errors="surrogatepass")
+    own = "" if owner is None else f"\0{owner}"
+    text = f"{namespace}\0{label}{own}".encode(errors="surrogatepass")
     return "ses_" + hashlib.blake2b(text, digest_size=6).hexdigest()
 
 
@@ -42,6 +44,8 @@ class Sessions:
         self._database = database
         database.create(rows.SCHEMA)
         database.create(reply_rows.SCHEMA)
+        with database.write() as db:
+            rows.create_owner(db)
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
         """Wait no longer than so for others, inside the block and on this thread."""
@@ -49,11 +53,14 @@ class Sessions:
 
     # -- reading -----------------------------------------------------------------------------
 
-    def all(self, limit: int | None = None) -> list[Session]:
-        """The sessions, those used last first."""
-        query = f"SELECT {rows.FIELDS} FROM sessions ORDER BY last_used_at DESC, id LIMIT ?"
+    def all(self, limit: int | None = None, owner: str | None = ANYBODY) -> list[Session]:
+        """The sessions of an owner's, those used last first."""
+        query = (
+            f"SELECT {rows.FIELDS} FROM sessions WHERE ?2 = '' OR owner IS ?2"
+            " ORDER BY last_used_at DESC, id LIMIT ?1"
+        )
         with self._database.read() as db:
-            found = db.execute(query, (-1 if limit is None else limit,)).fetchall()
+            found = db.execute(query, (-1 if limit is None else limit, owner)).fetchall()
         return [rows.read_session(row) for row in found]
 
     def count(self) -> int:
@@ -61,10 +68,10 @@ class Sessions:
         with self._database.read() as db:
             return int(db.execute("SELECT count(*) FROM sessions").fetchone()[0])
 
-    def get(self, id: str) -> Session:
-        """One session. Raises NotFound."""
+    def get(self, id: str, owner: str | None = ANYBODY) -> Session:
+        """One session of an owner's. Raises NotFound."""
         with self._database.read() as db:
-            return rows.get(db, id)
+            return rows.get(db, id, owner)
 
     def leaves(self, id: str) -> list[Leaf]:
         """The leaves of a session, the main one first, then those used last."""
@@ -89,10 +96,12 @@ class Sessions:
         with self._database.read() as db:
             return rows.ids(db, leaf)
 
-    def replies(self, namespace: str, after: int = 0) -> tuple[list[reply_rows.ReplyRow], int]:
-        """The replies of a namespace after a row, the oldest first, and the last row now."""
+    def replies(
+        self, namespace: str, after: int = 0, owner: str | None = None
+    ) -> tuple[list[reply_rows.ReplyRow], int]:
+        """An owner's replies in a namespace after a row, the oldest first, and the last row now."""
         with self._database.read() as db:
-            return reply_rows.replies(db, namespace, after)
+            return reply_rows.replies(db, namespace, after, owner)
 
     # -- changing ----------------------------------------------------------------------------
 
@@ -106,7 +115,7 @@ class Sessions:
             if leaf is not None:
                 session = leaf.session
             if session is None:
-                session = id_of(turn.namespace, turn.label) if turn.label else new_id()
+                session = self._id_for(db, turn)
                 rows.insert(db, rows.begun(session, turn))
                 rows.trim_sessions(db)
             rows.write_leaf(db, turn, session, leaf)
@@ -119,10 +128,25 @@ class Sessions:
             )
         return session
 
-    def update(self, id: str, *, name: str | None = None, pinned: bool | None = None) -> None:
+    def _id_for(self, db: sqlite3.Connection, turn: Turn) -> str:
+        """The id of the session that a turn begins."""
+        if turn.label:
+            id = id_of(turn.namespace, turn.label, turn.owner)
+            if not db.execute("SELECT 1 FROM sessions WHERE id = ?", (id,)).fetchone():
+                return id
+        return new_id()
+
+    def update(
+        self,
+        id: str,
+        *,
+        name: str | None = None,
+        pinned: bool | None = None,
+        owner: str | None = ANYBODY,
+    ) -> None:
         """Rename a session ("" takes its name away), pin it or let it go. Raises NotFound."""
         with self._database.write() as db:
-            rows.get(db, id)
+            rows.get(db, id, owner)
             if name is not None:
                 db.execute("UPDATE sessions SET name = ? WHERE id = ?", (name or None, id))
             if pinned is not None:
@@ -175,25 +199,30 @@ class Sessions:
             rows.insert_leaf(db, source.namespace, leaf)
         return fork.id
 
-    def info(self, id: str) -> SessionInfo:
-        """A session as a snapshot carries it. Raises NotFound."""
+    def info(self, id: str, owner: str | None = ANYBODY) -> SessionInfo:
+        """A session as a snapshot carries it, its ids as the cache has them. Raises NotFound."""
         with self._database.read() as db:
-            session, leaves = rows.get(db, id), rows.leaves(db, "session = ?", (id,))
+            session, leaves = rows.get(db, id, owner), rows.leaves(db, "session = ?", (id,))
         own = {name: getattr(session, name) for name in _CARRIED}
         return SessionInfo(leaves=tuple(_carried(leaf) for leaf in leaves), **own)
 
-    def adopt(self, info: SessionInfo, at: float, name: str | None = None) -> str:
+    def adopt(
+        self, info: SessionInfo, at: float, name: str | None = None, owner: str | None = None
+    ) -> str:
         """Enter a session that came in a snapshot; returns its id, a new one if that is taken.
 
         It counts as used `at`. A label that is taken stays with the session that has it.
+        An owner's session gets a new id: the one in the file could be meant for another's.
         """
         with self._database.write() as db:
             own = {field: getattr(info, field) for field in _CARRIED}
-            made = replace(Session(pinned=False, **own), last_used_at=at, name=name or info.name)
-            if db.execute("SELECT 1 FROM sessions WHERE id = ?", (made.id,)).fetchone():
+            made = Session(pinned=False, owner=owner, **own)
+            made = replace(made, last_used_at=at, name=name or info.name)
+            held = db.execute("SELECT 1 FROM sessions WHERE id = ?", (made.id,)).fetchone()
+            if held or owner is not None:
                 made = replace(made, id=new_id())
-            taken = "SELECT 1 FROM sessions WHERE namespace = ? AND label = ?"
-            if db.execute(taken, (made.namespace, made.label)).fetchone():
+            taken = "SELECT 1 FROM sessions WHERE namespace = ? AND label = ? AND owner IS ?"
+            if db.execute(taken, (made.namespace, made.label, owner)).fetchone():
                 made = replace(made, label=None)
             rows.insert(db, made)
             for leaf in info.leaves:

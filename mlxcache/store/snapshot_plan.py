@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxcache.errors import Corrupt, Gone, StoreError
+from mlxcache.owner import plain_ids
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found, Piece, Saved
 from mlxcache.store.leaves import common
@@ -41,10 +42,9 @@ class Own:
     pieces: tuple[Piece, ...]
     states: tuple[Saved, ...]
 
-    @property
-    def tokens(self) -> Tokens:
-        """Its own token ids, little-endian."""
-        return np.ascontiguousarray(self.info.ids[self.start :], "<i4")
+    def tokens(self, owner: str | None) -> Tokens:
+        """Its own token ids, little-endian, as nobody's."""
+        return np.ascontiguousarray(plain_ids(self.info.ids, owner)[self.start :], "<i4")
 
     @property
     def end(self) -> int:

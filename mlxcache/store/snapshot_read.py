@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xxhash import xxh3_64
 
 from mlxcache.errors import DiskFull, SnapshotRefused, StoreError
+from mlxcache.owner import own_ids
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.safetensors import Place
 from mlxcache.store.snapshot_check import (
@@ -37,7 +38,8 @@ from mlxcache.store.snapshot_info import (
     with_tokens,
 )
 from mlxcache.store.store import Store
-from mlxcache.types import Tensor, Tokens
+from mlxcache.tensor import Tensor
+from mlxcache.types import Tokens
 
 PIECE_BYTES = 64 << 20
 """About so much is in RAM at a time, and in a run."""
@@ -94,6 +96,13 @@ def read_snapshot(
     session = with_tokens(description.session(), leaf_ids(raw, description, vocab_size))
     nbytes = sum(place.nbytes for part in (kv, *states) for place in part)
     return Snapshot(path, session, nbytes, description, kv, states, sums)
+
+
+def owned(snapshot: Snapshot, owner: str | None) -> Snapshot:
+    """A snapshot as one owner's."""
+    session = snapshot.session
+    ids = [own_ids(leaf.ids, owner) for leaf in session.leaves]
+    return replace(snapshot, session=with_tokens(session, ids))
 
 
 def restore(store: Store, snapshot: Snapshot, progress: Progress | None = None) -> SessionInfo:

@@ -27,7 +27,7 @@ from mlxcache.store.snapshot_info import (
 )
 from mlxcache.store.snapshot_plan import Own, described, owns_of, within_limits
 from mlxcache.store.store import Store
-from mlxcache.types import ITEM_BYTES
+from mlxcache.tensor import ITEM_BYTES
 
 CHUNK_BYTES = 2 << 20
 
@@ -35,11 +35,14 @@ CHUNK_BYTES = 2 << 20
 class Export:
     """A snapshot on its way out: iterate once for its bytes, `nbytes` in all.
 
+    `owner`: whose the session is, which the file does not say: it is whoever's takes it in.
+
     Raises StoreError while it is iterated where a file is evicted before it was read. What came
     before is then not a snapshot, and is refused by its length.
     """
 
-    def __init__(self, store: Store, session: SessionInfo):
+    def __init__(self, store: Store, session: SessionInfo, owner: str | None = None):
+        self._owner = owner
         self._owns = owns_of(store, within_limits(session.leaves))
         self._headers = {p.path: _header(p.path) for own in self._owns for p in own.pieces}
         states = [(k, saved) for k, own in enumerate(self._owns) for saved in own.states]
@@ -62,7 +65,7 @@ class Export:
         """The file's tensors in order."""
         count = sum(self._blocks) + len(self._states) + 1
         return [
-            _place(TOKENS, "I32", (sum(len(own.tokens) for own in self._owns),)),
+            _place(TOKENS, "I32", (sum(len(own.info.ids) - own.start for own in self._owns),)),
             *self._kv,
             *(
                 _place(state_name(i, place.name), place.dtype, place.shape)
@@ -88,7 +91,7 @@ class Export:
     def __iter__(self) -> Iterator[bytes]:
         yield self._head
         for own in self._owns:
-            raw = own.tokens.tobytes()
+            raw = own.tokens(self._owner).tobytes()
             self._words.update(raw)
             yield from (raw[at : at + CHUNK_BYTES] for at in range(0, len(raw), CHUNK_BYTES))
         blocks = [

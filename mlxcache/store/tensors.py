@@ -3,6 +3,6 @@
 Defined where the model layer, which makes them and may not import this one, can import them too.
 """
 
-from mlxcache.types import ITEM_BYTES, Tensor
+from mlxcache.tensor import ITEM_BYTES, Tensor
 
 __all__ = ["ITEM_BYTES", "Tensor"]

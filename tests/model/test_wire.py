@@ -15,7 +15,7 @@ import pytest
 from mlxcache.errors import Corrupt
 from mlxcache.model import kv, wire
 from mlxcache.model.lineage import Lineage
-from mlxcache.types import Tensor
+from mlxcache.tensor import Tensor
 from tests.conftest import ToyMaker
 from tests.kinds import CACHE_KINDS
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from mlxcache.store.snapshot import LeafInfo, SessionInfo, Spec, export
 from mlxcache.store.store import Store
-from mlxcache.types import Tensor, Tokens
+from mlxcache.tensor import Tensor
+from mlxcache.types import Tokens
 
 NAMESPACE = "0123456789abcdef" * 2
 SPEC: Spec = {

@@ -1,0 +1,35 @@
+"""The book of sessions of a loaded model, opened."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from mlxcache.config import Settings
+from mlxcache.engine.booking import Served
+from mlxcache.engine.portable import sweep
+from mlxcache.engine.prompt_caches import Submit
+from mlxcache.engine.sessions import SessionBook
+from mlxcache.model.wire import run_spec
+from mlxcache.store.sessions import Sessions
+from mlxcache.store.temporary import TemporaryDatabase
+
+if TYPE_CHECKING:
+    from mlxcache.engine.core import Core
+
+
+async def open_book(core: Core, settings: Settings, submit: Submit) -> SessionBook:
+    """The sessions of a loaded model: in its store's database, else in one that is never written.
+
+    Raises StoreError.
+    """
+    store = core.disk.store if core.disk is not None else None
+    layout, name = core.layout, core.info.id
+    namespace = store.namespace if store is not None else f"ram:{name}"
+    path = settings.model or str(core.loaded.path)
+    served = Served(name, path, namespace, run_spec(layout), layout.vocab_size)
+    database = store.database if store is not None else TemporaryDatabase()
+    sessions = await asyncio.to_thread(Sessions, database)
+    await asyncio.to_thread(sweep, settings.cache_dir / "incoming")
+    incoming = settings.cache_dir / "incoming"
+    return SessionBook(sessions, served, core, submit, incoming=incoming, store=store)
