@@ -7,9 +7,10 @@ only which token is drawn is given: all others' logits are put out of reach.
     with scripted([("read (a|b)", '<tool_call>\\n{...}\\n</tool_call>'), ("", "Done.")], ...):
 
 A script is a list of lines `(when, reply)`. The first whose `when`, a regular expression, is found
-in the conversation's last message (the text of a user's message or of a tool's result, as the
-client sent it) gives the reply: what the model writes, control tokens and all, without the end of
-the turn, which is put behind it unless it is there. Where no line fits the model speaks for itself.
+in the newest message (the text of a user's message or of a tool's result, as the client sent it;
+system messages do not count) gives the reply: what the model writes, control tokens and all,
+without the end of the turn, which is put behind it unless it is there. Where no line fits the model
+speaks for itself.
 `python -m tests.scripted SCRIPT.json serve ...` is `mlxcache serve ...` with such a model.
 """
 
@@ -35,7 +36,8 @@ Line = tuple[str, str]
 
 def reply_to(lines: Sequence[Line], messages: Sequence[Mapping[str, Any]]) -> str | None:
     """What the script has the model write; None where it says nothing."""
-    content = messages[-1].get("content") or "" if messages else ""
+    said = [m for m in messages if m.get("role") in ("user", "tool")]
+    content = said[-1].get("content") or "" if said else ""
     parts = [content] if isinstance(content, str) else content
     text = "\n".join(part for part in parts if isinstance(part, str))
     return next((reply for when, reply in lines if re.search(when, text)), None)

@@ -8,6 +8,7 @@ RULES: Mapping[str, bool] = {
     "attribution": True,
     "counter": True,
     "newest_counter": False,
+    "environment": True,
     "uuid": True,
     "git_status": False,
     "tool_order": True,

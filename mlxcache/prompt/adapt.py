@@ -20,6 +20,9 @@ from mlxcache.prompt.traits import Traits
 Content = str | list[str | Image]
 """A message's text, or its texts and images in order."""
 
+APART = "apart"
+"""The key of a system message that stands by itself, and is not joined to the first."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 GENERIC_TOOLS = """\
@@ -47,7 +50,7 @@ def adapt(
     """
     placed = _Placed(traits)
     if tools and not traits.tools:
-        leading = _leading_systems(messages)
+        leading = leading_systems(messages)
         for message in messages[:leading]:
             placed.add(message)
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -58,9 +61,10 @@ def adapt(
     return placed.messages
 
 
-def _leading_systems(messages: Sequence[Mapping[str, Any]]) -> int:
+def leading_systems(messages: Sequence[Mapping[str, Any]]) -> int:
+    """The number of messages that make the system text in front of a conversation."""
     for i, message in enumerate(messages):
-        if message.get("role") not in ("system", "developer"):
+        if message.get("role") not in ("system", "developer") or message.get(APART):
             return i
     return len(messages)
 
@@ -79,7 +83,7 @@ class _Placed:
             raise BadRequest(f"unknown role: {str(role)[:40]!r}", param="messages")
         text = _text(message.get("content"))
         if role in ("system", "developer"):
-            self._system(str(role), text)
+            self._system(str(role), text, apart=bool(message.get(APART)))
         elif role == "user":
             self._user({**message, "content": text})
         elif role == "assistant":
@@ -96,10 +100,10 @@ class _Placed:
         last = self.messages[-1]
         self.messages[-1] = {**last, "content": _joined(last.get("content"), text)}
 
-    def _system(self, role: str, text: Content) -> None:
+    def _system(self, role: str, text: Content, *, apart: bool) -> None:
         traits = self._traits
         role = role if traits.developer else "system"
-        if len(self.messages) == 1 and self._last_role == role:
+        if len(self.messages) == 1 and self._last_role == role and not apart:
             self._append(text)
         elif traits.system_anywhere or (traits.system and not self.messages):
             self.messages.append({"role": role, "content": text})

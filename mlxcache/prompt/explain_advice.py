@@ -14,8 +14,8 @@ ADVICE: dict[str, str] = {
     "out, or use one for all sessions.",
     "temp_path": "Use a folder with a fixed name, not one that is made anew for each session.",
     "hash": "Leave ids and hashes of a request or session out of the system text.",
-    "git_status": "Start the server with --canonicalise git_status=on, or turn the git status off "
-    "in the client (Claude Code: includeGitInstructions false in settings.json).",
+    "git_status": "Turn the git status off in the client (Claude Code: includeGitInstructions "
+    "false in settings.json). In a system prompt, --canonicalise git_status=on helps too.",
     "version": "The client was updated, or names a version that changes; nothing is to be done.",
     "tool_inserted": "Load all tools from the start, put new ones last, or let the client defer "
     "them (tool search).",

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
 from mlxcache.image import Image
-from mlxcache.prompt.adapt import adapt
+from mlxcache.prompt.adapt import adapt, leading_systems
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.images import Album, images_of
 from mlxcache.prompt.recent import common_prefix
@@ -96,9 +96,7 @@ class Renderer:
         """
         args, tools = self._arguments(chat), self._tools(chat)
         if leading == 0:
-            roles = [message.get("role") for message in chat.messages]
-            while leading < len(roles) and roles[leading] in ("system", "developer"):
-                leading += 1
+            leading = leading_systems(chat.messages)
         return self._shared(text, self._messages(chat, leading, tools), tools, args)
 
     def generation_prompt(self) -> str:

@@ -11,6 +11,7 @@ from mlxcache.prompt.canonical import (
     attribution,
     cleared,
     counter,
+    environment,
     git_status,
     thinking,
     tool_order,
@@ -88,6 +89,8 @@ class Canonicaliser:
         status = git_status.take(draft) if on["git_status"] else ""
         if not draft.messages and not status:
             return Canonical(chat)  # there was nothing but noise: let the model see it
+        if on["environment"] and environment.apply(draft):
+            draft.hits.add("environment")
         if on["uuid"] and uuids.apply(draft, stop):
             draft.hits.add("uuid")
         self._remembering(draft, on)

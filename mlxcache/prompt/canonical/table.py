@@ -39,6 +39,14 @@ TABLE = (
         "the newest stands at the end of the prompt, the others are dropped",
     ),
     Rule(
+        "environment",
+        "a system message right behind the first message of all, before the first reply: it begins "
+        "with `# Environment` or a list of deferred tools, of agents or of skills, holds the line "
+        "`You have been invoked in the following environment:` and ends with `Today's date is ...`",
+        f"{CLAUDE_CODE} 2.1.330",
+        "stands before that message, behind the tools",
+    ),
+    Rule(
         "uuid",
         "a UUID in lower case that is a whole segment of a path with a segment `tmp`, `temp`, `T`, "
         "`scratch` or `scratchpad`, in a system message before the first reply",
