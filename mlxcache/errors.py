@@ -10,7 +10,9 @@
     ├── TooLarge                the body exceeds the limit
     ├── Busy                    try again later; carries `retry_after` in seconds
     │   ├── QueueFull           too many requests wait
+    │   ├── TooMany             too many requests of one session wait
     │   └── NotReady            the model is still loading, or the server is stopping
+    ├── DeadlineExceeded        the request's own time, or the server's for each, is over
     ├── GenerationFailed        the model or its template raised; nothing was made up
     ├── ModelError              the model cannot be loaded or served
     ├── ConfigError             a flag, variable or key in config.toml is wrong
@@ -84,8 +86,16 @@ class QueueFull(Busy):
     """As many requests as the queue holds are already waiting."""
 
 
+class TooMany(Busy):
+    """One session has as many requests waiting as it may have."""
+
+
 class NotReady(Busy):
     """The model is still loading, or the server is stopping."""
+
+
+class DeadlineExceeded(MlxcacheError):
+    """The request was not done in its time; what was computed is kept."""
 
 
 class GenerationFailed(MlxcacheError):

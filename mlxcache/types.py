@@ -109,6 +109,8 @@ class Job:
     are not part of it. `tools` None: tool calls are not parsed, their text is text.
     `top_logprobs` None: no log-probabilities; 0 to 20: those of the sampled token and so many of
     the likeliest. `raw`: a plain completion, in which thinking and calls are not told from text.
+    `retry`: the client says that it asked for the same before. `timeout_s`: seconds from its
+    submission until it ends in DeadlineExceeded, None: as the server has it.
     `session` is a label for people, never a key. `title`: how the first message of a person begins.
     `owner`: whose it is, which the engine finds out.
     """
@@ -128,6 +130,8 @@ class Job:
     owner: str | None = None
     api: str = ""
     render_s: float = 0.0
+    retry: bool = False
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,3 +246,4 @@ class RequestRecord:
     canonicalised: tuple[str, ...] = ()
     lost: dict[str, Any] | None = None
     owner: str | None = None
+    joined: str | None = None  # the id of the same request that was running already

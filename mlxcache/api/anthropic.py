@@ -19,6 +19,7 @@ from mlxcache.api import http, sse
 from mlxcache.api.anthropic_chat import to_chat
 from mlxcache.api.anthropic_reply import Blocks, WireEvent, ending, message, usage
 from mlxcache.api.errors import anthropic_error
+from mlxcache.api.terms import terms
 from mlxcache.api.titles import title_of
 from mlxcache.types import Admitted, Finished, Job, Sampling, Text, Thinking, ToolCall
 
@@ -121,6 +122,7 @@ async def _job(request: Request, body: wire.Request, deps: http.Deps) -> Job:
         parallel_tools=not choice.disable_parallel_tool_use,
         session=session,
         client=http.client_name(request.headers),
+        **terms(request.headers),
         title=title_of(chat.messages),
         api="messages",
         render_s=time.perf_counter() - begun,

@@ -29,6 +29,7 @@ from mlxcache.api.http import (
 from mlxcache.api.openai_reply import Frame, Reply, gather
 from mlxcache.api.openai_wire import ChatRequest, Generation, TextRequest
 from mlxcache.api.sse import Events, EventStream, Pulse, close, event, start
+from mlxcache.api.terms import terms
 from mlxcache.api.titles import title_of, title_of_text
 from mlxcache.errors import BadRequest
 from mlxcache.types import Job
@@ -134,6 +135,7 @@ def _fields(deps: Deps, request: Request, body: Generation) -> dict[str, Any]:
         "stop": wire.stops(body),
         "session": session_label(request.headers, prompt_cache_key=body.prompt_cache_key),
         "client": client_name(request.headers),
+        **terms(request.headers),
     }
 
 

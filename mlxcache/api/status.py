@@ -167,4 +167,5 @@ def record_object(record: RequestRecord) -> Mapping[str, Any]:
         "canonicalised": list(record.canonicalised),
         "timing": {name: record.timing.get(name) for name in TIMINGS},
         "lost": record.lost,
+        "joined": record.joined,
     }

@@ -83,6 +83,10 @@ Concurrency = Annotated[str | None, _value(MEMORY, "N", "Requests computed at on
 Queue = Annotated[
     str | None, _value(MEMORY, "N", "Requests that may wait; then the answer is 503.", "64")
 ]
+RequestTimeout = Annotated[
+    str | None,
+    _value(MEMORY, "SECONDS", "Most that a request may take, queue and all.", "any time"),
+]
 PrefillChunk = Annotated[
     str | None, _value(MEMORY, "N", "Most prompt tokens computed in one step.", "2048")
 ]

@@ -27,6 +27,7 @@ def serve(
     max_tokens: options.MaxTokens = None,
     concurrency: options.Concurrency = None,
     queue: options.Queue = None,
+    request_timeout: options.RequestTimeout = None,
     prefill_chunk: options.PrefillChunk = None,
     kv_bits: options.KvBits = None,
     warm: options.Warm = None,
@@ -45,7 +46,6 @@ def serve(
     """Serve a model to coding agents, over the OpenAI and the Anthropic API.
 
     Without --model a small built-in demo is served.
-
     Every flag is also a variable (--max-tokens: MLXCACHE_MAX_TOKENS) and a key of config.toml.
     """
     with reporting():

@@ -34,6 +34,7 @@ class Settings:
     the model allows.
     `max_tokens`: what a request that names no limit gets; None is all that the context leaves.
     `concurrency`: requests that compute at once; `queue`: how many more may wait.
+    `request_timeout`: seconds after which a request ends with an error; None: it may take any time.
     `prefill_chunk`: the most prompt tokens computed in one step. `chat_template_args`: keyword
     arguments for the model's chat template, which a request's own override.
     `kv_bits`: 4 or 8 for keys and values in so many bits, from the first token on; None: as the
@@ -56,6 +57,7 @@ class Settings:
     max_tokens: int | None = None
     concurrency: int = 8
     queue: int = 64
+    request_timeout: float | None = None
     prefill_chunk: int = 2048
     api_key: str | None = field(default=None, repr=False)  # a repr ends up in logs
     insecure: bool = False

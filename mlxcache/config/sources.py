@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -142,6 +143,16 @@ def _number(least: int, most: int, example: int) -> Callable[[object], int]:
     return read
 
 
+def _seconds(value: object) -> float:
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) else math.nan
+    except ValueError:
+        seconds = math.nan
+    if isinstance(value, bool) or not 0 < seconds <= _LONGEST_S:
+        raise ValueError(f"must be a number of seconds above 0, such as 600, not {value!r}")
+    return seconds
+
+
 def _bits(value: object) -> int:
     if isinstance(value, bool) or str(value) not in ("4", "8"):
         raise ValueError(f"must be 4 or 8, not {value!r}")
@@ -193,6 +204,7 @@ def _table(value: object) -> Mapping[str, Any]:
 
 
 _MANY = 10**12
+_LONGEST_S = 30 * 86400.0
 READERS: Mapping[str, Callable[[object], object]] = {
     "model": _text,
     "host": _text,
@@ -204,6 +216,7 @@ READERS: Mapping[str, Callable[[object], object]] = {
     "max_tokens": _number(1, _MANY, 4096),
     "concurrency": _number(1, 256, 8),
     "queue": _number(0, 100_000, 64),
+    "request_timeout": _seconds,
     "prefill_chunk": _number(16, 65536, 2048),
     "api_key": _secret,
     "insecure": _switch,

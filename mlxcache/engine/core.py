@@ -20,6 +20,7 @@ from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Task
+from mlxcache.engine.turns import Turns
 from mlxcache.errors import BadRequest, ContextLengthExceeded, ModelError, StoreError
 from mlxcache.model import device, kv, wire
 from mlxcache.model.fingerprint import fingerprint
@@ -126,7 +127,7 @@ class Core:
         self.cost = cost.measure(self.loaded.model, layout, limit // 8)
         if self.loaded.draft is not None:  # logits of all that a pass verifies
             self.cost.fixed *= 1 + settings.num_draft_tokens
-        self.transient = self._transient(limit, settings.concurrency)
+        self.transient = self._transient(limit, Turns(settings.concurrency).most)
         budget = Budget(limit)
         kinds = {"pool": pool, "transient": self.transient, "pending": 0}
         if settings.disk != "off":

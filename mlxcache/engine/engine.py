@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from mlxcache.config import Settings
 from mlxcache.engine import chosen
 from mlxcache.engine.anticipation import Anticipation
+from mlxcache.engine.arrivals import Arrivals
 from mlxcache.engine.builders import Builders, maker
 from mlxcache.engine.core import Core
 from mlxcache.engine.ending import end
@@ -21,13 +22,13 @@ from mlxcache.engine.losses import Losses
 from mlxcache.engine.open_book import open_book
 from mlxcache.engine.records import Records, owned
 from mlxcache.engine.sessions import SessionBook
+from mlxcache.engine.shared import Shared
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
 from mlxcache.errors import (
     GenerationFailed,
     MlxcacheError,
     NotReady,
-    QueueFull,
 )
 from mlxcache.model import load
 from mlxcache.model.sampling import validate
@@ -71,7 +72,7 @@ class Engine:
         self._on_progress = on_progress
         self._on_request = on_request
         self._records = Records()
-        self._live: dict[str, tuple[Task, Stream]] = {}
+        self._live = Arrivals(settings.queue)
         self._totals = Totals()
         self._figures: dict[str, Any] = {}
         self._core: Core | None = None
@@ -141,11 +142,8 @@ class Engine:
     def _died(self, why: str) -> None:
         self.state = "failed"
         error = GenerationFailed(f"{why} The server must be started again.")
-        for task, stream in list(self._live.values()):
-            task.fail(error)
-            stream.fail(error)
-            self._on_request(task.record)
-        self._live.clear()
+        for record in self._live.fail(error):
+            self._on_request(record)
         if self._book is not None:
             self._book.fail(error)
         self.dead.set()
@@ -157,8 +155,8 @@ class Engine:
         """
         if self.state == "ready":
             self.state = "stopped"
-        for _, stream in self._live.values():
-            stream.fail(NotReady("The server is stopping.", retry_after=5.0))
+        for shared in self._live.all():
+            shared.fail(NotReady("The server is stopping.", retry_after=5.0))
         if self._book is not None:
             self._book.fail(NotReady("The server is stopping.", retry_after=5.0))
         thread, core = self._thread, self._core
@@ -199,40 +197,39 @@ class Engine:
         return self._builders
 
     async def submit(self, job: Job) -> Stream:
-        """Queue `job`. Raises NotReady, QueueFull, BadRequest or ContextLengthExceeded at once."""
+        """Queue `job`, or join the same one where that is computed already.
+
+        Raises NotReady, QueueFull, TooMany, BadRequest or ContextLengthExceeded at once.
+        """
         core = self._core
         builder = self._ready_builders().of(OWNER.get())
         assert core is not None
-        assert self._losses is not None
         job = owned(job, OWNER.get())
         record = self._records.begin(job)
         try:
-            self._check(job, core)
+            core.check(job.prompt)
+            validate(job.sampling, core.layout.vocab_size)
+            shared = self._live.running(job)
+            if shared is None:
+                self._live.check(job, core.scheduler)
         except MlxcacheError as error:
             record.status, record.error = "rejected", str(error)
             self._on_request(record)
             raise
-        scheduler = core.scheduler
-        stream = Stream(
-            record,
-            lambda: scheduler.inbox.put(lambda: scheduler.cancel(task)),
-            self.stall_s,
-            Reply(job.prompt.names, builder.canonicaliser.emitted),
-        )
-        task = Task(job, stream.push, record)
-        self._losses.watch(task, core.memory)
-        if self._anticipation is not None:
-            self._anticipation.watch(task)
-        self._live[job.id] = (task, stream)
-        scheduler.inbox.put(lambda: scheduler.submit(task))
-        return stream
+        shared = shared or self._begin(job, record, core)
+        reply = Reply(job.prompt.names, builder.canonicaliser.emitted)
+        most = (job.timeout_s, self.settings.request_timeout)
+        return shared.join(record, reply, min((s for s in most if s is not None), default=None))
 
-    def _check(self, job: Job, core: Core) -> None:
-        core.check(job.prompt)
-        validate(job.sampling, core.layout.vocab_size)
-        waiting = sum(s.record.status == "queued" for _, s in self._live.values())
-        if waiting >= self.settings.queue:
-            raise QueueFull(f"{waiting} requests are waiting already.", retry_after=5.0)
+    def _begin(self, job: Job, record: RequestRecord, core: Core) -> Shared:
+        """Have `job` computed."""
+        assert self._losses is not None
+        live = self._live.add(job, record, core.scheduler, self.stall_s)
+        self._losses.watch(live.task, core.memory)
+        if self._anticipation is not None:
+            self._anticipation.watch(live.task)
+        core.scheduler.inbox.put(lambda: core.scheduler.submit(live.task))
+        return live.shared
 
     def _ended(self, task: Task) -> None:
         """On the MLX thread, when a request is over and what it held is accounted for."""
@@ -255,8 +252,10 @@ class Engine:
 
     def _forget(self, task: Task) -> None:
         assert self._losses is not None
-        self._live.pop(task.job.id, None)
+        live = self._live.pop(task)
         self._losses.ended(task, lambda: self._on_request(task.record))
+        for record in live.shared.close() if live else ():
+            self._on_request(record)
         if self._anticipation is not None:
             self._anticipation.ended(task, idle=not self._live)
 

@@ -14,15 +14,21 @@ STALL_S = 1.0
 """Seconds that a reply waits for its next token at most, plus one chunk, while a burst goes on."""
 
 
+FIRST_ROUND_S = 0.05
+"""What a round of decoding is taken to take before one was measured."""
+
+
 class Pace:
     """Decoding gets as much time as prefill takes. A short burst of prefill may run up a debt.
 
-    `owed` is that debt in seconds, never above the burst's bound plus one chunk.
+    `owed` is that debt in seconds, never above the burst's bound plus one chunk; `round_s` what a
+    round of decoding takes, a moving average.
     """
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
         self.owed = 0.0
+        self.round_s = FIRST_ROUND_S
         self.bound = BURST_S
         self._round_at = clock()
 
@@ -50,7 +56,11 @@ class Pace:
         """Run rounds for `due` seconds, at least one, while there is `more`; pay them off."""
         began = self._clock()
         round_()
+        rounds = 1
         while self._clock() - began < due and more():
             round_()
+            rounds += 1
         self._round_at = self._clock()
+        if more() or rounds > 1:  # with nobody to decode for, a round takes no time
+            self.round_s += 0.1 * ((self._round_at - began) / rounds - self.round_s)
         self.owed = max(0.0, self.owed - (self._round_at - began))

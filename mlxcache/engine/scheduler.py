@@ -20,6 +20,7 @@ from mlxcache.engine.pace import Pace
 from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Prefill
 from mlxcache.engine.pulse import Pulse
 from mlxcache.engine.task import Task
+from mlxcache.engine.turns import Turns
 from mlxcache.errors import MlxcacheError, NotReady, StoreError
 from mlxcache.types import FinishReason
 
@@ -55,6 +56,7 @@ class Scheduler:
         self.pulse = Pulse()
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.waiting: list[Task] = []
+        self.turns = Turns(limits.concurrency)
         self.prefilling: list[Task] = []
         self.prefill = Prefill(model, memory, cost, limits)
         self.lanes = Lanes(model, memory)
@@ -118,26 +120,25 @@ class Scheduler:
 
     def cancel(self, task: Task) -> None:
         """End a task early; what it computed is committed. Call through the inbox."""
-        if task in self.waiting:
-            self.waiting.remove(task)
+        if not task.over:
+            self._take_out(task)
             self._finish(task, "cancelled")
-        elif task in self.prefilling:
-            self.prefilling.remove(task)
-            self._finish(task, "cancelled")
-        elif (lane := self.lanes.find(task)) is not None:
-            self.lanes.leave(lane, [task])
-            self._finish(task, "cancelled")
+
+    def expire(self, task: Task, error: MlxcacheError) -> None:
+        """End a task whose time is over; what it computed is committed. Call through the inbox."""
+        if not task.over:
+            self._fail(task, error, keep=True)
 
     # -- admission ---------------------------------------------------------------------------
 
-    def _active(self) -> int:
-        return len(self.prefilling) + len(self.lanes)
+    def _active(self) -> list[Task]:
+        return [*self.prefilling, *(task for lane in self.lanes.all for task in lane.tasks)]
 
     def _admit(self) -> None:
-        """Start waiting tasks in order, while slots and memory last."""
-        for task in list(self.waiting):
-            if self._active() >= self.limits.concurrency:
-                return
+        """Start waiting tasks, session by session, while slots and memory last."""
+        for task in self.turns.order(self.waiting):
+            if not self.turns.room(task, self._active()):
+                continue
             if self.admission.waits(task, self.prefilling):
                 continue
             if not self._guard(task, lambda t=task: self._start(t)):  # type: ignore[misc]
@@ -148,6 +149,7 @@ class Scheduler:
         if not self.admission.lease(task, alone=not self._active()):
             return False
         self.waiting.remove(task)
+        self.turns.started(task)
         self.prefilling.append(task)
         self.admission.begin(task, began)
         return True
@@ -272,13 +274,10 @@ class Scheduler:
 
     def _fail(self, task: Task, error: MlxcacheError, *, keep: bool = False) -> None:
         """End a task with an error. What was committed stays, and with `keep` all it computed."""
-        for group in (self.waiting, self.prefilling):
-            if task in group:
-                group.remove(task)
-        lane = self.lanes.find(task)
-        if lane is not None:
-            self.lanes.leave(lane, [task])
+        self._take_out(task)
         task.fail(error)
+        if task.look is not None:
+            task.look.dropped = True
         if task.lease is not None:
             if keep:
                 self._keep(task, task.lease)
@@ -288,10 +287,16 @@ class Scheduler:
         self.ended(task)
         task.push(error)
 
+    def _take_out(self, task: Task) -> None:
+        """Take a task from where it waits or is computed."""
+        self.waiting = [each for each in self.waiting if each is not task]
+        self.prefilling = [each for each in self.prefilling if each is not task]
+        if (lane := self.lanes.find(task)) is not None:
+            self.lanes.leave(lane, [task])
+
     def _abort_all(self, error: MlxcacheError) -> None:
         """At shutdown: commit and close everything."""
         self.ahead.clear()
-        decoding = [task for lane in self.lanes.all for task in lane.tasks]
-        for task in [*self.waiting, *self.prefilling, *decoding]:
+        for task in [*self.waiting, *self._active()]:
             task.push(error)
             self.cancel(task)

@@ -42,19 +42,25 @@ class Stream:
         self._admission: Admitted | None = None
         self._read_at = time.monotonic()
         self._over = False
+        self._timer: asyncio.TimerHandle | None = None
 
     def push(self, event: Event | BaseException) -> None:
         """Hand over an event from any thread."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._put, event)
+            self._loop.call_soon_threadsafe(self.put, event)
 
-    def _put(self, event: Event | BaseException) -> None:
+    def put(self, event: Event | BaseException) -> None:
+        """Hand over an event from the event loop's thread; nothing comes after the last one."""
+        if self._over:
+            return
         if isinstance(event, Admitted):
             self._admission = event
             self._admitted.set()
         if isinstance(event, Finished | BaseException):
             self._over = True
             self._admitted.set()
+            if self._timer is not None:
+                self._timer.cancel()
         if not self._queue:
             self._read_at = time.monotonic()
         if len(self._queue) < BACKLOG or not self._merged(event):
@@ -115,8 +121,13 @@ class Stream:
 
     def fail(self, error: MlxcacheError) -> None:
         """End the stream with `error`, from the event loop's thread."""
-        if not self._over:
-            self._put(error)
+        self.put(error)
+
+    def expires(self, timer: asyncio.TimerHandle) -> None:
+        """`timer` is cancelled when the reply ends before it."""
+        self._timer = timer
+        if self._over:
+            timer.cancel()
 
     @property
     def over(self) -> bool:

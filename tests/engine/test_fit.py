@@ -34,7 +34,7 @@ async def played(engine: Engine, talk: Talk, tokens: int) -> Core:
         asked = rng.integers(0, 500, prompt - len(ids)).astype(np.int32)
         job = Job(f"t{turn}", Prompt(np.concatenate([ids, asked]), marks), Sampling(), end - prompt)
         stream = await engine.submit(job)
-        task, _ = engine._live[job.id]
+        task = engine._live[job.id].task
         async for _ in stream:
             pass
         ids = np.concatenate([task.ids, np.asarray(task.out, np.int32)])

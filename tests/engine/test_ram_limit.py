@@ -77,14 +77,19 @@ async def test_a_prompt_that_can_never_fit_is_refused_at_once(toy_paths: dict[st
     await engine.stop()
 
 
+def long_job(name: str) -> Job:
+    """No two of these ask the same."""
+    seed = int.from_bytes(name.encode(), "big") % 1000
+    ids = np.random.default_rng(seed).integers(10, 400, 390, np.int32)
+    return Job(name, Prompt(ids), max_tokens=200)
+
+
 async def test_a_full_queue_says_so(toy_paths: dict[str, Path]) -> None:
     engine = Engine(Settings(model=str(toy_paths["llama"]), concurrency=1, queue=2))
     await engine.start()
-    prompt = Prompt(np.arange(10, 400, dtype=np.int32))
-    streams = [await engine.submit(Job(f"q{i}", prompt, max_tokens=200)) for i in range(1)]
-    streams.append(await engine.submit(Job("last", prompt, max_tokens=200)))
+    streams = [await engine.submit(long_job(name)) for name in ("first", "second")]
     with pytest.raises(QueueFull) as caught:
-        await engine.submit(Job("one too many", prompt, max_tokens=200))
+        await engine.submit(long_job("one too many"))
     assert caught.value.retry_after > 0
     for stream in streams:
         await stream.aclose()
