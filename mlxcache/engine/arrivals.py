@@ -73,7 +73,7 @@ class Arrivals:
             job,
             record,
             lambda: put(lambda: scheduler.cancel(task)),
-            lambda error: put(lambda: scheduler.expire(task, error)),
+            lambda error: put(lambda: scheduler.cancel(task, error)),
             stall_s,
         )
         task = Task(job, shared.push, record)

@@ -118,16 +118,13 @@ class Scheduler:
         """Queue a task. Call through the inbox."""
         self.waiting.append(task)
 
-    def cancel(self, task: Task) -> None:
+    def cancel(self, task: Task, why: MlxcacheError | None = None) -> None:
         """End a task early; what it computed is committed. Call through the inbox."""
-        if not task.over:
+        if why is not None and not task.over:
+            self._fail(task, why, keep=True)
+        elif not task.over:
             self._take_out(task)
             self._finish(task, "cancelled")
-
-    def expire(self, task: Task, error: MlxcacheError) -> None:
-        """End a task whose time is over; what it computed is committed. Call through the inbox."""
-        if not task.over:
-            self._fail(task, error, keep=True)
 
     # -- admission ---------------------------------------------------------------------------
 

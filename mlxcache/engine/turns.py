@@ -29,7 +29,7 @@ class Turns:
     """Rotation over askers: the one that started something longest ago comes first.
 
     The order depends on nothing but what came and what started. Of `places` for what is computed
-    there is one more for those of whom nothing is computed, unless there is only one.
+    there is one more, unless there is only one, while one has several and others none.
     """
 
     def __init__(self, places: int):
@@ -61,5 +61,6 @@ class Turns:
         """Whether there is a place for `task` while `active` take one each."""
         if len(active) < self.places:
             return True
-        asker = asker_of(task.job)
-        return len(active) < self.most and all(asker_of(each.job) != asker for each in active)
+        askers = {asker_of(each.job) for each in active}
+        crowded = len(askers) < len(active) < self.most
+        return crowded and asker_of(task.job) not in askers

@@ -49,6 +49,7 @@ VALUES = {
     "max_tokens": ("99", 99),
     "concurrency": ("2", 2),
     "queue": ("0", 0),
+    "request_timeout": ("90.5", 90.5),
     "prefill_chunk": ("512", 512),
     "api_key": ("key", "key"),
     "insecure": ("true", True),

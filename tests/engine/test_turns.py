@@ -56,6 +56,7 @@ def test_one_place_more_for_who_computes_nothing() -> None:
     assert not turns.room(task("greedy"), greedy)
     assert turns.room(task("other"), greedy)
     assert not turns.room(task("third"), [*greedy, task("other")])
+    assert not turns.room(task("third"), [task("one"), task("other")])
     assert not Turns(1).room(task("other"), [task("greedy")])
 
 
