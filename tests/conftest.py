@@ -22,6 +22,27 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 
 ToyMaker = Callable[..., Path]
 
+FIRST_FAMILIES = ("llama", "gemma3", "qwen3_5")
+"""Plain attention, sliding windows, recurrent layers."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs on a first family too is slow on the others; the matrix alone takes all of them."""
+    from mlxcache.model.toy_configs import FAMILIES
+
+    items = [item for item in items if isinstance(item, pytest.Function)]
+    first, others = set(), []
+    for item in items:
+        called = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        families = {value for value in called if isinstance(value, str) and value in FAMILIES}
+        if families & set(FIRST_FAMILIES):
+            first.add(item.function)
+        elif families and item.path.stem != "test_matrix":
+            others.append(item)
+    for item in others:
+        if item.function in first:
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> ToyMaker:
