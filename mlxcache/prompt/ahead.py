@@ -33,17 +33,24 @@ def continued(
     return replace(chat, messages=[*chat.messages, reply], breakpoint=None)
 
 
-def following(chat: Chat) -> list[list[Mapping[str, Any]]]:
-    """Two ways for a conversation to go on, which begin to differ where its client's text begins.
+def following(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:
+    """Ways for a conversation to go on: it and what follows.
 
-    Results of tools follow on calls, a user's message on all else.
+    The first two begin to differ where the client's own text begins. If there is a third, its
+    client has taken the white space off the last reply. Results of tools follow on calls, a user's
+    message on all else.
     """
-    calls = chat.messages[-1].get("tool_calls") or ()
-    return [
-        [{"role": "tool", "content": text, "tool_call_id": call["id"]} for call in calls]
-        or [{"role": "user", "content": text}]
-        for text in OPENINGS
-    ]
+    reply = chat.messages[-1]
+    calls = reply.get("tool_calls") or ()
+    ways: list[tuple[Chat, list[Mapping[str, Any]]]] = []
+    for text in OPENINGS:
+        results = [{"role": "tool", "content": text, "tool_call_id": c["id"]} for c in calls]
+        ways.append((chat, [*results] or [{"role": "user", "content": text}]))
+    content = reply["content"]
+    if content != content.strip():
+        messages = [*chat.messages[:-1], {**reply, "content": content.strip()}]
+        ways.append((replace(chat, messages=messages), ways[0][1]))
+    return ways
 
 
 def _sends_thoughts(chat: Chat, *, otherwise: bool) -> bool:

@@ -123,13 +123,15 @@ class PromptBuilder:
         """What the prompts of all that goes on with a conversation begin with.
 
         That is to where the next message's own text begins, and one token more, which is anything:
-        the least that there is to feed. Raises as `chat` does.
+        the least that there is to feed. Among its marks is where a client that takes white space
+        off the last reply parts from one that does not. Raises as `chat` does.
         """
-        one, other = (self._chat(chat, session, stop, more) for more in following(chat))
-        end = common_length(one.ids, other.ids) + 1
+        one, *others = (self._chat(way, session, stop, more) for way, more in following(chat))
+        shared = [common_length(one.ids, other.ids) for other in others]
+        end = shared[0] + 1
         return Prompt(
             one.ids[:end],
-            tuple(mark for mark in one.marks if mark < end),
+            tuple(sorted({*(mark for mark in (*one.marks, *shared[1:]) if mark < end)})),
             tokens=None if one.tokens is None else one.tokens[:end],
             images=one.images,
         )

@@ -13,6 +13,7 @@ tokenised as it is.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,21 +133,26 @@ class Replay:
         spoken = self._reading.spoken(reply, tools)
         if spoken is None:
             return None
-        far = at + max(_LEAST_WINDOW, _WINDOW * len(spoken.raw))
-        window = hash(text[at:far])
-        if reply.refused == window:
-            return None
-        ends = {spoken.closing, self._closer} - {""}
-        found = [m for m in self._anchors.scan(text, at, far) if m.group() in ends]
-        for match in found[:_MOST_ENDS]:
+        for match in self._ends(text, at, spoken):
             shown = text[at : match.start()]
-            said = self._reading.said(self._codec.encode(shown).tolist(), reply, tools)
-            if said is not None and said.same(spoken.said):
-                if self._reading.thinks(shown) != self._reading.thinks(spoken.raw):
-                    break  # the template left out what marks even an empty thought
-                return self._placed(text, at, match.start(), match.group(), spoken)
-        reply.refused = window
+            known = hash(shown)
+            if known in reply.refused:
+                continue
+            # A template that leaves out what marks even an empty thought is followed.
+            if self._reading.thinks(shown) == self._reading.thinks(spoken.raw):
+                said = self._reading.said(self._codec.encode(shown).tolist(), reply, tools)
+                if said is not None and said.same(spoken.said):
+                    return self._placed(text, at, match.start(), match.group(), spoken)
+            reply.refused.append(known)
         return None
+
+    def _ends(self, text: str, at: int, spoken: Spoken) -> list[re.Match[str]]:
+        """Where in a text a reply from a character on may end: what ends it may be in it, too."""
+        ends = {spoken.closing, self._closer} - {""}
+        far = at + max(_LEAST_WINDOW, _WINDOW * len(spoken.raw))
+        found = [m for m in self._anchors.scan(text, at, far) if m.group() in ends]
+        within = sum(spoken.raw.count(end) for end in ends) + (not spoken.closing)
+        return found[: min(within, _MOST_ENDS)]
 
     def _placed(self, text: str, at: int, end: int, ended: str, spoken: Spoken) -> _Fit:
         ids, raw, closing = spoken.ids, spoken.raw, spoken.closing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -27,6 +27,9 @@ TAIL = 24
 
 _OVERHEAD = 512
 _STOPPED = 64
+
+_REFUSED = 32
+"""Texts, by their hashes, of which it is known that they do not say what a reply does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Generated:
         self.spoken: Spoken | None = None
         self.unusable = False
         self.fitted: Any = None
-        self.refused: int | None = None
+        self.refused: deque[int] = deque(maxlen=_REFUSED)
 
     @classmethod
     def of_row(cls, row: ReplyRow) -> Generated:
@@ -124,7 +127,8 @@ class Reading:
         self, tokenizer: ChatTokenizer, read: Read, anchors: Anchors, never: int | None = None
     ):
         self.anchors = anchors
-        self._read, self._decode, self._never = read, tokenizer._tokenizer.decode, never
+        self._read, self._never = read, never
+        self._decode, self._encode = tokenizer._tokenizer.decode, tokenizer.encode
         self._thinking = frozenset(thinking_marks(tokenizer))
         self._inner = self._thinking.union(tool_marks(tokenizer))
 
@@ -171,15 +175,23 @@ class Reading:
         return Spoken(ids, raw, said, "" if last in self._inner else last)
 
     def _before_stop(self, reply: Generated) -> Tokens | None:
-        """The ids before the stop string; None where it begins inside of one."""
+        """The ids before the stop string, what a token has of both written in others; None where
+        that cannot be."""
         if not reply.stopped:
             return reply.ids
         text = self._text(reply.ids)
         text = text[: max(text.rfind(reply.stopped), 0)]
         for n in range(len(reply.ids), max(0, len(reply.ids) - _STOPPED), -1):
-            if self._text(reply.ids[:n]) == text:
-                return reply.ids[:n]
+            kept = self._text(reply.ids[:n])
+            if text.startswith(kept):
+                return self._written_out(reply.ids[:n], text, text[len(kept) :])
         return None
+
+    def _written_out(self, ids: Tokens, text: str, rest: str) -> Tokens | None:
+        """The ids and those of `rest`, if they are `text` together."""
+        if rest:
+            ids = np.concatenate((ids, self._encode(rest, add_special_tokens=False)))
+        return ids if self._text(ids) == text else None
 
     def _text(self, ids: Tokens) -> str:
         """With every token in it, and no blank moved."""

@@ -263,16 +263,44 @@ async def test_a_request_that_was_cut_short_is_no_eviction(talk: Talk):
     assert again.lost is None or again.lost["lost_tokens"] <= record.fed_tokens
 
 
-@pytest.mark.parametrize("reason", ["namespace", "evicted"])
+def damage(folder: Path) -> None:
+    """Change a byte in the middle of each file of KV."""
+    files = [*folder.rglob("*.safetensors")]
+    assert files
+    for file in files:
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        file.write_bytes(raw)
+
+
+async def test_what_was_damaged_on_disk_is_told(toy, tmp_path):
+    """It is computed again, and not taken for evicted."""
+    async with started(toy("llama"), tmp_path, disk="1GB") as engine:
+        talk = Talk(engine, "damaged")
+        first = await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
+        assert await engine.sessions.settled()
+        damage(tmp_path)
+        await engine.call(forget_all)
+        record = await talk.say(user("And the lexer?"))
+        found = lost(record)
+        assert (found["reason"], found["cause"]) == ("corrupt", "checksum")
+        assert found["lost_tokens"] == first.prompt_tokens + 5 - record.cached_tokens
+        assert "cache check" in found["advice"]
+        assert "corrupt: checksum" in log_line(record)
+
+
+@pytest.mark.parametrize("reason", ["namespace", "evicted", "corrupt"])
 async def test_after_a_restart_the_sessions_leaves_are_compared(toy, tmp_path, reason: str):
-    """By another model nothing can be used; what the disk evicted is told as that."""
+    """By another model nothing can be used; what the disk evicted, or damaged, is told as that."""
     head = [system("", "restart"), user("Fix the parser. " + text(9, "ask"))]
     async with started(toy("llama"), tmp_path, disk="1GB") as engine:
         await Talk(engine, "main").say(*head)
         assert await engine.sessions.settled()
         if reason == "evicted":
             await engine.sessions.prune(0)
-    model = toy("llama") if reason == "evicted" else toy("qwen3_5")
+    if reason == "corrupt":
+        damage(tmp_path)
+    model = toy("qwen3_5") if reason == "namespace" else toy("llama")
     async with started(model, tmp_path, disk="1GB") as engine:
         record = await Talk(engine, "main").say(*head)
         found = lost(record)

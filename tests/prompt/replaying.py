@@ -13,7 +13,7 @@ from mlxcache.cache.node import common_length
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.replies import generated
-from mlxcache.types import Chat, Prompt, Text, Thinking, Tokens, ToolCall
+from mlxcache.types import Chat, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
 from tests.prompt import families
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES, Calls
@@ -50,16 +50,16 @@ class Served:
     def writes(self, thinking: str, text: str, calls: Calls) -> list[int]:
         return self.ids(self.family.writes(thinking, text, calls))
 
-    def reply(
+    def pieces(
         self,
         prompt: Prompt,
         ids: Sequence[int],
         tools: Sequence[Any] = TOOLS,
         *,
-        reason: Any = "stop",
+        reason: FinishReason = "stop",
         stop: Sequence[str] = (),
-    ) -> tuple[Message, Tokens]:
-        """The message that a client is sent, and what the cache holds afterwards."""
+    ) -> tuple[list[Piece], list[int]]:
+        """What a reply is read as, which is remembered, and the ids up to its end."""
         parser = OutputParser(
             self.tokenizer,
             tools=tools,
@@ -67,7 +67,8 @@ class Served:
             thinking_open=prompt.thinking_open,
             generic_tools=prompt.generic_tools,
         )
-        pieces, out = [], []
+        pieces: list[Piece] = []
+        out = []
         for token in ids:
             out.append(token)
             pieces += parser.feed(token)
@@ -77,6 +78,19 @@ class Served:
         stopped = parser.stop_sequence
         self.last = generated(prompt, out, calls=bool(tools), stopped=stopped)
         self.builder.remember(self.last)
+        return pieces, out
+
+    def reply(
+        self,
+        prompt: Prompt,
+        ids: Sequence[int],
+        tools: Sequence[Any] = TOOLS,
+        *,
+        reason: FinishReason = "stop",
+        stop: Sequence[str] = (),
+    ) -> tuple[Message, Tokens]:
+        """The message that a client is sent, and what the cache holds afterwards."""
+        pieces, out = self.pieces(prompt, ids, tools, reason=reason, stop=stop)
         message: Message = {
             "role": "assistant",
             "content": "".join(p.text for p in pieces if isinstance(p, Text)),

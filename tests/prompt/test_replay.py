@@ -11,7 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from mlxcache.prompt.replies import Asked, Generated, Replies
+from mlxcache.prompt.replies import Asked, Generated, Reading, Replies
 from mlxcache.prompt.said import Said
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
@@ -184,6 +184,32 @@ def test_a_prompt_begins_with_all_that_was_generated(
             assert again.ids[: len(held) - 1].tolist() == held[:-1].tolist()
         if not again.source.tokenised.splices:
             assert again.ids.tolist() == fresh.asked(messages).ids.tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "glm"])
+def test_a_reply_that_does_not_come_back_is_read_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a long conversation each turn would else read all replies whose thinking is left out."""
+    served = Served(name)
+    messages = list(START)
+    read: list[int] = []
+    said = Reading.said
+
+    def counted(self: Reading, ids: Any, *more: Any) -> Said | None:
+        read.append(len(ids))
+        return said(self, ids, *more)
+
+    monkeypatch.setattr(Reading, "said", counted)
+    for turn in range(4):
+        reply, _ = served.reply(served.asked(messages), served.writes(THOUGHT, TEXT, []))
+        messages += [reply, user(f"{turn} And then?")]
+    served.asked(messages)
+    assert len(read) <= 3 * 4  # as it was written, and as it may stand in a prompt
+    count = len(read)
+    for turn in range(3):
+        served.asked([*messages, {"role": "assistant", "content": "Yes."}, user(f"Go on. {turn}")])
+    assert len(read) == count
 
 
 def test_of_several_replies_the_one_that_comes_back_is_put_in() -> None:

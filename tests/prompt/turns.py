@@ -1,0 +1,202 @@
+"""Turns of a conversation in a family's template, as a client of either API sends them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from mlxcache.api.anthropic_reply import Blocks
+from mlxcache.api.bodies import chat_of
+from mlxcache.api.openai_reply import Frame, Reply, completion
+from mlxcache.cache.node import common_length
+from mlxcache.engine.ahead import NEAR
+from mlxcache.prompt.ahead import continued
+from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
+from tests.prompt.chats import TOOLS
+from tests.prompt.families import Calls
+from tests.prompt.replaying import Served, resorted
+
+Body = dict[str, Any]
+
+APIS = ("chat", "messages")
+HEAD = "You are a coding agent. " * 12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """Ids that were computed, shape (n,), and where a model with recurrent layers has a state."""
+
+    ids: Tokens
+    states: tuple[int, ...]
+
+    def reused(self, prompt: Tokens, *, recurrent: bool) -> int:
+        """How many of a prompt's tokens need not be fed; one always is."""
+        shared = min(common_length(self.ids, prompt), len(prompt) - 1)
+        return max((at for at in self.states if at <= shared), default=0) if recurrent else shared
+
+
+@cache
+def model_of(name: str) -> Served:
+    """A family's model, which all conversations share, as those of a server do."""
+    return Served(name)
+
+
+class Talk:
+    """A conversation with a family's model, whose replies are the test's own.
+
+    `thoughts`: the client sends thinking back; `renames`: its calls have ids of its own; `strips`:
+    it takes the white space off texts. `generated` is what prompts and replies computed,
+    `ahead` what was anticipated; `size`: tokens of the texts that are new in the last prompt.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        api: str,
+        *,
+        thoughts: bool = True,
+        renames: bool = False,
+        strips: bool = False,
+    ):
+        self.model, self.api, self.thoughts = model_of(name), api, thoughts
+        self.renames, self.strips = renames, strips
+        self.body: Body = {"model": "m", "max_tokens": 99, "messages": [], "tools": tools_of(api)}
+        if api == "messages":
+            self.body["system"] = HEAD
+        else:
+            self.body["messages"].append({"role": "system", "content": HEAD})
+        self.generated: list[Held] = []
+        self.ahead: list[Held] = []
+        self.size = 0
+
+    # -- the client ----------------------------------------------------------------------------
+
+    def user(self, text: str) -> None:
+        self.body["messages"].append({"role": "user", "content": text})
+        self.size = self._tokens(text)
+
+    def results(self, text: str) -> None:
+        """A result of each call of the last reply."""
+        ids = self._calls()
+        assert ids
+        texts = [f"{text} {n}" for n in range(len(ids))]
+        if self.api == "messages":
+            blocks = [
+                {"type": "tool_result", "tool_use_id": id, "content": said}
+                for id, said in zip(ids, texts, strict=True)
+            ]
+            self.body["messages"].append({"role": "user", "content": blocks})
+        else:
+            for id, said in zip(ids, texts, strict=True):
+                self.body["messages"].append({"role": "tool", "tool_call_id": id, "content": said})
+        self.size = sum(map(self._tokens, texts))
+
+    def _calls(self) -> list[str]:
+        last = self.body["messages"][-1]
+        if self.api == "messages":
+            return [block["id"] for block in last["content"] if block["type"] == "tool_use"]
+        return [call["id"] for call in last.get("tool_calls", ())]
+
+    def _tokens(self, text: str) -> int:
+        return len(self.model.tokenizer.encode(text, add_special_tokens=False))
+
+    # -- the server ----------------------------------------------------------------------------
+
+    def ask(self, stop: Sequence[str] = ()) -> Prompt:
+        """The prompt of what the client has sent."""
+        self.prompt = self.model.builder.chat(chat_of(self.body), "s", stop)
+        return self.prompt
+
+    def fed(self, *, ahead: bool, recurrent: bool = False) -> int:
+        """Tokens that the last prompt feeds, by what was computed `ahead` too or without that."""
+        ids = self.prompt.ids
+        held = [*self.generated, *(self.ahead if ahead else ())]
+        return len(ids) - max((one.reused(ids, recurrent=recurrent) for one in held), default=0)
+
+    def replies(
+        self, raw: str, *, reason: FinishReason = "stop", stop: Sequence[str] = ()
+    ) -> list[Piece]:
+        """The model's answer to the last prompt, which the client takes into the history."""
+        prompt, chat = self.prompt, chat_of(self.body)
+        ids = self.model.ids(raw)
+        pieces, out = self.model.pieces(prompt, ids, chat.tools, reason=reason, stop=stop)
+        all_of_it = np.concatenate([prompt.ids, np.asarray(out, np.int32)])
+        computed = len(all_of_it) - 1  # the last token was drawn and is fed by what follows
+        self.generated.append(Held(all_of_it[:computed], (*prompt.marks, computed)))
+        self._anticipate(prompt, pieces, stop)
+        self.body["messages"].append(self._as_client(self._sent_back(pieces)))
+        return pieces
+
+    def says(self, thinking: str, text: str, calls: Calls = ()) -> list[Piece]:
+        """A whole reply as the family's model writes it."""
+        return self.replies(self.model.family.writes(thinking, text, calls))
+
+    def _anticipate(self, prompt: Prompt, pieces: list[Piece], stop: Sequence[str]) -> None:
+        chat = continued(prompt.source.sent, pieces, prompt.names, thoughts=self.api == "messages")
+        ahead = self.model.builder.ahead(chat, "s", stop)
+        target = len(ahead.ids) - 1
+        last = max((mark for mark in ahead.marks if mark < target), default=0)
+        end = last if 0 < target - last <= NEAR else target
+        states = (*(mark for mark in ahead.marks if mark <= end), end)
+        self.ahead.append(Held(ahead.ids[:target], states))
+
+    def _as_client(self, message: Body) -> Body:
+        content = message["content"]
+        calls = message.get("tool_calls", ())
+        if isinstance(content, list):
+            calls = [block for block in content if block["type"] == "tool_use"]
+            for block in content if self.strips else ():
+                if block["type"] == "text":
+                    block["text"] = block["text"].strip()
+        elif self.strips and content:
+            message["content"] = content.strip()
+        for call in calls if self.renames else ():
+            call["id"] = f"fc_{len(self.body['messages'])}_{call['id'][-4:]}"
+        return message
+
+    def _sent_back(self, pieces: list[Piece]) -> Body:
+        if self.api == "messages":
+            blocks = Blocks()
+            for piece in pieces:
+                blocks.feed(piece)
+            blocks.close()
+            content = [_rewritten(block) for block in blocks.content]
+            if not self.thoughts:
+                content = [block for block in content if block["type"] != "thinking"]
+            return {"role": "assistant", "content": content}
+        reply = Reply(
+            Finished("stop", 0, 0, 0, 0),
+            "".join(p.text for p in pieces if isinstance(p, Text)),
+            "".join(p.text for p in pieces if isinstance(p, Thinking)),
+            [p for p in pieces if isinstance(p, ToolCall)],
+        )
+        made = completion(reply, Frame("c", "m", "chat.completion"), logprobs=False)
+        message: Body = made["choices"][0]["message"]
+        for call in message.get("tool_calls", ()):
+            arguments = resorted(json.loads(call["function"]["arguments"]))
+            call["function"]["arguments"] = json.dumps(arguments)
+        if not self.thoughts:
+            message.pop("reasoning_content", None)
+        return message
+
+
+def _rewritten(block: Body) -> Body:
+    if block["type"] == "tool_use":
+        return {**block, "input": resorted(block["input"])}
+    return block
+
+
+def tools_of(api: str) -> list[Body]:
+    """The tools in an API's shape."""
+    if api == "chat":
+        return [dict(tool) for tool in TOOLS]
+    functions = [tool["function"] for tool in TOOLS]
+    return [
+        {"name": f["name"], "description": f["description"], "input_schema": f["parameters"]}
+        for f in functions
+    ]
