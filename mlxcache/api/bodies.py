@@ -43,7 +43,8 @@ def chat_of(request: dict[str, Any]) -> Chat:
 
 def _without_images(value: Any) -> Any:
     if isinstance(value, dict):
-        if value.get("type") in _IMAGES:
+        kind = value.get("type")
+        if isinstance(kind, str) and kind in _IMAGES:  # a schema may have a property of that name
             raw = msgspec.json.encode({k: v for k, v in value.items() if k != "cache_control"})
             return {"type": "text", "text": f"[image {hashlib.sha256(raw).hexdigest()[:16]}]"}
         return {key: _without_images(item) for key, item in value.items()}

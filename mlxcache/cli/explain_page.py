@@ -70,7 +70,8 @@ def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
     _row(out, "now", _marked(after, same, end, "bold green"))
     again = f"{lost['lost_tokens']:,} tokens are computed again"
     _row(out, "lost", Text(again if lost["lost_tokens"] else "nothing that comes again"))
-    _row(out, "to do", Text(lost["advice"]))
+    if lost["lost_tokens"]:
+        _row(out, "to do", Text(lost["advice"]))
 
 
 def print_audit(found: Mapping[str, Any]) -> None:

@@ -87,7 +87,8 @@ def _moved(
     old, new = seen
     tail = bool({*old[i:]} & {*new[i:]})
     summary = any(_SUMMARY.search(text_of(m)) for m in now[i : i + 2])
-    if summary and not tail and not _SUMMARY.search(text_of(was[i])):
+    fewer = not tail or len(now) < len(was)  # the newest messages may be kept behind a summary
+    if summary and fewer and not _SUMMARY.search(text_of(was[i])):
         return "compaction"
     shifted = _shifted(now, seen, i)
     if shifted is not None:

@@ -64,7 +64,9 @@ def text(size: int, seed: str) -> str:
 
 
 def tool(name: str) -> Body:
-    schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+    # a property may have any name, also that of a key of the API's
+    properties = {"path": {"type": "string"}, "type": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["path"]}
     return {"name": name, "description": text(6, name), "input_schema": schema}
 
 
@@ -248,6 +250,11 @@ def compacted(body: Body) -> None:
     body["messages"] = [{"role": "user", "content": told}]
 
 
+def compacted_in_part(body: Body) -> None:
+    told = "This session is being continued from a previous conversation. " + text(9, "summary")
+    body["messages"] = [{"role": "user", "content": told}, *body["messages"][-2:]]
+
+
 def marked(body: Body) -> None:
     del body["messages"][4]["content"][0]["cache_control"]
     body["messages"][-1]["content"] = [
@@ -372,6 +379,7 @@ PAIRS = [
     Pair("counter inserted", EDITED, "counter", "messages[4] system", counted),
     Pair("message dropped", EDITED, "message_dropped", "messages[4] user", dropped),
     Pair("compaction", EDITED, "compaction", "messages[1] user", compacted),
+    Pair("compaction in part", EDITED, "compaction", "messages[1] user", compacted_in_part),
     Pair(
         "template arguments",
         "template_drift",
