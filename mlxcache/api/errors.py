@@ -63,6 +63,8 @@ _HTTP: Mapping[int, Shape] = {
     403: Shape(403, "invalid_request_error", "permission_error", "forbidden"),
     404: SHAPES[errors.NotFound],
     405: Shape(405, "invalid_request_error", "invalid_request_error", "method_not_allowed"),
+    408: Shape(408, "invalid_request_error", "invalid_request_error", "request_timeout"),
+    431: Shape(431, "invalid_request_error", "invalid_request_error", "headers_too_large"),
 }
 _UNEXPECTED = SHAPES[errors.MlxcacheError]
 

@@ -1,7 +1,8 @@
-"""Keeping web pages out: by the names in a request's Host and Origin headers.
+"""Keeping web pages out: by what browsers say of who makes a request.
 
 A page that a person visits can make their browser send requests to 127.0.0.1, and, by pointing
-its own name there (DNS rebinding), also read the answers. Such requests carry the page's name.
+its own name there (DNS rebinding), also read the answers. Such requests carry the page's name in
+Host and Origin, and newer browsers say in Sec-Fetch-Site that another site made them.
 """
 
 from __future__ import annotations
@@ -15,19 +16,40 @@ from starlette.datastructures import Headers
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
 """Names below these are never a stranger's: they are not in the public DNS."""
 
+PAGES = frozenset({"/dashboard"})
+"""Paths that a link on another page may lead to: nothing but a person reads them."""
 
-def stranger(headers: Headers) -> str | None:
-    """The name of a web site that sent the request, or None if none did.
+_FOREIGN = ("cross-site", "same-site")
 
-    An origin that is no site's, such as an editor's `vscode-webview://...`, is no stranger; a
-    page that hides its own (`null`) is.
+
+def stranger(
+    headers: Headers,
+    allowed: frozenset[str] = frozenset(),
+    *,
+    any_host: bool = False,
+    followed: bool = False,
+) -> str | None:
+    """The name of a web page that made the request, or None if none did.
+
+    A page of this server's own is none, and those of the origins `allowed` are let in. An origin
+    that is no page's, such as an editor's `vscode-webview://...`, is none; a page that hides its
+    own (`null`) is one. `any_host`: this server has names of its own, whatever they are.
+    `followed`: a link to this path may be followed.
     """
-    host = headers.get("host", "")
-    if not is_local(_name(f"//{host}")):
+    host, origin = headers.get("host", ""), headers.get("origin", "").lower()
+    if not any_host and not is_local(_name(f"//{host}")):
         return host
-    origin = headers.get("origin", "")
-    web = origin == "null" or origin.lower().startswith(("http://", "https://"))
-    return origin if web and not is_local(_name(origin)) else None
+    if origin in allowed:
+        return None
+    site = headers.get("sec-fetch-site", "")
+    if site in _FOREIGN and not (followed and _is_link(headers)):
+        return origin or "a page of another site"
+    if site == "same-origin":  # which no page can write itself
+        return None
+    if origin != "null" and not origin.startswith(("http://", "https://")):
+        return None
+    place = _place(origin)
+    return None if place is not None and place == _place(f"//{host}", origin) else origin
 
 
 def is_local(name: str | None) -> bool:
@@ -44,10 +66,25 @@ def is_local(name: str | None) -> bool:
     return True
 
 
+def _is_link(headers: Headers) -> bool:
+    """Whether a person followed a link, so that the answer is a page of its own, in no frame."""
+    mode, where = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
+    return mode == "navigate" and where == "document"
+
+
 def _name(url: str) -> str | None:
-    if url == "null":
-        return None
     try:
         return urlsplit(url).hostname or ""
+    except ValueError:
+        return None
+
+
+def _place(url: str, like: str = "") -> tuple[str, int] | None:
+    """The name and the port in a URL; one that names none has that of its scheme, or `like`'s."""
+    try:
+        parts = urlsplit(url)
+        scheme = parts.scheme or urlsplit(like).scheme
+        port = parts.port or (443 if scheme == "https" else 80)
+        return (parts.hostname or "").rstrip("."), port
     except ValueError:
         return None

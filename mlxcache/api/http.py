@@ -1,7 +1,6 @@
 """From a raw request to a checked value, and what routes are made of.
 
-Reading a body within its limit, decoding it, request ids, and the names by which people tell
-requests apart.
+Decoding a body, request ids, and the names by which people tell requests apart.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import asyncio
 import re
 import secrets
 from collections.abc import Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,8 +16,9 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from mlxcache.api.receive import read_body
 from mlxcache.api.record import Recorder
-from mlxcache.errors import BadRequest, ModelError, NotReady, TooLarge
+from mlxcache.errors import BadRequest, ModelError, NotReady
 from mlxcache.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -29,9 +28,6 @@ T = TypeVar("T")
 
 MAX_DEPTH = 100
 """Levels of nesting that a body may have."""
-
-_DRAIN_BYTES = 256 << 20
-_DRAIN_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +39,14 @@ class ApiSettings:
     `stalled_seconds`: for how long one step of the MLX thread's may go on before /health says that
     nothing is served.
     `queue_grace`: how long a streamed request may wait in the queue before its headers go out.
-    `any_host`: without a key, serve requests for any host name, also those that web pages make.
-    `recorder`: keeps the bodies of chat requests.
+    `any_host`: serve requests for any host name, also without a key. `origins`: web pages that are
+    let in. `recorder`: keeps the bodies of chat requests.
+    `owned_keys`: keys that are let in too, each of which has sessions of its own.
     """
 
     api_key: str | None = None
+    owned_keys: tuple[str, ...] = ()
+    origins: frozenset[str] = frozenset()
     max_body_bytes: int = 64 << 20
     default_max_tokens: int | None = None
     ping_seconds: float = 10.0
@@ -74,49 +73,6 @@ def new_request_id() -> str:
 def request_id(request: Request) -> str:
     """The id of this request: the engine's job id and the header of the response."""
     return str(request.scope["state"]["request_id"])
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, at most `limit` bytes.
-
-    Raises TooLarge by the announced length or as soon as more arrives, and
-    starlette's ClientDisconnect if the client goes away first.
-    """
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > limit:
-        await _drain(request)
-        raise _too_large(limit)
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            chunks.clear()
-            await _drain(request)
-            raise _too_large(limit)
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"The request body is larger than this server's limit of {limit} bytes.")
-
-
-async def _drain(request: Request) -> None:
-    """Read on for a while and forget it.
-
-    A connection closed on unread data is reset, and the client would see that, not the answer.
-    """
-    if "100-continue" in request.headers.get("expect", "").lower():
-        return
-    left = _DRAIN_BYTES
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_SECONDS):
-            while left > 0:
-                message = await request.receive()
-                left -= len(message.get("body", b""))
-                if message["type"] != "http.request" or not message.get("more_body"):
-                    return
 
 
 def decode(type: type[T], body: bytes) -> T:

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from mlxcache.api.http import Deps, decode, json_response, read, read_body, serving
+from mlxcache.api.http import Deps, decode, json_response, read, serving
+from mlxcache.api.receive import arriving, read_body
 from mlxcache.api.titles import clean
 from mlxcache.errors import BadRequest
 from mlxcache.store.database import translated
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from mlxcache.store.snapshot import Export
 
 DEFAULT_LIMIT = 100
+ROOM_BYTES = 64 << 20
+"""How often the disk is looked at while a file comes whose size nobody has said."""
 MOST_NAME = 200
 
 Name = Annotated[str, msgspec.Meta(max_length=MOST_NAME)]
@@ -146,9 +149,13 @@ async def restore(deps: Deps, request: Request) -> Response:
     fd, path = tempfile.mkstemp(".safetensors", f"restore-{os.getpid()}-", folder)
     try:
         with translated(folder), os.fdopen(fd, "wb") as file:
-            async for chunk in request.stream():
+            unseen = ROOM_BYTES if not announced.isdecimal() else None
+            async for chunk in arriving(request):
                 head, rest = chunk[:left], chunk[left:]
                 prompt, left = prompt + head, left - len(head)
+                if unseen is not None and (unseen := unseen - len(chunk)) <= 0:
+                    portable.incoming(ROOM_BYTES)  # nobody said how much would come
+                    unseen = ROOM_BYTES
                 await anyio.to_thread.run_sync(file.write, rest)
         text = prompt.decode(errors="replace") or None
         made = await portable.restore(Path(path), name, text)

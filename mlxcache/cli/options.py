@@ -111,8 +111,27 @@ Port = Annotated[
     str | None, _value(SERVER, "PORT", "The port to listen on; 0 picks a free one.", "8081")
 ]
 ApiKey = Annotated[
+    list[str] | None,
+    _value(
+        SERVER,
+        "KEY",
+        "Ask every client for this key. Safer in MLXCACHE_API_KEY than here. Given several times, "
+        "each key has sessions of its own.",
+    ),
+]
+ApiKeysFile = Annotated[
     str | None,
-    _value(SERVER, "KEY", "Ask every client for this key. Safer in MLXCACHE_API_KEY than here."),
+    _value(
+        SERVER, "FILE", "Keys, each with sessions of its own: a line for each, KEY or NAME:KEY."
+    ),
+]
+AllowOrigin = Annotated[
+    list[str] | None,
+    _value(
+        SERVER,
+        "ORIGIN",
+        "Let web pages of this origin in, such as http://localhost:3000; may be repeated.",
+    ),
 ]
 Insecure = Annotated[
     bool | None, _switch("--insecure", SERVER, "Listen beyond this machine without a key.")

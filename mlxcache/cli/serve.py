@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import typer
 
@@ -35,6 +37,8 @@ def serve(
     host: options.Host = None,
     port: options.Port = None,
     api_key: options.ApiKey = None,
+    api_keys_file: options.ApiKeysFile = None,
+    allow_origin: options.AllowOrigin = None,
     insecure: options.Insecure = None,
     cache_dir: options.CacheDir = None,
     log_level: options.LogLevel = None,
@@ -49,8 +53,14 @@ def serve(
     Every flag is also a variable (--max-tokens: MLXCACHE_MAX_TOKENS) and a key of config.toml.
     """
     with reporting():
-        lists = {"warm": warm or None, "canonicalise": canonicalise or None, "config": None}
-        _run(load_settings(ctx.params | lists, os.environ, config))
+        _run(load_settings(_given(ctx.params), os.environ, config))
+
+
+def _given(params: Mapping[str, Any]) -> dict[str, object]:
+    """The flags that are settings; a list of nothing is a flag that was not given."""
+    lists = (list, tuple)
+    given = {k: None if isinstance(v, lists) and not v else v for k, v in params.items()}
+    return given | {"config": None}
 
 
 def _run(settings: Settings) -> None:

@@ -24,10 +24,11 @@ from mlxcache.api.record import Recorder
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.listen import listen
 from mlxcache.cli.output import Loading, log_line
+from mlxcache.cli.protocol import Protocol
 from mlxcache.cli.sharing import sharing
 from mlxcache.cli.warming import warm_files
 from mlxcache.cli.welcome import welcome
-from mlxcache.config import Settings
+from mlxcache.config import Keys, Settings, read_keys
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import ModelError
 from mlxcache.types import RequestRecord
@@ -42,6 +43,7 @@ SWITCH_SECONDS = 0.001
 """How long a thread of Python's may keep others waiting: 5 ms, the default, show in a warm turn."""
 
 log = logging.getLogger("mlxcache.requests")
+owners = logging.getLogger("mlxcache.server")
 
 
 class _Server(uvicorn.Server):
@@ -61,26 +63,22 @@ async def run(settings: Settings, console: Console) -> None:
     ModelError also where the MLX thread died: whoever watches this process then starts another.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
+    keys = read_keys(settings)
     sockets = listen(settings.host, settings.port)
     url = base_url(settings.host, sockets[0].getsockname()[1])
     with sharing(settings, url):
-        await _serve(settings, console, sockets, url)
+        await _serve(settings, keys, console, sockets, url)
 
 
 async def _serve(
-    settings: Settings, console: Console, sockets: list[socket.socket], url: str
+    settings: Settings, keys: Keys, console: Console, sockets: list[socket.socket], url: str
 ) -> None:
     stop = asyncio.Event()
     recorder = Recorder(settings.record) if settings.record is not None else None
     _on_signals(stop, console)
     with Loading(console) as progress:
         engine = Engine(settings, progress, _log_request)
-        api = ApiSettings(
-            api_key=settings.api_key,
-            default_max_tokens=settings.max_tokens,
-            any_host=settings.insecure,
-            recorder=recorder,
-        )
+        api = _api(settings, keys, recorder)
         server = _Server(_config(create_app(engine, api)))
         serving = asyncio.create_task(server.serve(sockets))
         try:
@@ -89,9 +87,8 @@ async def _serve(
             await _end(server, serving, engine)
             raise
     if loaded and engine.info is not None:
-        has_key = settings.api_key is not None
-        welcome(console, url, engine.info, engine.figures(), has_key=has_key)
-        warming = asyncio.create_task(warm_files(engine, settings.warm))
+        welcome(console, url, engine.info, engine.figures(), has_key=bool(keys.values))
+        warming = asyncio.create_task(warm_files(engine, settings.warm, api.owned_keys))
         await _first(stop, engine.dead)
         warming.cancel()
     if engine.dead.is_set():
@@ -103,9 +100,25 @@ async def _serve(
         raise ModelError(f"{engine.failure} Start the server again: it goes on from disk.")
 
 
+def _api(settings: Settings, keys: Keys, recorder: Recorder | None) -> ApiSettings:
+    """How the API behaves. One key by itself is everybody's."""
+    if keys.owned:
+        named = f", {', '.join(keys.names)} among them" if keys.names else ""
+        owners.info("%d keys, each with sessions of its own%s", len(keys.values), named)
+    return ApiSettings(
+        api_key=None if keys.owned else next(iter(keys.values), None),
+        owned_keys=keys.values if keys.owned else (),
+        origins=frozenset(settings.allow_origin),
+        default_max_tokens=settings.max_tokens,
+        any_host=settings.insecure,
+        recorder=recorder,
+    )
+
+
 def _config(app: object) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type] # uvicorn's own type is stricter than ASGI's
+        http=Protocol,
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -72,7 +72,7 @@ def server(url: str | None, api_key: str | None, cache_dir: Path | None = None) 
     if not asked and cache_dir is None:
         urls.append(base_url(settings.host, settings.port))
     for one in urls:
-        remote = Remote(one, settings.api_key)
+        remote = Remote(one, next(iter(settings.api_key), None))
         if remote.answers():
             return remote
     if asked:

@@ -1,15 +1,17 @@
 """What the server is told: flags, environment, config.toml, defaults, in that order.
 
 Nothing here imports MLX or Starlette. The names that other layers use:
-`Settings`, `load_settings`, `unknown_variables`, `parse_size`, `ram_limit`, `disk_limit` and
-`machine_bytes`.
+`Settings`, `load_settings`, `Keys`, `read_keys`, `unknown_variables`, `parse_size`, `ram_limit`,
+`disk_limit` and `machine_bytes`.
 """
 
+from mlxcache.config.keys import Keys, read_keys
 from mlxcache.config.settings import Settings
 from mlxcache.config.sizes import disk_limit, format_size, machine_bytes, parse_size, ram_limit
 from mlxcache.config.sources import default_config_path, load_settings, unknown_variables
 
 __all__ = [
+    "Keys",
     "Settings",
     "default_config_path",
     "disk_limit",
@@ -18,5 +20,6 @@ __all__ = [
     "machine_bytes",
     "parse_size",
     "ram_limit",
+    "read_keys",
     "unknown_variables",
 ]

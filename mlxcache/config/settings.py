@@ -43,7 +43,8 @@ class Settings:
     which the bodies of chat requests are kept, for `mlxcache explain`.
     `canonicalise` switches rules by name, `no_canonicalise` switches all of them off.
     `no_anticipate`: nothing is computed between requests.
-    `insecure` lets the server listen beyond this machine without a key.
+    `api_key` and `api_keys_file`: see `read_keys`. `insecure` lets the server listen beyond this
+    machine without a key. `allow_origin`: web pages that may ask, by their origins.
     Raises ConfigError where values do not go together.
     """
 
@@ -59,7 +60,9 @@ class Settings:
     queue: int = 64
     request_timeout: float | None = None
     prefill_chunk: int = 2048
-    api_key: str | None = field(default=None, repr=False)  # a repr ends up in logs
+    api_key: tuple[str, ...] = field(default=(), repr=False)  # a repr ends up in logs
+    api_keys_file: Path | None = None
+    allow_origin: tuple[str, ...] = ()
     insecure: bool = False
     adapter: str | None = None
     kv_bits: int | None = None
@@ -82,7 +85,8 @@ class Settings:
             raise ConfigError("--adapter needs the model it was made for: add --model PATH|HUB_ID")
         if self.draft_model is not None and self.model is None:
             raise ConfigError("--draft-model needs a model to draft for: add --model PATH|HUB_ID")
-        if not (self.insecure or self.api_key or is_loopback(self.host)):
+        has_key = bool(self.api_key) or self.api_keys_file is not None
+        if not (self.insecure or has_key or is_loopback(self.host)):
             raise ConfigError(
                 f"--host {self.host} lets other machines in: add --api-key KEY, "
                 "or --insecure if that is what you want"

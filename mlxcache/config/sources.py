@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -111,6 +112,30 @@ def _secret(value: object) -> str:
     if not isinstance(value, str) or not value or not (value.isascii() and value.isprintable()):
         raise ValueError("must be printable ASCII characters")  # the value is not repeated
     return value
+
+
+def _secrets(value: object) -> tuple[str, ...]:
+    """A key, or a list of them."""
+    given = value if isinstance(value, list | tuple) else [value]
+    return tuple(dict.fromkeys(_secret(one) for one in given))
+
+
+def _origins(value: object) -> tuple[str, ...]:
+    """Origins as browsers send them; a variable has several with commas between."""
+    given = value.split(",") if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"must be an origin or a list of origins, not {value!r}")
+    return tuple(dict.fromkeys(_origin(one) for one in given))
+
+
+def _origin(value: object) -> str:
+    text = str(value).strip().rstrip("/").lower()
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[a-z0-9._~%\[\]:-]+", text):
+        raise ValueError(
+            f"must be an origin such as http://localhost:3000, not {value!r} (each page is named: "
+            "there is no wildcard)"
+        )
+    return re.sub(r"^(http://.*):80$|^(https://.*):443$", lambda m: m[1] or m[2], text)
 
 
 def _path(value: object) -> Path:
@@ -218,7 +243,9 @@ READERS: Mapping[str, Callable[[object], object]] = {
     "queue": _number(0, 100_000, 64),
     "request_timeout": _seconds,
     "prefill_chunk": _number(16, 65536, 2048),
-    "api_key": _secret,
+    "api_key": _secrets,
+    "api_keys_file": _path,
+    "allow_origin": _origins,
     "insecure": _switch,
     "adapter": _text,
     "kv_bits": _bits,

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
-from mlxcache.api.http import client_name, decode, new_request_id, read_body, session_label
+from mlxcache.api.http import client_name, decode, new_request_id, session_label
+from mlxcache.api.receive import read_body
 from mlxcache.errors import BadRequest, TooLarge
 
 UUID = "0e2c1e36-6f0b-4c2e-9f5f-0a6c1b2d3e4f"

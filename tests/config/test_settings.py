@@ -18,7 +18,7 @@ def test_listening_beyond_this_machine_needs_a_key_or_a_clear_wish():
     """Conversations are private, so an open door is never an accident."""
     with pytest.raises(ConfigError, match="--api-key KEY"):
         Settings(host="0.0.0.0")
-    assert Settings(host="0.0.0.0", api_key="k").host == "0.0.0.0"
+    assert Settings(host="0.0.0.0", api_key=("k",)).host == "0.0.0.0"
     assert Settings(host="0.0.0.0", insecure=True).insecure
 
 
@@ -48,7 +48,7 @@ def test_an_adapter_without_its_model_is_refused():
 
 def test_the_key_is_not_in_the_repr():
     """A repr ends up in logs and tracebacks."""
-    assert "hunter2" not in repr(Settings(api_key="hunter2"))
+    assert "hunter2" not in repr(Settings(api_key=("hunter2",)))
 
 
 def test_a_wrong_size_is_found_before_anything_starts():

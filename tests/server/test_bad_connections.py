@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -64,14 +65,17 @@ def test_a_socket_that_is_half_closed(llama: Api, path: str, cut: str) -> None:
     ids=["tls", "noise", "size", "negative", "length", "long", "header", "flood"],
 )
 def test_what_is_not_http(llama: Api, data: bytes) -> None:
-    """A 400 and the end of the connection."""
+    """An error that clients of both APIs can read, and the end of the connection."""
     with llama.raw() as sock:
         try:
             sock.sendall(data)
             got = sock.recv(65536)
         except ConnectionError:
             return  # it closed before all was sent
-        assert got.startswith(b"HTTP/1.1 400")
+        assert got.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+        said = json.loads(got.partition(b"\r\n\r\n")[2])
+        assert said["type"] == "error"
+        assert said["error"]["message"]
 
 
 def test_a_large_body_is_refused_before_it_is_sent(llama: Api) -> None:

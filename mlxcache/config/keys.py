@@ -1,0 +1,75 @@
+"""The keys that clients must send, from flags, variables and a file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlxcache.config.settings import Settings
+from mlxcache.errors import ConfigError
+
+log = logging.getLogger("mlxcache.server")
+
+MOST_BYTES = 1 << 20
+"""Of a file of keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys, and the names that people gave to some of them.
+
+    `owned`: each key has sessions of its own. A single key given by itself is everybody's.
+    """
+
+    values: tuple[str, ...] = field(default=(), repr=False)
+    names: tuple[str, ...] = ()
+    owned: bool = False
+
+
+def read_keys(settings: Settings) -> Keys:
+    """All keys of a server. Raises ConfigError where the file cannot be used."""
+    named = [("", key) for key in settings.api_key]
+    if settings.api_keys_file is not None:
+        named += _file(settings.api_keys_file)
+    values = tuple(dict.fromkeys(key for _, key in named))
+    names = tuple(dict.fromkeys(name for name, _ in named if name))
+    return Keys(values, names, len(values) > 1 or settings.api_keys_file is not None)
+
+
+def _file(path: Path) -> list[tuple[str, str]]:
+    """The keys of a file, each with its name or "". What is wrong is told without a key in it."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            raw = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--api-keys-file: cannot read {path}: {error.strerror}") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        log.warning("others can read the keys in %s: chmod 600 it", path)
+    try:
+        lines = raw.decode("ascii").splitlines() if len(raw) <= MOST_BYTES else None
+    except UnicodeDecodeError:
+        lines = None
+    if lines is None:
+        raise ConfigError(f"--api-keys-file: {path} is no file of keys in printable ASCII")
+    found: list[tuple[str, str]] = []
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if text and not text.startswith("#"):
+            found.append(_entry(text, f"line {number} of {path}"))
+    if not found:
+        raise ConfigError(f"--api-keys-file: there is no key in {path}")
+    if len({key for _, key in found}) < len(found):
+        raise ConfigError(f"--api-keys-file: a key stands in {path} more than once")
+    return found
+
+
+def _entry(text: str, where: str) -> tuple[str, str]:
+    name, colon, key = text.partition(":")
+    name, key = (name.strip(), key.strip()) if colon else ("", text)
+    if not key or " " in key or not key.isprintable():
+        raise ConfigError(f"--api-keys-file: {where} must be KEY or NAME:KEY, without blanks")
+    return name, key

@@ -1,0 +1,139 @@
+"""Connections on which a request comes slowly, or never; and what is told below the API."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+
+from mlxcache.api.app import create_app
+from mlxcache.cli.protocol import NOT_HTTP, TOO_LARGE, TOO_SLOW, Protocol
+from tests.api.conftest import FakeEngine, eventually
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Impatient(Protocol):
+    head_seconds = 0.5
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """A server that waits half a second for headers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(
+            create_app(FakeEngine()),  # type: ignore[arg-type]
+            http=Impatient,
+            log_level="error",
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            eventually(lambda: server.started)
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+def talk(port: int, *sent: bytes) -> bytes:
+    """All that comes until the server closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+        for data in sent:
+            sock.sendall(data)
+        got = bytearray()
+        while piece := sock.recv(65536):
+            got += piece
+        return bytes(got)
+
+
+def said(got: bytes) -> str:
+    body = json.loads(got.partition(b"\r\n\r\n")[2])
+    assert body["type"] == "error"
+    return str(body["error"]["message"])
+
+
+def test_headers_that_do_not_end(port: int) -> None:
+    """It is told why, and its place is free again."""
+    got = talk(port, b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Slow")
+    assert got.startswith(b"HTTP/1.1 408 ")
+    assert said(got) == TOO_SLOW
+
+
+def test_headers_a_byte_at_a_time(port: int) -> None:
+    """Each byte is no reason to wait on."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+        sock.sendall(b"GET /v1/models HTTP/1.1\r\n")
+        sock.settimeout(0.05)
+        got = b""
+        for _ in range(400):
+            try:
+                sock.sendall(b"X")
+                got = sock.recv(65536)
+                break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("it waits for ever")
+    assert not got or got.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_on_which_nothing_comes(port: int) -> None:
+    """There is nobody to tell anything."""
+    assert talk(port) == b""
+
+
+def test_a_second_request_that_does_not_end(port: int) -> None:
+    """The first is answered; behind it the wait begins again."""
+    got = talk(port, GET + b"GET /v1/mod")
+    first, _, second = got.partition(b"HTTP/1.1 408 ")
+    assert first.startswith(b"HTTP/1.1 200 ")
+    assert TOO_SLOW.encode() in second
+
+
+def test_a_request_in_time_keeps_its_connection(port: int) -> None:
+    """Idle for longer than headers may take, it is used again."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.connect()
+    first = connection.sock
+    for _ in range(2):
+        connection.request("GET", "/v1/models")
+        assert json.loads(connection.getresponse().read())["object"] == "list"
+        threading.Event().wait(0.8)
+    assert connection.sock is first
+    connection.close()
+
+
+def test_a_body_has_its_own_time(port: int) -> None:
+    """Headers that came are not waited for again."""
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+        sock.sendall(head + b"Connection: close\r\n\r\n{")
+        threading.Event().wait(0.8)
+        sock.sendall(b"}")
+        assert sock.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "why"),
+    [
+        (b"\x16\x03\x01 what\r\n\r\n", b"400", NOT_HTTP),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000, b"431", TOO_LARGE),
+    ],
+)
+def test_what_cannot_be_read(port: int, sent: bytes, status: bytes, why: str) -> None:
+    """Clients of either API find the sentence where they look for it."""
+    try:
+        got = talk(port, sent)
+    except ConnectionError:
+        return  # closed while it was still sending
+    assert got.startswith(b"HTTP/1.1 " + status)
+    assert said(got) == why
