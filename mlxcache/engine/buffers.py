@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mlxcache.model.kv import Layout
+from mlxcache.store.digests import BLOCK
 from mlxcache.tensor import Tensor
+
+RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
+"""The most that one file holds: what a restore reads at once, and a copy takes beside a reply."""
+
+
+def run_tokens(layout: Layout, room: int) -> int:
+    """How many tokens one file holds where `room` bytes may be on their way to disk."""
+    most = min(RUN_BYTES, room // 2) // max(1, layout.bytes_per_token)
+    return max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
 
 
 class Buffers:

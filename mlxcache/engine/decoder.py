@@ -18,12 +18,20 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn import Module
 
+from mlxcache.errors import GenerationFailed
 from mlxcache.model.kv import Caches
 
 log = logging.getLogger("mlxcache.engine")
 
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
+
+
+class NoNumbers(GenerationFailed):
+    """What the model computed is no numbers (NaN), and so is what its cache holds since then."""
+
+    def __init__(self) -> None:
+        super().__init__("The model computed no numbers (NaN): nothing of this reply is kept.")
 
 
 @dataclass(slots=True)
@@ -62,18 +70,23 @@ class Decoder:
         self.caches = caches
         self.pending: mx.array | None = None
         self.logprobs: mx.array | None = None
+        self.finite: mx.array | None = None
 
     def start(self, inputs: Sequence[int]) -> None:
         """Feed each row's newest token, which is not in the KV yet, and draw the next one."""
-        self.pending, self.logprobs = self._advance(mx.array(list(inputs), mx.int32))
+        self._advance(mx.array(list(inputs), mx.int32))
 
     def step(self) -> list[list[Drawn]]:
-        """Hand out the pending tokens, each row's in the order of the text, feeding them."""
-        tokens, logprobs = self.pending, self.logprobs
+        """Hand out the pending tokens, each row's in the order of the text, feeding them.
+
+        None for a row whose token was drawn from no numbers, which is its `error` then.
+        """
+        tokens, logprobs, finite = self.pending, self.logprobs, self.finite
         assert tokens is not None
         assert logprobs is not None
-        self.pending, self.logprobs = self._advance(tokens)
-        return self._drawn(tokens, logprobs)
+        assert finite is not None
+        self._advance(tokens)
+        return self._drawn(tokens, logprobs, finite)
 
     def joined(self, other: Decoder, caches: Caches) -> Decoder:
         """A decoder of the rows of both over `caches`, which hold them in this order.
@@ -83,39 +96,51 @@ class Decoder:
         both = Decoder(self.model, self.rows + other.rows, caches)
         both.pending = _joined(self.pending, other.pending)
         both.logprobs = _joined(self.logprobs, other.logprobs)
+        both.finite = _joined(self.finite, other.finite)
         return both
 
     def alone(self, row: int, caches: Caches) -> Decoder:
         """A decoder of one row over `caches`, which go on from where it is."""
         own = Decoder(self.model, [self.rows[row]], caches)
-        if self.pending is not None and self.logprobs is not None:
-            own.pending, own.logprobs = self.pending[row : row + 1], self.logprobs[row : row + 1]
+        own._take(self, slice(row, row + 1))
         return own
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these rows alone; the caches are the caller's to filter."""
-        chosen = mx.array(rows)
-        if self.pending is not None and self.logprobs is not None:
-            self.pending, self.logprobs = self.pending[chosen], self.logprobs[chosen]
+        self._take(self, mx.array(rows))
         self.rows = [self.rows[i] for i in rows]
 
-    def _drawn(self, tokens: mx.array, logprobs: mx.array) -> list[list[Drawn]]:
-        values = np.asarray(tokens).tolist()
-        return [[Drawn(row, values[i], logprobs[i])] for i, row in enumerate(self.rows)]
+    def _take(self, other: Decoder, rows: slice | mx.array) -> None:
+        """Have pending what `other` has pending of `rows`."""
+        if other.pending is not None and other.logprobs is not None and other.finite is not None:
+            self.pending, self.logprobs = other.pending[rows], other.logprobs[rows]
+            self.finite = other.finite[rows]
 
-    def _advance(self, inputs: mx.array) -> tuple[mx.array, mx.array]:
+    def _drawn(self, tokens: mx.array, logprobs: mx.array, finite: mx.array) -> list[list[Drawn]]:
+        values, sound = np.asarray(tokens).tolist(), np.asarray(finite).tolist()
+        for row, is_sound in zip(self.rows, sound, strict=True):
+            if not is_sound:
+                row.error = row.error or NoNumbers()
+        return [
+            [Drawn(row, values[i], logprobs[i])] if sound[i] else []
+            for i, row in enumerate(self.rows)
+        ]
+
+    def _advance(self, inputs: mx.array) -> None:
+        """Feed `inputs`, and have what is drawn then pending."""
         logits = self.model(inputs[:, None], cache=self.caches)[:, -1, :]
         if any(row.processors for row in self.rows):
             logits = self._process(inputs, logits)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs, finite = normalised(logits)
         first = self.rows[0].sampler
         if len(self.rows) > 1 and all(row.sampler is first for row in self.rows):
             drawn = first(logprobs)
         else:
             drawn = mx.concatenate([self._draw(i, logprobs) for i in range(len(self.rows))])
         # a context that no processor looks at would grow into a chain of unevaluated ones
-        mx.async_eval(drawn, logprobs, [row.context for row in self.rows if row.processors])  # type: ignore[no-untyped-call]
-        return drawn, logprobs
+        contexts = [row.context for row in self.rows if row.processors]
+        mx.async_eval(drawn, logprobs, finite, contexts)  # type: ignore[no-untyped-call]
+        self.pending, self.logprobs, self.finite = drawn, logprobs, finite
 
     def _draw(self, i: int, logprobs: mx.array) -> mx.array:
         """Row `i`'s token, shape (1,). If its sampler raises, that is the row's own error."""
@@ -138,6 +163,15 @@ class Decoder:
                 line = processed(row, row.context, line)
             out.append(line)
         return mx.concatenate(out)
+
+
+def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """The log-probabilities of `logits`, shape (rows, vocabulary), and whether each row's are.
+
+    One sum of a row that is no number tells that something in the row is none.
+    """
+    sums = mx.logsumexp(logits, axis=-1, keepdims=True)
+    return logits - sums, mx.isfinite(sums[:, 0])
 
 
 def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from mlxcache.cache.tree import Node
 from mlxcache.engine.memory import Lease, Memory
 from mlxcache.engine.persist import WORTH_WRITING, Persist
 from mlxcache.engine.restore import Restorer
@@ -16,6 +17,7 @@ from mlxcache.engine.task import Task
 from mlxcache.errors import StoreError
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
+from mlxcache.store.prefixes import forget_beyond
 from mlxcache.store.store import Store
 from mlxcache.store.writer import Job, Writer
 from mlxcache.types import Tokens
@@ -117,6 +119,14 @@ class Disk:
         """After a request's last commit: write all of it."""
         if lease.node is not None:
             self.persist.mark(lease.node, ids[: lease.node.end])
+
+    def forget(self, ids: Tokens, keep: int, nodes: Sequence[Node]) -> None:
+        """Have no file hold anything of `ids` beyond `keep`, nor of what goes on from there.
+
+        `nodes` are the tree's there. What is being written goes once it is.
+        """
+        self.persist.forget(nodes)
+        self.writer.call(lambda: forget_beyond(self.store, ids, keep))
 
     def stats(self) -> dict[str, Any]:
         """What `GET /v1/cache` says of the disk. From any thread; half a second old at most."""

@@ -19,7 +19,15 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlxcache.engine.decoder import Decoder, Drawn, Row, Sampler, processed
+from mlxcache.engine.decoder import (
+    Decoder,
+    Drawn,
+    NoNumbers,
+    Row,
+    Sampler,
+    normalised,
+    processed,
+)
 from mlxcache.model.kv import Caches, eval_states
 from mlxcache.model.pair import Pair
 
@@ -37,19 +45,20 @@ class _Draws:
     sampler: Sampler
     context: mx.array | None
 
-    def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, _Draws]:
-        """Of `logits`, shape (1, vocabulary): the token, shape (1,), its log-probabilities, and
-        the state behind it. What a sampler or a processor raises is the row's error."""
+    def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, mx.array, _Draws]:
+        """Of `logits`, shape (1, vocabulary): the token, shape (1,), its log-probabilities, whether
+        these are numbers, shape (1,), and the state behind it. What a sampler or a processor raises
+        is the row's error."""
         sampler = copy(self.sampler)
         if self.context is not None:
             logits = processed(self.row, self.context, logits)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs, finite = normalised(logits)
         try:
             token = sampler(logprobs)
         except Exception as error:
             log.exception("a sampler failed")
             self.row.error, token = error, mx.zeros(1, mx.uint32)
-        return token, logprobs, _Draws(self.row, sampler, self.context)
+        return token, logprobs, finite, _Draws(self.row, sampler, self.context)
 
     def seen(self, token: mx.array) -> _Draws:
         """The state once `token`, shape (1,), is in the text."""
@@ -63,11 +72,12 @@ class _Draws:
 class _Flight:
     """One pass of the model: what it drew at each position, `after` each draw the next state.
 
-    `drafted` are the tokens that it was fed for a guess.
+    `drafted` are the tokens that it was fed for a guess, `finite` where it was drawn from numbers.
     """
 
     tokens: mx.array
     logprobs: Sequence[mx.array]
+    finite: mx.array
     after: Sequence[_Draws]
     drafted: mx.array
 
@@ -98,6 +108,7 @@ class DraftingDecoder(Decoder):
 
         So many positions beyond the newest token that was handed out are there to stay. The caller
         cuts the caches back to them; the next `step` hands out their tokens, and one more.
+        Raises NoNumbers where one of these was drawn from none.
         """
         if self._flight is None:
             return 0
@@ -106,6 +117,8 @@ class DraftingDecoder(Decoder):
         right = 0
         while right < len(drafted) and tokens[right] == drafted[right]:
             right += 1
+        if not all(np.asarray(flight.finite).tolist()[: right + 1]):
+            raise NoNumbers
         (row,) = self.rows
         row.drafted += len(drafted)
         row.accepted += right
@@ -135,17 +148,18 @@ class DraftingDecoder(Decoder):
         drafted = []
         for _ in range(drafts):
             logits = self.model.propose(shown[None], self.caches)[:, -1, :]
-            shown, _, state = states[-1].draw(logits)
+            shown, _, _, state = states[-1].draw(logits)
             drafted.append(shown)
             states.append(state.seen(shown))
         if not drafted:
             self.model.propose(shown[None], self.caches)
             eval_states(self.caches, wait=False)
         logits = self.model.verify(mx.concatenate([fed, *drafted])[None], self.caches)
-        tokens, logprobs, after = zip(
+        tokens, logprobs, finite, after = zip(
             *(state.draw(logits[:, i, :]) for i, state in enumerate(states)), strict=True
         )
         guesses = mx.concatenate(drafted) if drafted else mx.array([], mx.uint32)
-        self._flight = _Flight(mx.concatenate(list(tokens)), logprobs, after, guesses)
+        sound = mx.concatenate(list(finite))
+        self._flight = _Flight(mx.concatenate(list(tokens)), logprobs, sound, after, guesses)
         contexts = [state.context for state in after if state.context is not None]
-        mx.async_eval(self._flight.tokens, logprobs, guesses, contexts)  # type: ignore[no-untyped-call]
+        mx.async_eval(self._flight.tokens, logprobs, sound, guesses, contexts)  # type: ignore[no-untyped-call]

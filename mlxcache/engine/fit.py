@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from mlxcache.coverage import BUDGET_SHARE, allowed, spared
 from mlxcache.engine import shares
+from mlxcache.engine.buffers import RUN_BYTES, RUN_TOKENS
 from mlxcache.engine.checkpoints import stops
-from mlxcache.engine.persist import RUN_BYTES, RUN_TOKENS
 from mlxcache.engine.room import with_slack
 from mlxcache.model.kv import Layout
 from mlxcache.store.digests import BLOCK

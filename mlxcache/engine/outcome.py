@@ -18,6 +18,8 @@ Outcome = FinishReason | MlxcacheError
 
 def take(task: Task, drawn: Sequence[Drawn]) -> Outcome | None:
     """Hand tokens out until the task is over; why it is, if it is."""
+    if not drawn and task.row is not None and task.row.error is not None:
+        return failure(task.row.error)
     try:
         outcomes = map(task.take, drawn)
         return next((outcome for outcome in outcomes if outcome is not None), None)

@@ -13,26 +13,21 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mlxcache.cache.tree import Node, PrefixTree
-from mlxcache.coverage import allowed
-from mlxcache.engine.buffers import Buffers
+from mlxcache.engine.buffers import Buffers, run_tokens
 from mlxcache.engine.refused import RETRY_S, Refused
 from mlxcache.engine.spill import Spill, states_of
 from mlxcache.errors import NotAnchored, StoreError
 from mlxcache.model import wire
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Span
-from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
 from mlxcache.store.writer import Job, Writer
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
-
-RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
-"""The most that one file holds: what a restore reads at once, and a copy takes beside a reply."""
 
 WORTH_WRITING = 1024
 """New tokens of a running request after which they are written while it goes on."""
@@ -72,8 +67,7 @@ class Persist:
         self._asked: Spill | None = None
         self._writer: Writer | None = None
         self._look: Callable[[Spill], None] | None = None
-        most = min(RUN_BYTES, room // 2) // max(1, layout.bytes_per_token)
-        self.run_tokens = max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
+        self.run_tokens = run_tokens(layout, room)
         self.buffers = Buffers(wire.run_bytes(layout, self.run_tokens))
 
     def attach(self, writer: Writer, look: Callable[[Spill], None]) -> None:
@@ -90,7 +84,7 @@ class Persist:
 
     @property
     def ready(self) -> bool:
-        """Whether `pump` would do something now."""
+        """Whether `pump` has something to do."""
         if not self._queue:
             return not self.busy and self.refused.due
         if self._asked is self._queue[0]:
@@ -122,6 +116,11 @@ class Persist:
     def locks(self, node: Node) -> int:
         """How many locks of `node` are of paths on their way to disk."""
         return sum(node in path.node.path() for path in [*self._queue, *self._handed])
+
+    def forget(self, nodes: Sequence[Node]) -> None:
+        """Write no path that any of `nodes` is on; what the writer has of it, it writes."""
+        held = [*self._queue, *self._handed]
+        self._drop([path for path in held if any(node in nodes for node in path.node.path())])
 
     def waive(self, node: Node) -> None:
         """Hand the checkpoint at `node` over no more: it is worth too little to stay in RAM."""
@@ -167,11 +166,7 @@ class Persist:
         if isinstance(found, StoreError):
             self._suspend(found)
         elif not path.looked:
-            path.begin(found, runs=bool(self.layout.specs), most=self._most(len(path.ids)))
-
-    def _most(self, tokens: int) -> int:
-        size, kv_bytes = self.layout.checkpoint_bytes, tokens * self.layout.bytes_per_token
-        return allowed(kv_bytes, size, self.limit) // max(1, size)
+            path.begin(found, self.layout, self.limit)
 
     def _offer(self, path: Spill, job: Job) -> None:
         self.pending_bytes += job.nbytes
@@ -181,13 +176,12 @@ class Persist:
             raise RuntimeError("the writer has less room than is kept for it")
 
     def _next(self, path: Spill) -> Job | None:
-        if path.at < len(path.ids):
-            return self._run(path)
-        at, state = path.states.pop(0)
-        ids = path.ids[:at]
-        if len(ids) < at:
+        """The next job of a path; what cannot be copied now, for lack of memory, is later."""
+        try:
+            return self._run(path) if path.at < len(path.ids) else path.checkpoint(self.layout)
+        except RuntimeError as error:
+            self._suspend(StoreError(f"it cannot be copied: {error}"))
             return None
-        return Job(ids, None, wire.state_tensors(state), self.layout.checkpoint_bytes, path)
 
     def _run(self, path: Spill) -> Job | None:
         """The next run of a path, its slices copied; None where RAM does not hold it any more."""
@@ -271,12 +265,16 @@ class Persist:
     def _let_go(self) -> None:
         """Give up what is not on disk yet; what the writer has, it writes from copies."""
         self._suspend(StoreError("it is too slow for what has to leave RAM"), least=RETRY_S)
-        for path in [*self._queue, *self._handed]:
+        self._drop([*self._queue, *self._handed])
+
+    def _drop(self, paths: Sequence[Spill]) -> None:
+        for path in paths:
+            path.stop()
             if not path.node.detached:
                 self.tree.unlock(path.node)
-        self._queue.clear()
-        self._handed.clear()
-        self._asked = None
+        self._queue = deque(path for path in self._queue if path not in paths)
+        self._handed -= set(paths)
+        self._asked = None if self._asked in paths else self._asked
 
     def drain(self, seconds: float) -> int:
         """Write all that is left, for at most so long; the most tokens that were not written."""

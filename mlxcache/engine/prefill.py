@@ -10,11 +10,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlxcache.engine.cost import Cost
+from mlxcache.engine.decoder import NoNumbers
 from mlxcache.engine.images import Images
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
 from mlxcache.model import kv
+from mlxcache.model.finite import ends_finite
 from mlxcache.model.kv import Caches
 from mlxcache.types import Tokens
 
@@ -60,7 +62,8 @@ class Prefill:
     def chunk(self, task: Task, seconds: float) -> None:
         """Feed one chunk that takes about `seconds`.
 
-        Raises GenerationFailed where the model's cache does not grow by what it was fed.
+        Raises GenerationFailed where the model's cache does not grow by what it was fed, NoNumbers
+        where that is no numbers; nothing of the chunk is committed then.
         """
         if task.remaining > 0:
             self._feed(task, self._size(task, seconds))
@@ -86,6 +89,8 @@ class Prefill:
         self._forward(task.fed[at:end], lineage.caches, images)
         kv.eval_states(lineage.caches, wait=not last or marked)
         lineage.length = end
+        if not (last or ends_finite(lineage)):
+            raise NoNumbers
         if not last:
             lineage.settle()
             mx.clear_cache()

@@ -12,9 +12,11 @@ from mlxcache.engine.admission import Admission
 from mlxcache.engine.ahead import Ahead
 from mlxcache.engine.calls import take_in
 from mlxcache.engine.cost import Cost
+from mlxcache.engine.decoder import NoNumbers
 from mlxcache.engine.disk import Disk
+from mlxcache.engine.keeping import keep, purge
 from mlxcache.engine.lanes import Lane, Lanes
-from mlxcache.engine.memory import Lease, Memory
+from mlxcache.engine.memory import Memory
 from mlxcache.engine.outcome import Outcome, failure, take
 from mlxcache.engine.pace import Pace
 from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Prefill
@@ -121,7 +123,7 @@ class Scheduler:
     def cancel(self, task: Task, why: MlxcacheError | None = None) -> None:
         """End a task early; what it computed is committed. Call through the inbox."""
         if why is not None and not task.over:
-            self._fail(task, why, keep=True)
+            self._fail(task, why, sound=True)
         elif not task.over:
             self._take_out(task)
             self._finish(task, "cancelled")
@@ -211,7 +213,7 @@ class Scheduler:
     def _step(self, lane: Lane) -> None:
         for task in list(lane.tasks):
             if task.row is not None and task.row.error is not None:
-                self._fail(task, failure(task.row.error), keep=True)
+                self._fail(task, failure(task.row.error), sound=True)
         if lane in self.lanes.all and not self.lanes.make_ready(lane):
             self._end(lane, {lane.tasks[0]: "length"})
         if lane not in self.lanes.all:
@@ -232,7 +234,7 @@ class Scheduler:
         self.lanes.leave(lane, list(ends))
         for task, outcome in ends.items():
             if isinstance(outcome, MlxcacheError):
-                self._fail(task, outcome, keep=True)
+                self._fail(task, outcome, sound=True)
             else:
                 self._finish(task, outcome)
 
@@ -244,22 +246,13 @@ class Scheduler:
         if task.look is not None:
             task.look.dropped = True
         if task.lease is not None:
-            self._keep(task, task.lease)
+            keep(self.memory, self.disk, task)
         task.flush(reason)
         if task.lease is not None:
             self.memory.release(task.lease)
         self.ended(task)
         task.end()
         return True
-
-    def _keep(self, task: Task, lease: Lease) -> None:
-        """Commit all that a task computed, and have it written to disk."""
-        if task.restoring:
-            return
-        tokens = task.tokens()
-        self.memory.commit(lease, tokens, checkpoint=True)
-        if self.disk is not None:
-            self.disk.ended(lease, tokens)
 
     def _guard(self, task: Task, action: Callable[[], bool]) -> bool:
         """Run `action`; if it raises, fail `task` and nothing else."""
@@ -269,18 +262,18 @@ class Scheduler:
             self._fail(task, failure(error))
         return True
 
-    def _fail(self, task: Task, error: MlxcacheError, *, keep: bool = False) -> None:
-        """End a task with an error. What was committed stays, and with `keep` all it computed."""
+    def _fail(self, task: Task, error: MlxcacheError, *, sound: bool = False) -> None:
+        """End a task with an error. What was committed stays, and all that is `sound`."""
         self._take_out(task)
         task.fail(error)
         if task.look is not None:
             task.look.dropped = True
         if task.lease is not None:
-            if keep:
-                self._keep(task, task.lease)
-                self.memory.release(task.lease)
-            else:
-                self.memory.abandon(task.lease)
+            if isinstance(error, NoNumbers):
+                purge(self.memory, self.disk, task)
+            elif sound:
+                keep(self.memory, self.disk, task)
+            (self.memory.release if sound else self.memory.abandon)(task.lease)
         self.ended(task)
         task.push(error)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mlxcache.cache.tree import Node
-from mlxcache.coverage import spared
-from mlxcache.model.kv import State
+from mlxcache.coverage import allowed, spared
+from mlxcache.model import wire
+from mlxcache.model.kv import Layout, State
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
+from mlxcache.store.writer import Job
 from mlxcache.types import Tokens
 
 States = list[tuple[int, State]]
@@ -38,18 +40,25 @@ class Spill:
         """Whether the writer has got all that it is to get."""
         return self.looked and self.at >= len(self.ids) and not self.states
 
-    def begin(self, found: Found, *, runs: bool, most: int) -> None:
-        """Hand over what `found` on disk lacks; without `runs`, checkpoints alone.
-
-        The disk keeps about `most` checkpoints of a path.
-        """
+    def begin(self, found: Found, layout: Layout, limit: int) -> None:
+        """Hand over what `found` on disk lacks, of which the tier takes `limit` bytes."""
         whole = found.length // BLOCK * BLOCK if found.length < len(self.ids) else len(self.ids)
-        self.at = whole if runs else len(self.ids)
+        self.at = whole if layout.specs else len(self.ids)
         there = [one.position for one in found.checkpoints]
         lacking = _lacking([at for at, _ in self.wanted if at <= len(self.ids)], there)
+        size, kv_bytes = layout.checkpoint_bytes, len(self.ids) * layout.bytes_per_token
+        most = allowed(kv_bytes, size, limit) // max(1, size)
         gone = spared(sorted({*there, *lacking}), len(self.ids), most)
         self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in gone]
         self.looked = True
+
+    def checkpoint(self, layout: Layout) -> Job | None:
+        """The next checkpoint as a job; None where its path has become shorter."""
+        at, state = self.states.pop(0)
+        ids = self.ids[:at]
+        if len(ids) < at:
+            return None
+        return Job(ids, None, wire.state_tensors(state), layout.checkpoint_bytes, self)
 
     def stop(self, *, lost: bool = False) -> None:
         """Hand over nothing more; all over again once the writer is through if it is `lost`."""

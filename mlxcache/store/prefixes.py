@@ -53,6 +53,18 @@ def forget_prefix(store: Store, sessions: Sessions, ids: Tokens) -> int:
     return gone
 
 
+def forget_beyond(store: Store, ids: Tokens, keep: int) -> None:
+    """Remove the files with any token of `ids` beyond `keep`, and all that builds on them, whoever
+    needs them. Raises StoreError."""
+    while beyond := [file for file in _files(store, ids) if _end(file) > keep]:
+        for file in beyond:
+            store._core.drop(file.id, corrupt=False)
+
+
+def _end(file: Piece | Saved) -> int:
+    return file.position if isinstance(file, Saved) else file.last
+
+
 def _start(file: Piece | Saved) -> int:
     """The first token that a session must hold beyond to need `file`."""
     return file.position - 1 if isinstance(file, Saved) else file.first

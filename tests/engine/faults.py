@@ -21,6 +21,7 @@ class FaultyModel:
     """A model that raises in its third layer, when the first two have written to their caches.
 
     `when` is asked before each pass, with its tokens, shape (rows, n). `passes` counts them.
+    `poison` is asked too: the rows for which that layer is to compute no numbers.
     """
 
     def __init__(self, model: Any):
@@ -28,12 +29,15 @@ class FaultyModel:
         self._armed = False
         self.passes = 0
         self.when: Callable[[mx.array], bool] = lambda tokens: False
+        self.poison: Callable[[mx.array], list[int]] = lambda tokens: []
+        self._poisoned: list[int] = []
         layers = getattr(model, "language_model", model).model.layers
         layers[2] = _FaultyLayer(layers[2], self)
 
     def __call__(self, tokens: mx.array, **kwargs: Any) -> mx.array:
         self.passes += 1
         self._armed = self.when(tokens)
+        self._poisoned = self.poison(tokens)
         return self._model(tokens, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -44,6 +48,12 @@ class FaultyModel:
         if self._armed:
             raise Fault("half way")
 
+    def spoil(self, hidden: mx.array) -> mx.array:
+        """What the layer computes in this pass, shape (rows, n, size)."""
+        if not self._poisoned:
+            return hidden
+        return hidden.at[mx.array(self._poisoned)].multiply(mx.array(float("nan"), hidden.dtype))
+
 
 class _FaultyLayer:
     def __init__(self, layer: Any, owner: FaultyModel):
@@ -52,7 +62,7 @@ class _FaultyLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._owner.check()
-        return self._layer(*args, **kwargs)
+        return self._owner.spoil(self._layer(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)

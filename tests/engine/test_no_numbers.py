@@ -1,0 +1,194 @@
+"""A model that computes NaN: an error for its request, and nothing of it is ever reused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxcache.cache.budget import Budget
+from mlxcache.engine.disk import Disk
+from mlxcache.engine.memory import Memory
+from mlxcache.model.finite import finite, finite_upto
+from mlxcache.store.store import Store
+from tests.engine.conftest import Bench, admitted, finished
+from tests.engine.faults import FaultyModel, faulty
+from tests.engine.test_faults import at_rest, error, prompt
+
+ROOM = 1 << 20
+
+
+def decoding(tokens: mx.array) -> bool:
+    return tokens.shape[1] == 1
+
+
+def is_nan(task: object) -> bool:
+    return "no numbers" in str(error(task))  # type: ignore[arg-type]
+
+
+def all_kept_is_finite(bench: Bench) -> bool:
+    """Whether the tree refers to numbers alone."""
+    tree = bench.memory.tree
+    spans = [(v, tree.live_range(v)) for v in tree.values() if not v.lost]
+    return all(finite_upto(v) >= end for v, (_, end) in spans)  # type: ignore[misc]
+
+
+@pytest.fixture(params=("gemma3", "qwen3_5"))
+def bench(request: pytest.FixtureRequest, toy_paths: dict[str, Path]) -> Bench:
+    """Sliding windows and states, each beside full attention."""
+    return Bench(toy_paths[request.param])
+
+
+@pytest.fixture
+def model(bench: Bench) -> FaultyModel:
+    return faulty(bench)
+
+
+def test_a_prefill_that_computes_nan_keeps_what_came_before_it(
+    bench: Bench, model: FaultyModel, rng: np.random.Generator
+) -> None:
+    ids = prompt(rng, 300)
+    first = bench.ask(ids[:150], tokens=3, marks=[100])
+    model.poison = lambda tokens: [0] if tokens.shape[1] > 1 else []
+    task = bench.put(ids, marks=[100])
+    bench.run()
+    assert is_nan(task)
+    model.poison = lambda tokens: []
+    assert all_kept_is_finite(bench)
+    again = bench.ask(ids, marks=[100])
+    assert 100 <= admitted(again).cached_tokens <= len(first.ids) + len(first.out)
+    assert again.out == bench.cold(ids)
+    at_rest(bench)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_reply_of_nan_fails_alone_and_leaves_nothing(
+    bench: Bench, model: FaultyModel, rng: np.random.Generator, rows: int
+) -> None:
+    """Not the tokens that it was said to be, not its prompt, not the KV; others go on."""
+    prompts = [prompt(rng, 100 + i) for i in range(rows)]
+    tasks = [bench.put(ids, tokens=40, marks=[90]) for ids in prompts]
+    bad = tasks[0]
+
+    def poison(tokens: mx.array) -> list[int]:
+        if not decoding(tokens) or bad.over or len(bad.out) < 12 or tokens.shape[0] != rows:
+            return []
+        lane = bench.scheduler.lanes.find(bad)
+        return [lane.tasks.index(bad)] if lane is not None else []
+
+    model.poison = poison
+    bench.run()
+    assert is_nan(bad)
+    model.poison = lambda tokens: []
+    for ids, task in zip(prompts[1:], tasks[1:], strict=True):
+        assert finished(task).reason == "length"
+        assert task.out == bench.cold(ids, 40)
+    assert all_kept_is_finite(bench)
+    again = bench.ask(prompts[0] + bad.out)
+    assert admitted(again).cached_tokens <= 2  # of what the others' prompts share by chance
+    assert again.out == bench.cold(prompts[0] + bad.out)
+    at_rest(bench)
+
+
+def test_nan_behind_the_last_token_is_not_kept(
+    bench: Bench, model: FaultyModel, rng: np.random.Generator
+) -> None:
+    """The pass that feeds a reply's last token is never asked for a token of its own."""
+    ids = prompt(rng, 100)
+    task = bench.put(ids, tokens=10, marks=[90])
+    model.poison = lambda tokens: [0] if decoding(tokens) and len(task.out) >= 9 else []
+    bench.run()
+    model.poison = lambda tokens: []
+    assert finished(task).reason == "length"
+    assert all_kept_is_finite(bench)
+    longer = ids + task.out + prompt(rng, 5)
+    assert bench.ask(longer).out == bench.cold(longer)
+    at_rest(bench)
+
+
+def test_nan_that_an_earlier_request_left_goes_too(
+    bench: Bench, model: FaultyModel, rng: np.random.Generator
+) -> None:
+    """One request meets it; the next is right."""
+    ids = prompt(rng, 200)
+    bench.ask(ids, tokens=3, marks=[100, 150])
+    for lineage in bench.memory.idle.values():
+        for slot in lineage.linear:
+            slot.values[..., 120, :] = float("nan")
+    for node in bench.memory.tree.match(np.asarray(ids, np.int32)).nodes:
+        if node.checkpoint is not None and node.end > 120:
+            state = spoilt(node.checkpoint)
+            bench.memory.tree.set_checkpoint(node, state, node.checkpoint_bytes)
+    longer = ids + prompt(rng, 20)
+    task = bench.put(longer, marks=[100, 150])
+    bench.run()
+    assert is_nan(task)
+    again = bench.ask(longer, marks=[100, 150])
+    assert admitted(again).cached_tokens <= 120
+    assert again.out == bench.cold(longer)
+    at_rest(bench)
+
+
+def spoilt(value: object) -> object:
+    """A state with NaN in its floating arrays."""
+    if isinstance(value, mx.array):
+        return value * float("nan") if mx.issubdtype(value.dtype, mx.floating) else value
+    if isinstance(value, list | tuple):
+        return tuple(map(spoilt, value))
+    return value
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[Bench], Disk]]:
+    """Gives a bench an empty RAM tier over the test's folder."""
+    disks: list[Disk] = []
+
+    def begin(bench: Bench) -> Disk:
+        budget = Budget(1 << 30)
+        assert budget.reserve("pending", ROOM)
+        bench.use(Memory(bench.memory.layout, budget))
+        store = Store.open(tmp_path / "store", "test", 1 << 30, free_floor=0)
+        inbox = bench.scheduler.inbox
+        disks.append(Disk(store, bench.memory, ROOM, lambda: inbox.put(lambda: None)))
+        bench.scheduler.use(disks[-1])
+        return disks[-1]
+
+    yield begin
+    for disk in disks:
+        disk.close(0.0)
+
+
+def test_nan_does_not_stay_on_disk(
+    bench: Bench,
+    model: FaultyModel,
+    rng: np.random.Generator,
+    start: Callable[[Bench], Disk],
+) -> None:
+    """A long prompt is written while its reply goes on; it goes with its reply."""
+    disk = start(bench)
+    head, ids = prompt(rng, 200), prompt(rng, 1300)
+    bench.ask(head, tokens=3, marks=[190])
+    assert disk.persist.drain(30.0) == 0
+    whole = head + ids
+    task = bench.put(whole, tokens=200, marks=[190])
+    bench.run(until=lambda: len(task.out) > 5)
+    model.poison = lambda tokens: [0] if decoding(tokens) else []
+    bench.run()
+    assert is_nan(task)
+    model.poison = lambda tokens: []
+    assert disk.writer.flush(30.0) == 0
+    disk.persist.collect()
+    assert not disk.busy
+    found = disk.store.find(np.asarray(whole, np.int32))
+    assert found.length <= len(head) + 3
+    disk = start(bench)
+    again = bench.ask(whole + task.out)
+    assert again.out == bench.cold(whole + task.out)
+
+
+def test_looking_for_numbers_finds_the_first_that_is_none() -> None:
+    assert finite([mx.zeros((2, 0)), mx.ones(3), mx.array([1, 2], mx.uint32)])
+    assert not finite([mx.array([1.0, float("inf")])])
