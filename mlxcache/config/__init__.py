@@ -7,7 +7,15 @@ Nothing here imports MLX or Starlette. The names that other layers use:
 
 from mlxcache.config.keys import Keys, read_keys
 from mlxcache.config.settings import Settings
-from mlxcache.config.sizes import disk_limit, format_size, machine_bytes, parse_size, ram_limit
+from mlxcache.config.sizes import (
+    disk_limit,
+    explain_auto,
+    format_size,
+    machine_bytes,
+    memory_for,
+    parse_size,
+    ram_limit,
+)
 from mlxcache.config.sources import default_config_path, load_settings, unknown_variables
 
 __all__ = [
@@ -15,9 +23,11 @@ __all__ = [
     "Settings",
     "default_config_path",
     "disk_limit",
+    "explain_auto",
     "format_size",
     "load_settings",
     "machine_bytes",
+    "memory_for",
     "parse_size",
     "ram_limit",
     "read_keys",

@@ -10,6 +10,7 @@ from typing import Literal
 
 import psutil
 
+from mlxcache.config.cgroups import memory_limit
 from mlxcache.errors import ConfigError
 
 MIN_RAM = 64_000_000
@@ -30,10 +31,6 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{0,3}|%)")
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 def read_size(text: str | int) -> Size:
@@ -89,11 +86,24 @@ def ram_limit(
     explicit = parse_size(setting, total=machine_bytes)
     if explicit is not None:
         return explicit
-    if working_set_bytes is not None:
-        share = (min(working_set_bytes, machine_bytes) - weights_bytes) * 3 // 4
-    else:
-        share = (machine_bytes - weights_bytes) // 2
-    return max(share, MIN_RAM)
+    rest = memory_for(machine_bytes, working_set_bytes) - weights_bytes
+    return max(rest // 2 if working_set_bytes is None else rest * 3 // 4, MIN_RAM)
+
+
+def memory_for(machine_bytes: int, working_set_bytes: int | None) -> int:
+    """The bytes that a model and its cache can have here: of Metal's working set, if there is one.
+
+    Beyond it the system moves memory to and fro.
+    """
+    return min(machine_bytes, working_set_bytes or machine_bytes)
+
+
+def explain_auto(whole: int, weights: int, *, metal: bool) -> str:
+    """How `auto` comes to the budget, in words; `whole` is what `memory_for` gives."""
+    share = "three quarters" if metal else "half"
+    whose = "Metal's recommended" if metal else "this machine's"
+    here = f"{whose} {format_size(whole)}"
+    return f"{share} of what the weights ({format_size(weights)}) leave of {here}"
 
 
 def disk_limit(setting: str | int, folder: Path) -> int:
@@ -121,13 +131,8 @@ def disk_limit(setting: str | int, folder: Path) -> int:
 
 def machine_bytes() -> int:
     """This machine's memory, or the container's limit (cgroup) where that is less."""
-    total = psutil.virtual_memory().total
-    for path in _CGROUP_LIMITS:
-        try:
-            total = min(total, int(path.read_text()))
-        except (OSError, ValueError):  # not Linux, or no limit ("max")
-            continue
-    return total
+    total = int(psutil.virtual_memory().total)
+    return min(total, memory_limit() or total)
 
 
 def format_size(size: int) -> str:

@@ -10,6 +10,7 @@ from mlxcache.engine.cost import Cost
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import Limits
+from mlxcache.engine.pressure import let_go
 from mlxcache.engine.restore import WORTH_LOOKING
 from mlxcache.engine.task import Task
 from mlxcache.errors import ContextLengthExceeded
@@ -70,6 +71,7 @@ class Admission:
         finally:
             memory.room.patient = True
         if lease is None and alone and not (self.disk and self.disk.busy):
+            let_go(memory.room)
             memory.room.clear()
             lease = memory.acquire(task.ids, task.limit, planned)
             lease = lease or memory.acquire(task.ids, 1, planned)

@@ -7,17 +7,30 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxcache.cache.budget import Budget
-from mlxcache.config import Settings, disk_limit, machine_bytes, ram_limit
+from mlxcache.config import (
+    Settings,
+    disk_limit,
+    explain_auto,
+    format_size,
+    machine_bytes,
+    memory_for,
+    ram_limit,
+)
+from mlxcache.config.footprint import footprint
 from mlxcache.engine import cost, images, shares
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.disk import Disk
+from mlxcache.engine.fit import warnings
+from mlxcache.engine.handles import Handles
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import Limits
+from mlxcache.engine.pressure import Pressure
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Task
 from mlxcache.engine.turns import Turns
@@ -53,7 +66,9 @@ class Core:
             log.warning("cache class %s is unknown: the model is served, nothing is cached", name)
         self.memory = Memory(self.layout, self._budget(settings))
         self.images = self._make_images(settings)
+        self.memory.room.handles = Handles(self.layout, device.buffer_limit())
         self.disk: Disk | None = None
+        self.pressure: Pressure | None = None
         self.info = replace(loaded.info, context_length=self._longest(settings.ram))
         limits = Limits(
             concurrency=settings.concurrency,
@@ -116,12 +131,17 @@ class Core:
     def _budget(self, settings: Settings) -> Budget:
         """The budget by `--ram`, with what MLX's pool and forward passes take set aside."""
         info, layout = self.loaded.info, self.layout
+        machine, working_set = machine_bytes(), device.working_set_bytes()
+        self._whole = memory_for(machine, working_set)
         limit = ram_limit(
             settings.ram,
-            machine_bytes=machine_bytes(),
-            working_set_bytes=device.working_set_bytes(),
+            machine_bytes=machine,
+            working_set_bytes=working_set,
             weights_bytes=info.weights_bytes,
         )
+        if settings.ram == "auto":
+            why = explain_auto(self._whole, info.weights_bytes, metal=working_set is not None)
+            log.info("--ram auto is %s: %s", format_size(limit), why)
         pool = shares.pool(limit)
         device.prepare(pool)
         self.cost = cost.measure(self.loaded.model, layout, limit // 8)
@@ -152,6 +172,17 @@ class Core:
             self.memory.budget.release("pending", room)
         self.scheduler.use(self.disk)
 
+    def watch(self) -> None:
+        """Give memory up from now on where the machine is short of it."""
+        held = mx.get_active_memory() + mx.get_cache_memory()
+        self.pressure = Pressure(
+            self.memory.room,
+            self.scheduler.inbox.put,
+            base=max(0, footprint() - held),
+            weights=self.loaded.info.weights_bytes,
+        )
+        self.pressure.start()
+
     def _namespace(self, settings: Settings) -> str:
         return fingerprint(
             self.loaded.path,
@@ -161,8 +192,14 @@ class Core:
             draft=self.loaded.draft,
         )
 
+    def pressed(self) -> dict[str, Any]:
+        """What is known of the machine's memory, from any thread."""
+        return self.pressure.figures() if self.pressure is not None else {}
+
     def close(self, seconds: float) -> None:
         """Write what is not on disk yet, for at most so long, and let everything go."""
+        if self.pressure is not None:
+            self.pressure.stop()
         if self.disk is not None:
             left = self.disk.close(seconds)
             if left:
@@ -190,6 +227,11 @@ class Core:
             )
         if longest < context:
             log.warning("--ram %s has room for %d of the model's %d tokens", ram, longest, context)
+        for line in warnings(
+            self.layout, context=context, weights=self.loaded.info.weights_bytes,
+            ram=self.memory.budget.limit, machine=self._whole,
+        ):  # fmt: skip
+            log.warning("%s", line)
         return longest
 
     def fits(self, tokens: int) -> bool:

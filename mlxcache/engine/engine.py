@@ -125,6 +125,7 @@ class Engine:
             if self.settings.disk != "off":
                 self._on_progress("opening the disk tier", None)
             core.open_disk(self.settings)
+            core.watch()
             self._core = core
             self._publish()
         except BaseException as error:  # noqa: BLE001 - it is raised again in `start`
@@ -279,9 +280,11 @@ class Engine:
 
     def figures(self) -> dict[str, Any]:
         """The body of `GET /v1/cache`; empty until the model is loaded."""
-        disk = self._core.disk if self._core is not None else None
-        figures = with_disk(self._figures, disk.stats()) if disk else self._figures
-        return figures | {"sessions": self._book.count} if self._book else figures
+        core, book = self._core, self._book
+        if core is None or book is None:
+            return self._figures
+        figures = with_disk(self._figures, core.disk.stats()) if core.disk else self._figures
+        return figures | {"sessions": book.count, "pressure": core.pressed()}
 
     def requests(self) -> list[RequestRecord]:
         """The owner's recent requests, newest first."""

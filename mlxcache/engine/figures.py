@@ -11,6 +11,7 @@ from mlxcache.config.rules import RULES
 from mlxcache.engine.ahead import Ahead
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
+from mlxcache.engine.pressure import HELD_BACK
 from mlxcache.types import RequestRecord
 
 
@@ -47,7 +48,8 @@ def snapshot(memory: Memory, totals: Totals, disk: Disk | None, ahead: Ahead) ->
     """The body of `GET /v1/cache`. MLX thread only.
 
     `active_bytes` is what lineages hold beyond the tree; `mlx` is what MLX itself counts, weights
-    included. `canonicalised` is the number of requests in which each rule changed something.
+    included. `withheld_bytes` are given up while memory is short; `buffers` are those
+    of lineages and checkpoints. `canonicalised`: in how many requests each rule changed something.
     `anticipated`: tokens computed for turns that had not come, and how many of them were then used.
     """
     tree, budget = memory.tree, memory.budget
@@ -59,6 +61,9 @@ def snapshot(memory: Memory, totals: Totals, disk: Disk | None, ahead: Ahead) ->
             "used_bytes": held,
             "limit_bytes": budget.limit,
             "high_water_bytes": budget.high_water,
+            "withheld_bytes": kinds.get(HELD_BACK, 0),
+            "buffers": memory.room.handles_held(),
+            "buffer_limit": memory.room.handles.limit,
         },
         "disk": {"used_bytes": 0, "limit_bytes": 0},
         "active_bytes": max(0, live - held),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from mlxcache.config import format_size
 from mlxcache.coverage import BUDGET_SHARE, allowed, spared
 from mlxcache.engine import shares
 from mlxcache.engine.buffers import RUN_BYTES, RUN_TOKENS
@@ -87,6 +88,29 @@ def fit(
     longest = max(0, left // per_token - 64) if per_token else (1 << 27) * (left > 0)
     empty = Fit(ram, disk, room, longest, ())
     return replace(empty, held=tuple(_held(layout, talk or Talk(), n, empty) for n in tokens))
+
+
+def warnings(layout: Layout, *, context: int, weights: int, ram: int, machine: int) -> list[str]:
+    """What is to be said at the start where model and memory do not go together, with figures.
+
+    `machine` is what both can have here; all but `context` is in bytes.
+    """
+    found = []
+    one = context * layout.bytes_per_token + layout.running_bytes + layout.checkpoint_bytes
+    one += shares.pool(ram) + shares.transient(ram)
+    if weights + one > machine:
+        found.append(
+            f"the model ({format_size(weights)}) and one full context of {context} tokens "
+            f"({format_size(one)}) do not fit the {format_size(machine)} that are here for them: "
+            "serve fewer tokens (--context), keys and values in fewer bits (--kv-bits), or a "
+            "smaller model"
+        )
+    if weights + ram > machine:
+        found.append(
+            f"the model ({format_size(weights)}) and --ram ({format_size(ram)}) together are more "
+            f"than the {format_size(machine)} that are here for them: the machine may become slow"
+        )
+    return found
 
 
 def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:

@@ -11,6 +11,7 @@ from mlxcache.cache.budget import Budget
 from mlxcache.cache.tree import Node, PrefixTree
 from mlxcache.coverage import BUDGET_SHARE, allowed
 from mlxcache.engine.checkpoints import Trail
+from mlxcache.engine.handles import Handles
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 
@@ -52,6 +53,7 @@ class Room:
         self.idle: dict[int, Lineage] = {}
         self.busy: dict[int, Lineage] = {}
         self.dropped = self.spilled = 0
+        self.handles = Handles(layout, None)
         self.relief: Callable[[], bool] | None = None
         self.patient = True
         self.gentle = False
@@ -104,6 +106,10 @@ class Room:
         idle = sum(lineage.nbytes for lineage in self.idle.values()) + self.tree.checkpoint_bytes
         if self.budget.free + idle < size:
             return False
+        return self.free_up(size, wait=wait)
+
+    def free_up(self, size: int, *, wait: bool = False) -> bool:
+        """As `make_room`; what can be freed is, also where that is not enough."""
         for lineage in list(self.idle.values()):
             if self.budget.free >= size:
                 return True
@@ -174,10 +180,25 @@ class Room:
 
         Those that are whole, that is: the model cannot go on in others.
         """
+        self._bound_handles()
         spare = [x for x in self.idle.values() if self._spare(x)]
         for i, lineage in enumerate(reversed(spare)):
             if i >= WARM_LINEAGES or not lineage.whole:
                 self.shrink(lineage, force=True)
+
+    def handles_held(self) -> int:
+        """Buffers of all lineages and checkpoints."""
+        lineages = len(self.idle) + len(self.busy)
+        return self.handles.count(lineages, self.tree.checkpoints)
+
+    def _bound_handles(self, more: int = 0) -> bool:
+        """Evict until `more` checkpoints' buffers are within the device's limit; whether so."""
+        one = self.handles.per_checkpoint
+        while (over := not self.handles.allow(self.handles_held() + more * one)) and self._evict(
+            self.budget.limit
+        ):
+            pass
+        return not over
 
     def _spare(self, lineage: Lineage) -> bool:
         """Whether a lineage holds well more than the tree needs of it (padding aside)."""
@@ -239,7 +260,9 @@ class Room:
             for each in [*self._superseded(node, end, 0), *held[1:], *held[:1]]:
                 if self.tree.checkpoint_bytes > most and each.checkpoint_bytes and self._ours(each):
                     self._drop(each)
-        return self.tree.checkpoint_bytes <= most and self.reserve("checkpoints", size)
+        if self.tree.checkpoint_bytes > most or not self._bound_handles(1):
+            return False
+        return self.reserve("checkpoints", size)
 
     def _ours(self, node: Node) -> bool:
         """Whether no request but the one that locks `node` once is on it."""

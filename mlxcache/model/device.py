@@ -14,6 +14,15 @@ def working_set_bytes() -> int | None:
     return int(size) if size else None
 
 
+def buffer_limit() -> int | None:
+    """How many buffers the device holds at most; None where it says nothing of it.
+
+    Source: https://github.com/ml-explore/mlx/blob/main/mlx/backend/metal/device_info.cpp
+    """
+    count = mx.device_info().get("resource_limit")
+    return int(count) if count else None
+
+
 def prepare(pool_bytes: int) -> None:
     """Wire as much memory as Metal recommends, and bound MLX's pool of freed buffers."""
     # Here and not above: it takes seconds to import, and asking for the device needs none of it.

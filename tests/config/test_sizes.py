@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxcache.config import disk_limit, format_size, machine_bytes, parse_size, ram_limit
+from mlxcache.config import (
+    disk_limit,
+    explain_auto,
+    format_size,
+    machine_bytes,
+    memory_for,
+    parse_size,
+    ram_limit,
+)
 from mlxcache.config.sizes import MIN_RAM
 from mlxcache.errors import ConfigError
 
@@ -117,13 +125,17 @@ def test_auto_on_a_disk_is_a_quarter_of_what_is_free(disk, tmp_path):
     assert disk_limit("auto", tmp_path) == 200 * GB
 
 
-def test_the_machine_has_memory_and_a_container_limit_lowers_it(tmp_path, monkeypatch):
-    """The least of what the system and the cgroup files say; "max" says nothing."""
-    free = tmp_path / "free"
-    free.write_text("max\n")
-    limited = tmp_path / "limited"
-    limited.write_text("100000000\n")
-    monkeypatch.setattr("mlxcache.config.sizes._CGROUP_LIMITS", (tmp_path / "none", free))
+def test_the_machine_has_memory_and_a_container_limit_lowers_it(monkeypatch):
+    monkeypatch.setattr("mlxcache.config.sizes.memory_limit", lambda: None)
     assert machine_bytes() > 10**8
-    monkeypatch.setattr("mlxcache.config.sizes._CGROUP_LIMITS", (free, limited))
+    monkeypatch.setattr("mlxcache.config.sizes.memory_limit", lambda: 10**8)
     assert machine_bytes() == 10**8
+
+
+@pytest.mark.parametrize(("working_set", "said"), [(None, "half"), (12 * GB, "three quarters")])
+def test_auto_says_what_it_chose_from(working_set, said):
+    whole = memory_for(16 * GB, working_set)
+    text = explain_auto(whole, 4 * GB, metal=working_set is not None)
+    assert said in text
+    assert "4 GB" in text
+    assert ("12 GB" if working_set else "16 GB") in text

@@ -11,7 +11,7 @@ import pytest
 from mlxcache.config import Settings
 from mlxcache.engine.core import Core
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.fit import Fit, Talk, fit
+from mlxcache.engine.fit import Fit, Talk, fit, warnings
 from mlxcache.model import kv
 from mlxcache.model.examine import examine
 from mlxcache.model.load import ModelSpec, load
@@ -121,3 +121,18 @@ def test_a_model_that_is_not_cached_costs_nothing(toy) -> None:
     unknown: kv.Layout = replace(layout, unknown=("OddCache",))
     (held,) = fit(unknown, ram=RAM, disk=DISK, tokens=[20_000]).held
     assert (held.ram_bytes, held.disk_bytes, held.fit_ram, held.fit_disk) == (0, 0, 0, 0)
+
+
+def test_model_and_one_full_context_that_do_not_fit_are_warned_of(
+    toy_paths: dict[str, Path],
+) -> None:
+    layout = kv.survey(load(ModelSpec(str(toy_paths["llama"]))).model)
+    small = {"context": 1000, "weights": 10**9, "ram": 10**9}
+    assert warnings(layout, **small, machine=8 * 10**9) == []
+    (both,) = warnings(layout, **small, machine=int(1.5 * 10**9))
+    assert "1 GB" in both
+    assert "--ram" in both
+    found = warnings(layout, context=10**8, weights=10**9, ram=10**9, machine=8 * 10**9)
+    assert len(found) == 1
+    assert "one full context of 100000000 tokens" in found[0]
+    assert "8 GB" in found[0]

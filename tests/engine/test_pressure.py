@@ -1,0 +1,142 @@
+"""The cache gives memory up while the machine is short of it, and takes it back afterwards."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxcache.cache.budget import Budget
+from mlxcache.config.strain import CALM, Level, Strain
+from mlxcache.engine.handles import Handles
+from mlxcache.engine.memory import Memory
+from mlxcache.engine.pressure import CALM_S, HELD_BACK, PARTS, STEP_S, Brake, Pressure, hold_back
+from tests.engine.conftest import Bench
+from tests.engine.test_pace import Clock
+
+RAM = 40_000_000
+SHORT = Strain(Level.WARNING, "somebody says so")
+
+
+def filled(path: Path, conversations: int = 12, ram: int = RAM) -> Bench:
+    """A bench whose tree holds some conversations."""
+    bench = Bench(path)
+    bench.use(Memory(bench.memory.layout, Budget(ram)))
+    rng = np.random.default_rng(5)
+    for _ in range(conversations):
+        bench.ask(rng.integers(10, 400, 300).tolist(), tokens=4)
+    return bench
+
+
+def test_it_goes_down_in_steps_and_comes_back_later() -> None:
+    brake, now, said = Brake(), 0.0, []
+    while now < 3 * STEP_S:
+        said.append(brake.feel(Level.WARNING, now))
+        now += 1
+    assert said == [1] * 5 + [2] * 5 + [3] * 5
+    assert [brake.feel(Level.NORMAL, now + i) for i in range(int(CALM_S) - 2)] == [3] * 28
+    assert brake.feel(Level.NORMAL, now + CALM_S) == 2
+    assert brake.feel(Level.NORMAL, now + CALM_S + 1) == 2
+    assert brake.feel(Level.NORMAL, now + 2 * CALM_S) == 1
+
+
+def test_what_comes_and_goes_holds_it_down() -> None:
+    """Or the cache would breathe with every wave."""
+    brake = Brake()
+    waves = [brake.feel(Level(int(now) % 20 == 0), now) for now in np.arange(0.0, 300.0)]
+    assert waves == sorted(waves)
+    assert waves[-1] == PARTS // 2
+
+
+def test_a_critical_machine_leaves_an_eighth() -> None:
+    brake = Brake()
+    assert max(brake.feel(Level.CRITICAL, now) for now in np.arange(0.0, 60.0)) == 7
+
+
+def test_the_cache_shrinks_at_once_and_grows_again(
+    toy_paths: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = filled(toy_paths["llama"])
+    budget, room, clock = bench.memory.budget, bench.memory.room, Clock()
+    strain = SHORT
+    watch = Pressure(
+        room, lambda action: action(), base=0, weights=0, look=lambda: strain, measure=lambda: 1,
+        clock=clock,
+    )  # fmt: skip
+    caplog.set_level(logging.INFO, "mlxcache.engine")
+    for _ in range(60):
+        clock.wait(1.0)
+        watch.step()
+        bench.check()
+    withheld = budget.by_kind()[HELD_BACK]
+    assert withheld == RAM // 2
+    assert budget.used <= RAM
+    assert len(caplog.messages) == 4
+    assert all("somebody says so" in message for message in caplog.messages)
+    assert watch.figures()["level"] == "warning"
+    bench.ask(range(20, 220), tokens=4)
+    strain = CALM
+    for _ in range(int(5 * CALM_S)):
+        clock.wait(1.0)
+        watch.step()
+    assert budget.by_kind()[HELD_BACK] == 0
+    assert watch.figures()["level"] == "normal"
+    assert len(caplog.messages) == 8
+
+
+def test_a_process_that_takes_more_than_it_may_gives_some_up(toy_paths: dict[str, Path]) -> None:
+    bench = Bench(toy_paths["llama"])
+    taken, clock = 10**9, Clock()
+    watch = Pressure(
+        bench.memory.room, lambda action: action(), base=10**9, weights=10**9,
+        look=lambda: CALM, measure=lambda: taken, clock=clock,
+    )  # fmt: skip
+    watch.step()
+    assert watch.seen.level is Level.NORMAL
+    taken = watch.seen.expected + 300 * 2**20
+    watch.step()
+    assert watch.seen.level is Level.WARNING
+    assert bench.memory.budget.by_kind()[HELD_BACK] > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_what_is_in_use_stays(toy_paths: dict[str, Path], family: str) -> None:
+    """A reply goes on to its end, with the tokens that it would have had."""
+    bench = filled(toy_paths[family], 4)
+    ids = np.random.default_rng(6).integers(10, 400, 500).tolist()
+    task = bench.put(ids, tokens=40)
+    bench.run(until=lambda: len(task.out) > 5)
+    hold_back(bench.memory.room, RAM)
+    bench.check()
+    assert bench.memory.budget.free == 0
+    hold_back(bench.memory.room, RAM // 2)
+    bench.run()
+    assert task.out == bench.cold(ids, 40)
+
+
+def test_a_request_that_needs_it_has_it(toy_paths: dict[str, Path]) -> None:
+    """Better a slow machine than a prompt that is refused for good."""
+    bench = filled(toy_paths["llama"], 2)
+    hold_back(bench.memory.room, RAM)
+    ids = list(range(20, 300))
+    assert bench.ask(ids, tokens=6).out == bench.cold(ids, 6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_buffers_are_bounded_as_bytes_are(toy_paths: dict[str, Path], family: str) -> None:
+    bench = Bench(toy_paths[family])
+    room = bench.memory.room
+    one = Handles(bench.memory.layout, None)
+    room.handles = Handles(bench.memory.layout, 40 * one.per_lineage)
+    assert room.handles.limit is not None
+    rng = np.random.default_rng(8)
+    for _ in range(40):
+        ids = rng.integers(10, 400, 90).tolist()
+        task = bench.ask(ids, tokens=3)
+        assert room.handles_held() <= room.handles.limit + one.per_lineage
+    assert room.dropped > 0
+    assert task.out == bench.cold(ids, 3)
+    again = bench.ask([*ids, *task.out, 5, 6], tokens=3)
+    assert again.record.cached_tokens > 0
