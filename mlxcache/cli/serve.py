@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -52,8 +53,12 @@ def serve(
     Without --model a small built-in demo is served.
     Every flag is also a variable (--max-tokens: MLXCACHE_MAX_TOKENS) and a key of config.toml.
     """
+    _serve(ctx.params, config)
+
+
+def _serve(params: Mapping[str, Any], config: Path | None) -> None:
     with reporting():
-        _run(load_settings(_given(ctx.params), os.environ, config))
+        _run(load_settings(_given(params), os.environ, config))
 
 
 def _given(params: Mapping[str, Any]) -> dict[str, object]:

@@ -25,11 +25,7 @@ from mlxcache.engine.sessions import SessionBook
 from mlxcache.engine.shared import Shared
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
-from mlxcache.errors import (
-    GenerationFailed,
-    MlxcacheError,
-    NotReady,
-)
+from mlxcache.errors import GenerationFailed, MlxcacheError, NotReady
 from mlxcache.model import load
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
