@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,13 @@ class Decoder:
         assert tokens is not None
         assert logprobs is not None
         assert finite is not None
-        self._advance(tokens)
+        before = [(copy(row.sampler), row.context) for row in self.rows]
+        try:
+            self._advance(tokens)
+        except BaseException:  # the same tokens are drawn if it is tried again
+            for row, (sampler, context) in zip(self.rows, before, strict=True):
+                row.sampler, row.context = sampler, context
+            raise
         return self._drawn(tokens, logprobs, finite)
 
     def joined(self, other: Decoder, caches: Caches) -> Decoder:

@@ -51,6 +51,11 @@ class Lane:
     bytes: int = 0
     capacity: int = 0
 
+    @property
+    def steady(self) -> bool:
+        """Whether a step that failed can be done again: its token is still pending."""
+        return self.decoder.pending is not None
+
     def length(self) -> int:
         """Positions of the longest row."""
         return max(t.held.lineage.length + t.behind for t in self.tasks)

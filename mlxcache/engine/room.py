@@ -278,6 +278,12 @@ class Room:
         """Bytes that a single request could have if nothing else were held."""
         return self.budget.limit - sum(map(self._kind, ("transient", "pool", "pending", "images")))
 
+    def give_up(self, size: int) -> None:
+        """Evict about `size` bytes of what is used least recently, as far as it is there."""
+        goal = self.budget.used - size
+        while self.budget.used > goal and self._evict(self.budget.used - goal):
+            pass
+
     def clear(self) -> None:
         """Drop everything that no request uses."""
         while self._evict(self.budget.limit):

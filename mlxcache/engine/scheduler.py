@@ -21,6 +21,7 @@ from mlxcache.engine.outcome import Outcome, failure, take
 from mlxcache.engine.pace import Pace
 from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Prefill
 from mlxcache.engine.pulse import Pulse
+from mlxcache.engine.scarce import again
 from mlxcache.engine.task import Task
 from mlxcache.engine.turns import Turns
 from mlxcache.errors import MlxcacheError, NotReady, StoreError
@@ -167,24 +168,28 @@ class Scheduler:
     def _prefill_one(self) -> None:
         """One chunk of the request whose turn it is; into a lane with it if that was the last."""
         task = self.prefill.next(self._computable())
-        self._guard(task, lambda: self._prefill_chunk(task))
+        try:
+            self._prefill_chunk(task)
+        except Exception as error:  # noqa: BLE001 - `failure` logs it
+            if task not in self.prefilling or not again(self.memory, task, error):
+                self._fail(task, failure(error))
 
-    def _prefill_chunk(self, task: Task) -> bool:
+    def _prefill_chunk(self, task: Task) -> None:
         if task.restoring:
-            return self._restore(task)
+            self._restore(task)
+            return
         seconds = WAITING_S if len(self.prefilling) > 1 or self.waiting else ALONE_S
         self.prefill.chunk(task, DECODING_S if len(self.lanes) else seconds)
         if task.remaining == 0:
             self.prefilling.remove(task)
             self.lanes.enter(task)
         self._progress(task)
-        return True
 
     def _progress(self, task: Task) -> None:
         if self.disk is not None and task.lease is not None:
             self.disk.progress(task.lease, task.tokens())
 
-    def _restore(self, task: Task) -> bool:
+    def _restore(self, task: Task) -> None:
         """Read one piece; where that fails, the task starts again from what RAM holds."""
         try:
             self.admission.restore(task)
@@ -193,7 +198,6 @@ class Scheduler:
             self.admission.give_up(task)
             self.prefilling.remove(task)
             self.waiting.insert(0, task)
-        return True
 
     # -- decoding ----------------------------------------------------------------------------
 
@@ -204,9 +208,12 @@ class Scheduler:
             try:
                 self._step(lane)
             except Exception as error:  # noqa: BLE001 - `failure` logs it
+                (task, *_) = lane.tasks
+                if not lane.batched and lane.steady and again(self.memory, task, error):
+                    continue
                 reason = failure(error)
                 if not lane.batched:
-                    self._fail(lane.tasks[0], reason)
+                    self._fail(task, reason)
                 elif lane in self.lanes.all:  # whose fault it was, each row finds out alone
                     self.lanes.apart(lane)
 

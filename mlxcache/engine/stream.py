@@ -16,6 +16,10 @@ BACKLOG = 256
 """Events that wait for a reader before further text is joined to the last one."""
 
 
+GRACE_S = 1.0
+"""Seconds that a reader which seems to stall has at least, once this process runs."""
+
+
 class Stream:
     """A reply in progress: Admitted, Progress and pieces, then Finished.
 
@@ -41,6 +45,7 @@ class Stream:
         self._admitted = asyncio.Event()
         self._admission: Admitted | None = None
         self._read_at = time.monotonic()
+        self._taken = 0
         self._over = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -67,6 +72,11 @@ class Stream:
             self._queue.append(event)
         self._wake.set()
         if not self._over and time.monotonic() - self._read_at > self._stall_s:
+            self._loop.call_later(min(GRACE_S, self._stall_s), self._give_up, self._taken)
+
+    def _give_up(self, taken: int) -> None:
+        """Cancel, if nothing has been taken since: the process may have been stopped meanwhile."""
+        if not self._over and self._taken == taken:
             self._cancel()
 
     def _merged(self, event: Event | BaseException) -> bool:
@@ -104,6 +114,7 @@ class Stream:
                 self._wake.clear()
                 await self._wake.wait()
             event = self._queue.popleft()
+            self._taken += 1
             self._read_at = time.monotonic()
             if isinstance(event, BaseException):
                 for rest in self._reply.flush():

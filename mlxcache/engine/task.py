@@ -65,6 +65,7 @@ class Task:
         self.look: Look | None = None
         self.restoring = False
         self.restored = 0
+        self.scarce_at = -1
         self.over = False
         self.submitted = time.perf_counter()
         self.phase_began = self.submitted

@@ -18,6 +18,9 @@ from mlxcache.store.index import Row
 from mlxcache.store.owner import Owner
 from mlxcache.store.space import Space
 
+STEP_S = 1e-5
+"""By which a use is later than the one before it at least; a float tells so much apart."""
+
 CLOSE_S = 0.5
 """Seconds that a store which closes waits for others that write to the index."""
 
@@ -41,6 +44,7 @@ class Core:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._uses: dict[int, float] = {}
+        self.latest = 0.0
 
     def count(self, what: str, by: int = 1) -> None:
         """Add to a figure of this process."""
@@ -54,9 +58,16 @@ class Core:
 
     def use(self, rows: Iterable[Row], *, unless_within: float = 0.0) -> None:
         """All of `rows` were used just now; not worth a note for one used so many seconds ago."""
-        now = time.time()
+        now = self.now()
         with self._lock:
             self._uses.update((row.id, now) for row in rows if now - row.used >= unless_within)
+
+    def now(self) -> float:
+        """The time by which uses are ordered: the wall clock's, but never back, not even beyond a
+        restart. Seconds since 1970."""
+        with self._lock:
+            self.latest = max(time.time(), self.latest + STEP_S)
+            return self.latest
 
     def note_uses(self, connection: sqlite3.Connection) -> None:
         """Write the uses since the last time into the index."""

@@ -199,6 +199,12 @@ def touch(connection: sqlite3.Connection, uses: Iterable[tuple[float, int]]) -> 
     connection.executemany("UPDATE file SET used = max(used, ?) WHERE id = ?", uses)
 
 
+def latest_use(connection: sqlite3.Connection) -> float:
+    """When any file was used last, in seconds since 1970; 0 where there is none."""
+    (used,) = connection.execute("SELECT ifnull(max(used), 0) FROM file").fetchone()
+    return float(used)
+
+
 def _with_keys(
     connection: sqlite3.Connection, keys: Sequence[bytes]
 ) -> Iterable[tuple[Row, bytes]]:

@@ -172,7 +172,7 @@ def _row(core: Core, kind: str, digest: bytes, base: bytes, parent: Row | None) 
         stop=0,
         nbytes=0,
         disk=0,
-        used=time.time(),
+        used=core.now(),
         parent=parent.id if parent else None,
         previous=None,
         owner=core.owner.name,
@@ -243,7 +243,7 @@ def _put(core: Core, chain: Chain, match: Match, made: _Draft, id: int) -> None:
         with translated(final):
             size = write(temp, final, made.buffers)
         with core.database.write() as connection:
-            _make_durable(connection, made, id, size)
+            _make_durable(core, connection, made, id, size)
             if made.tokens is None:
                 path = index.lookup(connection, chain)
                 limit = core.space.limit or 0
@@ -264,9 +264,11 @@ def _put(core: Core, chain: Chain, match: Match, made: _Draft, id: int) -> None:
     core.count("written_tokens", row.stop - row.start)
 
 
-def _make_durable(connection: sqlite3.Connection, made: _Draft, id: int, size: int) -> None:
+def _make_durable(
+    core: Core, connection: sqlite3.Connection, made: _Draft, id: int, size: int
+) -> None:
     changed = connection.execute(
-        "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?", (size, time.time(), id)
+        "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?", (size, core.now(), id)
     )
     if not changed.rowcount:
         raise NotAnchored("what a run builds on was found damaged while it was written")

@@ -58,6 +58,8 @@ class Store:
                     space = Space(place, limit, free_floor)
                     store = cls(Core(place, database, owner, space, namespace))
                     recover(store._core)
+                    with database.read() as connection:
+                        store._core.latest = index.latest_use(connection)
                     maintain.fit(store._core)
                     database.arrive = Comeback(store._core)
                 except BaseException:

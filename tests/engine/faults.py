@@ -21,13 +21,15 @@ class FaultyModel:
     """A model that raises in its third layer, when the first two have written to their caches.
 
     `when` is asked before each pass, with its tokens, shape (rows, n). `passes` counts them.
-    `poison` is asked too: the rows for which that layer is to compute no numbers.
+    `error` is what it raises. `poison` is asked too: the rows for which that layer is to compute no
+    numbers.
     """
 
     def __init__(self, model: Any):
         self._model = model
         self._armed = False
         self.passes = 0
+        self.error: Exception = Fault("half way")
         self.when: Callable[[mx.array], bool] = lambda tokens: False
         self.poison: Callable[[mx.array], list[int]] = lambda tokens: []
         self._poisoned: list[int] = []
@@ -46,7 +48,7 @@ class FaultyModel:
     def check(self) -> None:
         """Raise if this pass is to."""
         if self._armed:
-            raise Fault("half way")
+            raise self.error
 
     def spoil(self, hidden: mx.array) -> mx.array:
         """What the layer computes in this pass, shape (rows, n, size)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -45,11 +46,32 @@ async def test_an_unread_stream_joins_texts_and_loses_none() -> None:
 
 async def test_a_reader_that_stalls_is_cancelled() -> None:
     stream, cancels = make(stall_s=0.05)
+    cancelled, inner = asyncio.Event(), stream._cancel
+    stream._cancel = lambda: (inner(), cancelled.set())
     stream.push(Text("a"))
     await asyncio.sleep(0.1)
     stream.push(Text("b"))
-    await asyncio.sleep(0.01)
+    await asyncio.wait_for(cancelled.wait(), 30)
     assert cancels == ["cancel"]
+
+
+async def test_a_reader_that_was_stopped_with_the_process_is_not_cancelled() -> None:
+    """SIGSTOP, then SIGCONT: the clock has gone on, and nobody could read meanwhile."""
+    stream, cancels = make(stall_s=0.2)
+    stream.push(Text("a"))
+    await asyncio.sleep(0)
+    stream._read_at -= 60.0
+    stream.push(Text("b"))
+    read = [event.text async for event in _first(stream, 2) if isinstance(event, Text)]
+    assert read == ["a", "b"]
+    await asyncio.sleep(0.5)
+    assert cancels == []
+
+
+async def _first(stream: Stream, count: int) -> AsyncIterator[object]:
+    events = aiter(stream)
+    for _ in range(count):
+        yield await anext(events)
 
 
 async def test_admission_is_awaited_with_a_bound() -> None:

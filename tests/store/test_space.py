@@ -13,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.errors import DiskFull, NotAnchored, StoreError
-from mlxcache.store import Store
+from mlxcache.store import Store, core, index
 from mlxcache.store import folder as store_folder
+from mlxcache.store.digests import Chains
 from mlxcache.store.evict import victims
 from mlxcache.store.folder import Folder
 from mlxcache.store.index import Row
 from tests.sampler import Sampler
 from tests.store.content import (
+    NAMESPACE,
     assert_right,
     branch,
     files,
@@ -136,6 +138,24 @@ def test_least_recently_used_goes_first(folder):
         assert (lengths[0], lengths[3]) == (3000, 3000)
         assert min(lengths[1], lengths[2]) < 3000
         assert lengths[5] == 3000
+
+
+def test_a_clock_that_goes_back_changes_no_order_of_use(folder, monkeypatch):
+    """Neither while the store is open nor beyond a restart: the oldest use is still the first."""
+    now = 2e9
+    monkeypatch.setattr(core.time, "time", lambda: now)
+    a, b, c = (tokens(1000, seed) for seed in (1, 2, 3))
+    with opened(folder) as store:
+        put(store, a)
+        now = 1e9  # a day in the past, or a machine whose clock was never set
+        put(store, b)
+    with opened(folder) as store:
+        put(store, c)
+        store.find(a)
+        store.note_uses()
+        with store.database.read() as connection:
+            rows = sorted(index.rows(connection), key=lambda row: row.used)
+        assert [row.digest for row in rows] == [Chains(NAMESPACE).of(x).at(1000) for x in (b, c, a)]
 
 
 def test_a_conversation_shrinks_from_its_end(folder):

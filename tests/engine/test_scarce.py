@@ -1,0 +1,112 @@
+"""Memory that MLX does not get: room is made, and the pass is tried once more."""
+
+from __future__ import annotations
+
+import re
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxcache.engine.scarce import out_of_memory
+from tests.engine.conftest import Bench, admitted, finished
+from tests.engine.faults import FaultyModel, faulty
+from tests.engine.test_faults import SEEDED, at_rest, error, prompt
+
+NO_MEMORY = RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
+
+
+@pytest.fixture(params=("gemma3", "llama"))
+def bench(request: pytest.FixtureRequest, toy_paths: dict[str, Path]) -> Bench:
+    return Bench(toy_paths[request.param])
+
+
+@pytest.fixture
+def model(bench: Bench) -> FaultyModel:
+    model = faulty(bench)
+    model.error = NO_MEMORY
+    return model
+
+
+def at_passes(*chosen: int):  # type: ignore[no-untyped-def]
+    """Raise in these passes, counted from 1."""
+    passes = count(1)
+    return lambda tokens: next(passes) in chosen
+
+
+def test_a_prefill_goes_on_once_others_cache_was_evicted(
+    bench: Bench, model: FaultyModel, rng: np.random.Generator
+) -> None:
+    """Its client is told nothing; what was used least recently has gone."""
+    old = [prompt(rng, 200) for _ in range(4)]
+    for ids in old:
+        bench.ask(ids, tokens=2)
+    held = bench.memory.tree.tokens
+    ids = prompt(rng, 300)
+    model.when = at_passes(3)
+    task = bench.ask(ids)
+    assert task.out == bench.cold(ids)
+    assert sum(event == admitted(task) for event in task.events) == 1  # type: ignore[attr-defined]
+    assert bench.memory.tree.tokens < held + len(ids)
+    assert bench.memory.tree.match(np.asarray(old[-1], np.int32), touch=False).length == 200
+    at_rest(bench)
+
+
+@pytest.mark.parametrize("passes", [(9,), (9, 12, 20)])
+def test_a_reply_goes_on_with_the_tokens_it_would_have_had(
+    bench: Bench, model: FaultyModel, rng: np.random.Generator, passes: tuple[int, ...]
+) -> None:
+    ids = prompt(rng, 100)
+    expected = bench.twin().ask(ids, tokens=30, sampling=SEEDED).out
+    model.when = at_passes(*passes)
+    task = bench.ask(ids, tokens=30, sampling=SEEDED)
+    assert finished(task).reason == "length"
+    assert task.out == expected
+    at_rest(bench)
+
+
+def test_a_batch_without_memory_goes_on_row_by_row(
+    bench: Bench, model: FaultyModel, rng: np.random.Generator
+) -> None:
+    prompts = [prompt(rng, 100 + i) for i in range(3)]
+    model.when = lambda tokens: tokens.shape[0] == 3
+    tasks = [bench.put(ids, tokens=20) for ids in prompts]
+    bench.run()
+    for ids, task in zip(prompts, tasks, strict=True):
+        assert task.out == bench.cold(ids, 20)
+    at_rest(bench)
+
+
+def test_who_finds_no_memory_twice_is_refused(
+    bench: Bench, model: FaultyModel, rng: np.random.Generator
+) -> None:
+    """With what MLX said; what was committed stays, and the next request is served."""
+    ids = prompt(rng, 100)
+    model.when = lambda tokens: len(bench.scheduler.lanes) > 0
+    task = bench.put(ids, tokens=20)
+    bench.run()
+    assert re.search("Unable to allocate", str(error(task)))
+    model.when = lambda tokens: False
+    assert bench.ask(ids).out == bench.cold(ids)
+    at_rest(bench)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[metal::malloc] Attempting to allocate 99 bytes which is greater than the maximum",
+        "[metal::malloc] Resource limit (499000) exceeded.",
+        "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPU)",
+        "[malloc] Unable to allocate 99 bytes.",
+        "cudaMallocAsync failed: out of memory",
+    ],
+)
+def test_what_mlx_says_where_it_cannot_allocate(words: str) -> None:
+    """MLX for CPUs says nothing: the process dies there, and is started again by who watches it."""
+    assert out_of_memory(RuntimeError(words))
+    assert not out_of_memory(ValueError(words))
+
+
+def test_other_errors_are_not_for_lack_of_memory() -> None:
+    assert not out_of_memory(RuntimeError("There is no Stream(gpu, 0) in current thread."))
