@@ -73,7 +73,7 @@ class Anticipation:
     def ended(self, task: Task, *, idle: bool) -> None:
         """A request is over; `idle`: it was the last one."""
         pieces = self._pieces.pop(task.job.id, None)
-        if task.record.status == "done" and pieces and any(map(_said, pieces)):
+        if task.record.status == "done" and pieces:
             self._ended.append(task.job.prompt.source)
             self._left += 1
             if self._left <= LEFT:
@@ -99,11 +99,6 @@ class Anticipation:
             return
         before, job = task.tokens(), owned(replace(job, prompt=prompt), job.owner)
         self._put(lambda: self._ahead.add(job.prompt, before))
-
-
-def _said(piece: Piece) -> bool:
-    """Whether a piece is of an answer, and not of thinking that was cut off before one."""
-    return isinstance(piece, ToolCall) or (isinstance(piece, Text) and bool(piece.text))
 
 
 def _goes_on(now: Source, then: Source) -> bool:

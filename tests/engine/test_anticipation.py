@@ -6,21 +6,20 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mlxcache.config import Settings
 from mlxcache.engine.anticipation import LEFT
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.task import Task
 from mlxcache.types import Chat, Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall
 from tests.conftest import ToyMaker
 from tests.engine.conftest import Bench, admitted
+from tests.engine.running import settled, started
 
 Message = dict[str, Any]
 WORDS = ("the", "file", "path", "tool", "agent", "cache", "prefix", "model", "value", "edit")
@@ -52,25 +51,6 @@ TOOLS = [
         },
     }
 ]
-
-
-@asynccontextmanager
-async def started(model: Path, folder: Path, **more: Any) -> AsyncIterator[Engine]:
-    settings = {"ram": "300MB", "disk": "off"} | more
-    engine = Engine(Settings(model=str(model), cache_dir=folder, **settings))
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
-async def settled(engine: Engine) -> None:
-    """Wait until all that is anticipated is computed."""
-    if engine._anticipation is not None:
-        await asyncio.get_running_loop().run_in_executor(engine._anticipation._pool, int)
-    while await engine.call(lambda core: core.scheduler.ahead.ready):
-        pass  # each call lets the thread compute one chunk
 
 
 class Talk:
@@ -166,7 +146,7 @@ async def test_what_was_used_of_it_is_counted(toy: ToyMaker, tmp_path: Path):
 
 
 async def test_a_cancelled_reply_is_not_gone_on_with(toy: ToyMaker, tmp_path: Path):
-    """Nor is one that was cut before it said anything."""
+    """And after one that was cut in its first thoughts there is nothing to compute."""
     model = toy("llama", thinking=True, emits={"</think>": 100_000})
     async with started(model, tmp_path) as engine:
         talk = Talk(engine)

@@ -1,82 +1,131 @@
-"""Who may start next: sessions in rotation, and a place for those who compute nothing yet."""
+"""Families' turns in a running engine: what each feeds, and that its reply is the cold one's.
+
+The model's weights are random, so which tokens a reply has is given; they are computed, cached, put
+in again and anticipated like any others. The last reply is the model's own.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pytest
 
-from mlxcache.engine.prefill import Limits
-from mlxcache.engine.task import Task
-from mlxcache.engine.turns import REMEMBERED, Turns
-from mlxcache.types import Job, Prompt, RequestRecord
-from tests.engine.conftest import Bench
+from mlxcache.api.bodies import chat_of
+from mlxcache.engine import engine as engine_module
+from mlxcache.engine.engine import Engine
+from mlxcache.engine.ram import forget_all
+from mlxcache.types import Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall
+from tests.conftest import ToyMaker
+from tests.engine.running import settled, started
+from tests.prompt import families
+from tests.prompt.families import FAMILIES
+from tests.prompt.turns import Client
+from tests.scripted import ScriptedCore
 
-
-def task(session: str | None, name: str = "x", client: str | None = None) -> Task:
-    prompt = Prompt(np.array([1, 2, 3], np.int32))
-    job = Job(name, prompt, session=session, client=client)
-    return Task(job, lambda event: None, RequestRecord(name, session, "t", client, "queued", 0.0))
-
-
-def drained(turns: Turns, waiting: list[Task]) -> list[str]:
-    """The order in which all would start, one at a time."""
-    started = []
-    while waiting:
-        first = turns.order(waiting)[0]
-        waiting.remove(first)
-        turns.started(first)
-        started.append(first.job.id)
-    return started
-
-
-def test_a_session_with_many_requests_waits_its_turn_like_any_other() -> None:
-    many = [task("many", f"m{i}") for i in range(5)]
-    waiting = [*many, task("one", "o"), task(None, "n", client="curl"), task("two", "t")]
-    assert drained(Turns(8), waiting) == ["m0", "o", "n", "t", "m1", "m2", "m3", "m4"]
+THOUGHT = "The user wants a file. I look at it first, then I say what's in it.\nOne moment. "
+TEXT = 'I\'ll look at it:  two blanks, naïve {"a": 1}, and then some more words. ' * 2
+READ = ("Read", {"path": "/tmp/a b.py", "limit": 20, "t": "line\n" * 4})
+WRITE = ("Write", {"path": "b", "text": "x = 1\n" * 4})
+MORE = 64
+ROWS = [
+    ("qwen3.5", "qwen3_5", "messages"),
+    ("gpt-oss", "gpt_oss", "chat"),
+    pytest.param("glm", "llama", "chat", marks=pytest.mark.slow),
+    pytest.param("deepseek", "llama", "messages", marks=pytest.mark.slow),
+    pytest.param("gemma3", "gemma3", "chat", marks=pytest.mark.slow),
+]
+"""A template, a model whose layers are as the family's, and an API."""
 
 
-def test_who_has_just_started_something_comes_last() -> None:
-    turns = Turns(8)
-    turns.started(task("busy"))
-    assert [t.job.id for t in turns.order([task("busy", "b"), task("new", "n")])] == ["n", "b"]
+def of_family(model: Path, folder: Path, name: str) -> Path:
+    """A copy of a toy with a family's tokenizer and template."""
+    for file in model.iterdir():
+        if not file.name.startswith("tokenizer"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    tokenizer = families.tokenizer(name)
+    tokenizer._tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["eos_token_id"] = sorted(tokenizer.eos_token_ids)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
 
 
-def test_only_so_many_sessions_are_remembered() -> None:
-    turns = Turns(8)
-    for i in range(3 * REMEMBERED):
-        turns.started(task(f"s{i}"))
-    assert len(turns._started) == REMEMBERED
+class Live(Client):
+    """A conversation with an engine. `pieces`: the last reply's; `prompt`: the last prompt."""
+
+    def __init__(self, engine: Engine, name: str, api: str):
+        super().__init__(api, thoughts=api == "messages")
+        self.engine, self.writes = engine, FAMILIES[name].writes
+        self.encode = families.tokenizer(name).encode
+        self.number = 0
+        self.warm: list[int] = []
+
+    async def ask(self, *reply: Any, tokens: int = 900) -> RequestRecord:
+        """One turn, in which the model writes a family's `reply`, or what it likes.
+
+        `warm` gets the tokens that were fed beside what is new.
+        """
+        chat = chat_of(self.body)
+        self.prompt = await self.engine.render(chat, session="s")
+        ScriptedCore.lines = [("", self.writes(*reply))] if reply else []
+        record = await self.run(self.prompt, tokens)
+        self.takes(self.pieces)
+        new = sum(len(self.encode(text, add_special_tokens=False)) for text in self.news)
+        self.warm.append(record.fed_tokens - new)
+        await settled(self.engine)
+        return record
+
+    async def run(self, prompt: Prompt, tokens: int) -> RequestRecord:
+        self.number += 1
+        id = f"req_{self.number}"
+        tools = tuple(chat_of(self.body).tools)
+        job = Job(id, prompt, max_tokens=tokens, tools=tools, session="s", api=self.api)
+        events = [event async for event in await self.engine.submit(job)]
+        self.pieces: Sequence[Piece] = [
+            e for e in events if isinstance(e, Text | Thinking | ToolCall)
+        ]
+        record = await self.engine.request(id)
+        assert record is not None
+        return record
 
 
-def test_one_place_more_for_who_computes_nothing() -> None:
-    turns = Turns(2)
-    greedy = [task("greedy"), task("greedy")]
-    assert not turns.room(task("greedy"), greedy)
-    assert turns.room(task("other"), greedy)
-    assert not turns.room(task("third"), [*greedy, task("other")])
-    assert not turns.room(task("third"), [task("one"), task("other")])
-    assert not Turns(1).room(task("other"), [task("greedy")])
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines' replies are given."""
+    monkeypatch.setattr(engine_module, "Core", ScriptedCore)
+    monkeypatch.setattr(ScriptedCore, "lines", ())
 
 
-def test_one_more_session_starts_beside_a_crowd(toy_paths: dict[str, Path]) -> None:
-    bench = Bench(toy_paths["llama"])
-    bench.limits = Limits(2, 64, 65536, 1 << 30)
-    bench.use(bench.memory)
-    rng = np.random.default_rng(3)
-
-    def put(session: str, **kwargs: Any) -> Task:
-        made = bench.put(rng.integers(10, 400, 40).tolist(), **kwargs)
-        object.__setattr__(made.job, "session", session)
-        return made
-
-    crowd = [put("crowd", tokens=60) for _ in range(5)]
-    bench.run(until=lambda: len(crowd[1].out) > 2)
-    guest = put("guest", tokens=4)
-    bench.run(until=lambda: guest.over)
-    assert [t.over for t in crowd] == [False] * 5
-    assert [t.lease is None for t in crowd] == [False, False, True, True, True]
-    bench.run()
-    for each in [*crowd, guest]:
-        assert each.out == bench.cold(each.ids.tolist(), len(each.out))
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize(("name", "layers", "api"), ROWS)
+async def test_turns_feed_what_is_new_and_answer_as_when_cold(
+    toy: ToyMaker, tmp_path: Path, name: str, layers: str, api: str
+):
+    """After calls, after thinking, and after a reply that was cut before it said anything."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = of_family(toy(layers, vocab_size=1024), folder, name)
+    family = FAMILIES[name]
+    async with started(model, tmp_path / "cache") as engine:
+        talk = Live(engine, name, api)
+        talk.user("Please read the file. " * 3)
+        await talk.ask(THOUGHT, TEXT if name != "gpt-oss" else "", [READ])
+        talk.results("It is so.")
+        await talk.ask(THOUGHT, "", [READ, WRITE][: 1 + family.several])
+        talk.results("And so.")
+        await talk.ask(THOUGHT, TEXT, [])
+        talk.user("And then? Go on with the other one, please.")
+        await talk.ask(THOUGHT, "", [WRITE])
+        talk.results("It is done.")
+        await talk.ask(THOUGHT, TEXT, [], tokens=40)
+        talk.user("Go on, please.")
+        warm = await talk.ask(tokens=12)
+        assert max(talk.warm[1:]) <= MORE
+        said = talk.pieces
+        await engine.call(forget_all)
+        cold = await talk.run(talk.prompt, 12)
+        assert (cold.cached_tokens, cold.fed_tokens) == (0, warm.cached_tokens + warm.fed_tokens)
+        assert talk.pieces == said

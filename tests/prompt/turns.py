@@ -46,39 +46,28 @@ def model_of(name: str) -> Served:
     return Served(name)
 
 
-class Talk:
-    """A conversation with a family's model, whose replies are the test's own.
+class Client:
+    """A client of an API with its conversation.
 
-    `thoughts`: the client sends thinking back; `renames`: its calls have ids of its own; `strips`:
-    it takes the white space off texts. `generated` is what prompts and replies computed,
-    `ahead` what was anticipated; `size`: tokens of the texts that are new in the last prompt.
+    `thoughts`: it sends thinking back; `renames`: its calls have ids of its own; `strips`: it takes
+    the white space off texts. `news`: the texts that are new in its last request.
     """
 
     def __init__(
-        self,
-        name: str,
-        api: str,
-        *,
-        thoughts: bool = True,
-        renames: bool = False,
-        strips: bool = False,
+        self, api: str, *, thoughts: bool = True, renames: bool = False, strips: bool = False
     ):
-        self.model, self.api, self.thoughts = model_of(name), api, thoughts
+        self.api, self.thoughts = api, thoughts
         self.renames, self.strips = renames, strips
         self.body: Body = {"model": "m", "max_tokens": 99, "messages": [], "tools": tools_of(api)}
         if api == "messages":
             self.body["system"] = HEAD
         else:
             self.body["messages"].append({"role": "system", "content": HEAD})
-        self.generated: list[Held] = []
-        self.ahead: list[Held] = []
-        self.size = 0
-
-    # -- the client ----------------------------------------------------------------------------
+        self.news: list[str] = []
 
     def user(self, text: str) -> None:
         self.body["messages"].append({"role": "user", "content": text})
-        self.size = self._tokens(text)
+        self.news = [text]
 
     def results(self, text: str) -> None:
         """A result of each call of the last reply."""
@@ -94,7 +83,7 @@ class Talk:
         else:
             for id, said in zip(ids, texts, strict=True):
                 self.body["messages"].append({"role": "tool", "tool_call_id": id, "content": said})
-        self.size = sum(map(self._tokens, texts))
+        self.news = texts
 
     def _calls(self) -> list[str]:
         last = self.body["messages"][-1]
@@ -102,48 +91,9 @@ class Talk:
             return [block["id"] for block in last["content"] if block["type"] == "tool_use"]
         return [call["id"] for call in last.get("tool_calls", ())]
 
-    def _tokens(self, text: str) -> int:
-        return len(self.model.tokenizer.encode(text, add_special_tokens=False))
-
-    # -- the server ----------------------------------------------------------------------------
-
-    def ask(self, stop: Sequence[str] = ()) -> Prompt:
-        """The prompt of what the client has sent."""
-        self.prompt = self.model.builder.chat(chat_of(self.body), "s", stop)
-        return self.prompt
-
-    def fed(self, *, ahead: bool, recurrent: bool = False) -> int:
-        """Tokens that the last prompt feeds, by what was computed `ahead` too or without that."""
-        ids = self.prompt.ids
-        held = [*self.generated, *(self.ahead if ahead else ())]
-        return len(ids) - max((one.reused(ids, recurrent=recurrent) for one in held), default=0)
-
-    def replies(
-        self, raw: str, *, reason: FinishReason = "stop", stop: Sequence[str] = ()
-    ) -> list[Piece]:
-        """The model's answer to the last prompt, which the client takes into the history."""
-        prompt, chat = self.prompt, chat_of(self.body)
-        ids = self.model.ids(raw)
-        pieces, out = self.model.pieces(prompt, ids, chat.tools, reason=reason, stop=stop)
-        all_of_it = np.concatenate([prompt.ids, np.asarray(out, np.int32)])
-        computed = len(all_of_it) - 1  # the last token was drawn and is fed by what follows
-        self.generated.append(Held(all_of_it[:computed], (*prompt.marks, computed)))
-        self._anticipate(prompt, pieces, stop)
+    def takes(self, pieces: Sequence[Piece]) -> None:
+        """A reply, which goes into the history as this client sends it back."""
         self.body["messages"].append(self._as_client(self._sent_back(pieces)))
-        return pieces
-
-    def says(self, thinking: str, text: str, calls: Calls = ()) -> list[Piece]:
-        """A whole reply as the family's model writes it."""
-        return self.replies(self.model.family.writes(thinking, text, calls))
-
-    def _anticipate(self, prompt: Prompt, pieces: list[Piece], stop: Sequence[str]) -> None:
-        chat = continued(prompt.source.sent, pieces, prompt.names, thoughts=self.api == "messages")
-        ahead = self.model.builder.ahead(chat, "s", stop)
-        target = len(ahead.ids) - 1
-        last = max((mark for mark in ahead.marks if mark < target), default=0)
-        end = last if 0 < target - last <= NEAR else target
-        states = (*(mark for mark in ahead.marks if mark <= end), end)
-        self.ahead.append(Held(ahead.ids[:target], states))
 
     def _as_client(self, message: Body) -> Body:
         content = message["content"]
@@ -159,7 +109,7 @@ class Talk:
             call["id"] = f"fc_{len(self.body['messages'])}_{call['id'][-4:]}"
         return message
 
-    def _sent_back(self, pieces: list[Piece]) -> Body:
+    def _sent_back(self, pieces: Sequence[Piece]) -> Body:
         if self.api == "messages":
             blocks = Blocks()
             for piece in pieces:
@@ -183,6 +133,63 @@ class Talk:
         if not self.thoughts:
             message.pop("reasoning_content", None)
         return message
+
+
+class Talk(Client):
+    """A conversation with a family's model, whose replies are the test's own.
+
+    `generated` is what prompts and replies computed, `ahead` what was anticipated.
+    """
+
+    def __init__(self, name: str, api: str, **client: bool):
+        super().__init__(api, **client)
+        self.model = model_of(name)
+        self.generated: list[Held] = []
+        self.ahead: list[Held] = []
+
+    @property
+    def size(self) -> int:
+        """Tokens of the texts that are new in the last prompt."""
+        encode = self.model.tokenizer.encode
+        return sum(len(encode(text, add_special_tokens=False)) for text in self.news)
+
+    def ask(self, stop: Sequence[str] = ()) -> Prompt:
+        """The prompt of what the client has sent."""
+        self.prompt = self.model.builder.chat(chat_of(self.body), "s", stop)
+        return self.prompt
+
+    def fed(self, *, ahead: bool, recurrent: bool = False) -> int:
+        """Tokens that the last prompt feeds, by what was computed `ahead` too or without that."""
+        ids = self.prompt.ids
+        held = [*self.generated, *(self.ahead if ahead else ())]
+        return len(ids) - max((one.reused(ids, recurrent=recurrent) for one in held), default=0)
+
+    def replies(
+        self, raw: str, *, reason: FinishReason = "stop", stop: Sequence[str] = ()
+    ) -> list[Piece]:
+        """The model's answer to the last prompt, which the client takes into the history."""
+        prompt, chat = self.prompt, chat_of(self.body)
+        ids = self.model.ids(raw)
+        pieces, out = self.model.pieces(prompt, ids, chat.tools, reason=reason, stop=stop)
+        all_of_it = np.concatenate([prompt.ids, np.asarray(out, np.int32)])
+        computed = len(all_of_it) - 1  # the last token was drawn and is fed by what follows
+        self.generated.append(Held(all_of_it[:computed], (*prompt.marks, computed)))
+        self._anticipate(prompt, pieces, stop)
+        self.takes(pieces)
+        return pieces
+
+    def says(self, thinking: str, text: str, calls: Calls = ()) -> list[Piece]:
+        """A whole reply as the family's model writes it."""
+        return self.replies(self.model.family.writes(thinking, text, calls))
+
+    def _anticipate(self, prompt: Prompt, pieces: list[Piece], stop: Sequence[str]) -> None:
+        chat = continued(prompt.source.sent, pieces, prompt.names, thoughts=self.api == "messages")
+        ahead = self.model.builder.ahead(chat, "s", stop)
+        target = len(ahead.ids) - 1
+        last = max((mark for mark in ahead.marks if mark < target), default=0)
+        end = last if 0 < target - last <= NEAR else target
+        states = (*(mark for mark in ahead.marks if mark <= end), end)
+        self.ahead.append(Held(ahead.ids[:target], states))
 
 
 def _rewritten(block: Body) -> Body:

@@ -1,0 +1,31 @@
+"""An engine with a model, in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from mlxcache.config import Settings
+from mlxcache.engine.engine import Engine
+
+
+@asynccontextmanager
+async def started(model: Path, folder: Path, **more: Any) -> AsyncIterator[Engine]:
+    settings = {"ram": "300MB", "disk": "off"} | more
+    engine = Engine(Settings(model=str(model), cache_dir=folder, **settings))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def settled(engine: Engine) -> None:
+    """Wait until all that is anticipated is computed."""
+    if engine._anticipation is not None:
+        await asyncio.get_running_loop().run_in_executor(engine._anticipation._pool, int)
+    while await engine.call(lambda core: core.scheduler.ahead.ready):
+        pass  # each call lets the thread compute one chunk
