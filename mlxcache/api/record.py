@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mlxcache.errors import ConfigError
+from mlxcache.private import make_folder
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Recorder:
     def __init__(self, folder: Path, *, files: int = MOST_FILES, nbytes: int = MOST_BYTES):
         self._folder, self._files, self._bytes = folder, files, nbytes
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(folder)
             kept = (p for p in folder.iterdir() if _NAME.fullmatch(p.name))
             self._kept = [(path, path.stat().st_size) for path in sorted(kept)]
         except OSError as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlxcache.cli.remote import Progress
 from mlxcache.errors import MlxcacheError, NotFound
+from mlxcache.private import create
 from mlxcache.store.listing import Listed, nothing, on_disk
 from mlxcache.store.lock import alone
 from mlxcache.store.prefixes import delete_session, pin, viewing
@@ -73,7 +74,7 @@ class Offline:
         with self._open() as (store, sessions):
             info = sessions.info(id)
             parts = export(viewing(store, info.namespace), info)
-            with path.open("wb") as file:
+            with create(path) as file:
                 for part in parts:
                     file.write(part)
                     done += len(part)

@@ -11,6 +11,7 @@ from urllib.parse import quote
 import httpx
 
 from mlxcache.errors import MlxcacheError, NotFound
+from mlxcache.private import create
 
 ANSWER_S = 3.0
 """How long a server may take to say that it is there."""
@@ -78,7 +79,7 @@ class Remote:
         done = 0
         with (
             self._request("GET", f"{_path(id)}/snapshot", params={"format": format}) as response,
-            path.open("wb") as file,
+            create(path) as file,
         ):
             total = int(response.headers.get("content-length", 0))
             for part in response.iter_bytes(PART_BYTES):

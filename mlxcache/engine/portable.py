@@ -14,6 +14,7 @@ from mlxcache.engine.prompt_caches import PromptCacheExport, Submit, compute
 from mlxcache.engine.prompt_import import take_in
 from mlxcache.errors import DiskFull, SnapshotRefused, Unsupported
 from mlxcache.owner import OWNER, own_ids, plain_ids
+from mlxcache.private import make_folder
 from mlxcache.store.database import translated
 from mlxcache.store.lock import runs
 from mlxcache.store.prefixes import viewing
@@ -84,7 +85,7 @@ class Portable:
     def incoming(self, nbytes: int) -> Path:
         """Where to put a file of `nbytes` for `restore`. Raises DiskFull where it has no room."""
         with translated(self._incoming):
-            self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._incoming)
             if shutil.disk_usage(self._incoming).free < nbytes + FREE_FLOOR:
                 raise DiskFull(f"The disk has no room for a file of {nbytes} bytes.")
         return self._incoming

@@ -15,6 +15,7 @@ from platformdirs import user_cache_path
 
 from mlxcache.errors import ModelError
 from mlxcache.model import chatml
+from mlxcache.private import make_folder
 
 DEMO_ID = "mlxcache-demo"
 
@@ -59,7 +60,7 @@ def materialise(directory: Path | None = None) -> Path:
     try:
         target = parent / f"{DEMO_ID}-{_fingerprint()}"
         if not target.is_dir():
-            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(parent)
             _write(parent, target)
     except OSError as error:
         raise ModelError(f"The demo model cannot be made in {parent}: {error}") from error

@@ -17,6 +17,7 @@ from typing import Any
 
 from mlxcache.errors import ModelError
 from mlxcache.model.hub import Progress
+from mlxcache.private import make_folder
 
 log = logging.getLogger("mlxcache.model")
 
@@ -213,7 +214,7 @@ def _save_memo(
 
 def _replace(file: Path, text: str) -> None:
     """Put `text` into `file`, whole or not at all, for the user's eyes only."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(file.parent)
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")  # mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as out:

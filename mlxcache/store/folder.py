@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mlxcache.private import make_folder
 from mlxcache.store.database import NAME
 
 RUN, CHECKPOINT = "run", "checkpoint"
@@ -34,7 +35,7 @@ class Folder:
 
     def make(self) -> None:
         """Make the folders that are not there. Raises OSError."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self.path)
         for path in (*self.kinds.values(), self.quarantine, self.locks):
             path.mkdir(mode=0o700, exist_ok=True)
         self.device = os.stat(self.path).st_dev
@@ -102,7 +103,7 @@ def write(temp: Path, final: Path, buffers: Sequence[bytes | memoryview]) -> int
     Raises OSError; then neither file is there.
     """
     if not final.parent.exists():
-        final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(final.parent)
         sync_folder(final.parent.parent)
     try:
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

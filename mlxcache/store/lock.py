@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlxcache.errors import StoreError
+from mlxcache.private import make_folder
 
 
 class InUse(StoreError):
@@ -108,7 +109,7 @@ def runs(pid: int) -> bool:
 def _locked(cache_dir: Path, kind: int) -> Iterator[bool]:
     """Whether the lock could be had, which is then held. Raises StoreError."""
     with _named(cache_dir):
-        cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(cache_dir)
         fd = os.open(cache_dir / NAME, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:

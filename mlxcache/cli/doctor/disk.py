@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.config import disk_limit, format_size
+from mlxcache.private import make_folder
 
 TEST_BYTES = 256 << 20
 PART_BYTES = 8 << 20
@@ -73,7 +74,7 @@ def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
     """
     made = not folder.exists()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
         with tempfile.TemporaryDirectory(prefix=".speed-", dir=folder) as place:
             path = Path(place) / "data"
             written = size / _write(path, size, step)

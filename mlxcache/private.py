@@ -1,0 +1,27 @@
+"""Files and folders that are their user's alone, whatever the umask: they hold conversations."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are not there, each with mode 0700. Raises OSError."""
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
+def create(path: Path) -> BinaryIO:
+    """An empty file, open for writing, with mode 0600; also in the place of another.
+
+    Raises OSError.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    if os.name == "posix" and os.fstat(fd).st_uid == os.getuid() and path.is_file():
+        os.fchmod(fd, 0o600)  # it may have been there
+    return os.fdopen(fd, "wb")
