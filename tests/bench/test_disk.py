@@ -65,6 +65,7 @@ def test_restoring_that_skips_a_file_is_an_error(
         restore_speed.restore_speed(model, tmp_path, 1, lambda _: None, TOTAL)
 
 
+@pytest.mark.slow
 def test_a_reply_is_timed_beside_both_writers(model: Path, tmp_path: Path) -> None:
     """As many bytes each, in files of the same sizes, and nothing of the plain ones is left."""
     held = write_beside.write_beside(model, tmp_path, 2, lambda _: None, TOTAL)

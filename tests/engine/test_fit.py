@@ -44,7 +44,10 @@ async def played(engine: Engine, talk: Talk, tokens: int) -> Core:
     return core
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "llama4"])
+@pytest.mark.parametrize(
+    "family",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in ("llama", "gemma3")), "qwen3_5"],
+)
 async def test_figures_on_paper_are_what_the_server_holds(family: str, toy, tmp_path: Path) -> None:
     """RAM to the byte that the budget books, files by what the file system counts."""
     path = str(toy(family))

@@ -208,6 +208,7 @@ async def test_with_others_at_once_each_gets_its_own(
         assert reply.tokens == mlx_lm_alone.greedy(reply.prompt)
 
 
+@pytest.mark.slow
 async def test_after_a_restart_an_image_is_known_by_what_it_shows(
     toy_muse: Path, tmp_path: Path, mlx_lm_alone: Reference
 ) -> None:

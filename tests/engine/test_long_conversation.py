@@ -1,4 +1,4 @@
-"""An agent's conversation of 12 turns, or 40, where most layers cannot be sliced."""
+"""An agent's conversation of 10 turns, or 40, where most layers cannot be sliced."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("turns", "thought"),
     [
-        (12, 5),
+        (10, 5),
         pytest.param(40, 0, marks=pytest.mark.slow),
         pytest.param(40, 5, marks=pytest.mark.slow),
     ],

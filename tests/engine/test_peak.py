@@ -82,6 +82,7 @@ def measured(bench: Bench, ids: list[int]) -> tuple[Task, int, int]:
     return task, ours, private(bench, ids[:cached], ids[cached:], REPLY)
 
 
+@pytest.mark.slow
 def test_turns_and_branches_take_little_more_than_a_private_cache(bench: Bench) -> None:
     ids = text(2, LENGTH)
     task = bench.ask(ids, tokens=REPLY, marks=(LENGTH // 2, LENGTH - 3))

@@ -35,7 +35,9 @@ class Reader(threading.Thread):
         self.answer = httpx.post(self.url + self.path, json=body, timeout=60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_during_a_prefill(toy: ToyMaker, tmp_path: Path, number: int) -> None:
     """Everyone who waits for an answer gets an error, also those whose stream has begun."""
     with served("--model", str(toy("llama")), home=tmp_path) as running:

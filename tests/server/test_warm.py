@@ -13,11 +13,12 @@ from tests.server.api import CHAT, MESSAGES, Answer, Api, request, user, words
 from tests.server.conftest import ENCODES_ANEW, Start
 from tests.server.reference import greedy
 
-FAMILIES = ("llama", "gemma3", "qwen3_5")
 NEW = 64
 """Tokens beside what is new that a turn may feed."""
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize(
+    "family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow), "qwen3_5"]
+)
 
 
 @pytest.fixture
@@ -79,10 +80,10 @@ def test_six_conversations_at_once(
     ("family", "path", "stream"),
     [
         ("llama", CHAT, True),
-        ("llama", CHAT, False),
+        pytest.param("llama", CHAT, False, marks=pytest.mark.slow),
         ("llama", MESSAGES, True),
-        ("llama", MESSAGES, False),
-        ("gemma3", MESSAGES, True),
+        pytest.param("llama", MESSAGES, False, marks=pytest.mark.slow),
+        pytest.param("gemma3", MESSAGES, True, marks=pytest.mark.slow),
         ("qwen3_5", MESSAGES, True),
     ],
 )
