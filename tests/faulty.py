@@ -46,7 +46,9 @@ class Faults:
         (self.folder / name).unlink(missing_ok=True)
 
     def on(self, name: str) -> str | None:
-        """The measure of a fault, if it is on."""
+        """The measure of a fault, if it is on. While none is, no descriptor is needed to know."""
+        if not (self.folder / name).exists():
+            return None
         try:
             return (self.folder / name).read_text()
         except FileNotFoundError:

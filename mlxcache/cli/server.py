@@ -21,6 +21,7 @@ from rich.console import Console
 from mlxcache.api.app import create_app
 from mlxcache.api.http import ApiSettings
 from mlxcache.api.record import Recorder
+from mlxcache.cli import descriptors
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.listen import listen
 from mlxcache.cli.output import Loading, log_line
@@ -63,6 +64,8 @@ async def run(settings: Settings, console: Console) -> None:
     ModelError also where the MLX thread died: whoever watches this process then starts another.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
+    descriptors.raise_limit()
+    descriptors.tell_rarely(asyncio.get_running_loop())
     keys = read_keys(settings)
     sockets = listen(settings.host, settings.port)
     url = base_url(settings.host, sockets[0].getsockname()[1])

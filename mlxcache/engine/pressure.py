@@ -102,6 +102,8 @@ class Pressure:
         while not self._over.wait(POLL_S):
             try:
                 self.step()
+            except OSError as error:  # no file descriptors, say, which is told elsewhere
+                log.debug("the machine's memory could not be looked at: %s", error)
             except Exception:  # a look that fails must not end all later ones
                 log.exception("the machine's memory could not be looked at")
 
