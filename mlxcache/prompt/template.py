@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
 from mlxcache.errors import BadRequest, ConfigError, GenerationFailed, MlxcacheError
+from mlxcache.prompt.bounded import bounded
 from mlxcache.prompt.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,10 @@ RESERVED = frozenset(
     """.split()  # noqa: SIM905 - read as a list of names
 )
 """Arguments of the renderer itself, which no request may set."""
+
+
+RENDER_SECONDS = 30.0
+"""Longer than any conversation takes to render; a template that takes it does not end."""
 
 
 class Template:
@@ -64,13 +70,13 @@ class Template:
         if not self.exists:
             return plain(messages, self._start(), generation=generation)
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=generation,
-                **args,
+            given = {"tools": list(tools) if tools else None, "add_generation_prompt": generation}
+            rendered = partial(
+                self._tokenizer.apply_chat_template, list(messages), tokenize=False, **given, **args
             )
+            text = bounded(rendered, RENDER_SECONDS)
+        except TimeoutError as error:
+            raise GenerationFailed(f"the model's chat template does not end: {error}") from error
         except RecursionError as error:
             raise too_deep() from error
         except TEMPLATE_ERRORS as error:

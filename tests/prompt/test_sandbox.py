@@ -1,0 +1,101 @@
+"""A chat template comes with a model, and is a program of whoever made that: it is fenced in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mlxcache.errors import BadRequest, GenerationFailed
+from mlxcache.prompt import template as module
+from mlxcache.prompt.bounded import bounded
+from mlxcache.prompt.template import Template
+from tests.prompt import kinds
+
+USER = {"role": "user", "content": "hi"}
+MESSAGES = [USER, {"role": "assistant", "content": "yes"}]
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__.__base__.__subclasses__()[0] }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ raise_exception.__globals__['os'].system('touch CANARY') }}",
+    "{{ cycler.__init__.__globals__.os.popen('touch CANARY').read() }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ ''|attr('__class__')|attr('__mro__') }}",
+    "{{ messages|map(attribute='__class__')|list|first }}",
+    "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "{{ '%s' % messages.append.__self__.__class__.__subclasses__ }}",
+    "{% set x = messages.append('more') %}{{ messages|length }}",
+    "{% set x = messages[0].update({'content': 'forged'}) %}{{ messages[0].content }}",
+    "{% set x = messages.clear() %}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os.environ }}",
+    "{% for i in range(1000000000) %}{% endfor %}",
+]
+"""Ways out of a template that are known; a sandbox gives nothing for them, or an error."""
+
+TELLTALE = ("class '", "<class", "<built-in", "function", "module", "root:", "environ", "forged")
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_a_template_reaches_nothing_but_the_conversation(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither Python's internals, nor files, nor commands; nor does it change what it is given."""
+    monkeypatch.chdir(tmp_path)
+    template = Template(kinds.tokenizer("byte_level", "BEGIN" + source + "END"))
+    given = [dict(message) for message in MESSAGES]
+    try:
+        text = template.render(given, generation=True, args={})
+    except (GenerationFailed, BadRequest):
+        text = ""
+    assert not [word for word in TELLTALE if word in text], text
+    assert given == MESSAGES
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["chat_template", "messages", "tools", "tokenize"])
+def test_no_request_brings_a_template_of_its_own(name: str) -> None:
+    """These arguments are the server's, whatever a body says."""
+    assert name in module.RESERVED
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("of", [ENDLESS, "{% macro m() %}" + ENDLESS + "{% endmacro %}{{ m() }}"])
+def test_one_that_does_not_end_is_ended(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread is free again, for others' conversations."""
+    monkeypatch.setattr(module, "RENDER_SECONDS", 0.2)
+    template = Template(kinds.tokenizer("byte_level", of))
+    for _ in range(2):
+        with pytest.raises(GenerationFailed, match="does not end"):
+            template.render(MESSAGES, generation=True, args={})
+    time.sleep(0.3)  # nothing comes late
+
+
+class TestBounded:
+    def test_gives_what_the_work_gives(self) -> None:
+        assert bounded(lambda: 7, 10) == 7
+        with pytest.raises(KeyError):
+            bounded(lambda: {}["x"], 10)
+
+    def test_leaves_no_thread_and_no_exception_behind(self) -> None:
+        """Also where the work ends just when its time does."""
+        before = threading.active_count()
+        ended = late = 0
+        for _ in range(60):
+            try:
+                bounded(lambda: time.sleep(0.003), 0.003)
+                ended += 1
+            except TimeoutError:
+                late += 1
+            for _ in range(100):
+                pass
+        assert ended + late == 60
+        deadline = time.monotonic() + 10
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() <= before
