@@ -18,7 +18,7 @@ from mlxcache.prompt.explain_messages import (
     similar,
     text_of,
 )
-from mlxcache.prompt.explain_text import change_of, excerpt
+from mlxcache.prompt.explain_text import change_of, excerpt, form
 from mlxcache.types import Chat
 
 _VOLATILE = frozenset({"date", "uuid", "counter", "git_status", "hash", "temp_path"})
@@ -119,10 +119,25 @@ def _tools(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -
     change = change_of(before, after, machine=True)
     cause = _tool_cause(names, renamed, at, same=sorted(old) == sorted(new))
     if cause == "tool_changed":
-        cause = change.cause if change.cause in _VOLATILE else cause
+        volatile = change.cause in _VOLATILE
+        cause = change.cause if volatile else _described(was[at], now[at]) or cause
         return [difference(where, "tools_changed", change, cause)]
     shown = excerpt(before, 0), excerpt(after, 0)
-    return [Difference(where, "tools_changed", cause, *shown, change.shows)]
+    shows = _seen_of(was[at : at + 1]), _seen_of(now[at : at + 1])
+    return [Difference(where, "tools_changed", cause, *shown, shows)]
+
+
+def _seen_of(tools: Sequence[Mapping[str, Any]]) -> str:
+    """What tells a tool from others in a prompt, at its beginning; empty for none."""
+    functions = [function_of(tool) for tool in tools]
+    return "".join(str(one.get("description") or one.get("name")) for one in functions)
+
+
+def _described(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """In what form a tool's description changed, if it reads the same and all else is the same."""
+    old, new = dict(function_of(was)), dict(function_of(now))
+    texts = str(old.pop("description", "")), str(new.pop("description", ""))
+    return form(*texts) if old == new else None
 
 
 def _tool_cause(old: list[str], new: list[str], at: int, *, same: bool) -> str:

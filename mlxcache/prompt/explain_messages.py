@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxcache.image import Image
@@ -13,6 +13,7 @@ from mlxcache.prompt.explain_text import Change, change_of
 from mlxcache.prompt.recent import common_prefix
 
 Message = Mapping[str, Any]
+Shows = tuple[str, str]
 
 SYSTEM = ("system", "developer")
 _SHIFTS = 16
@@ -44,7 +45,7 @@ class Difference:
     cause: str
     before: str
     after: str
-    shows: tuple[str, str]
+    shows: Shows
 
 
 def message_differences(was: Sequence[Message], now: Sequence[Message]) -> Iterator[Difference]:
@@ -57,6 +58,9 @@ def message_differences(was: Sequence[Message], now: Sequence[Message]) -> Itera
         if seen[0][i] == seen[1][i]:
             continue
         cause = None if _in_place(was, now, seen, i) else _moved(was, now, seen, i)
+        if cause == "message_dropped" and heads(now) <= i < heads(was):
+            yield difference("system", "system_changed", change_of(text_of(was[i]), ""))
+            return
         if cause is not None:
             role = now[i].get("role")
             head = cause != "compaction" and role in SYSTEM and i < heads(now)
@@ -90,7 +94,7 @@ def _moved(
     fewer = not tail or len(now) < len(was)  # the newest messages may be kept behind a summary
     if summary and fewer and not _SUMMARY.search(text_of(was[i])):
         return "compaction"
-    shifted = _shifted(now, seen, i)
+    shifted = _shifted(now, seen, i) or _shifted_and_edited(was, now, i)
     if shifted is not None:
         return shifted
     same_role = was[i].get("role") == now[i].get("role")
@@ -108,11 +112,32 @@ def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) 
     old, new = seen
     for shift in range(1, _SHIFTS + 1):
         if new[i + shift : i + shift + 1] == old[i : i + 1]:
-            volatile = change_of("", text_of(now[i]), machine=True).cause
-            return volatile if volatile in ("counter", "git_status") else "message_inserted"
+            return _inserted(now[i])
         if old[i + shift : i + shift + 1] == new[i : i + 1]:
             return "message_dropped"
     return None
+
+
+def _shifted_and_edited(was: Sequence[Message], now: Sequence[Message], i: int) -> str | None:
+    """As `_shifted`, where a message of another role stands before one that was edited too."""
+    if was[i].get("role") == now[i].get("role"):
+        return None
+    if any(_nearly(was[i], later) for later in now[i + 1 : i + 1 + _SHIFTS]):
+        return _inserted(now[i])
+    if any(_nearly(later, now[i]) for later in was[i + 1 : i + 1 + _SHIFTS]):
+        return "message_dropped"
+    return None
+
+
+def _inserted(message: Message) -> str:
+    volatile = change_of("", text_of(message), machine=True).cause
+    return volatile if volatile in ("counter", "git_status") else "message_inserted"
+
+
+def _nearly(was: Message, now: Message) -> bool:
+    """Whether two messages of one role say almost the same."""
+    texts = text_of(was), text_of(now)
+    return was.get("role") == now.get("role") and any(texts) and similar(*texts) >= 0.8
 
 
 def _edited(was: Message, now: Message, where: str) -> Iterator[Difference]:
@@ -128,9 +153,28 @@ def _edited(was: Message, now: Message, where: str) -> Iterator[Difference]:
         machine = role in SYSTEM or role == "tool" or _REMINDER.search(new) is not None
         change = change_of(old, new, machine=machine)
         yield difference(where, reason, change, _special(role, old, new, change))
-    calls = [as_json([function_of(c) for c in m.get("tool_calls") or ()]) for m in (was, now)]
-    if calls[0] != calls[1]:
-        yield difference(where, reason, change_of(*calls), "tool_calls")
+    calls = [[function_of(c) for c in m.get("tool_calls") or ()] for m in (was, now)]
+    if as_json(calls[0]) != as_json(calls[1]):
+        told = difference(where, reason, change_of(*map(as_json, calls)), "tool_calls")
+        yield replace(told, shows=_argument(*calls) or told.shows)
+
+
+def _argument(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Shows | None:
+    """What is seen of the first argument that differs, which templates write in many ways."""
+    for old, new in zip(was, now, strict=False):
+        before, after = _texts(old.get("arguments")), _texts(new.get("arguments"))
+        if old.get("name") != new.get("name"):
+            return None
+        changed = [k for k in before if k in after and before[k] != after[k]]
+        if changed:
+            return change_of(before[changed[0]], after[changed[0]]).shows
+    return None
+
+
+def _texts(arguments: Any) -> dict[str, str]:
+    if not isinstance(arguments, Mapping):
+        return {}
+    return {k: v if isinstance(v, str) else as_json(v) for k, v in arguments.items()}
 
 
 def _special(role: str, old: str, new: str, change: Change) -> str | None:

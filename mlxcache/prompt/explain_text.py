@@ -71,7 +71,7 @@ def _cause(old: str, new: str, at: int, machine: bool) -> str:
         return both[0]
     if machine and _number_at(was, first, was_end) and _number_at(now, first, now_end):
         return "counter"
-    return _form(was, now) or _form(old, new) or "text"
+    return form(was, now) or form(old, new) or "text"
 
 
 def _line(text: str, at: int) -> tuple[str, int]:
@@ -100,8 +100,10 @@ def _in_git(text: str, at: int, line: str) -> bool:
     return _GIT.search(near) is not None
 
 
-def _form(old: str, new: str) -> str | None:
-    """What two texts differ in that read the same."""
+def form(old: str, new: str) -> str | None:
+    """In what two texts differ that read the same; None where they do not, or are the same."""
+    if old == new:
+        return None
     if old.replace("\r\n", "\n").rstrip("\r") == new.replace("\r\n", "\n").rstrip("\r"):
         return "line_endings"
     if "".join(old.split()) == "".join(new.split()):

@@ -1,0 +1,239 @@
+"""The pairs of `test_explain` in OpenAI's API and in other templates, more of them, and two causes
+at once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+
+from mlxcache.prompt.builder import PromptBuilder
+from tests.cli.test_explain import (
+    EDITED,
+    PAIRS,
+    RAW,
+    SYSTEM,
+    TOOLS,
+    Body,
+    Pair,
+    command,
+    first,
+    following,
+    head,
+    openai,
+    said,
+    tokenizer,
+    tool,
+)
+from tests.prompt import families
+
+OTHERS = ("qwen3.5", "gpt-oss", "gemma3")
+"""Templates that write arguments without JSON, tools behind the system text, and no tools."""
+
+
+@cache
+def builder(name: str) -> PromptBuilder:
+    made = tokenizer() if name == "chatml" else families.tokenizer(name)
+    return PromptBuilder(made, rules=RAW.rules)
+
+
+@pytest.fixture(autouse=True)
+def template(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The template that is used: the test's parameter, or one that keeps thinking."""
+    name = str(getattr(request, "param", "chatml"))
+    monkeypatch.setattr(command, "_builder", lambda settings: builder(name))
+    return name
+
+
+def dropped(start: int, end: int) -> Any:
+    def change(body: Body) -> None:
+        del body["messages"][start:end]
+
+    return change
+
+
+def schema(body: Body) -> None:
+    properties = body["tools"][1]["input_schema"]["properties"]
+    body["tools"][1]["input_schema"]["properties"] = {**properties, "n": {"type": "integer"}}
+
+
+def spaced(body: Body) -> None:
+    body["tools"][1]["description"] += " "
+
+
+def dated(body: Body) -> None:
+    body["tools"][1]["description"] = "Today's date is 2026-11-22. " + text_of(body)
+
+
+def text_of(body: Body) -> str:
+    return str(body["tools"][1]["description"])
+
+
+def other_call(body: Body) -> None:
+    body["messages"][1]["content"][1]["input"] = {"path": "b.py", "n": 1}
+
+
+def edited_behind_new(body: Body) -> None:
+    said(3, lambda t: "#" + t[1:])(body)
+    body["messages"].insert(3, {"role": "system", "content": "The task tools were not used."})
+
+
+MORE = [
+    Pair("front of history gone", EDITED, "message_dropped", "messages[1] user", dropped(0, 4)),
+    Pair("turns gone", EDITED, "message_dropped", "messages[2] user", dropped(1, 4)),
+    Pair("call and result gone", EDITED, "message_dropped", "messages[2] assistant", dropped(1, 3)),
+    Pair("inserted, edited", EDITED, "message_inserted", "messages[4] system", edited_behind_new),
+    Pair("schema", TOOLS, "tool_changed", "tools[1] Edit", schema),
+    Pair("description's blank", TOOLS, "whitespace", "tools[1] Edit", spaced),
+    Pair("description's date", TOOLS, "date", "tools[1] Edit", dated),
+    Pair("no tools", TOOLS, "tool_removed", "tools[0] Bash", lambda b: b.update(tools=[])),
+    Pair("other tools", TOOLS, "tool_changed", "tools[0] A", lambda b: b.update(tools=[tool("A")])),
+    Pair("no system", SYSTEM, "attribution", "system", lambda b: b.update(system=[])),
+    Pair("block gone", SYSTEM, "text", "system", lambda b: b["system"].pop()),
+    Pair(
+        "block added",
+        SYSTEM,
+        "text",
+        "system",
+        lambda b: b["system"].append({"type": "text", "text": "Be brief."}),
+    ),
+    Pair("clock", SYSTEM, "date", "system", head(2, "2026-11-21.", "2026-11-21 10:31:02.")),
+    Pair("client's version", SYSTEM, "attribution", "system", head(0, "2.1.329", "2.1.330")),
+    Pair("argument", EDITED, "tool_calls", "messages[2] assistant", other_call),
+    Pair("blank at a reply's end", EDITED, "whitespace", "messages[4] assistant",
+         said(3, lambda t: f"{t}\n")),
+    Pair("blank of another kind", EDITED, "whitespace", "messages[4] assistant",
+         said(3, lambda t: t.replace(" ", "\u00a0", 1))),
+    Pair("line ends of a reply", EDITED, "line_endings", "messages[4] assistant",
+         said(3, lambda t: t.replace("\n", "\r\n"))),
+    Pair("result cut", EDITED, "text", "messages[3] tool", said(2, lambda t: t[:200] + "\n[...]")),
+    Pair("asked something else", EDITED, "text", "messages[5] user", said(4, lambda t: "Stop.")),
+    Pair("taken back", None, None, "", dropped(3, 7)),
+]  # fmt: skip
+
+
+def as_openai(body: Body) -> Body:
+    """A body of Anthropic's API in OpenAI's shapes."""
+    made = {k: v for k, v in body.items() if k not in ("system", "tools", "messages")}
+    parts = [{"type": "text", "text": block["text"]} for block in body["system"]]
+    made["messages"] = [{"role": "system", "content": parts}]
+    for message in body["messages"]:
+        made["messages"] += list(_messages(message["role"], message["content"]))
+    made["tools"] = [
+        {
+            "type": "function",
+            "function": {
+                "name": one["name"],
+                "description": one["description"],
+                "parameters": one["input_schema"],
+            },
+        }
+        for one in body["tools"]
+    ]
+    return made
+
+
+def _messages(role: str, content: str | list[Body]) -> list[Body]:
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    kinds: dict[str, list[Body]] = {}
+    for block in content:
+        kinds.setdefault(block["type"], []).append(block)
+    if role == "assistant":
+        message: Body = {
+            "role": role,
+            "content": "".join(b["text"] for b in kinds.get("text", ())) or None,
+        }
+        for block in kinds.get("thinking", ()):
+            message["reasoning_content"] = block["thinking"]
+        calls = [
+            {
+                "id": b["id"],
+                "type": "function",
+                "function": {"name": b["name"], "arguments": json.dumps(b["input"])},
+            }
+            for b in kinds.get("tool_use", ())
+        ]
+        return [{**message, "tool_calls": calls} if calls else message]
+    results = [
+        {"role": "tool", "tool_call_id": b["tool_use_id"], "content": b["content"]}
+        for b in kinds.get("tool_result", ())
+    ]
+    rest = [
+        {"type": "text", "text": b["text"]}
+        if b["type"] == "text"
+        else {"type": "image_url", "image_url": {"url": b["source"]["data"]}}
+        for b in content
+        if b["type"] != "tool_result"
+    ]
+    return [*results, *([{"role": role, "content": rest}] if rest else [])]
+
+
+def told(one: Body, other: Body) -> tuple[str, str, str] | None:
+    lost = command.explain_pair(one, other, RAW)["lost"]
+    return lost and (lost["reason"], lost["cause"], lost["where"])
+
+
+def wanted(pair: Pair) -> tuple[str | None, str | None, str] | None:
+    return (pair.reason, pair.cause, pair.where) if pair.reason else None
+
+
+@pytest.mark.parametrize("pair", [*MORE, *PAIRS], ids=str)
+def test_both_apis_tell_the_same(pair: Pair):
+    """The reason, the cause and the part, of the same change in either API's shapes."""
+    one = pair.base()
+    other = following(one)
+    pair.change(other)
+    assert told(one, other) == wanted(pair)
+    if pair.base is not openai:
+        assert told(as_openai(one), as_openai(other)) == wanted(pair)
+
+
+@pytest.mark.parametrize("template", OTHERS, indirect=True)
+def test_other_templates_tell_the_same(template: str):
+    """But for what their prompts do not show: thinking behind which a person has spoken."""
+    trimmed = ("blank at a reply's end", "taken back")  # by some; thinking is then shown again
+    for pair in (one for one in (*PAIRS, *MORE) if one.name not in trimmed):
+        one = pair.base()
+        other = following(one)
+        pair.change(other)
+        shown = pair.cause not in ("thinking_dropped", "template_args")
+        assert told(one, other) == (wanted(pair) if shown else None), pair
+
+
+def test_of_two_causes_the_first_in_the_prompt_is_told():
+    """Whatever the order in which they are found; and where the two part, to the token."""
+    alone: dict[str, Body] = {}
+    changes = [p for p in [*PAIRS, *MORE] if p.reason and p.base is first]
+    for pair in changes:
+        other = following(first())
+        pair.change(other)
+        alone[pair.name] = command.explain_pair(first(), other, RAW)["lost"]
+    combined = list(itertools.combinations(changes, 2))
+    random.Random(5).shuffle(combined)
+    tried = 0
+    for pairs in combined:
+        first_one, second = sorted(pairs, key=lambda pair: alone[pair.name]["at_token"])
+        near, far = alone[first_one.name], alone[second.name]
+        moved = {first_one.cause, second.cause} & {"message_dropped", "compaction"}
+        if far["at_token"] - near["at_token"] < 8 or near["reason"] == far["reason"] == TOOLS:
+            continue
+        if moved:  # together they make another change
+            continue
+        other = following(first())
+        second.change(other)
+        try:
+            first_one.change(other)
+        except (AssertionError, KeyError, IndexError):
+            continue  # of what the other took away
+        lost = command.explain_pair(first(), other, RAW)["lost"]
+        assert (lost["cause"], lost["at_token"]) == (near["cause"], near["at_token"]), pairs
+        assert lost["where"].split("[")[0] == near["where"].split("[")[0]
+        tried += 1
+        if tried == 60:
+            break
+    assert tried == 60
