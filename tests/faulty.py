@@ -7,6 +7,7 @@ its file. Nothing of this is in the product: functions of it are wrapped, in thi
     hang    a forward pass does not return
     malloc  the next so many forward passes find no memory, as MLX says it
     nan     the next so many forward passes compute no numbers
+    template, tokenizer  rendering and tokenising raise what nobody foresaw
     full    the disk has no room
     locked  the disk may not be written (read-only)
     slow    each file takes so many seconds to write
@@ -27,6 +28,10 @@ NO_MEMORY = "[malloc] Unable to allocate 17179869184 bytes."
 
 class Fault(Exception):
     """Raised on purpose."""
+
+
+class Panic(BaseException):
+    """As a tokenizer's own: no Exception."""
 
 
 class Faults:
@@ -79,6 +84,8 @@ def install(faults: Faults) -> None:
     """Wrap what faults happen in."""
     from mlxcache.engine.core import Core
     from mlxcache.engine.scheduler import Scheduler
+    from mlxcache.prompt.codec import Codec
+    from mlxcache.prompt.template import Template
     from mlxcache.store import save
 
     real = time.time
@@ -95,6 +102,15 @@ def install(faults: Faults) -> None:
             raise OSError(errno.EROFS, "Read-only file system")
         time.sleep(float(faults.on("slow") or 0))
 
+    def breaks(name: str, error: BaseException) -> Callable[[], None]:
+        def check() -> None:
+            if faults.on(name) is not None:
+                raise error
+
+        return check
+
+    wrap(Template, "render", breaks("template", OSError("no such macro")))
+    wrap(Codec, "encode", breaks("tokenizer", Panic("no such byte")))
     wrap(Scheduler, "tick", die)
     wrap(save, "write", disk)
     begin = Core.__init__

@@ -20,6 +20,7 @@ from mlxcache.engine.ending import end
 from mlxcache.engine.figures import Totals, snapshot, with_disk
 from mlxcache.engine.losses import Losses
 from mlxcache.engine.open_book import open_book
+from mlxcache.engine.outcome import rendered
 from mlxcache.engine.records import Records, owned
 from mlxcache.engine.sessions import SessionBook
 from mlxcache.engine.shared import Shared
@@ -173,20 +174,20 @@ class Engine:
     ) -> Prompt:
         """The prompt that `chat` renders to, made in a worker thread; `stop` ends the reply.
 
-        Raises BadRequest or GenerationFailed where the template refuses it, ContextLengthExceeded
+        Raises BadRequest or GenerationFailed where it cannot be made, ContextLengthExceeded
         where it is far too long to be worth tokenising, NotReady before the model is loaded.
         """
         builders, owner = self._ready_builders(), OWNER.get()
 
         def made() -> Prompt:
-            return builders.of(owner).chat(chat, session, stop)
+            return rendered(lambda: builders.of(owner).chat(chat, session, stop))
 
         return await self._loop.run_in_executor(self._pool, made)
 
     async def render_text(self, text: str) -> Prompt:
         """The prompt of plain `text`, no template applied. Raises as `render`."""
         builder = self._ready_builders().of(None)  # a text is remembered by none
-        return await self._loop.run_in_executor(self._pool, builder.text, text)
+        return await self._loop.run_in_executor(self._pool, rendered, lambda: builder.text(text))
 
     def _ready_builders(self) -> Builders:
         if self.state != "ready" or self._builders is None:

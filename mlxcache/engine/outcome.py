@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from mlxcache.engine.decoder import Drawn
 from mlxcache.engine.task import Task
@@ -11,6 +12,8 @@ from mlxcache.errors import GenerationFailed, MlxcacheError
 from mlxcache.types import FinishReason
 
 log = logging.getLogger("mlxcache.engine")
+
+T = TypeVar("T")
 
 Outcome = FinishReason | MlxcacheError
 """How a reply ends."""
@@ -25,6 +28,20 @@ def take(task: Task, drawn: Sequence[Drawn]) -> Outcome | None:
         return next((outcome for outcome in outcomes if outcome is not None), None)
     except Exception as error:  # noqa: BLE001 - `failure` logs it
         return failure(error)
+
+
+def rendered(make: Callable[[], T]) -> T:
+    """What `make` makes of a conversation. Raises GenerationFailed for what a template or a
+    tokenizer raises that nobody foresaw; a tokenizer's panic is no `Exception`."""
+    try:
+        return make()
+    except MlxcacheError:
+        raise
+    except BaseException as error:
+        log.exception("a prompt could not be made")
+        raise GenerationFailed(
+            f"The prompt could not be made: {type(error).__name__}: {error}"
+        ) from error
 
 
 def failure(error: Exception) -> MlxcacheError:

@@ -76,6 +76,40 @@ def test_a_disk_that_takes_nothing_costs_no_reply(
     until(durable, 60, lambda: api.http.get(f"/v1/sessions/{session}").text)
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("template", "", "The prompt could not be made: OSError: no such macro"),
+        ("tokenizer", "", "The prompt could not be made: Panic: no such byte"),
+        ("nan", 3, "The model computed no numbers (NaN)"),
+        ("malloc", 4, "Unable to allocate"),
+    ],
+)
+def test_what_breaks_under_one_request_is_told_to_it_alone(
+    pair: tuple[Api, Faults], faults: Faults, path: str, case: tuple[str, object, str]
+) -> None:
+    """A 500 in its API's shape, a line in the log; the same again is served, and is right."""
+    (api, _), (fault, measure, said) = pair, case
+    body = SHORT | TALK | {"messages": [user(f"{fault} at {path}?")]}
+    expected = api.post(path, body | {"messages": [user(f"{fault} at {path}!")]})
+    assert expected.status_code == 200
+    faults.put(fault, measure)
+    failed = api.post(path, body)
+    faults.end(fault)
+    assert failed.status_code == 500
+    assert said in failed.json()["error"]["message"]
+    record = api.record(failed.headers["x-mlxcache-request"])
+    assert record.get("status", "failed") == "failed"  # none: it was never queued
+    again = api.post(path, body)
+    assert again.status_code == 200
+    usage = again.json()["usage"]
+    cached = usage.get("cache_read_input_tokens", 0)
+    cached += usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    if fault == "nan":
+        assert cached < 20  # what it shares with the request before it
+
+
 def test_a_disk_of_seconds_per_file_holds_up_nobody(api: Api, faults: Faults) -> None:
     """Replies come while what was before them is still being written."""
     faults.put("slow", 1.5)
