@@ -107,7 +107,8 @@ class _Placed:
             self._append(text)
         elif traits.system_anywhere or (traits.system and not self.messages):
             self.messages.append({"role": role, "content": text})
-        elif self._last_role == "user":
+        elif self._last_role in ("user", "tool"):
+            # behind a user's message of its own, templates drop the thinking of the replies before
             self._append(text)
         else:
             self._user({"role": "user", "content": text})

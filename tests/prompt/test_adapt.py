@@ -48,6 +48,14 @@ def test_a_refused_system_message_joins_the_user_turn_before_it() -> None:
     assert short(adapt(messages, (), FIRST)) == [("user", "u\n\nnote"), ("assistant", "a")]
 
 
+def test_a_refused_system_message_joins_the_result_before_it() -> None:
+    """As a user message it would begin a new question, for which templates drop thinking."""
+    reply = {**m("assistant", ""), "tool_calls": [call(1)]}
+    messages = [m("user", "u"), reply, result(1, "found"), m("system", "note")]
+    assert short(adapt(messages, (), FIRST))[2:] == [("tool", "found\n\nnote")]
+    assert short(adapt(messages, (), ALL))[2:] == [("tool", "found"), ("system", "note")]
+
+
 def test_after_an_assistant_it_becomes_a_user_message() -> None:
     """The next user message joins it only where turns must alternate."""
     messages = [m("user", "u"), m("assistant", "a"), m("system", "note"), m("user", "v")]
