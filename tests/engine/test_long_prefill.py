@@ -1,0 +1,100 @@
+"""A long prompt holds up neither a reply that goes on nor a short prompt that comes meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxcache.engine.memory import Memory
+from mlxcache.engine.task import Task
+from mlxcache.engine.turns import Turns
+from tests.engine.conftest import Bench
+from tests.engine.test_pace import Clock
+
+CHUNK_TOKENS, LONG, SHORT = 64, 4000, 40
+PREFILL_S, DECODE_S = 0.004, 0.05
+"""What a token of a prompt and a step of a reply take on the test's clock."""
+
+
+class Timed:
+    """A model whose every pass takes so long by the clock; `log` has each pass's tokens."""
+
+    def __init__(self, model: Callable[..., object], clock: Clock):
+        self._model, self._clock = model, clock
+        self.log: list[tuple[float, int]] = []
+
+    def __call__(self, tokens, **kwargs):  # type: ignore[no-untyped-def]
+        count = tokens.shape[1]
+        self._clock.wait(DECODE_S if count == 1 else count * PREFILL_S)
+        self.log.append((self._clock.now, count))
+        return self._model(tokens, **kwargs)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+
+@pytest.fixture
+def bench(toy_paths: dict[str, Path]) -> Bench:
+    bench = Bench(toy_paths["llama"], chunk=CHUNK_TOKENS)
+    clock = Clock()
+    bench.model = Timed(bench.model, clock)
+    bench.use(Memory(bench.memory.layout, bench.memory.budget), clock)
+    bench.scheduler.turns = Turns(8)
+    return bench
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(10, 400, count).tolist()
+
+
+def chunks(bench: Bench, since: int = 0) -> int:
+    """Chunks that were fed, of whatever prompt, from entry `since` of the log on."""
+    return sum(count > 1 for _, count in bench.model.log[since:])
+
+
+def answered(task: Task) -> Callable[[], bool]:
+    return lambda: len(task.out) > 0
+
+
+def test_a_reply_keeps_half_of_its_speed_beside_a_long_prompt(bench: Bench) -> None:
+    reply = bench.put(ids(1, 30), tokens=10_000)
+    bench.run(until=lambda: len(reply.out) > 20)
+    long = bench.put(ids(2, LONG), tokens=2)
+    bench.run(until=lambda: long.lease is not None and long.held.lineage.length > 500)
+    began, before = bench.model.log[-1][0], len(reply.out)
+    bench.run(until=lambda: long.held.lineage.length > 3500)
+    seconds = bench.model.log[-1][0] - began
+    assert (len(reply.out) - before) * DECODE_S / seconds >= 0.5
+
+
+def test_a_short_prompt_is_answered_within_three_chunks(bench: Bench) -> None:
+    """With and without a reply that goes on, and while the first chunk is under way."""
+    for with_reply in (False, True):
+        reply = bench.put(ids(3, 30), tokens=10_000) if with_reply else None
+        if reply is not None:
+            bench.run(until=answered(reply))
+        long = bench.put(ids(4 + with_reply, LONG), tokens=2)
+        bench.run(until=lambda long=long: long.lease is not None and long.remaining < 3000)
+        since = len(bench.model.log)
+        short = bench.put(ids(6 + with_reply, SHORT), tokens=3)
+        bench.run(until=answered(short))
+        assert chunks(bench, since) <= 3
+        assert long.remaining > 2000
+        bench.scheduler.cancel(long)
+        if reply is not None:
+            bench.scheduler.cancel(reply)
+
+
+def test_short_prompts_without_end_do_not_starve_a_long_one(bench: Bench) -> None:
+    """It is passed over, and each time gains on them."""
+    long = bench.put(ids(8, LONG), tokens=2)
+    for seed in range(9, 400):
+        bench.put(ids(seed, SHORT), tokens=1)
+        bench.scheduler.tick()
+        if long.out:
+            break
+    assert long.lease is not None
+    assert long.held.lineage.length > 6 * CHUNK_TOKENS
