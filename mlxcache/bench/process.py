@@ -19,6 +19,7 @@ from typing import IO
 import psutil
 
 from mlxcache.bench.client import Client, Refused
+from mlxcache.config.footprint import footprint
 
 SAMPLE_S = 0.05
 END_S = 10.0
@@ -77,9 +78,12 @@ def free_port() -> int:
 
 
 class Server:
-    """A running server. Memory is resident bytes, of the process and its children together."""
+    """A running server. Memory is of the process and its children together: see `footprint`."""
 
-    def __init__(self, launch: Launch, process: subprocess.Popen[bytes], client: Client):
+    def __init__(
+        self, launch: Launch, process: subprocess.Popen[bytes], client: Client, model: str = ""
+    ):
+        self._model = model
         self.name = launch.name
         self.client = client
         self.idle_bytes = 0
@@ -100,12 +104,13 @@ class Server:
         self._sampler.start()
 
     def resident(self) -> int:
-        """Resident bytes now; 0 once it is gone."""
-        total = 0
-        for process in self._tree:
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_info().rss
-        return total
+        """Bytes now; 0 once it is gone."""
+        return sum(footprint(process.pid) for process in self._tree)
+
+    @property
+    def weights_bytes(self) -> int:
+        """The files of the model's weights."""
+        return sum(file.stat().st_size for file in Path(self._model).glob("*.safetensors"))
 
     def _sample(self) -> None:
         while not self._over.wait(SAMPLE_S):
@@ -198,7 +203,7 @@ def _begun(launch: Launch, model: str, port: int, output: IO[bytes]) -> Server:
         )  # fmt: skip
     except OSError as error:
         raise NotStarted(f"{launch.name}: {error}") from error
-    return Server(launch, process, Client(port, model))
+    return Server(launch, process, Client(port, model), model)
 
 
 def _await(server: Server, wait_s: float, log: Path) -> None:

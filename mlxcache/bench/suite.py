@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from mlxcache.bench import budget, memory, models
+from mlxcache.bench import beside, budget, memory, models
 from mlxcache.bench.process import Server
 from mlxcache.bench.restore_speed import restore_speed
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
@@ -18,6 +18,8 @@ MEMORY: dict[str, tuple[MemoryCheck, Callable[[Path], Path], tuple[str, ...]]] =
     "shared_system": (memory.shared_system, models.light, ()),
     "joined": (memory.joined, models.light, ()),
     "crowded": (budget.crowded, models.heavy, ("--ram", budget.RAM)),
+    "observed": (budget.observed, models.heavy, ("--ram", budget.OBSERVED)),
+    "long_prefill": (beside.long_prefill, models.light, ()),
 }
 """Each on a server of its own, started with these flags besides, and where no model is named on
 one made for it."""
@@ -37,6 +39,14 @@ DISK: dict[str, tuple[DiskCheck, Callable[[Path], Path]]] = {
 }
 """In this process: the model's folder, a folder to write in, repetitions, what tells of steps."""
 
-DEFAULT = [*(name for name in SCENARIOS if name not in PARTING), *MEMORY, "restart", *DISK]
-NAMES = [*DEFAULT, *PARTING, *(name for name in RESTART if name not in DEFAULT)]
+LONG = ("observed", "long_prefill")
+"""They take many minutes."""
+
+DEFAULT = [
+    *(name for name in SCENARIOS if name not in PARTING),
+    *(name for name in MEMORY if name not in LONG),
+    "restart",
+    *DISK,
+]
+NAMES = [*DEFAULT, *LONG, *PARTING, *(name for name in RESTART if name not in DEFAULT)]
 """What runs where nothing is named, and all that can be named."""

@@ -1,0 +1,120 @@
+"""A reply that goes on and a short prompt, while a long prompt is computed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+from mlxcache.bench.checks import Check
+from mlxcache.bench.client import Client
+from mlxcache.bench.memory import SAMPLE_S, Held
+from mlxcache.bench.process import Server
+from mlxcache.bench.text import Filler
+
+LONG_TOKENS, SHORT_TOKENS, TALK_TOKENS = 60_000, 200, 300
+REPLY, TIMES = 48, 3
+PACE, CHUNKS = 0.5, 3
+"""Of the speed that a reply has alone; chunks until a short prompt's first token, its own one too.
+"""
+
+
+class Progress:
+    """The moments at which a chunk of one request was over, as `GET /v1/requests/ID` has it."""
+
+    def __init__(self, client: Client, id: str):
+        self._client, self._path = client, f"/v1/requests/{id}"
+        self._times: list[float] = []
+        self.status = ""
+        self.fed = 0
+
+    def look(self) -> None:
+        """Ask once."""
+        record: dict[str, Any] = self._client.get(self._path)
+        self.status = record["status"]
+        if record["fed_tokens"] > self.fed:
+            self.fed = record["fed_tokens"]
+            self._times.append(time.perf_counter())
+
+    def chunks(self, began: float, ended: float) -> int:
+        """How many chunks were over between two moments."""
+        return bisect_right(self._times, ended) - bisect_right(self._times, began)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Ask 20 times a second."""
+        over = threading.Event()
+
+        def loop() -> None:
+            while not over.wait(SAMPLE_S):
+                self.look()
+
+        thread = threading.Thread(target=loop, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def long_prefill(
+    server: Server, filler: Filler, kv_bytes: float, tokens: int = LONG_TOKENS
+) -> Held:
+    """What a reply and short prompts get while a prompt of 60,000 tokens is computed."""
+    client = server.client
+    alone = [_rate(client, filler, f"alone {i}") for i in range(TIMES)]
+    waits: list[int] = []
+    beside: list[float] = []
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(client.chat, [_user(filler.text(tokens, "long"))], 2)
+        progress = Progress(client, _newest(client, tokens // 2))
+        with progress.watched():
+            while progress.status == "prefill" and len(beside) < 2 * TIMES:
+                rate = _rate(client, filler, f"beside {len(beside)}")
+                if progress.status == "prefill":
+                    beside.append(rate)
+                began = time.perf_counter()
+                asked = _user(filler.text(SHORT_TOKENS, f"short {len(waits)}"))
+                reply = client.chat([asked], 2)
+                if progress.status == "prefill":
+                    waits.append(1 + progress.chunks(began, began + reply.first_s))
+        whole = long.result()
+    figures = {
+        "alone_tokens_s": alone,
+        "beside_tokens_s": beside,
+        "chunks_until_short": waits,
+        "long_first_s": whole.first_s,
+    }
+    share = median(beside) / median(alone) if beside else 0.0
+    return Held(
+        figures,
+        [
+            Check("speed of a reply beside a long prompt, by alone", share, PACE, least=True),
+            Check("chunks until a short prompt's first token", max(waits, default=99), CHUNKS),
+            Check("replies measured beside it", len(beside), 2, least=True),
+        ],
+    )
+
+
+def _rate(client: Client, filler: Filler, seed: str) -> float:
+    """Tokens per second of a reply to a prompt of its own."""
+    return client.chat([_user(filler.text(TALK_TOKENS, seed))], REPLY).decode_rate or 0.0
+
+
+def _newest(client: Client, least: int) -> str:
+    """The id of the newest request with a prompt of so many tokens, once it is computed."""
+    while True:
+        for record in client.get("/v1/requests?limit=5")["data"]:
+            if record["prompt_tokens"] >= least and record["fed_tokens"]:
+                return str(record["id"])
+        time.sleep(SAMPLE_S)
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}

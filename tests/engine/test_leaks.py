@@ -1,0 +1,99 @@
+"""What many requests leave behind is what a tenth of them leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import psutil
+import pytest
+
+from mlxcache.config import Settings
+from mlxcache.config.footprint import footprint
+from mlxcache.engine.engine import Engine
+from mlxcache.types import Finished, Job, Prompt
+
+TALKS = 30
+"""More conversations than the budget holds, so that it is full from the first round on."""
+
+RAM = {"llama": 10_000_000, "gemma3": 12_000_000, "qwen3_5": 12_000_000}
+
+
+async def turn(engine: Engine, number: int) -> None:
+    """One of the conversations goes on, or begins again once it is long."""
+    talk, step = number % TALKS, number // TALKS % 3
+    rng = np.random.default_rng((talk, 1))
+    ids = rng.integers(10, 400, 140 + 30 * step).astype(np.int32)
+    stream = await engine.submit(Job(f"t{number}", Prompt(ids), max_tokens=4, session=f"s{talk}"))
+    if number % 7 == 3:
+        await stream.aclose()
+    async for event in stream:
+        if isinstance(event, Finished):
+            return
+
+
+async def figures(engine: Engine) -> dict[str, Any]:
+    """What is held, once nothing is on its way anywhere."""
+
+    def settled(core: Any) -> dict[str, Any]:
+        mx.clear_cache()
+        budget = core.memory.budget.by_kind()
+        assert budget["states"] == 0
+        assert not core.memory.busy
+        assert core.memory.budget.used <= core.memory.budget.limit
+        room = core.memory.room
+        evicted = room.dropped + room.spilled
+        held = {"mlx": mx.get_active_memory(), "buffers": room.handles_held()}
+        return held | {"evicted": evicted}
+
+    found = await engine.call(settled)
+    gc.collect()
+    process = psutil.Process()
+    return found | {
+        "files": process.num_fds(),
+        "threads": threading.active_count(),
+        "live": len(engine._live),
+        "process": footprint(),
+    }
+
+
+async def compared(path: Path, tmp_path: Path, few: int, many: int, slack: int) -> None:
+    ram = RAM[path.name]
+    engine = Engine(Settings(model=str(path), ram=ram, disk="off", cache_dir=tmp_path))
+    await engine.start()
+    try:
+        for number in range(few):
+            await turn(engine, number)
+        before = await figures(engine)
+        for number in range(few, many):
+            await turn(engine, number)
+        after = await figures(engine)
+        assert len(engine.requests()) == min(many, 1000)
+    finally:
+        await engine.stop()
+    assert before["evicted"] > 0, "the budget was not full"
+    assert abs(after["mlx"] - before["mlx"]) < ram // 8, (before, after)
+    assert abs(after["buffers"] - before["buffers"]) <= before["buffers"] // 5 + 16
+    assert after["files"] <= before["files"] + 2
+    assert after["threads"] <= before["threads"] + 2
+    assert after["live"] == before["live"] == 0
+    assert after["process"] - before["process"] < slack, (before, after)
+
+
+@pytest.mark.parametrize("family", ["llama"])
+async def test_after_300_requests_no_more_is_held_than_after_60(
+    toy_paths: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    await compared(toy_paths[family], tmp_path, 60, 300, 40 << 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+async def test_after_2000_requests_no_more_is_held_than_after_200(
+    toy_paths: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    await compared(toy_paths[family], tmp_path, 200, 2000, 60 << 20)
