@@ -22,7 +22,7 @@ class FaultyModel:
 
     `when` is asked before each pass, with its tokens, shape (rows, n). `passes` counts them.
     `error` is what it raises. `poison` is asked too: the rows for which that layer is to compute no
-    numbers.
+    numbers; and `late`: whether it is to raise only when it is evaluated.
     """
 
     def __init__(self, model: Any):
@@ -33,6 +33,8 @@ class FaultyModel:
         self.when: Callable[[mx.array], bool] = lambda tokens: False
         self.poison: Callable[[mx.array], list[int]] = lambda tokens: []
         self._poisoned: list[int] = []
+        self.late: Callable[[mx.array], bool] = lambda tokens: False
+        self._late = False
         layers = getattr(model, "language_model", model).model.layers
         layers[2] = _FaultyLayer(layers[2], self)
 
@@ -40,6 +42,7 @@ class FaultyModel:
         self.passes += 1
         self._armed = self.when(tokens)
         self._poisoned = self.poison(tokens)
+        self._late = self.late(tokens)
         return self._model(tokens, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -52,6 +55,8 @@ class FaultyModel:
 
     def spoil(self, hidden: mx.array) -> mx.array:
         """What the layer computes in this pass, shape (rows, n, size)."""
+        if self._late:
+            return hidden + uncomputable().astype(hidden.dtype)
         if not self._poisoned:
             return hidden
         return hidden.at[mx.array(self._poisoned)].multiply(mx.array(float("nan"), hidden.dtype))

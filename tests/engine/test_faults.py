@@ -119,6 +119,24 @@ def test_rows_go_on_alone_where_their_batch_raises(
     at_rest(bench)
 
 
+def test_rows_go_on_alone_where_their_batch_cannot_be_evaluated(
+    bench: Bench, rng: np.random.Generator
+) -> None:
+    """What was drawn before and not sent yet is still good, and so are the rows' own KV."""
+    model = faulty(bench)
+    prompts = [prompt(rng, n) for n in (100, 105, 110)]
+    alone = [bench.twin().ask(ids, tokens=60, sampling=SEEDED).out for ids in prompts]
+    passes = iter(range(1, 1 << 30))
+    model.late = lambda tokens: tokens.shape[0] == 3 and next(passes) == 40
+    tasks = [bench.put(ids, tokens=60, sampling=SEEDED) for ids in prompts]
+    bench.run()
+    assert next(passes) > 40
+    for task, expected in zip(tasks, alone, strict=True):
+        assert finished(task).reason == "length"
+        assert task.out == expected
+    at_rest(bench)
+
+
 def test_one_row_that_always_raises_fails_alone(bench: Bench, rng: np.random.Generator) -> None:
     """Found out by letting each row of the batch try again by itself."""
     model = faulty(bench)
