@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mlxcache.store.snapshot import Export
 
 DEFAULT_LIMIT = 100
+RESTORE_SECONDS = 6 * 3600.0
+"""How long a snapshot may take to arrive, which may be as large as a disk."""
 ROOM_BYTES = 64 << 20
 """How often the disk is looked at while a file comes whose size nobody has said."""
 MOST_NAME = 200
@@ -150,7 +152,7 @@ async def restore(deps: Deps, request: Request) -> Response:
     try:
         with translated(folder), os.fdopen(fd, "wb") as file:
             unseen = ROOM_BYTES if not announced.isdecimal() else None
-            async for chunk in arriving(request):
+            async for chunk in arriving(request, seconds=RESTORE_SECONDS):
                 head, rest = chunk[:left], chunk[left:]
                 prompt, left = prompt + head, left - len(head)
                 if unseen is not None and (unseen := unseen - len(chunk)) <= 0:

@@ -8,6 +8,7 @@ Any thread may call; a call is one transaction, so two servers may share the fil
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import sqlite3
 from contextlib import AbstractContextManager
@@ -23,6 +24,10 @@ from mlxcache.store.snapshot_info import LeafInfo, SessionInfo
 from mlxcache.types import Tokens
 
 __all__ = ["ANYBODY", "Session", "Sessions", "Turn", "id_of", "new_id"]
+
+
+ID = re.compile(r"ses_[0-9A-Za-z]{1,64}")
+"""What an id looks like that a file may bring: it becomes part of headers and of files' names."""
 
 
 def id_of(namespace: str, label: str, owner: str | None = None) -> str:
@@ -219,7 +224,7 @@ class Sessions:
             made = Session(pinned=False, owner=owner, **own)
             made = replace(made, last_used_at=at, name=name or info.name)
             held = db.execute("SELECT 1 FROM sessions WHERE id = ?", (made.id,)).fetchone()
-            if held or owner is not None:
+            if held or owner is not None or not ID.fullmatch(made.id):
                 made = replace(made, id=new_id())
             taken = "SELECT 1 FROM sessions WHERE namespace = ? AND label = ? AND owner IS ?"
             if db.execute(taken, (made.namespace, made.label, owner)).fetchone():

@@ -1,6 +1,7 @@
 """Sessions in a database on disk and in memory alike."""
 
 import sqlite3
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from mlxcache.errors import BadRequest, NotFound
 from mlxcache.store import session_rows
 from mlxcache.store.database import Database
 from mlxcache.store.leaves import anchor_of
+from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.sessions import Sessions, Turn, id_of
+from mlxcache.store.snapshot_info import LeafInfo, SessionInfo
 from mlxcache.store.temporary import TemporaryDatabase
 
 HEAD = list(range(1000, 1030))
@@ -217,3 +220,37 @@ def test_a_temporary_database_leaves_no_file(tmp_path, monkeypatch):
     database.close()
     with pytest.raises(sqlite3.ProgrammingError):
         database._only.execute("SELECT 1")
+
+
+def from_file(id, **more):
+    leaf = LeafInfo(np.array([*HEAD, *talk(0)], np.int32), prompt_tokens=40, anchor=40)
+    return SessionInfo(id, "n", "model", (leaf,), **more)
+
+
+@pytest.mark.parametrize("id", ["../../x", 'ses_1"; filename="x', "ses_\r\nX: y", "ses_é", "", "x"])
+def test_a_file_cannot_bring_an_id_that_is_more_than_one(sessions, id):
+    """It goes into a header and into the names of files."""
+    made = sessions.adopt(from_file(id), 1.0)
+    assert made != id
+    assert made.startswith("ses_")
+    assert sessions.adopt(from_file("ses_0a1b2c"), 1.0) == "ses_0a1b2c"
+
+
+def test_nobody_takes_the_id_that_anothers_label_will_have(sessions):
+    """An id in a file is what its writer likes, and that of a label can be worked out."""
+    wanted = id_of("n", "work", "alice")
+    assert sessions.adopt(from_file(wanted), 1.0, owner="bob") != wanted
+    assert sessions.adopt(from_file(wanted), 1.0) == wanted
+    made = sessions.turn(turn(talk(0), label="work", owner="alice"))
+    assert made != wanted
+    assert sessions.turn(turn(talk(0), label="work", owner="alice")) == made
+    assert [one.id for one in sessions.all(owner="alice")] == [made]
+
+
+def test_one_owners_replies_are_not_anothers(sessions):
+    """They are put in where a client sends them back: only where that is who got them."""
+    reply = ReplyRow(b"d", 1, "t", b"h", np.array([1], np.int32), True, False, False, None)
+    for owner in ("alice", None):
+        sessions.turn(replace(turn(talk(0), label="work", owner=owner), reply=reply))
+    for owner, count in (("alice", 1), ("bob", 0), (None, 1)):
+        assert len(sessions.replies("n", 0, owner)[0]) == count
