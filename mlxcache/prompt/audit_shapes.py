@@ -59,26 +59,38 @@ ANNOUNCED: tuple[Shape, ...] = (
     _shape(
         "counter",
         r"\b(?i:tokens? us(?:age|ed)|context (?:used|left)|budget)[:=] ?"
-        rf"(?P<value>\$?{_NUMBER}(?: ?(?:/|of) ?{_NUMBER})?%?)",
+        rf"(?P<value>\$?{_NUMBER}(?: ?(?:/|of) ?{_NUMBER})?%?)(?! (?:{_UNITS} )?(?:per|each|at) )",
     ),
     _shape(
         "counter",
         rf"(?P<value>{_NUMBER}%?) (?:more )?(?:{_UNITS}|context)(?: (?:are|is))?"
         r" (?:left|remaining)\b",
     ),
-    _shape("counter", rf"^[-*# \t]*(?i:{_UNITS})(?: so far| used| count)?: (?P<value>{_NUMBER})$"),
+    _shape(
+        "counter",
+        rf"^[-*# \t]*(?i:{_UNITS} (?:so far|used|count|left|remaining)|(?:remaining|used) {_UNITS}"
+        rf"|turn|request|iteration): (?P<value>{_NUMBER})$",
+    ),
     _shape("counter", r"\b(?i:turn|step|message|request|iteration) (?P<value>\d+ (?:of|/) \d+)\b"),
+    _shape("counter", r"^[-*# \t]*(?i:turn|message|request|iteration) (?P<value>\d+/\d+)\b"),
+    _shape("counter", rf"(?i:\bused) (?P<value>{_NUMBER} (?:out )?of {_NUMBER}) {_UNITS}\b"),
+    _shape("counter", r"(?i:\bcontext(?: window)?)[:=] ?(?P<value>\d{1,3}%) (?:used|full|left)"),
+    _shape("counter", r"^[-*# \t]*(?i:uptime): ?(?P<value>\d[^\n]{0,60})$"),
     _shape(
         "date",
-        r"\b(?i:today(?:'s date)?|(?:the )?(?:current|local|system) (?:date|time|datetime)"
-        r"(?: and time)?|date and time|it is now|the time is|now)(?: is)?(?: now)?[:=]? {1,3}"
+        r"\b(?i:today(?:'s date)?|(?:the )?(?:current|local|system)[ _](?:date|time|datetime)"
+        r"(?:[ _]and[ _]time)?|the date is|date and time|it is now|the time is|now)"
+        r"(?: is)?(?: now)?[:=]? {1,3}"
         rf"(?P<value>{DATE}|{_CLOCK})",
     ),
     _shape(
         "date",
-        r"^[-*# \t]*(?i:(?:date|time|datetime|timestamp|now|started at|generated(?: at| on)?|last"
+        r"^[-*# \t]*(?i:(?:date|time|datetime|timestamp|now|(?:session |conversation )?started"
+        r"(?: at| on)?|generated(?: at| on)?|last"
         rf" updated|updated at|as of))[:=] {{0,3}}(?P<value>{DATE}|{_EPOCH}|{_CLOCK})",
     ),
+    _shape("date", rf"(?i:\bas of) (?P<value>\d{{4}}-\d{{2}}-\d{{2}}[T ]{_CLOCK}{_ZONE}?)"),
+    _shape("date", rf"(?i:\bit is)(?: now)? (?P<value>(?={_DAY}){_WORDED})"),
     _shape(
         "date",
         rf"<(?P<tag>(?:current_?)?(?:date|time|datetime|timestamp))>\s*(?P<value>{DATE}|{_EPOCH})\s*"
@@ -86,7 +98,7 @@ ANNOUNCED: tuple[Shape, ...] = (
     ),
     _shape(
         "uuid",
-        rf"(?i:\b{_OWNERS}[ _-]?(?:id|uuid|key)?)[\"']?[:=/]? {{0,2}}[\"'`]?(?P<value>{UUID})\b",
+        rf"(?i:\b{_OWNERS}[ _-]?(?:id|uuid|key)?)[\"']?[:=/>]? {{0,2}}[\"'`]?(?P<value>{UUID})\b",
     ),
     _shape(
         "uuid",
@@ -109,10 +121,23 @@ ANNOUNCED: tuple[Shape, ...] = (
         rf"(?i:\b{_OWNERS}[ _-]?id)[\"']?[:=] {{0,2}}[\"'`]?(?P<value>(?:req|sess|ses|run|msg|conv"
         r"|thread|trace|chat)?[_-]?(?=[A-Za-z_-]*\d)[0-9A-Za-z]{8,40})\b",
     ),
+    _shape(
+        "hash",
+        rf"(?i:\b{_OWNERS})[\"']?[:=] {{0,2}}[\"'`]?(?P<value>(?:req|sess|ses|run|msg|conv|thread"
+        r"|trace|chat)[_-](?=[A-Za-z_-]*\d)[0-9A-Za-z]{8,40})\b",
+    ),
+    _shape("hash", r"(?i:\btraceparent)[\"']?[:=] ?[\"']?(?P<value>[0-9a-f]{2}-[0-9a-f]{32}-)"),
+    _shape("hash", r"(?:\bPID|(?i:\bprocess id))[:=] ?(?P<value>\d{2,7})\b"),
     _shape("git_status", r"\bgitStatus: ?(?P<value>[^\n]{0,400})"),
     _shape("git_status", r"^[-*# \t]*(?:Current|Git) branch: ?(?P<value>\S{1,200})$"),
     _shape("git_status", r"^Status:\n(?P<value>(?:\(clean\)|(?:[ MADRCTU?!]{2} \S[^\n]*\n?)+))"),
     _shape("git_status", r"^Recent commits:\n(?P<value>(?:[0-9a-f]{7,40} [^\n]*\n?)+)"),
+    _shape(
+        "git_status",
+        r"^[-*# \t]*(?:HEAD is (?:now )?at|(?:Current|Last|Latest|HEAD) commit:?)"
+        r" (?P<value>[0-9a-f]{7,40})\b",
+    ),
+    _shape("git_status", r"^[-*# \t]*Branch: (?P<value>\S{1,200} \((?:ahead|behind) \d+[^)\n]*\))"),
     _shape("git_status", r"^On branch (?P<value>\S{1,200})$"),
 )
 
