@@ -34,6 +34,8 @@ class Chat:
     `template_args` go to the template as keyword arguments (`enable_thinking`, ...).
     `breakpoint` is the number of leading messages up to and with the last one that carries a
     cache_control mark; 0 marks tools or system alone; None: no mark.
+    `keeps`: up to how many leading messages, and for how many seconds after each use, the client
+    wishes the prompt kept; 0 messages are tools and system.
     `continue_final`: the last message is an assistant's, to be continued and not closed.
     """
 
@@ -42,6 +44,7 @@ class Chat:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     breakpoint: int | None = None
     continue_final: bool = False
+    keeps: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +61,8 @@ class Prompt:
     knows no tools, so they were described in the system text and calls come as
     `<tool_call>{json}</tool_call>`. `rules` of canonicalisation changed the conversation; the model
     may write the keys of `names`, and the client is to read the values in their place.
-    `source`: what it was rendered from, for `prompt.explain`.
+    `source`: what it was rendered from, for `prompt.explain`. `keeps`: clients' wishes, as
+    (position, seconds after each use) up to where and for how long to keep it cached.
     """
 
     ids: Tokens
@@ -71,6 +75,7 @@ class Prompt:
     rules: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     source: Any = field(default=None, repr=False)
+    keeps: tuple[tuple[int, float], ...] = ()
 
     @property
     def fed(self) -> Tokens:

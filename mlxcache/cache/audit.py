@@ -70,10 +70,7 @@ def _holders(edges: Edges, nodes: list[Node]) -> None:
 
 def _order(edges: Edges, nodes: list[Node]) -> None:
     edges.leaves.check()
-    edges.marked.check()
     for node in nodes:
         assert node.used_at <= edges.tick, f"{node} was used in the future"
         if not node.locks and not node.children:
             assert node in edges.leaves, f"the leaf {node} can never be evicted"
-        if not node.locks and node.checkpoint is not None:
-            assert node in edges.marked, f"the checkpoint of {node} can never be evicted"

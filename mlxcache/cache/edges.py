@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from mlxcache.cache.holdings import Holdings
-from mlxcache.cache.lru import Recency
 from mlxcache.cache.node import NO_TOKENS, Node
+from mlxcache.cache.order import Order
+from mlxcache.cache.worth import Usage, Worth
 from mlxcache.types import Tokens
 
 
 class Edges:
-    """The nodes below one root, the counts over them, and their order of use.
+    """The nodes below one root, the counts over them, and the order in which leaves go.
 
-    Each change leaves the counts, the holders of each value and the order of use right, and trusts
-    its caller that it is allowed.
+    Each change leaves the counts, the holders of each value and the order right, and trusts its
+    caller that it is allowed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, worth: Worth, now: Callable[[], float] = time.monotonic) -> None:
         self.root = Node(None, NO_TOKENS, 0, None, 0)
         self.tokens = 0
         self.segments = 0
@@ -28,25 +30,49 @@ class Edges:
         self.checkpoint_bytes = 0
         self.tick = 0
         self.holdings = Holdings()
-        self.leaves = Recency(lambda node: not (node.locks or node.children))
-        self.marked = Recency(lambda node: not node.locks and node.checkpoint is not None)
+        self.leaves = Order(worth, lambda node: not (node.locks or node.children), now)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all segments and checkpoints."""
+        return self.tokens * self.leaves.worth.bytes_per_token + self.checkpoint_bytes
 
     def touch(self, nodes: Iterable[Node]) -> None:
         """Make `nodes` the most recently used, equally so."""
         self.tick += 1
         for node in nodes:
             node.used_at = self.tick
+            node.usage.clock = self.leaves.clock
+            node.usage.seen = self.leaves.now()
+            node.usage.replaced = False
 
-    def append(self, node: Node, tail: Tokens, value: Any) -> Node:
-        """Put a copy of `tail` after `node`, in its own edge where it may; return the end node."""
+    def pass_by(self, node: Node) -> None:
+        """Note that a conversation went another way than what follows on `node`.
+
+        That is replaced as far as nobody ever came back to it. O(1), amortised over inserts.
+        """
+        pending = list(node.children.values())
+        while pending:
+            each = pending.pop()
+            if not each.usage.replaced and each.usage.reach <= each.start:
+                each.usage.replaced = True
+                self.leaves.renew(each)
+                pending += each.children.values()
+
+    def append(self, node: Node, tail: Tokens, value: Any, count: int = 0) -> Node:
+        """Put a copy of `tail` after `node`, in its own edge where it may; return the end node.
+
+        It begins with `count` uses: an edge that had more is another's, and its own stays apart.
+        """
         self.tokens += len(tail)
-        grows = node is not self.root and node.value is value
+        grows = node is not self.root and node.value is value and count >= node.usage.count
         if grows and not node.children and node.checkpoint is None:
             node.tokens = np.concatenate((node.tokens, tail))
             node.end += len(tail)
             node.used_at = self.tick
             return node
         leaf = Node(node, tail.copy(), node.end, value, self.tick)
+        leaf.usage = Usage(self.leaves.clock, count, seen=self.leaves.now())
         node.children[int(tail[0])] = leaf
         self.segments += 1
         self.holdings.add(leaf)
@@ -58,6 +84,7 @@ class Edges:
         at = position - node.start
         upper = Node(node.parent, node.tokens[:at].copy(), node.start, node.value, node.used_at)
         upper.locks = node.locks
+        upper.usage = node.usage.copy()
         upper.children[int(node.tokens[at])] = node
         self._adopt(upper)
         node.tokens = node.tokens[at:].copy()
@@ -65,6 +92,7 @@ class Edges:
         node.parent = upper
         self.segments += 1
         self.holdings.add(upper)
+        self.leaves.renew(node)
         return upper
 
     def compress(self, node: Node) -> None:
@@ -78,6 +106,7 @@ class Edges:
         child.start = node.start
         child.parent = node.parent
         child.used_at = max(child.used_at, node.used_at)
+        child.usage.absorb(node.usage)
         self._adopt(child)
         self._detach(node)
 
@@ -86,6 +115,7 @@ class Edges:
         self.tokens -= leaf.end - position
         leaf.tokens = leaf.tokens[: position - leaf.start].copy()
         leaf.end = position
+        self.leaves.renew(leaf)
 
     def remove(self, leaf: Node) -> None:
         """Take `leaf`, which has no checkpoint, out of the tree."""
@@ -118,7 +148,7 @@ class Edges:
         node.asked = False
         self.checkpoints += 1
         self.checkpoint_bytes += nbytes
-        self.marked.add(node)
+        self.leaves.renew(node)
         return replaced
 
     def settle(self, node: Node) -> None:
@@ -126,8 +156,6 @@ class Edges:
         node.asked = False
         if not node.children:
             self.leaves.add(node)
-        if node.checkpoint is not None:
-            self.marked.add(node)
         self.compress(node)
 
     def _adopt(self, node: Node) -> None:
@@ -142,12 +170,14 @@ class Edges:
         node.tokens = NO_TOKENS
         node.value = None
         self.leaves.discard(node)
-        self.marked.discard(node)
 
 
 def unneeded(node: Node) -> bool:
-    """Whether the boundary at the end of `node`, which is not the root, serves nothing."""
+    """Whether the boundary at the end of `node`, which is not the root, serves nothing.
+
+    A head that is asked for more often than the one conversation left behind it stays apart.
+    """
     if node.asked or node.locks or node.checkpoint is not None or len(node.children) != 1:
         return False
     (child,) = node.children.values()
-    return child.value is node.value
+    return child.value is node.value and child.usage.count >= node.usage.count

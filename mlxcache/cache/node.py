@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxcache.cache.worth import Usage
 from mlxcache.types import Tokens
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
@@ -22,8 +23,8 @@ class Node:
 
     `tokens` int32, shape (end - start,), owned. `checkpoint` the state at `end`, of
     `checkpoint_bytes`. `locks` counts those on this node and on all below it. `used_at` is the
-    tree's tick of the last use. `asked`: a caller asked for a boundary here and has neither
-    locked it nor set a checkpoint since, so it is not merged away.
+    tree's tick of the last use, `usage` what else eviction goes by. `asked`: a caller asked for a
+    boundary here and has neither locked it nor set a checkpoint since, so it is not merged away.
     """
 
     __slots__ = (
@@ -36,6 +37,7 @@ class Node:
         "parent",
         "start",
         "tokens",
+        "usage",
         "used_at",
         "value",
     )
@@ -51,6 +53,7 @@ class Node:
         self.checkpoint_bytes = 0
         self.locks = 0
         self.used_at = used_at
+        self.usage = Usage()
         self.asked = False
 
     def __repr__(self) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mlxcache.cache.audit import audit
 from mlxcache.cache.edges import Edges
 from mlxcache.cache.node import Cut, Match, Node, as_tokens, common_length
+from mlxcache.cache.uses import Uses, same_conversation
+from mlxcache.cache.worth import Worth
 from mlxcache.types import Tokens
 
-__all__ = ["Cut", "Match", "Node", "PrefixTree"]
+__all__ = ["Cut", "Match", "Node", "PrefixTree", "Worth"]
 
 
 class PrefixTree:
@@ -20,11 +23,19 @@ class PrefixTree:
     never overlap; where another value already held some tokens there is a gap between them.
     Values are compared by identity. Token ids are int32, shape (n,); edges own their copies.
     Not thread-safe: one thread calls it. Counts are kept up to date, and cost nothing to read.
+    `uses`: what eviction goes by, weighed by `worth`. `now`: seconds.
     """
 
-    def __init__(self, bytes_per_token: int):
+    def __init__(
+        self,
+        bytes_per_token: int,
+        worth: Worth | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ):
         self.bytes_per_token = bytes_per_token
-        self._edges = Edges()
+        self.worth = worth or Worth(bytes_per_token)
+        self._edges = Edges(self.worth, now)
+        self.uses = Uses(self._edges)
 
     @property
     def root(self) -> Node:
@@ -63,7 +74,8 @@ class PrefixTree:
     def match(self, tokens: Tokens | Iterable[int], touch: bool = True) -> Match:
         """The longest prefix of `tokens` that is held, to the token.
 
-        Changes nothing but, with `touch`, the last use of every node on the path.
+        Changes nothing but, with `touch`, the last use of every node on the path; not of one in
+        which `tokens` go another way, whose end is of no use to them.
         Raises TypeError where `tokens` is an array that is not int32 of shape (n,).
         """
         ids = as_tokens(tokens)
@@ -76,7 +88,8 @@ class PrefixTree:
                 nodes.append(node)
                 length += common_length(node.tokens, ids[length:])
         if touch:
-            self._edges.touch(nodes)
+            away = bool(nodes) and length < min(nodes[-1].end, len(ids))
+            self._edges.touch(nodes[: len(nodes) - away])
         return Match(
             length,
             tuple(nodes),
@@ -84,26 +97,29 @@ class PrefixTree:
             tuple((n.value, n.start, min(n.end, length)) for n in nodes),
         )
 
-    def insert(self, tokens: Tokens | Iterable[int], value: Any) -> Node:
+    def insert(self, tokens: Tokens | Iterable[int], value: Any, anchor: int | None = None) -> Node:
         """Make `tokens` present and return the node that ends at exactly their number.
 
         Changes the tree: what is held keeps its value, the missing tail becomes a segment of
         `value`, or extends the leaf it follows if that has the same value and no checkpoint. The
-        whole path counts as used. The root is returned for no tokens. Lock the node before
-        anything else may evict it.
+        whole path counts as used. A new segment of a conversation, whose first `anchor` tokens
+        are its own (see `Uses.found`), has its uses from the start. The root is returned for no
+        tokens. Lock the node before anything else may evict it.
 
         Raises TypeError as `match` does, and ValueError, with nothing changed, where `value`
         already holds other tokens at the tail's positions (cut those first).
         """
         ids = as_tokens(tokens)
-        found = self.match(ids)
+        found = self.match(ids, touch=False)
         if found.length < len(ids):
             self._require_room(value, found)
         node = found.nodes[-1] if found.nodes else self.root
         if found.length < node.end:
             node = self._edges.divide(node, found.length)
+        self._edges.touch(node.path()[1:])
         if found.length < len(ids):
-            return self._edges.append(node, ids[found.length :], value)
+            count = node.usage.count if same_conversation(node, anchor) else 0
+            return self._edges.append(node, ids[found.length :], value, count)
         node.asked = bool(node.children)
         return node
 
@@ -220,16 +236,9 @@ class PrefixTree:
         nodes = self._edges.holdings.of(value)
         return (nodes[0].start, nodes[-1].end) if nodes else None
 
-    def lru_leaf(self) -> Node | None:
-        """The unlocked leaf used least recently, or None. Removes nothing. O(log n)."""
-        return self._edges.leaves.oldest()
-
-    def lru_checkpoint(self) -> Node | None:
-        """The unlocked node with a checkpoint used least recently, or None; may be inner.
-
-        Of equally recent ones the shallowest. Removes nothing. O(log n).
-        """
-        return self._edges.marked.oldest()
+    def least_leaf(self) -> Node | None:
+        """The unlocked leaf that is missed least, or None. Removes nothing. O(log n)."""
+        return self._edges.leaves.first()
 
     def cut(self, node: Node, position: int) -> Cut:
         """Drop [position, end) of an unlocked leaf, and its checkpoint; say what was freed.
@@ -256,7 +265,7 @@ class PrefixTree:
         Changes the tree. Locked nodes and the checkpoints at them stay.
         """
         cuts = []
-        while (leaf := self.lru_leaf()) is not None:
+        while (leaf := self.least_leaf()) is not None:
             cuts.append(self.cut(leaf, leaf.start))
         return cuts
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from mlxcache.cache.node import common_length
 from mlxcache.engine.checkpoints import stops
+from mlxcache.engine.claims import Claim
 from mlxcache.engine.cost import Cost
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
@@ -64,17 +65,18 @@ class Admission:
         written to disk. Raises ContextLengthExceeded where the prompt can never fit.
         """
         memory, planned = self.memory, task.look.target if task.look else 0
+        claim = Claim.of(task.job)
         task.limit = min(task.limit or self.limits.context, self.limits.context - len(task.ids))
         memory.room.patient = alone  # others compute meanwhile: it is tried again
         try:
-            lease = memory.acquire(task.ids, task.limit, planned)
+            lease = memory.acquire(task.ids, task.limit, planned, claim)
         finally:
             memory.room.patient = True
         if lease is None and alone and not (self.disk and self.disk.busy):
             let_go(memory.room)
             memory.room.clear()
-            lease = memory.acquire(task.ids, task.limit, planned)
-            lease = lease or memory.acquire(task.ids, 1, planned)
+            lease = memory.acquire(task.ids, task.limit, planned, claim)
+            lease = lease or memory.acquire(task.ids, 1, planned, claim)
             if lease is None:
                 raise ContextLengthExceeded(
                     f"The prompt of {len(task.ids)} tokens does not fit the memory budget (--ram)."

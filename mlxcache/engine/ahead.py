@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from mlxcache.cache.node import common_length
 from mlxcache.engine.checkpoints import stops
+from mlxcache.engine.claims import Claim
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import Prefill
 from mlxcache.engine.ram import forget
 from mlxcache.engine.task import Task
-from mlxcache.types import Job, Prompt, RequestRecord, Tokens
+from mlxcache.types import WARMING, Job, Prompt, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -60,7 +61,7 @@ class Ahead:
 
     def add(self, prompt: Prompt, before: Tokens) -> None:
         """Have `prompt` computed, all but its last token, after a conversation of `before`."""
-        job = Job("ahead", prompt)
+        job = Job("ahead", prompt, api=WARMING)
         record = RequestRecord(job.id, None, "", None, "prefill", 0.0, len(prompt.ids))
         self.pause()
         self._turns.append(Turn(Task(job, lambda event: None, record), before))
@@ -132,7 +133,7 @@ class Ahead:
 
     def _acquire(self, task: Task) -> bool:
         memory = self.memory
-        lease = memory.acquire(task.ids, 0)
+        lease = memory.acquire(task.ids, 0, claim=Claim.of(task.job))
         if lease is None:
             return False
         if memory.layout.opaque and memory.budget.free < memory.layout.checkpoint_bytes:

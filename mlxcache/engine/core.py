@@ -65,6 +65,7 @@ class Core:
         for name in self.layout.unknown:
             log.warning("cache class %s is unknown: the model is served, nothing is cached", name)
         self.memory = Memory(self.layout, self._budget(settings))
+        self.memory.tree.worth.growth = self.cost.growth
         self.images = self._make_images(settings)
         self.memory.room.handles = Handles(self.layout, device.buffer_limit())
         self.disk: Disk | None = None

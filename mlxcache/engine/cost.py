@@ -54,7 +54,8 @@ class Cost:
 
     Most are bytes, `fixed` those of one row's logits; `rate` is prefill tokens per second, a moving
     average that `observe` keeps; passes of more than `longest` tokens are slower, if it is not 0;
-    each takes `per_pass` seconds however short it is.
+    each takes `per_pass` seconds however short it is. `growth`: by which share a token takes longer
+    for each one cached before it.
     """
 
     per_token: float
@@ -65,6 +66,7 @@ class Cost:
     per_square: float = 0.0
     longest: int = 0
     per_pass: float = 0.0
+    growth: float = 0.0
 
     def transient(self, chunk: int, cached: int, rows: int = 1) -> int:
         """Bytes that feeding `chunk` tokens after `cached` takes beyond the KV it leaves."""
@@ -134,6 +136,11 @@ class _Probe:
         """The bytes that one chunk takes."""
         return self.feed(tokens, at)[1]
 
+    def growth(self, far: int) -> float:
+        """By which share a token takes longer for each cached one before it, `far` at most."""
+        seconds = [min(self.feed(PROBE, at)[0] for _ in range(2)) for at in (0, far)]
+        return max(0.0, seconds[1] / seconds[0] - 1.0) / max(1, far)
+
     def long_is_slow(self) -> bool:
         """Whether a chunk takes about as long as its halves do: a longer one only takes longer."""
         whole, halves = [], []
@@ -169,6 +176,7 @@ def measure(model: Any, layout: Layout, room: int) -> Cost:
     cost = _fitted(near, long, wide, narrow)
     if cost.per_pair > SCORES and probe.long_is_slow():
         cost.longest = SHORT
+    cost.growth = probe.growth(far)
     if layout.opaque:
         cost.per_pass = probe.per_pass()
     probe.line.release()

@@ -1,16 +1,16 @@
 """Who may hold how many bytes: prefix tree, lineages and budget in one place. MLX thread only.
 
 Verbs: `acquire` a lineage that ends where a prompt's known prefix ends, `extend` its room, `commit`
-what it holds into the tree, `release` it. Each keeps the budget: bytes are reserved before they
-are allocated, and room is made by evicting the least recently used leaves.
-"""
+what it holds into the tree, `release` it. Each keeps the budget: bytes are reserved before X"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlxcache.cache.budget import Budget
-from mlxcache.cache.tree import Match, Node, PrefixTree
+from mlxcache.cache.node import NO_TOKENS
+from mlxcache.cache.tree import Match, Node, PrefixTree, Worth
+from mlxcache.engine.claims import NOTHING, Claim, Mains
 from mlxcache.engine.room import STEP, Room
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage, Span
@@ -22,12 +22,15 @@ class Lease:
     """A lineage in use by one request, and the tree's node that it is locked at, if any.
 
     `bare`: it holds KV and no state, which is to be restored. `saved`: tokens on their way to disk.
-    `matched`: tokens that earlier prompts share, whether or not they can be reused.
+    `matched`: tokens that earlier prompts share, whether or not they can be reused. `prompt` and
+    `claim`: whom it is for.
     """
 
     lineage: Lineage
     cached: int
     node: Node | None = None
+    prompt: Tokens = field(default_factory=lambda: NO_TOKENS, compare=False)
+    claim: Claim = NOTHING
     state_bytes: int = 0
     bare: bool = False
     saved: int = 0
@@ -40,7 +43,9 @@ class Memory:
     def __init__(self, layout: Layout, budget: Budget):
         self.layout = layout
         self.budget = budget
-        self.tree = PrefixTree(layout.bytes_per_token)
+        worth = Worth(layout.bytes_per_token, layout.checkpoint_bytes)
+        self.tree = PrefixTree(layout.bytes_per_token, worth)
+        self.mains = Mains()
         self.room = Room(layout, budget, self.tree)
         self.idle, self.busy = self.room.idle, self.room.busy
 
@@ -72,15 +77,19 @@ class Memory:
         """How many tokens of `ids` could be reused now. Changes nothing."""
         return self.usable(self.tree.match(ids, touch=False), len(ids))[0]
 
-    def acquire(self, ids: Tokens, reply: int, planned: int = 0) -> Lease | None:
+    def acquire(
+        self, ids: Tokens, reply: int, planned: int = 0, claim: Claim = NOTHING
+    ) -> Lease | None:
         """A whole lineage that holds the longest reusable prefix of `ids`.
 
         There is room in it for all of `ids` and `reply` tokens, or one growth step of them. None:
         not now, others hold what is needed. Mutates the tree (use, splits) and lineages.
         `planned`: KV and states up to there are about to be restored, so all KV that is held
-        below serves, whether or not there is a state for it.
+        below serves, whether or not there is a state for it. What is found counts as asked for, by
+        `claim`, and so does the main conversation that this is a side request of.
         """
-        match = self.tree.match(ids)
+        match, main = self.tree.match(ids), self.mains.beside(ids, claim)
+        self.tree.uses.renew(main)
         cached, state = self.usable(match, len(ids))
         bare = planned > cached
         if bare:
@@ -100,6 +109,10 @@ class Memory:
             self.release(lease)
             return None
         lease.bare, lease.saved, lease.matched = bare, lease.cached, match.length
+        lease.prompt, lease.claim = ids, claim
+        if claim.asked:
+            uses = self.tree.uses.found(self.tree.match(ids), len(ids), claim.anchor)
+            self.tree.uses.renew(main, uses)
         lease.lineage.restore(state)
         return lease
 
@@ -206,7 +219,7 @@ class Memory:
         lineage = lease.lineage
         if not self.layout.cacheable or not lineage.length:
             return
-        node = self.tree.insert(ids[: lineage.length], lineage)
+        node = self.tree.insert(ids[: lineage.length], lineage, lease.claim.anchor)
         self.tree.lock(node)
         self._stand_in(lease, node)
         if lease.node is not None:
@@ -237,6 +250,8 @@ class Memory:
         """The request is over: its lineage goes idle, or goes if the tree needs none of it."""
         lineage = lease.lineage
         if lease.node is not None:
+            self.tree.uses.keep(lease.node, lease.claim.keeps)
+            self.mains.ended(lease.prompt, lease.claim, lease.node)
             self.tree.unlock(lease.node)
             lease.node = None
         self.budget.release("states", lease.state_bytes)

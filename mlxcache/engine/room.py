@@ -96,7 +96,7 @@ class Room:
         return passing <= self.budget.free + self._kind("transient")
 
     def make_room(self, size: int, *, wait: bool = True) -> bool:
-        """Free budget until `size` bytes fit: first spare copies, then the least recently used.
+        """Free budget until `size` bytes fit: first spare copies, then what is missed least.
 
         Nothing is dropped where all that is idle would not be enough. With `wait`, what is only
         waiting to be on disk is waited for.
@@ -123,21 +123,26 @@ class Room:
         return True
 
     def _evict(self, needed: int, worth: float = WORTH_KEEPING) -> bool:
-        """Drop what is missed least of the path used least recently; False if all is in use.
+        """Drop what is missed least of the leaf that is missed least; False if all is in use.
 
-        Checkpoints on the way that are worth less than `worth` go before its end does.
+        Checkpoints on the way that are worth less than `worth` go before its end does; not for an
+        end that was replaced, for the way to it is somebody else's.
         """
-        leaf = None if self.gentle else self.tree.lru_leaf()
+        leaf = None if self.gentle else self.tree.least_leaf()
         if leaf is None:
             return False
-        if self.layout.opaque and self._thin(leaf, needed, worth):
+        if self.layout.opaque and not leaf.usage.replaced and self._thin(leaf, needed, worth):
             return True
         length = leaf.end - leaf.start
         per_token = self.layout.bytes_per_token
         cut = length
         self.budget.release("checkpoints", leaf.checkpoint_bytes)
         if per_token and not self.layout.opaque:
-            cut = min(length, max(-(-needed // per_token), length // 4, STEP))
+            cut = min(
+                leaf.end - self.tree.uses.wished(leaf),
+                max(-(-needed // per_token), length // 4, STEP),
+            )
+        self.tree.uses.evicting(leaf, leaf.end - cut)
         self._cut(leaf, leaf.end - cut)
         return True
 

@@ -343,7 +343,7 @@ def test_the_least_recently_used_leaf_goes_first(tree):
     tree.match(ids(1))
     tree.match(ids(2), touch=False)
     order = []
-    while (leaf := tree.lru_leaf()) is not None:
+    while (leaf := tree.least_leaf()) is not None:
         order.append(tree.cut(leaf, leaf.start).value)
     assert order == [B, C, A]
 
@@ -352,10 +352,10 @@ def test_a_parent_becomes_a_leaf(tree):
     """Once its children are gone it can be evicted too."""
     tree.insert(ids(1, 2), A)
     tree.insert(ids(1, 2, 3), B)
-    leaf = tree.lru_leaf()
+    leaf = tree.least_leaf()
     assert leaf.value is B
     tree.cut(leaf, 2)
-    assert tree.lru_leaf().value is A
+    assert tree.least_leaf().value is A
 
 
 def test_locked_nodes_are_never_offered(tree):
@@ -363,25 +363,9 @@ def test_locked_nodes_are_never_offered(tree):
     leaf = tree.insert(ids(1, 2), A)
     tree.set_checkpoint(leaf, "state", 1)
     tree.lock(leaf)
-    assert tree.lru_leaf() is None
-    assert tree.lru_checkpoint() is None
+    assert tree.least_leaf() is None
     tree.unlock(leaf)
-    assert tree.lru_leaf() is tree.lru_checkpoint() is leaf
-
-
-def test_the_least_recently_used_checkpoint(tree):
-    """Inner nodes too; of equally recent ones the shallowest."""
-    top = tree.insert(ids(1), A)
-    tree.set_checkpoint(top, "top", 1)
-    low = tree.insert(ids(1, 2), A)
-    tree.set_checkpoint(low, "low", 1)
-    other = tree.insert(ids(5), B)
-    tree.set_checkpoint(other, "other", 1)
-    assert tree.lru_checkpoint() is top
-    tree.match(ids(1))
-    assert tree.lru_checkpoint() is low
-    tree.match(ids(1, 2))
-    assert tree.lru_checkpoint() is other
+    assert tree.least_leaf() is leaf
 
 
 def test_clear_leaves_only_what_is_locked(tree):

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxcache.cache.tree import Node, PrefixTree
+from mlxcache.cache.tree import Node, PrefixTree, Worth
 
 Prefix = tuple[int, ...]
 
@@ -48,7 +48,8 @@ class Against(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.tree = PrefixTree(bytes_per_token=3)
+        self.time = 0.0
+        self.tree = PrefixTree(3, Worth(3, 5, 0.1), now=lambda: self.time)
         self.held: dict[Prefix, list[str]] = {}
         self.states: dict[Prefix, tuple[object, int]] = {}
         self.locks: list[tuple[Node, Prefix]] = []
@@ -81,8 +82,8 @@ class Against(RuleBasedStateMachine):
                 spans.append((self.held[each], end - 1, end))
         return spans
 
-    @rule(sequence=SEQUENCES, which=CHOICE)
-    def insert(self, sequence, which):
+    @rule(sequence=SEQUENCES, which=CHOICE, anchor=st.none() | st.integers(0, 5))
+    def insert(self, sequence, which, anchor):
         """What is held keeps its value; the tail gets the new one, unless that lives elsewhere."""
         value = self.values[which % len(self.values)]
         found = self.found(sequence)
@@ -94,7 +95,7 @@ class Against(RuleBasedStateMachine):
         grows = found and self.held[found] is value and self.is_leaf(found)
         if len(found) < len(sequence) and grows and found not in self.states:
             self.locks = [(n, sequence if p == found else p) for n, p in self.locks]
-        node = self.tree.insert(ids(sequence), value)
+        node = self.tree.insert(ids(sequence), value, anchor)
         for prefix in prefixes(sequence):
             self.held.setdefault(prefix, value)
         assert prefix_of(node) == sequence
@@ -113,9 +114,10 @@ class Against(RuleBasedStateMachine):
             assert all(one[0] is two[0] for one, two in zip(spans, expected, strict=True))
         states = [(len(p), self.states[p][0]) for p in prefixes(found) if p in self.states]
         assert [(at, node.checkpoint) for at, node in match.checkpoints] == states
-        if touch and match.nodes:
+        touched = [n for n in match.nodes if n.end <= match.length]
+        if touch and touched:
             newest = max(node.used_at for node in nodes_of(self.tree))
-            assert {node.used_at for node in match.nodes} == {newest}
+            assert {node.used_at for node in touched} == {newest}
 
     @precondition(lambda self: self.held)
     @rule(choice=CHOICE)
@@ -186,31 +188,36 @@ class Against(RuleBasedStateMachine):
 
     @rule()
     def evict_leaf(self):
-        """The oldest of the unlocked leaves is offered, if there is any."""
+        """Of the unlocked leaves the one that is missed least is offered, if there is any."""
         nodes = nodes_of(self.tree)
         unlocked = [node for node in nodes if not node.children and not node.locks]
-        leaf = self.tree.lru_leaf()
+        leaf = self.tree.least_leaf()
         if not unlocked:
             assert leaf is None
         else:
             assert leaf in unlocked
-            assert leaf.used_at == min(node.used_at for node in unlocked)
+            order = self.tree._edges.leaves
+            assert order.key(leaf) == min(order.key(node) for node in unlocked)
+            self.tree.uses.evicting(leaf, leaf.start)
             self.cut_leaf(leaf, leaf.start)
 
-    @rule()
-    def evict_checkpoint(self):
-        """The oldest of the unlocked checkpoints is offered, the shallowest of equals."""
-        nodes = nodes_of(self.tree)
-        unlocked = [node for node in nodes if node.checkpoint is not None and not node.locks]
-        node = self.tree.lru_checkpoint()
-        if not unlocked:
-            assert node is None
-        else:
-            assert node in unlocked
-            oldest = min((each.used_at, each.end) for each in unlocked)
-            assert (node.used_at, node.end) == oldest
-            prefix = prefix_of(node)
-            assert self.tree.drop_checkpoint(node) is self.states.pop(prefix)[0]
+    @rule(sequence=SEQUENCES, anchor=st.none() | st.integers(0, 5))
+    def ask(self, sequence, anchor):
+        """A request counts, and changes nothing that can be looked up."""
+        self.tree.uses.found(self.tree.match(ids(sequence)), len(sequence), anchor)
+
+    @precondition(lambda self: self.held)
+    @rule(choice=CHOICE, position=st.integers(1, 9), seconds=st.integers(1, 9))
+    def keep(self, choice, position, seconds):
+        """So does a client's wish."""
+        prefix = self.pick(self.held, choice)
+        node = self.tree.match(ids(prefix), touch=False).nodes[-1]
+        self.tree.uses.keep(node, ((position, float(seconds)),))
+
+    @rule(seconds=st.integers(1, 5))
+    def time_passes(self, seconds):
+        """Wishes end."""
+        self.time += seconds
 
     @precondition(lambda self: self.held)
     @rule(choice=CHOICE, which=CHOICE)

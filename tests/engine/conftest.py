@@ -127,11 +127,13 @@ class Bench:
         tokens: int = 12,
         marks: Sequence[int] = (),
         sampling: Sampling | None = None,
+        session: str | None = None,
+        keeps: Sequence[tuple[int, float]] = (),
     ) -> Task:
         """Queue a request for `tokens` tokens after the prompt `ids`."""
-        prompt = Prompt(np.asarray(ids, np.int32), tuple(marks))
+        prompt = Prompt(np.asarray(ids, np.int32), tuple(marks), keeps=tuple(keeps))
         name = f"r{next(self.ids)}"
-        job = Job(name, prompt, max_tokens=tokens, sampling=sampling or Sampling())
+        job = Job(name, prompt, max_tokens=tokens, sampling=sampling or Sampling(), session=session)
         record = RequestRecord(name, None, "test", None, "queued", 0.0, len(ids))
         events: list[Any] = []
         task = Task(job, events.append, record)

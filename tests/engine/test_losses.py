@@ -227,8 +227,12 @@ async def test_a_checkpoint_that_went_is_told(toy, tmp_path):
 
         def drop(core: Any) -> None:
             room = core.memory.room
-            while (node := room.tree.lru_checkpoint()) is not None:
-                room._drop(node)
+            left = [room.tree.root]
+            while left:
+                node = left.pop()
+                left += node.children.values()
+                if node.checkpoint is not None:
+                    room._drop(node)
 
         await engine.call(drop)
         found = lost(await talk.say(user("And the rest?")))

@@ -1,0 +1,149 @@
+"""Which leaf is missed least, by a heap that is corrected only when it is asked.
+
+GreedyDual-Size-Frequency (L. Cherkasova, "Improving WWW Proxies Performance with
+Greedy-Dual-Size-Frequency Caching Policy", HP Laboratories technical report HPL-98-69R1, 1998): a
+leaf's value is the clock at its last use plus its worth, the least goes first, and moves the clock
+on. What is not used again is passed by all that is, in the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+
+from mlxcache.cache.node import Node
+from mlxcache.cache.worth import Worth
+
+Key = tuple[bool, float, int, int]
+"""Whether it is not replaced, its value, the tick of its last use, its end. The least goes."""
+
+
+class Order:
+    """Leaves, the one that is missed least first; of equal value, the one used least recently.
+
+    A use costs nothing here: an entry's key is a lower bound of its node's, put right when the
+    entry comes to the top. Whatever lowers a node's key says so by `renew`; time, that ends wishes,
+    is watched. A node that is not eligible when it comes to the top is forgotten, and must be
+    added again once it is. `now`: seconds, for wishes alone.
+    """
+
+    def __init__(
+        self,
+        worth: Worth,
+        eligible: Callable[[Node], bool],
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self.worth = worth
+        self.clock = 0.0
+        self.now = now
+        self._eligible = eligible
+        self._heap: list[tuple[Key, int, Node]] = []
+        self._entered: dict[Node, int] = {}
+        self._ends: list[tuple[float, int, Node]] = []
+        self._serial = count()
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._entered
+
+    def add(self, node: Node) -> None:
+        """Enter `node`; nothing happens if it is in. O(log n)."""
+        if node not in self._entered:
+            heappush(self._heap, self._entry(node))
+
+    def renew(self, node: Node) -> None:
+        """Take note of a node whose key may have become less; others may be told too. O(log n)."""
+        if node in self._entered:
+            heappush(self._heap, self._entry(node))
+            self._tidy()
+
+    def discard(self, node: Node) -> None:
+        """Forget a node that left the tree for good. O(1), amortised."""
+        self._entered.pop(node, None)
+        self._tidy()
+
+    def first(self) -> Node | None:
+        """The eligible node that is missed least, which stays in; None if there is none.
+
+        O(log n), amortised over the uses since the last call.
+        """
+        self._end_wishes()
+        while self._heap:
+            key, serial, node = self._heap[0]
+            if self._entered.get(node) != serial:
+                heappop(self._heap)
+            elif not self._eligible(node):
+                heappop(self._heap)
+                del self._entered[node]
+            elif key != self.key(node):
+                heapreplace(self._heap, self._entry(node))
+            else:
+                return node
+        return None
+
+    def key(self, node: Node) -> Key:
+        """By what `node` is ordered now."""
+        return (not node.usage.replaced, self.value(node), node.used_at, node.end)
+
+    def value(self, node: Node) -> float:
+        """The clock at the last use of `node`, and what its tokens are worth."""
+        usage, tokens = node.usage, node.end - node.start
+        nbytes = tokens * self.worth.bytes_per_token + node.checkpoint_bytes
+        kept = bool(usage.keeps) and usage.until(node.end) > self.now()
+        worth = self.worth.of(usage.count, tokens, node.end, nbytes, kept=kept)
+        return usage.clock + worth
+
+    def advance(self, node: Node, share: float) -> None:
+        """Move the clock on, as `share` of all the bytes are about to leave with `node`.
+
+        To the value of what somebody came back to: all that is worth less is old then. Else by the
+        share: what is asked once may pass through a small room many times, and age nobody much.
+        """
+        if node.usage.count and not node.usage.replaced:
+            self.clock = max(self.clock, self.value(node))
+        else:
+            self.clock += share
+
+    def wished(self, node: Node) -> int:
+        """The last position before the end of `node` up to which it is wished kept; else its
+        start."""
+        now, usage = self.now(), node.usage
+        within = [at for at, _ in usage.keeps if node.start < at < node.end]
+        return max((at for at in within if usage.until(at) > now), default=node.start)
+
+    def check(self) -> None:
+        """Raise AssertionError unless each member has one entry, none of them too high."""
+        entered = [node for _, serial, node in self._heap if self._entered.get(node) == serial]
+        assert len(entered) == len(self._entered), "a node has no entry in the heap, or two"
+        self._end_wishes()
+        for index, (key, serial, node) in enumerate(self._heap):
+            parent = self._heap[(index - 1) // 2]
+            assert parent[:2] <= (key, serial) or index == 0, "the heap is out of order"
+            if self._entered.get(node) == serial:
+                assert not node.detached, f"{node} left the tree and is still remembered"
+                assert key <= self.key(node), f"{node} is keyed higher than it is"
+
+    def _entry(self, node: Node) -> tuple[Key, int, Node]:
+        serial = next(self._serial)
+        self._entered[node] = serial
+        if node.usage.keeps and (until := node.usage.until(node.end)) > self.now():
+            heappush(self._ends, (until, serial, node))
+        return (self.key(node), serial, node)
+
+    def _end_wishes(self) -> None:
+        """Enter again those whose time is over, at what they are worth without."""
+        now = self.now()
+        while self._ends and self._ends[0][0] <= now:
+            _, serial, node = heappop(self._ends)
+            if self._entered.get(node) == serial:
+                self.renew(node)
+
+    def _tidy(self) -> None:
+        most = 2 * len(self._entered) + 64
+        if len(self._heap) > most:
+            self._heap = [one for one in self._heap if self._entered.get(one[2]) == one[1]]
+            heapify(self._heap)
+        if len(self._ends) > most:
+            self._ends = [one for one in self._ends if self._entered.get(one[2]) == one[1]]
+            heapify(self._ends)
