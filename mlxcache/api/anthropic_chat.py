@@ -15,6 +15,7 @@ from mlxcache.api.anthropic_text import Reader, blocks, join, marked_by
 from mlxcache.api.anthropic_tools import Function, Toolbox
 from mlxcache.api.images import Inlet, Item
 from mlxcache.api.images import content as joined
+from mlxcache.api.keeping import of_marks
 from mlxcache.api.thinking import recover
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import Chat
@@ -57,6 +58,7 @@ def to_chat(
         template_args=_template_args(body.thinking),
         breakpoint=writer.breakpoint,
         continue_final=continues,
+        keeps=of_marks(body, writer.breakpoint),
     )
     return chat, tuple(tools.all)
 

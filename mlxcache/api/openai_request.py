@@ -12,6 +12,7 @@ import numpy as np
 
 from mlxcache.api.http import decode
 from mlxcache.api.images import Inlet, Item, content
+from mlxcache.api.keeping import of_retention
 from mlxcache.api.openai_wire import (
     CalledFunction,
     ChatRequest,
@@ -139,6 +140,7 @@ def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
         tools=tuple(_tool(t, i) for i, t in enumerate(body.tools or ())),
         template_args=_template_args(body),
         continue_final=bool(body.continue_final_message),
+        keeps=of_retention(body.prompt_cache_retention, len(body.messages)),
     )
 
 

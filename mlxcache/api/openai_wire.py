@@ -123,6 +123,7 @@ class Generation(Refused, kw_only=True):
     n: int | None = None
     best_of: int | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Any = None
 
 
 class ChatRequest(Generation, kw_only=True):

@@ -16,7 +16,7 @@ from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.explain import Source
 from mlxcache.prompt.images import Album, Pictures, with_images
-from mlxcache.prompt.marks import learn_openers, marks
+from mlxcache.prompt.marks import learn_openers, marks, wished
 from mlxcache.prompt.recent import Anchors, Tokenised, Tokeniser, common_prefix
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.replay import Replay, Replayed
@@ -182,10 +182,12 @@ class PromptBuilder:
         begins = place(rendered.generation, prompt.splices)
         generation = self._tokeniser.position(prompt, begins)
         placed = marks(prompt, self.openers, generation)
+        end = self._breakpoint(chat, prompt, generation)
         made = Prompt(
             ids=prompt.ids,
             marks=placed,
-            breakpoint=self._breakpoint(chat, prompt, generation),
+            breakpoint=end,
+            keeps=wished(chat.keeps, placed, end),
             thinking_open=self._thinking(begins, prompt, placed),
             generic_tools=bool(chat.tools) and not self.traits.tools,
             rules=canonical.rules + (("replay",) if prompt.splices and replayed.changed else ()),

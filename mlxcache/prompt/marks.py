@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -93,3 +94,17 @@ def marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -> tup
     if 0 < generation_at < len(ids):
         kept = [p for p in kept if p + APART <= generation_at] + [generation_at]
     return tuple(p for p in kept if p < len(ids))
+
+
+def wished(
+    keeps: Sequence[tuple[int, float]], placed: Sequence[int], breakpoint: int | None
+) -> tuple[tuple[int, float], ...]:
+    """Token positions of what a client wishes kept, from numbers of leading messages.
+
+    Tools and system end at the first of the marks that were `placed`; all else at `breakpoint`, or
+    with no such place at the last mark.
+    """
+    head = placed[0] if len(placed) > 1 else 0
+    rest = breakpoint if breakpoint is not None else next(iter(placed[-1:]), 0)
+    found = ((rest if leading else head, seconds) for leading, seconds in keeps)
+    return tuple((position, seconds) for position, seconds in found if position)

@@ -5,7 +5,7 @@ import pytest
 
 from mlxcache.cache.node import common_length
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.marks import APART, marks
+from mlxcache.prompt.marks import APART, marks, wished
 from mlxcache.prompt.recent import Tokenised
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
@@ -138,3 +138,13 @@ def test_a_prompt_with_another_last_message_parts_right_after_a_mark(name: str) 
         opening = whole.ids[last:parted]
         text = kinds.backend("byte_level").decode(opening.tolist(), skip_special_tokens=False)
         assert "some words" not in text
+
+
+def test_wishes_end_at_marks():
+    """Tools and system at the first, the others where the last cache_control mark is, or at the
+    prompt's last."""
+    keeps = ((0, 3600.0), (3, 300.0))
+    assert wished(keeps, (10, 20, 30), 20) == ((10, 3600.0), (20, 300.0))
+    assert wished(keeps, (10, 20, 30), None) == ((10, 3600.0), (30, 300.0))
+    assert wished(keeps, (30,), None) == ((30, 300.0),)
+    assert wished(keeps, (), None) == ()
