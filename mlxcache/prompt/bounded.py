@@ -7,7 +7,9 @@ https://docs.python.org/3/c-api/threads.html#c.PyThreadState_SetAsyncExc.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,29 +20,65 @@ class _Overdue(BaseException):
     """No Exception, so that nothing in a template's filters takes it for an error of its own."""
 
 
+class _Watch:
+    """One thread that looks after all that is under way; it sleeps until something may be due."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._due: dict[object, tuple[float, int]] = {}
+        self._wakes = math.inf
+        self._thread: threading.Thread | None = None
+
+    def begin(self, seconds: float) -> object:
+        """Interrupt this thread in so many seconds, unless `end` is called with the result."""
+        mark, deadline = object(), time.monotonic() + seconds
+        with self._lock:
+            self._due[mark] = deadline, threading.get_ident()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="mlxcache-bounded", daemon=True
+                )
+                self._thread.start()
+            elif deadline < self._wakes:
+                self._changed.notify()
+        return mark
+
+    def end(self, mark: object) -> None:
+        """Nothing is raised for it once this has returned; while it runs, it may be."""
+        with self._lock:
+            self._due.pop(mark, None)
+
+    def _run(self) -> None:
+        with self._lock:
+            while True:
+                now = time.monotonic()
+                for mark, (deadline, thread) in list(self._due.items()):
+                    if deadline <= now:
+                        del self._due[mark]
+                        _interrupt(thread)
+                self._wakes = min((due for due, _ in self._due.values()), default=math.inf)
+                self._changed.wait(None if self._wakes == math.inf else self._wakes - now)
+
+
+def _interrupt(thread: int) -> None:
+    overdue = ctypes.py_object(_Overdue)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), overdue)
+
+
+_watch = _Watch()
+
+
 def bounded(work: Callable[[], T], seconds: float) -> T:
     """The result of `work`, which is Python code. Raises TimeoutError once it takes too long.
 
     Work that never returns to Python, such as one long call into C, is not interrupted.
     """
-    lock, over = threading.Lock(), False
-    thread = ctypes.c_ulong(threading.get_ident())
-
-    def interrupt() -> None:
-        with lock:
-            if not over:
-                overdue = ctypes.py_object(_Overdue)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, overdue)
-
-    timer = threading.Timer(seconds, interrupt)
-    timer.daemon = True
     try:
-        timer.start()
+        mark = _watch.begin(seconds)
         try:
             return work()
         finally:
-            with lock:  # from here on nothing is raised any more
-                over = True
-            timer.cancel()
+            _watch.end(mark)
     except _Overdue:
         raise TimeoutError(f"not done after {seconds:g} s") from None

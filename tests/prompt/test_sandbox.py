@@ -82,8 +82,9 @@ class TestBounded:
         with pytest.raises(KeyError):
             bounded(lambda: {}["x"], 10)
 
-    def test_leaves_no_thread_and_no_exception_behind(self) -> None:
+    def test_leaves_no_exception_behind_and_takes_one_thread_for_all(self) -> None:
         """Also where the work ends just when its time does."""
+        bounded(int, 10)
         before = threading.active_count()
         ended = late = 0
         for _ in range(60):
@@ -95,7 +96,30 @@ class TestBounded:
             for _ in range(100):
                 pass
         assert ended + late == 60
-        deadline = time.monotonic() + 10
-        while threading.active_count() > before and time.monotonic() < deadline:
-            time.sleep(0.01)
         assert threading.active_count() <= before
+
+    def test_each_thread_has_its_own_time(self) -> None:
+        """A shorter one that begins later is due first, and only its own thread is told."""
+        told: list[str] = []
+
+        def work(name: str, seconds: float, asleep: float) -> None:
+            def sleeping() -> None:
+                end = time.monotonic() + asleep
+                while time.monotonic() < end:
+                    time.sleep(0.005)
+
+            try:
+                bounded(sleeping, seconds)
+                told.append(f"{name} ended")
+            except TimeoutError:
+                told.append(f"{name} late")
+
+        threads = [
+            threading.Thread(target=work, args=("patient", 60.0, 0.5)),
+            threading.Thread(target=work, args=("hasty", 0.1, 60.0)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(50)
+        assert sorted(told) == ["hasty late", "patient ended"]

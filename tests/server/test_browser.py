@@ -78,8 +78,7 @@ for (const path of GETS) {
 await Promise.all(waiting);
 for (const path of [`/v1/sessions/${session}`, '/v1/cache?pinned=true'])
   for (const method of ['DELETE', 'PATCH'])
-    soon(grab(path, {method, mode: 'cors', body: '{"name": "stolen", "pinned": true}'}));
-await Promise.all(waiting);
+    await grab(path, {method, mode: 'cors', body: '{"name": "stolen", "pinned": true}'});
 return read;
 """
 
