@@ -88,13 +88,16 @@ def continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:
     return best
 
 
-def takes_over(leaf: Leaf, main: Leaf, head: int) -> bool:
+def takes_over(leaf: Leaf, main: Leaf, head: int, *, first: bool = False) -> bool:
     """Whether `leaf`, just used, is from now on what its session is about, and not `main`.
 
     The first leaf is the main one, unless it was a side request that came before the conversation.
     After a compaction the same agent (`head` tokens of tools and system are shared) goes on under
     a new prefix; if it was a sub-agent and the older leaf goes on after all, that is main again.
+    `first`: it is the session's first and goes on with a longer prompt, so it was no side request.
     """
+    if first:
+        return True
     if main.turns <= 1 and len(main.ids) * TINY_SHARE < len(leaf.ids):
         return True
     if not head or common(leaf.ids, main.ids) < head:

@@ -195,7 +195,8 @@ def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | No
             (turn.prompt_tokens, now.turns, turn.at, now.id),
         )
         _write_ids(db, now.id, turn.ids, common(leaf.ids, turn.ids), len(leaf.ids))
-    if main and main.id != now.id and takes_over(now, main, turn.head):
+    first = leaf is not None and turn.prompt_tokens > leaf.prompt_tokens and _is_first(db, leaf)
+    if main and main.id != now.id and takes_over(now, main, turn.head, first=first):
         db.execute("UPDATE leaves SET kind = 'agent' WHERE id = ?", (main.id,))
         db.execute("UPDATE leaves SET kind = 'main' WHERE id = ?", (now.id,))
         db.execute("UPDATE sessions SET title = NULL WHERE id = ?", (session,))
@@ -204,6 +205,11 @@ def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | No
         db.execute(
             "UPDATE sessions SET title = coalesce(title, ?) WHERE id = ?", (turn.title, session)
         )
+
+
+def _is_first(db: sqlite3.Connection, leaf: Leaf) -> bool:
+    query = "SELECT min(id) FROM leaves WHERE session = ?"
+    return bool(db.execute(query, (leaf.session,)).fetchone()[0] == leaf.id)
 
 
 def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:

@@ -120,6 +120,21 @@ def test_ids_are_kept_in_parts_and_only_new_ones_are_written(sessions, monkeypat
     assert after[:4] == before[:4]
 
 
+def test_a_conversation_whose_first_turn_was_short_is_main_again(sessions):
+    """A large sub-agent came before its second turn; a title that is asked again stays aside."""
+    for label, goes_on in (("L", True), ("M", False)):
+        text = talk(0 if goes_on else 9000)
+        id = sessions.turn(turn(text, label=label, at=1.0, title="Fix it"))
+        agent = turn(talk(500, 900), head=[9, 9, 9], label=label, at=2.0, title="Search")
+        sessions.turn(agent)
+        assert sessions.leaves(id)[0].ids.tolist() == agent.ids.tolist()
+        again = turn([*text, 1, 2, 3, *talk(100)] if goes_on else text, label=label, at=3.0)
+        sessions.turn(replace(again, title="Fix it"))
+        main = sessions.leaves(id)[0]
+        assert main.ids.tolist() == (again if goes_on else agent).ids.tolist()
+        assert sessions.get(id).title == ("Fix it" if goes_on else "Search")
+
+
 def test_fork_copies_the_main_leaf_or_its_beginning(sessions):
     """Under a new id, without the label; more than there is cannot be had."""
     id = sessions.turn(turn(talk(0), label="L", title="T"))
