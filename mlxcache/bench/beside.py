@@ -6,19 +6,18 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import median
 from typing import Any
 
 from mlxcache.bench.checks import Check
-from mlxcache.bench.client import Client
+from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.memory import SAMPLE_S, Held
 from mlxcache.bench.process import Server
 from mlxcache.bench.text import Filler
 
 LONG_TOKENS, SHORT_TOKENS, TALK_TOKENS = 60_000, 200, 300
-REPLY, TIMES = 48, 3
+REPLY, TIMES = 200, 4
 PACE, CHUNKS = 0.5, 3
 """Of the speed that a reply has alone; chunks until a short prompt's first token, its own one too.
 """
@@ -30,8 +29,13 @@ class Progress:
     def __init__(self, client: Client, id: str):
         self._client, self._path = client, f"/v1/requests/{id}"
         self._times: list[float] = []
-        self.status = ""
+        self.status = "prefill"
         self.fed = 0
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the prompt is still being computed."""
+        return self.status == "prefill"
 
     def look(self) -> None:
         """Ask once."""
@@ -66,30 +70,30 @@ class Progress:
 def long_prefill(
     server: Server, filler: Filler, kv_bytes: float, tokens: int = LONG_TOKENS
 ) -> Held:
-    """What a reply and short prompts get while a prompt of 60,000 tokens is computed."""
+    """What a reply and short prompts get while a prompt of 60,000 tokens is computed.
+
+    The server's end is the long prompt's, too, once enough has been measured.
+    """
     client = server.client
     alone = [_rate(client, filler, f"alone {i}") for i in range(TIMES)]
     waits: list[int] = []
     beside: list[float] = []
-    with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(client.chat, [_user(filler.text(tokens, "long"))], 2)
-        progress = Progress(client, _newest(client, tokens // 2))
-        with progress.watched():
-            while progress.status == "prefill" and len(beside) < 2 * TIMES:
-                rate = _rate(client, filler, f"beside {len(beside)}")
-                if progress.status == "prefill":
-                    beside.append(rate)
-                began = time.perf_counter()
-                asked = _user(filler.text(SHORT_TOKENS, f"short {len(waits)}"))
-                reply = client.chat([asked], 2)
-                if progress.status == "prefill":
-                    waits.append(1 + progress.chunks(began, began + reply.first_s))
-        whole = long.result()
+    _begin(client, filler.text(tokens, "long"))
+    progress = Progress(client, _newest(client, tokens // 2))
+    with progress.watched():
+        while progress.prefills and len(beside) < 2 * TIMES:
+            rate = _rate(client, filler, f"beside {len(beside)}")
+            began = time.perf_counter()
+            asked = _user(filler.text(SHORT_TOKENS, f"short {len(waits)}"))
+            reply = client.chat([asked], 2)
+            if progress.prefills:
+                beside.append(rate)
+                waits.append(1 + progress.chunks(began, began + reply.first_s))
     figures = {
         "alone_tokens_s": alone,
         "beside_tokens_s": beside,
         "chunks_until_short": waits,
-        "long_first_s": whole.first_s,
+        "fed_of_long": progress.fed,
     }
     share = median(beside) / median(alone) if beside else 0.0
     return Held(
@@ -100,6 +104,16 @@ def long_prefill(
             Check("replies measured beside it", len(beside), 2, least=True),
         ],
     )
+
+
+def _begin(client: Client, text: str) -> None:
+    """Send a prompt that nobody waits for."""
+
+    def ask() -> None:
+        with suppress(Refused):  # the server ends before it does
+            client.chat([_user(text)], 2)
+
+    threading.Thread(target=ask, daemon=True).start()
 
 
 def _rate(client: Client, filler: Filler, seed: str) -> float:
