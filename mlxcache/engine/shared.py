@@ -11,7 +11,7 @@ import numpy as np
 from mlxcache.engine.stream import Stream
 from mlxcache.errors import DeadlineExceeded, MlxcacheError
 from mlxcache.prompt.canonical.restore import Reply
-from mlxcache.types import Event, Finished, Job, RequestRecord
+from mlxcache.types import Event, Finished, Job, Progress, RequestRecord
 
 OWN = ("id", "owner", "session", "api", "client", "created_at", "joined", "error", "timing")
 """What a request's record keeps for itself where it joined another."""
@@ -54,6 +54,8 @@ class Shared:
 
     def _put(self, event: Event | BaseException) -> None:
         self.over = self.over or isinstance(event, Finished | BaseException)
+        if self._events and isinstance(event, Progress) and isinstance(self._events[-1], Progress):
+            self._events.pop()  # who joins is told how far it is, not how it went
         self._events.append(event)
         for record in self._joined:
             record.status = self.record.status
