@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -44,6 +44,12 @@ STOPS_SHARE = 0.05
 STOPS = 16
 """Stops that any prefill may make, whatever they cost."""
 
+NEAR = 1024
+"""Positions in the first range whose tokens take about as long; the next are twice as long each."""
+
+NEWEST = 0.3
+"""What the newest measurement counts in an average."""
+
 SAFETY = 1.3
 """Allowance over what was measured."""
 
@@ -56,6 +62,8 @@ class Cost:
     average that `observe` keeps; passes of more than `longest` tokens are slower, if it is not 0;
     each takes `per_pass` seconds however short it is. `growth`: by which share a token takes longer
     for each one cached before it.
+    each takes `per_pass` seconds however short it is. `paces` are seconds per token where attention
+    looks back further and further: see `NEAR`.
     """
 
     per_token: float
@@ -67,6 +75,7 @@ class Cost:
     longest: int = 0
     per_pass: float = 0.0
     growth: float = 0.0
+    paces: dict[int, float] = field(default_factory=dict)
 
     def transient(self, chunk: int, cached: int, rows: int = 1) -> int:
         """Bytes that feeding `chunk` tokens after `cached` takes beyond the KV it leaves."""
@@ -77,7 +86,7 @@ class Cost:
 
     def chunk(self, cached: int, *, bytes_: int, seconds: float, most: int) -> int:
         """The longest chunk that stays within `bytes_` and about `seconds`; at least `FEWEST`."""
-        size = min(most, max(32, int(self.rate * seconds)))
+        size = min(most, max(32, int(seconds / self.pace(cached))))
         while size > FEWEST and self.peak(size, cached) > bytes_:
             size //= 2
         return max(FEWEST, size)
@@ -96,10 +105,33 @@ class Cost:
         seconds = STOPS_SHARE * tokens / self.rate
         return max(STOPS, int(seconds / self.per_pass)) if self.per_pass else tokens
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take a measured chunk into the moving average."""
-        if tokens >= FEWEST and seconds > 0:
-            self.rate = 0.7 * self.rate + 0.3 * tokens / seconds
+    def pace(self, cached: int) -> float:
+        """Seconds that a prompt's token takes after `cached` others.
+
+        Where none was measured, twice as many as in the range before: at worst all is attention.
+        """
+        wanted = _range(cached)
+        known = max((one for one in self.paces if one <= wanted), default=None)
+        if known is None:
+            return float(2**wanted / self.rate)
+        return float(self.paces[known] * 2 ** (wanted - known))
+
+    def observe(self, tokens: int, seconds: float, cached: int) -> None:
+        """Take a measured chunk, fed after `cached` tokens, into the moving averages.
+
+        Of seconds, not of rates: a chunk that took long counts at once, whatever was quick before.
+        """
+        if tokens < FEWEST or seconds <= 0:
+            return
+        pace, where = seconds / tokens, _range(cached)
+        before = self.paces.get(where, pace)
+        self.paces[where] = before + NEWEST * (pace - before)
+        self.rate = 1 / (1 / self.rate + NEWEST * (pace - 1 / self.rate))
+
+
+def _range(cached: int) -> int:
+    """Which range of positions follows `cached` tokens: 0 up to `NEAR`, then 1 up to twice that."""
+    return (cached // NEAR).bit_length()
 
 
 def peak(run: Callable[[], object]) -> int:

@@ -14,12 +14,15 @@ STALL_S = 1.0
 """Seconds that a reply waits for its next token at most, plus one chunk, while a burst goes on."""
 
 
+SHARE = 1.15
+"""Seconds of decoding for each of prefill: a reply keeps half of its speed, all else included."""
+
 FIRST_ROUND_S = 0.05
 """What a round of decoding is taken to take before one was measured."""
 
 
 class Pace:
-    """Decoding gets as much time as prefill takes. A short burst of prefill may run up a debt.
+    """Decoding gets a little more time than prefill. A short burst of prefill may run up a debt.
 
     `owed` is that debt in seconds, never above the burst's bound plus one chunk; `round_s` what a
     round of decoding takes, a moving average.
@@ -37,10 +40,10 @@ class Pace:
         self.bound = BURST_S if decoding else ARRIVAL_S
 
     def prefill(self, chunk: Callable[[], None]) -> None:
-        """Run one chunk, and owe decoding the time that it took."""
+        """Run one chunk, and owe decoding its share for it."""
         began = self._clock()
         chunk()
-        self.owed += self._clock() - began
+        self.owed += SHARE * (self._clock() - began)
 
     def due(self, left_s: float) -> float:
         """Seconds of decoding that are due now, where prefill has about `left_s` to go."""

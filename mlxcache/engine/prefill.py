@@ -94,7 +94,7 @@ class Prefill:
         if not last:
             lineage.settle()
             mx.clear_cache()
-            self.cost.observe(size, time.perf_counter() - began)
+            self.cost.observe(size, time.perf_counter() - began, at)
         if marked or not self.memory.layout.opaque:
             self.memory.commit(lease, task.ids, checkpoint=marked)
         if not last:

@@ -88,3 +88,31 @@ def test_a_prompt_fed_in_short_passes_is_continued_the_same(
     bench.scheduler.prefill.model = watched
     assert bench.ask(prompt).out == bench.cold(prompt)
     assert max(lengths) <= 24
+
+
+def test_a_chunk_far_into_a_prompt_is_as_short_as_tokens_are_slow_there() -> None:
+    """Also after many short prompts, whose tokens take a fortieth of the time."""
+    learnt = Cost(64.0, 0.0, 0.0, 10_000.0)
+
+    def chunk(cached: int) -> int:
+        return learnt.chunk(cached, bytes_=1 << 40, seconds=0.4, most=2048)
+
+    assert chunk(0) == 2048
+    at = 0
+    while at < 40_000:
+        size = chunk(at)
+        seconds = size * (1e-4 + (at + size / 2) * 1e-7)
+        assert seconds < 2 * 0.4
+        learnt.observe(size, seconds, at)
+        at += size
+        for _ in range(20):
+            learnt.observe(200, 0.02, 0)
+    assert chunk(0) == 2048
+    assert 60 < chunk(40_000) < 200
+
+
+def test_what_takes_long_counts_at_once() -> None:
+    learnt = Cost(64.0, 0.0, 0.0, 10_000.0)
+    for tokens, seconds in ((1000, 10.0), (8, 99.0)):  # so few say nothing
+        learnt.observe(tokens, seconds, 0)
+        assert learnt.rate == pytest.approx(1 / (0.7e-4 + 0.3e-2))

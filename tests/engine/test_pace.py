@@ -40,8 +40,8 @@ def rounds_after(chunk_s: float, left_s: float) -> int:
     return len(done)
 
 
-def test_decoding_gets_as_much_time_as_a_long_prefill() -> None:
-    assert rounds_after(0.5, left_s=60.0) == 10
+def test_decoding_gets_at_least_as_much_time_as_a_long_prefill() -> None:
+    assert 10 <= rounds_after(0.5, left_s=60.0) <= 12
 
 
 def test_a_short_burst_of_prefill_goes_first() -> None:
