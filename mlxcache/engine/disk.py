@@ -77,6 +77,8 @@ class Disk:
         found: Found | StoreError
         try:
             found = self.store.find(spill.ids, touch=False)
+            self.store.reused(found, spill.reused)
+            spill.reused = 0
         except StoreError as error:
             found = error
         except Exception as error:  # logged; what is in RAM must not stay locked for it
@@ -118,7 +120,7 @@ class Disk:
     def ended(self, lease: Lease, ids: Tokens) -> None:
         """After a request's last commit: write all of it."""
         if lease.node is not None:
-            self.persist.mark(lease.node, ids[: lease.node.end])
+            self.persist.mark(lease.node, ids[: lease.node.end], lease.cached)
 
     def forget(self, ids: Tokens, keep: int, nodes: Sequence[Node]) -> None:
         """Have no file hold anything of `ids` beyond `keep`, nor of what goes on from there.

@@ -101,7 +101,7 @@ class Persist:
 
     # -- what is to be written -----------------------------------------------------------------
 
-    def mark(self, node: Node, ids: Tokens) -> None:
+    def mark(self, node: Node, ids: Tokens, reused: int = 0) -> None:
         """Have `ids`, which end at `node` or above, written, with the checkpoints among them."""
         if node is self.tree.root:
             return
@@ -111,7 +111,7 @@ class Persist:
         wanted = states_of(node)
         if self.layout.specs or wanted:
             self.tree.lock(node)
-            self._queue.append(Spill(node, ids, wanted))
+            self._queue.append(Spill(node, ids, wanted, reused))
 
     def locks(self, node: Node) -> int:
         """How many locks of `node` are of paths on their way to disk."""

@@ -23,11 +23,13 @@ class Spill:
 
     Once the disk was `looked` at, `at` is the next token to hand over, and `states` follow the
     runs. `flying` jobs are with the writer. `lost`: what they build on was not there any more.
+    `reused`: tokens that a request went on from, which is yet to be counted on disk.
     """
 
     node: Node
     ids: Tokens
     wanted: States
+    reused: int = 0
     looked: bool = False
     at: int = 0
     states: States = field(default_factory=list)

@@ -44,6 +44,7 @@ class Core:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._uses: dict[int, float] = {}
+        self._found: list[int] = []
         self.latest = 0.0
 
     def count(self, what: str, by: int = 1) -> None:
@@ -69,11 +70,18 @@ class Core:
             self.latest = max(time.time(), self.latest + STEP_S)
             return self.latest
 
+    def found(self, ids: Iterable[int]) -> None:
+        """A request found these files, and went on from them."""
+        with self._lock:
+            self._found += ids
+
     def note_uses(self, connection: sqlite3.Connection) -> None:
         """Write the uses since the last time into the index."""
         with self._lock:
             uses, self._uses = self._uses, {}
+            found, self._found = self._found, []
         index.touch(connection, [(when, id) for id, when in uses.items()])
+        index.count_found(connection, found)
 
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> None:
         """As `Space.make_room`; counts what went."""

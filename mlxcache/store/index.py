@@ -43,7 +43,12 @@ CREATE TABLE IF NOT EXISTS pin (
   PRIMARY KEY (name, file)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS pin_file ON pin (file);
+CREATE TABLE IF NOT EXISTS found (
+  file INTEGER PRIMARY KEY REFERENCES file (id) ON DELETE CASCADE,
+  count INTEGER NOT NULL
+);
 """
+"""`found` is a table of its own, so an index of before has only to be given it."""
 
 SHAPES = "SELECT name, tbl_name, sql FROM sqlite_master"
 
@@ -203,6 +208,20 @@ def latest_use(connection: sqlite3.Connection) -> float:
     """When any file was used last, in seconds since 1970; 0 where there is none."""
     (used,) = connection.execute("SELECT ifnull(max(used), 0) FROM file").fetchone()
     return float(used)
+
+
+def count_found(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
+    """Count that requests found these files; those that are gone are left out."""
+    connection.executemany(
+        "INSERT INTO found SELECT id, 1 FROM file WHERE id = ?"
+        " ON CONFLICT (file) DO UPDATE SET count = count + 1",
+        [(id,) for id in ids],
+    )
+
+
+def found_counts(connection: sqlite3.Connection) -> dict[int, int]:
+    """How often each file was found, by its id; those that never were are left out."""
+    return dict(connection.execute("SELECT file, count FROM found"))
 
 
 def _with_keys(

@@ -53,7 +53,8 @@ class Space:
         if need <= 0:
             return []
         aside = sum(size for _, size in quarantine.entries(self.folder))
-        chosen = victims(index.rows(connection), need - aside, _pinned(connection))
+        pinned, counts = _pinned(connection), index.found_counts(connection)
+        chosen = victims(index.rows(connection), need - aside, pinned, counts)
         if chosen is None:
             raise DiskFull(self._sentence(coming))
         quarantine.free(self.folder, need)
@@ -71,7 +72,8 @@ class Space:
         rows = index.rows(connection)
         need = self.used(connection) + self._spare(limit) - limit
         need -= quarantine.free(self.folder, need)
-        chosen = victims(rows, need, _pinned(connection), partly=True) or []
+        counts = index.found_counts(connection)
+        chosen = victims(rows, need, _pinned(connection), counts, partly=True) or []
         self.remove(connection, chosen)
         return chosen
 

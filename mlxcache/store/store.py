@@ -86,6 +86,11 @@ class Store:
         )
         return Found(match.length, pieces, saved)
 
+    def reused(self, found: Found, tokens: int) -> None:
+        """Count that a request went on from the first `tokens` of what was found."""
+        ids = [piece.id for piece in found.pieces if piece.start < tokens]
+        self._core.found(ids + [one.id for one in found.checkpoints if one.position <= tokens])
+
     def has_states(self) -> bool:
         """`states`; if nobody has said so, whether there are checkpoints beside the newest runs."""
         if self.states is not None:
