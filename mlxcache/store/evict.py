@@ -29,15 +29,13 @@ def victims(
 ) -> list[Row] | None:
     """The files to remove, in order, for `need` bytes on disk.
 
-    If all that may go is less, `partly` chooses that, else the answer is None.
-
-    A leaf is a file that no other builds on and that nobody is writing; removing one may make
-    another. Pinned ones go when nothing else is left. A checkpoint counts as used when those after
-    it were. `found`: how often requests went on from each file. Of equals a path's first
-    checkpoint, which new conversations share, goes last, and what ends further along goes first.
+    If all that may go is less, `partly` chooses that, else the answer is None. A leaf is a file
+    that no other builds on and that nobody is writing; removing one may make another. Pinned ones
+    go when nothing else is left. A checkpoint counts as used when those after it were. `found`: how
+    often requests went on from each file. Of equals a path's first checkpoint, which new
+    conversations share, goes last, and what ends further along goes first.
     """
-    ages = _ages(rows, found)
-    by_id = {row.id: row for row in rows}
+    ages, by_id = _ages(rows, found), {row.id: row for row in rows}
     builds = Counter(row.parent for row in rows)
 
     def key(row: Row) -> tuple[bool, float, bool, int, int]:
