@@ -20,6 +20,12 @@ from mlxcache.types import Admitted
 WORTH_WAITING = 256
 """Tokens that a running prefill must be about to share for a new request to wait for them."""
 
+WORTH_BESIDE = 512
+"""Tokens that are worth a look at the disk while others' prompts are computed.
+
+Looking for fewer costs a short prompt one of their chunks, or two on a busy machine.
+"""
+
 
 class Admission:
     """Gives tasks their lineages. `dress` gives an admitted task its parser and sampler."""
@@ -45,7 +51,8 @@ class Admission:
             if shared - known >= enough and other.held.lineage.length < shared:
                 task.deferred = self.memory.layout.cacheable
                 return task.deferred
-        if self.disk is None or task.look is not None or task.target - known < WORTH_LOOKING:
+        worth = WORTH_BESIDE if prefilling else WORTH_LOOKING
+        if self.disk is None or task.look is not None or task.target - known < worth:
             return False
         task.look = self.disk.restorer.look(task.ids, known)
         return True

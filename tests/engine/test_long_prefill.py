@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -98,3 +99,21 @@ def test_short_prompts_without_end_do_not_starve_a_long_one(bench: Bench) -> Non
             break
     assert long.lease is not None
     assert long.held.lineage.length > 6 * CHUNK_TOKENS
+
+
+def test_a_short_prompt_does_not_wait_for_the_disk_beside_a_long_one(bench: Bench) -> None:
+    """A look takes a chunk of the long one, and computing the short one takes less."""
+    looked: list[int] = []
+    restorer = SimpleNamespace(look=lambda ids, known: looked.append(len(ids)))
+    admission = bench.scheduler.admission
+    admission.disk = SimpleNamespace(restorer=restorer)  # type: ignore[assignment]
+    long, short = bench.put(ids(20, LONG)), bench.put(ids(21, 200))
+    assert admission.waits(short, [])
+    assert looked == [200]
+    admission.disk = None
+    bench.run(until=lambda: long in bench.scheduler.prefilling)
+    admission.disk = SimpleNamespace(restorer=restorer)  # type: ignore[assignment]
+    other = bench.put(ids(22, 200))
+    assert not admission.waits(other, [long])
+    assert admission.waits(bench.put(ids(23, 900)), [long])
+    assert looked == [200, 900]
