@@ -101,7 +101,7 @@ def limited(bench: Bench, tokens: int, *, lru: bool = False) -> Bench:
     return bench
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_the_main_conversation_feeds_only_what_is_new(
     toy_paths: dict[str, Path], family: str
 ) -> None:
