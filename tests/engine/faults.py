@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -51,7 +52,7 @@ class FaultyModel:
     def check(self) -> None:
         """Raise if this pass is to."""
         if self._armed:
-            raise self.error
+            raise copy(self.error)  # one that is raised again keeps the frames of all times
 
     def spoil(self, hidden: mx.array) -> mx.array:
         """What the layer computes in this pass, shape (rows, n, size)."""

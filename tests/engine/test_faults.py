@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -254,9 +255,11 @@ def test_a_failed_request_leaves_nothing_in_mlx(
     model = faulty(bench)
     bench.ask(prompt(rng, 50), tokens=2)
     bench.memory.room.clear()
+    gc.collect()
     before = mx.get_active_memory()
     model.when = lambda tokens: tokens.shape[1] == 1 and model.passes > 9
     errors = [error(_failed(bench, prompt(rng, 300), tokens=5)) for _ in range(3)]
     assert all(isinstance(e, GenerationFailed) for e in errors)
     bench.memory.room.clear()
+    gc.collect()
     assert mx.get_active_memory() - before < 64_000

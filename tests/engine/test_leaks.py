@@ -63,6 +63,7 @@ async def figures(engine: Engine) -> dict[str, Any]:
 
 async def compared(path: Path, tmp_path: Path, few: int, many: int, slack: int) -> None:
     ram = RAM[path.name]
+    gc.collect()  # what earlier tests held
     engine = Engine(Settings(model=str(path), ram=ram, disk="off", cache_dir=tmp_path))
     await engine.start()
     try:

@@ -132,6 +132,7 @@ def test_without_a_label_it_is_how_often_they_were_asked_for_that_tells(
     assert bench.memory.room.dropped > 10
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_left_gives_way_to_the_next(toy_paths: dict[str, Path]) -> None:
     """After two turns at the latest the budget is the new session's, however much the old one was
     used."""
