@@ -1,0 +1,82 @@
+"""Who may start next: sessions in rotation, and a place for those who compute nothing yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxcache.engine.prefill import Limits
+from mlxcache.engine.task import Task
+from mlxcache.engine.turns import REMEMBERED, Turns
+from mlxcache.types import Job, Prompt, RequestRecord
+from tests.engine.conftest import Bench
+
+
+def task(session: str | None, name: str = "x", client: str | None = None) -> Task:
+    prompt = Prompt(np.array([1, 2, 3], np.int32))
+    job = Job(name, prompt, session=session, client=client)
+    return Task(job, lambda event: None, RequestRecord(name, session, "t", client, "queued", 0.0))
+
+
+def drained(turns: Turns, waiting: list[Task]) -> list[str]:
+    """The order in which all would start, one at a time."""
+    started = []
+    while waiting:
+        first = turns.order(waiting)[0]
+        waiting.remove(first)
+        turns.started(first)
+        started.append(first.job.id)
+    return started
+
+
+def test_a_session_with_many_requests_waits_its_turn_like_any_other() -> None:
+    many = [task("many", f"m{i}") for i in range(5)]
+    waiting = [*many, task("one", "o"), task(None, "n", client="curl"), task("two", "t")]
+    assert drained(Turns(8), waiting) == ["m0", "o", "n", "t", "m1", "m2", "m3", "m4"]
+
+
+def test_who_has_just_started_something_comes_last() -> None:
+    turns = Turns(8)
+    turns.started(task("busy"))
+    assert [t.job.id for t in turns.order([task("busy", "b"), task("new", "n")])] == ["n", "b"]
+
+
+def test_only_so_many_sessions_are_remembered() -> None:
+    turns = Turns(8)
+    for i in range(3 * REMEMBERED):
+        turns.started(task(f"s{i}"))
+    assert len(turns._started) == REMEMBERED
+
+
+def test_one_place_more_for_who_computes_nothing() -> None:
+    turns = Turns(2)
+    greedy = [task("greedy"), task("greedy")]
+    assert not turns.room(task("greedy"), greedy)
+    assert turns.room(task("other"), greedy)
+    assert not turns.room(task("third"), [*greedy, task("other")])
+    assert not turns.room(task("third"), [task("one"), task("other")])
+    assert not Turns(1).room(task("other"), [task("greedy")])
+
+
+def test_one_more_session_starts_beside_a_crowd(toy_paths: dict[str, Path]) -> None:
+    bench = Bench(toy_paths["llama"])
+    bench.limits = Limits(2, 64, 65536, 1 << 30)
+    bench.use(bench.memory)
+    rng = np.random.default_rng(3)
+
+    def put(session: str, **kwargs: Any) -> Task:
+        made = bench.put(rng.integers(10, 400, 40).tolist(), **kwargs)
+        object.__setattr__(made.job, "session", session)
+        return made
+
+    crowd = [put("crowd", tokens=60) for _ in range(5)]
+    bench.run(until=lambda: len(crowd[1].out) > 2)
+    guest = put("guest", tokens=4)
+    bench.run(until=lambda: guest.over)
+    assert [t.over for t in crowd] == [False] * 5
+    assert [t.lease is None for t in crowd] == [False, False, True, True, True]
+    bench.run()
+    for each in [*crowd, guest]:
+        assert each.out == bench.cold(each.ids.tolist(), len(each.out))
