@@ -93,7 +93,7 @@ def test_a_lone_reply_that_raises_keeps_its_prompt(bench: Bench, rng: np.random.
     at_rest(bench)
 
 
-@pytest.mark.parametrize("moment", [3, 40, 75])
+@pytest.mark.parametrize("moment", [3, pytest.param(40, marks=pytest.mark.slow), 75])
 def test_rows_go_on_alone_where_their_batch_raises(
     bench: Bench, rng: np.random.Generator, moment: int
 ) -> None:
