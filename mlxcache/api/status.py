@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlxcache.api.http import Deps, json_response, serving
+from mlxcache.api.progress import progress
 from mlxcache.errors import BadRequest, NotFound
 from mlxcache.types import ModelInfo, RequestRecord
 
@@ -168,4 +169,5 @@ def record_object(record: RequestRecord) -> Mapping[str, Any]:
         "timing": {name: record.timing.get(name) for name in TIMINGS},
         "lost": record.lost,
         "joined": record.joined,
+        "progress": progress(record),
     }

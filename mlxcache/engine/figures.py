@@ -71,6 +71,7 @@ def snapshot(memory: Memory, totals: Totals, disk: Disk | None, ahead: Ahead) ->
         "pending_bytes": disk.persist.pending_bytes if disk else 0,
         "mlx": {"active_bytes": mx.get_active_memory(), "pool_bytes": mx.get_cache_memory()},
         "sessions": len(totals.sessions),
+        "bytes_per_token": memory.layout.bytes_per_token,
         "segments": tree.segments,
         "checkpoints": tree.checkpoints,
         "requests": dict(totals.requests),

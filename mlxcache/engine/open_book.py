@@ -32,4 +32,7 @@ async def open_book(core: Core, settings: Settings, submit: Submit) -> SessionBo
     sessions = await asyncio.to_thread(Sessions, database)
     await asyncio.to_thread(sweep, settings.cache_dir / "incoming")
     incoming = settings.cache_dir / "incoming"
-    return SessionBook(sessions, served, core, submit, incoming=incoming, store=store)
+    decode = core.loaded.tokenizer.decode
+    return SessionBook(
+        sessions, served, core, submit, incoming=incoming, store=store, decode=decode
+    )

@@ -45,7 +45,7 @@ class SessionBook:
     """The sessions of one engine. Call everything but `ended` from the event loop.
 
     `store` None: nothing is on disk. `portable`: sessions as files. `incoming`: where those wait
-    that are being received.
+    that are being received. `decode`: a text for token ids.
     What is asked for is answered after the turns booked before, where that does not take long.
     """
 
@@ -58,7 +58,9 @@ class SessionBook:
         *,
         incoming: Path,
         store: Store | None = None,
+        decode: Callable[[Sequence[int]], str],
     ):
+        self.decode = decode
         self.namespace = model.namespace
         self.store = store
         self._model = model
@@ -131,6 +133,10 @@ class SessionBook:
     async def get(self, id: str) -> Listed:
         """One session. Raises NotFound and StoreError."""
         return (await self._measured(lambda: [self._sessions.get(id, OWNER.get())]))[0]
+
+    async def rows(self, limit: int | None = None) -> Sequence[Session]:
+        """As `list`, without what the tiers hold: asks neither the MLX thread nor the files."""
+        return await self._booking.read(lambda: self._sessions.all(limit, OWNER.get()))
 
     async def _measured(self, find: Callable[[], Sequence[Session]]) -> Sequence[Listed]:
         """What `find` finds, with its leaves, and what each tier holds of them."""

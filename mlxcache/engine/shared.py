@@ -16,6 +16,9 @@ from mlxcache.types import Event, Finished, Job, Progress, RequestRecord
 OWN = ("id", "owner", "session", "api", "client", "created_at", "joined", "error", "timing")
 """What a request's record keeps for itself where it joined another."""
 
+FOLLOWED = ("status", "cached_tokens", "restored_tokens", "fed_tokens", "generated_tokens")
+"""What a record that joined takes from the other while that runs."""
+
 SAME = (
     "owner", "session", "client", "api", "max_tokens", "stop", "tools", "parallel_tools", "raw",
     "top_logprobs",
@@ -58,7 +61,7 @@ class Shared:
             self._events.pop()  # who joins is told how far it is, not how it went
         self._events.append(event)
         for record in self._joined:
-            record.status = self.record.status
+            _follow(record, self.record)
         for stream in list(self._streams):
             stream.put(event)
 
@@ -78,7 +81,7 @@ class Shared:
         stream = Stream(record, lambda: self._leave(stream), self._stall_s, reply)
         if record is not self.record:
             record.joined = self.record.id
-            record.status = self.record.status
+            _follow(record, self.record)
             self._joined.append(record)
         for event in self._events:
             stream.put(event)
@@ -138,6 +141,12 @@ def _same(one: Job, other: Job) -> bool:
         return False
     same = (a.thinking_open, a.generic_tools) == (b.thinking_open, b.generic_tools)
     return same and np.array_equal(a.ids, b.ids) and np.array_equal(a.fed, b.fed)
+
+
+def _follow(record: RequestRecord, of: RequestRecord) -> None:
+    """Say of a request that joined how far what runs for both is."""
+    for name in FOLLOWED:
+        setattr(record, name, getattr(of, name))
 
 
 def _fill(record: RequestRecord, of: RequestRecord) -> None:

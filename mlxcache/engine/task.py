@@ -126,6 +126,7 @@ class Task:
             self.phase("prefill_s")
             self.record.status = "decode"
         self.out.append(drawn.token)
+        self.record.generated_tokens = len(self.out)
         pieces = self.parser.feed(drawn.token)
         if self.logprob is not None:
             pieces = _with_logprob(pieces, self.logprob(drawn))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from tests.conftest import ToyMaker
 from tests.served import Served, served
-from tests.server.api import CHAT, Api, until, user, words
+from tests.server.api import CHAT, Api, events, until, user, words
 
 ALICE, BOB = "alice-key-1a2b", "bob-key-3c4d"
 TEXT = words(7, 60)
@@ -102,6 +103,32 @@ def test_requests_and_why_they_lost_are_each_persons_own(both: tuple[Api, Api, s
     assert alice.http.get(f"/v1/requests/{answer.id}").status_code == 200
     assert bob.http.get(f"/v1/requests/{answer.id}").status_code == 404
     assert answer.id not in bob.http.get("/v1/requests?limit=1000").text
+
+
+def test_each_person_watches_what_is_its_own(both: tuple[Api, Api, str]) -> None:
+    """Neither text nor ids nor counts of the other's: in the stream, and in the picture."""
+    alice, bob, id = both
+
+    def watched(api: Api) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        with api.http.stream("GET", "/v1/live?parts=requests,sessions,tree") as response:
+            for name, body in events(response):
+                found[name] = body
+                if {"requests", "sessions", "tree"} <= set(found):
+                    return found
+        raise AssertionError(found)
+
+    own, other = watched(alice), watched(bob)
+    assert own["tree"] == alice.http.get("/v1/cache/tree").json()
+    assert id in {one["id"] for one in own["sessions"]["data"]}
+    (node,) = [one for one in own["tree"]["nodes"] if id in one["sessions"] and one["parent"] == 0]
+    assert "Story 7" in "".join(one["text"] for one in own["tree"]["nodes"])
+    assert node["ram_tokens"] == node["tokens"]
+    assert id not in json.dumps(other)
+    assert id not in bob.http.get("/v1/cache/tree").text
+    theirs = {one["id"] for one in other["requests"]["data"]}
+    assert theirs
+    assert not theirs & {one["id"] for one in own["requests"]["data"]}
 
 
 def test_a_person_clears_what_is_the_persons(both: tuple[Api, Api, str]) -> None:

@@ -1,0 +1,158 @@
+"""The sessions' prefixes as a tree of few nodes: what is shared by whom, where it parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from mlxcache.cache.tree import Node, PrefixTree
+from mlxcache.owner import plain_ids
+from mlxcache.store.leaves import Leaf
+from mlxcache.store.listing import Listed
+from mlxcache.types import Tokens
+
+SHOWN_TOKENS = 24
+"""Tokens of a node that are told as text, from its start."""
+
+MOST_TEXT = 160
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """One node of the picture: the tokens of [start, end), and whose they are.
+
+    `ram` and `disk`: how many of them, from the first, a turn would find there. `ends`: the leaves
+    that end here. `merged`: the nodes below that are not shown, and their tokens.
+    """
+
+    parent: Branch | None
+    start: int
+    end: int
+    text: str = ""
+    ram: int = 0
+    disk: int = 0
+    sessions: dict[str, None] = field(default_factory=dict)
+    ends: list[tuple[str, Leaf]] = field(default_factory=list)
+    below: list[Branch] = field(default_factory=list)
+    merged: tuple[int, int] = (0, 0)
+
+
+def picture(
+    listed: Sequence[Listed],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    owner: str | None = None,
+    most: int = 200,
+) -> dict[str, Any]:
+    """The body of `GET /v1/cache/tree` for sessions of one namespace and one owner.
+
+    At most `most` nodes, the root of no tokens among them: where there are more, the shortest ends
+    are merged into what they go on from. O(tokens); blocks for milliseconds per session.
+    """
+    root = _branches(listed, decode, owner)
+    _merge(root, most)
+    order = _numbered(root)
+    numbers = {id(one): number for number, one in enumerate(order)}
+    return {
+        "object": "cache.tree",
+        "nodes": [
+            _object(one, number, None if one.parent is None else numbers[id(one.parent)])
+            for number, one in enumerate(order)
+        ],
+    }
+
+
+def _branches(
+    listed: Sequence[Listed], decode: Callable[[Sequence[int]], str], owner: str | None
+) -> Branch:
+    """The root of all the sessions' leaves."""
+    tree = PrefixTree(1)
+    leaves = [
+        (one.session.id, leaf, ram, disk)
+        for one in listed
+        for leaf, ram, disk in zip(one.leaves, one.ram.tokens, one.disk.tokens, strict=True)
+        if len(leaf.ids)
+    ]
+    for _, leaf, _, _ in leaves:
+        tree.insert(leaf.ids, leaf)
+    root = Branch(None, 0, 0)
+    known: dict[int, Branch] = {}
+    for session, leaf, ram, disk in leaves:
+        root.sessions[session] = None
+        at = root
+        for node in tree.match(leaf.ids, touch=False).nodes:
+            if id(node) not in known:
+                known[id(node)] = _branch(at, node, leaf.ids, decode, owner)
+            at = known[id(node)]
+            at.sessions[session] = None
+            at.ram = max(at.ram, min(ram, at.end) - at.start)
+            at.disk = max(at.disk, min(disk, at.end) - at.start)
+        at.ends.append((session, leaf))
+    return root
+
+
+def _branch(
+    parent: Branch,
+    node: Node,
+    ids: Tokens,
+    decode: Callable[[Sequence[int]], str],
+    owner: str | None,
+) -> Branch:
+    shown = plain_ids(ids[: min(node.end, node.start + SHOWN_TOKENS)], owner)[node.start :]
+    text = decode([int(i) for i in shown if i >= 0])[:MOST_TEXT]
+    made = Branch(parent, node.start, node.end, text)
+    parent.below.append(made)
+    return made
+
+
+def _merge(root: Branch, most: int) -> None:
+    """Leave at most `most` nodes: what ends first, in tokens, goes into what it goes on from."""
+    nodes = _numbered(root)
+    left = len(nodes)
+    ends = [(b.end - b.start, number) for number, b in enumerate(nodes) if not b.below and b.parent]
+    numbers = {id(one): number for number, one in enumerate(nodes)}
+    heapify(ends)
+    while left > max(1, most) and ends:
+        tokens, number = heappop(ends)
+        one = nodes[number]
+        assert one.parent is not None
+        above = one.parent
+        above.below.remove(one)
+        above.ends += one.ends
+        above.merged = (
+            above.merged[0] + 1 + one.merged[0],
+            above.merged[1] + tokens + one.merged[1],
+        )
+        left -= 1
+        if not above.below and above.parent is not None:
+            heappush(ends, (above.end - above.start, numbers[id(above)]))
+
+
+def _numbered(root: Branch) -> list[Branch]:
+    """All nodes, each before what is below it, siblings by their sessions and length."""
+    found, waiting = [], [root]
+    while waiting:
+        one = waiting.pop()
+        found.append(one)
+        waiting += sorted(one.below, key=lambda b: (len(b.sessions), b.end - b.start))
+    return found
+
+
+def _object(one: Branch, number: int, parent: int | None) -> dict[str, Any]:
+    return {
+        "id": number,
+        "parent": parent,
+        "start": one.start,
+        "tokens": one.end - one.start,
+        "ram_tokens": max(0, one.ram),
+        "disk_tokens": max(0, one.disk),
+        "sessions": list(one.sessions),
+        "ends": [
+            {"session": session, "kind": leaf.kind, "tokens": len(leaf.ids)}
+            for session, leaf in one.ends
+        ],
+        "text": one.text,
+        "merged": {"nodes": one.merged[0], "tokens": one.merged[1]},
+    }
