@@ -8,6 +8,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.output import console
+from mlxcache.cli.progress import counting
 from mlxcache.cli.target import Json, Where, located
 from mlxcache.config import format_size, parse_size
 from mlxcache.errors import ConfigError
@@ -45,7 +46,8 @@ def check(
 
     Nothing is changed, and a server may run meanwhile.
     """
-    problems = where.check()
+    with counting("reading the files") as progress:
+        problems = where.check(progress)
     if as_json:
         show.print_json({"object": "list", "data": problems})
     elif problems:
@@ -70,7 +72,8 @@ def prune(
 ) -> None:
     """Read every file, remove what is damaged and, with --to, what was used least recently."""
     limit = None if to is None else _bytes(to)
-    found = where.prune(limit)
+    with counting("reading the files") as progress:
+        found = where.prune(limit, progress)
     if as_json:
         show.print_json(found)
     else:

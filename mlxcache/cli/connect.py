@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import shlex
+from collections.abc import Mapping
 
+ANY_MODEL = "current-model"
+"""A name for the model, which has any: a client's settings outlive a change of the model."""
 DUMMY_KEY = "local"
 """What clients that insist on a key are given where the server asks for none."""
 KEY_VARIABLE = '"$MLXCACHE_API_KEY"'
@@ -22,46 +25,61 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if address.version == 6 else f"http://{host}:{port}"
 
 
-def claude_code(url: str, model: str, context: int, *, has_key: bool) -> str:
-    """The shell line that starts Claude Code on this server.
+Variables = Mapping[str, str | None]
+"""What a client finds in its environment; None stands for the server's key."""
 
-    `context` is in tokens. The attribution line is switched off at its source, since it changes
-    the first tokens of a prompt. Source: https://code.claude.com/docs/en/llm-gateway.
+
+def claude_code_variables(url: str, model: str, context: int) -> Variables:
+    """What points Claude Code at this server. `context` is in tokens.
+
+    The attribution line is switched off at its source, since it changes the first tokens of a
+    prompt. Source: https://code.claude.com/docs/en/llm-gateway.
     """
-    return _line(
-        "claude",
-        ANTHROPIC_BASE_URL=url,
-        ANTHROPIC_AUTH_TOKEN=None if has_key else DUMMY_KEY,
-        ANTHROPIC_MODEL=model,
-        CLAUDE_CODE_MAX_CONTEXT_TOKENS=str(context),
-        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
-        CLAUDE_CODE_ATTRIBUTION_HEADER="0",
-    )
+    return {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": None,
+        "ANTHROPIC_MODEL": model,
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(context),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+    }
+
+
+def anyclaude_variables(url: str, context: int) -> Variables:
+    """What points anyclaude at this server, whichever version it is. `context` is in tokens.
+
+    Older versions read MLX_LM_*, newer ones LOCAL_*.
+    """
+    return {
+        "ANYCLAUDE_MODE": "mlx-lm",
+        "MLX_LM_URL": f"{url}/v1",
+        "MLX_LM_MODEL": ANY_MODEL,
+        "MLX_LM_API_KEY": None,
+        "LOCAL_URL": f"{url}/v1",
+        "LOCAL_MODEL": ANY_MODEL,
+        "LOCAL_API_KEY": None,
+        "LOCAL_CONTEXT_LENGTH": str(context),
+    }
+
+
+def claude_code(url: str, model: str, context: int, *, has_key: bool) -> str:
+    """The shell line that starts Claude Code on this server."""
+    return _line("claude", claude_code_variables(url, model, context), has_key=has_key)
 
 
 def anyclaude(url: str, context: int, *, has_key: bool) -> str:
-    """The shell line that starts anyclaude on this server, whichever version it is.
-
-    `context` is in tokens. Older versions read MLX_LM_*, newer ones LOCAL_*.
-    """
-    key = None if has_key else DUMMY_KEY
-    return _line(
-        "anyclaude",
-        ANYCLAUDE_MODE="mlx-lm",
-        MLX_LM_URL=f"{url}/v1",
-        MLX_LM_MODEL="current-model",
-        MLX_LM_API_KEY=key,
-        LOCAL_URL=f"{url}/v1",
-        LOCAL_MODEL="current-model",
-        LOCAL_API_KEY=key,
-        LOCAL_CONTEXT_LENGTH=str(context),
-    )
+    """The shell line that starts anyclaude on this server."""
+    return _line("anyclaude", anyclaude_variables(url, context), has_key=has_key)
 
 
-def _line(command: str, **variables: str | None) -> str:
-    """`NAME=value ... command` for a POSIX shell; None stands for the server's key."""
-    words = (
-        f"{name}={KEY_VARIABLE if value is None else shlex.quote(value)}"
-        for name, value in variables.items()
-    )
+def quoted(value: str | None, *, has_key: bool) -> str:
+    """A variable's value for a POSIX shell; where there is a key it comes from a variable too."""
+    if value is not None:
+        return shlex.quote(value)
+    return KEY_VARIABLE if has_key else DUMMY_KEY
+
+
+def _line(command: str, variables: Variables, *, has_key: bool) -> str:
+    """`NAME=value ... command` for a POSIX shell."""
+    words = (f"{name}={quoted(value, has_key=has_key)}" for name, value in variables.items())
     return " ".join([*words, command])

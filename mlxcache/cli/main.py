@@ -14,10 +14,12 @@ from mlxcache import __version__
 from mlxcache.cli import cache, sessions
 from mlxcache.cli.doctor.command import doctor
 from mlxcache.cli.explain import explain
+from mlxcache.cli.launch.command import launch
 from mlxcache.cli.output import console
 from mlxcache.cli.serve import serve
+from mlxcache.cli.show import print_json
 from mlxcache.cli.snapshot import restore, snapshot
-from mlxcache.cli.target import URL_VARIABLE
+from mlxcache.cli.target import URL_VARIABLE, Json
 from mlxcache.cli.warm import warm
 from mlxcache.config import unknown_variables
 
@@ -28,11 +30,11 @@ app = typer.Typer(
     context_settings=_HELP,
     no_args_is_help=True,
     invoke_without_command=True,
-    add_completion=False,
     pretty_exceptions_enable=False,  # it prints local variables, and so keys and prompts
     rich_markup_mode="rich",
 )
 app.command()(serve)
+app.command()(launch)
 app.add_typer(sessions.app, name="sessions")
 for command in (snapshot, restore, warm, explain):
     app.command()(command)
@@ -58,9 +60,12 @@ def options(
 
 
 @app.command()
-def version() -> None:
+def version(*, as_json: Json = False) -> None:
     """Print the version."""
-    print(f"mlxcache {__version__}")
+    if as_json:
+        print_json({"version": __version__})
+    else:
+        print(f"mlxcache {__version__}")
 
 
 @app.command(

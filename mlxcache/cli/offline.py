@@ -112,19 +112,19 @@ class Offline:
             }
             return {"disk": disk, "sessions": sessions.count()}
 
-    def check(self) -> list[dict[str, str]]:
+    def check(self, progress: Progress) -> list[dict[str, str]]:
         """What is wrong with the files, each read as a whole; nothing is changed."""
         if not self._exists():
             return []
         with self._open() as (store, _):
-            return [{"path": str(one.path), "what": one.what} for one in store.check()]
+            return [{"path": str(one.path), "what": one.what} for one in store.check(progress)]
 
-    def prune(self, limit: int | None) -> dict[str, Any]:
+    def prune(self, limit: int | None, progress: Progress) -> dict[str, Any]:
         """Remove damaged files, and what is beyond `limit` bytes."""
         if not self._exists():
             return {"freed_bytes": 0}
         with alone(self.cache_dir), self._open() as (store, _):
-            return {"freed_bytes": store.prune(limit)}
+            return {"freed_bytes": store.prune(limit, progress)}
 
     def clear(self, *, pinned: bool) -> dict[str, Any]:
         """Remove sessions and files, pinned ones only if `pinned`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import httpx
 
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create
+from mlxcache.types import WARMING
 
 ANSWER_S = 3.0
 """How long a server may take to say that it is there."""
@@ -20,7 +22,9 @@ PART_BYTES = 1 << 20
 _HEADER = "X-Mlxcache-Request"
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and those to do in all."""
+"""Called with the bytes, tokens or files done and those to do in all."""
+
+_POLL_S = 0.5
 
 
 class NoServer(MlxcacheError):
@@ -118,20 +122,32 @@ class Remote:
 
     # -- the cache ---------------------------------------------------------------------------
 
-    def warm(self, body: bytes) -> dict[str, Any]:
-        """Compute a prefix ahead of use."""
-        return self._json("POST", "/v1/cache/warm", content=body)
+    def warm(self, body: bytes, progress: Progress) -> dict[str, Any]:
+        """Compute a prefix ahead of use; the tokens so far are asked for meanwhile."""
+        before = {one["id"] for one in self._warmed()}
+        with ThreadPoolExecutor(1) as pool:
+            warmed = pool.submit(self._json, "POST", "/v1/cache/warm", content=body)
+            while not wait([warmed], _POLL_S).done:
+                for one in self._warmed():
+                    if one["id"] not in before:
+                        progress(one["cached_tokens"] + one["fed_tokens"], one["prompt_tokens"])
+            return warmed.result()
+
+    def _warmed(self) -> list[dict[str, Any]]:
+        """Recent requests of this kind."""
+        found = self._json("GET", "/v1/requests")["data"]
+        return [one for one in found if one["api"] == WARMING]
 
     def stats(self) -> dict[str, Any]:
         """The cache's figures."""
         return self._json("GET", "/v1/cache")
 
-    def check(self) -> list[dict[str, str]]:
-        """What is wrong with the server's files, each read as a whole."""
+    def check(self, _: Progress) -> list[dict[str, str]]:
+        """What is wrong with the server's files, read whole; nothing is told meanwhile."""
         found: list[dict[str, str]] = self._json("GET", "/v1/cache/check")["data"]
         return found
 
-    def prune(self, limit: int | None) -> dict[str, Any]:
+    def prune(self, limit: int | None, _: Progress) -> dict[str, Any]:
         """Remove damaged files, and what is beyond `limit` bytes on disk."""
         params = {} if limit is None else {"limit_bytes": str(limit)}
         return self._json("POST", "/v1/cache/prune", params=params)

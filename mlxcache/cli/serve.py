@@ -58,14 +58,14 @@ def serve(
 
 def _serve(params: Mapping[str, Any], config: Path | None) -> None:
     with reporting():
-        _run(load_settings(_given(params), os.environ, config))
+        _run(load_settings(given(params), os.environ, config))
 
 
-def _given(params: Mapping[str, Any]) -> dict[str, object]:
+def given(params: Mapping[str, Any]) -> dict[str, object]:
     """The flags that are settings; a list of nothing is a flag that was not given."""
     lists = (list, tuple)
-    given = {k: None if isinstance(v, lists) and not v else v for k, v in params.items()}
-    return given | {"config": None}
+    found = {k: None if isinstance(v, lists) and not v else v for k, v in params.items()}
+    return found | {"config": None}
 
 
 def _run(settings: Settings) -> None:

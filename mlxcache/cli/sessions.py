@@ -93,9 +93,11 @@ def show_session(
 def pin(
     where: Where,
     id: Id,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Keep a session: it is evicted last."""
-    _change(where, id, "Pinned", pinned=True)
+    _change(where, id, "Pinned", as_json=as_json, pinned=True)
 
 
 @app.command()
@@ -103,9 +105,11 @@ def pin(
 def unpin(
     where: Where,
     id: Id,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Let a session be evicted like any other."""
-    _change(where, id, "Not pinned any more", pinned=False)
+    _change(where, id, "Not pinned any more", as_json=as_json, pinned=False)
 
 
 @app.command()
@@ -114,9 +118,11 @@ def rename(
     where: Where,
     id: Id,
     name: Annotated[str, typer.Argument(metavar="NAME", help='The new name; "" for none.')],
+    *,
+    as_json: Json = False,
 ) -> None:
     """Give a session a name."""
-    _change(where, id, "Renamed", name=name)
+    _change(where, id, "Renamed", as_json=as_json, name=name)
 
 
 @app.command()
@@ -150,11 +156,16 @@ def fork(
 def rm(
     where: Where,
     id: Id,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Remove a session, with all that no other session needs."""
     found = find(where.sessions(), id)
     where.delete(found)
-    console().print(f"Removed: {found}")
+    if as_json:
+        show.print_json({"id": found, "deleted": True})
+    else:
+        console().print(f"Removed: {found}")
 
 
 def find(sessions: list[dict[str, Any]], text: str) -> str:
@@ -183,8 +194,11 @@ def _some(ids: list[str], most: int = 5) -> str:
     return ", ".join(ids[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def _change(where: Where, id: str, done: str, **changes: Any) -> None:
+def _change(where: Where, id: str, done: str, *, as_json: bool, **changes: Any) -> None:
     changed = where.patch(find(where.sessions(), id), **changes)
+    if as_json:
+        show.print_json(changed)
+        return
     console().print(f"{done}: {changed['id']} {show.name_of(changed)}".rstrip())
 
 

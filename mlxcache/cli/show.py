@@ -16,7 +16,7 @@ from mlxcache.config import format_size
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or a pipe, so that nothing is cut off."""
 
-_LEAST_CUT = 12
+_LEAST_CUT = 10
 """Columns that a text keeps at least when it is cut for a narrow terminal."""
 
 _ROOMY = 24

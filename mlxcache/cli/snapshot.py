@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-from rich.progress import Progress as Bar
 
 from mlxcache.cli import show
 from mlxcache.cli.output import console
+from mlxcache.cli.progress import moving
 from mlxcache.cli.sessions import Id, find
 from mlxcache.cli.target import Json, Where, located
 from mlxcache.config import format_size
@@ -40,6 +37,7 @@ def snapshot(
         Format,
         typer.Option(help="mlx-lm: for mlx_lm.generate --prompt-cache-file."),
     ] = Format.MLXCACHE,
+    as_json: Json = False,
 ) -> None:
     """Write a session to one file, to go on with it elsewhere."""
     if str(output) == "-":
@@ -47,14 +45,17 @@ def snapshot(
     found = find(where.sessions(), id)
     part = output.with_name(f".{output.name}.part")
     try:
-        with _bar("writing") as progress:
+        with moving("writing") as progress:
             size = where.snapshot(found, part, format.value, progress)
         part.replace(output)
     except OSError as error:
         raise MlxcacheError(f"{output} cannot be written: {error.strerror}.") from error
     finally:
         part.unlink(missing_ok=True)
-    console().print(f"Wrote {output}: {format_size(size)}")
+    if as_json:
+        show.print_json({"id": found, "path": str(output), "bytes": size})
+    else:
+        console().print(f"Wrote {output}: {format_size(size)}")
 
 
 @located
@@ -80,31 +81,12 @@ def restore(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Take in a session from a snapshot, or from a file of mlx-lm's; its next turn is warm."""
+    """Import a session from a snapshot, or from a file of mlx-lm's; its next turn is warm."""
     if prompt == "-":
         prompt = typer.get_text_stream("stdin").read()
-    with _bar("reading") as progress:
+    with moving("reading") as progress:
         made = where.restore(file, name, prompt, progress)
     if as_json:
         show.print_json(made)
     else:
-        console().print(f"Restored {made['tokens']:,} tokens: {made['id']}")
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[_Progress]:
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    out = console(stderr=True)
-    with Bar(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
-        yield _Progress(bar)
-
-
-class _Progress:
-    """Shows bytes done of those to do."""
-
-    def __init__(self, bar: Bar):
-        self._bar = bar
-        self._task = bar.add_task("", total=None)
-
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total or None)
+        console().print(f"Imported {made['tokens']:,} tokens: {made['id']}")

@@ -29,6 +29,8 @@ def welcome(
         console.print(Panel.fit(facts, title="mlxcache", padding=(0, 2)), soft_wrap=False)
     else:
         console.print(facts)
+    if info.is_demo:
+        console.print(Text(f"\n{DEMO_NOTICE}", "yellow"))
     if has_key:
         console.print("\nThese lines take the key from the variable MLXCACHE_API_KEY.")
     context = info.context_length
@@ -53,8 +55,7 @@ def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any]) -> Text:
         ("RAM", f"{format_size(ram)}, beside the model's {format_size(info.weights_bytes)}"),
         ("Disk", _disk(disk["used_bytes"], disk["limit_bytes"])),
     )
-    text = Text("\n").join(Text.assemble((f"{name:<9}", "bold"), value) for name, value in lines)
-    return text.append(f"\n\n{DEMO_NOTICE}", "yellow") if info.is_demo else text
+    return Text("\n").join(Text.assemble((f"{name:<9}", "bold"), value) for name, value in lines)
 
 
 def _disk(used: int, limit: int) -> str:

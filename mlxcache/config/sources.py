@@ -49,6 +49,10 @@ def load_settings(
     for name, value in flags.items():
         if value is not None:
             values[name] = _read(name, value, "--" + name.replace("_", "-"))
+    if "num_draft_tokens" in values and "draft_model" not in values:
+        raise ConfigError(
+            "--num-draft-tokens needs a model that drafts them: add --draft-model PATH|HUB_ID"
+        )
     return Settings(**values)
 
 

@@ -28,6 +28,11 @@ Progress = Callable[[int, int], None]
 """Called with the bytes on disk and the bytes known to be needed; the latter grows as the files
 are looked up. From any of the download's threads, never two at a time."""
 
+_NEITHER = (
+    "{model} is neither an existing folder nor a Hub id like owner/name, for example "
+    "mlx-community/Qwen3-4B-Instruct-2507-4bit."
+)
+
 # A subclass comes before its base.
 _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
     (
@@ -41,7 +46,7 @@ _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
         "There is no model {model} on the Hub, and no folder of that name. Check the spelling; "
         "if it is private, run `hf auth login` first.",
     ),
-    (HFValidationError, "{model} is neither an existing folder nor a Hub id like owner/name."),
+    (HFValidationError, _NEITHER),
     (
         IncompleteSnapshotError,
         "{model} was downloaded only in part, and the Hub cannot be reached to complete it. "
@@ -74,6 +79,8 @@ def resolve(model: str, revision: str | None = None, progress: Progress | None =
         )
     if _looks_local(model):
         raise ModelError(f"There is no folder {path}. --model takes a folder or a Hub id.")
+    if "/" not in model:
+        raise ModelError(_NEITHER.format(model=model))
     return _download(model, revision, progress)
 
 
@@ -82,7 +89,7 @@ def here(model: str, revision: str | None = None) -> Path | None:
 
     Raises ModelError where there can be no such model.
     """
-    if Path(model).expanduser().exists() or _looks_local(model):
+    if Path(model).expanduser().exists() or _looks_local(model) or "/" not in model:
         return resolve(model, revision)
     try:
         found = snapshot_download(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import takewhile
 from pathlib import Path
 
@@ -17,6 +17,9 @@ from mlxcache.store.index import Row
 from mlxcache.store.owner import alive
 from mlxcache.store.safetensors import Malformed
 
+Step = Callable[[int, int], None]
+"""Called with the files that were read and those there are to read."""
+
 
 def fit(core: Core) -> None:
     """Evict what exceeds the cap. Raises StoreError."""
@@ -25,12 +28,12 @@ def fit(core: Core) -> None:
             core.count("evicted", len(core.space.shrink(connection, core.space.limit)))
 
 
-def check(core: Core) -> list[Problem]:
+def check(core: Core, step: Step) -> list[Problem]:
     """See `Store.check`."""
-    return [problem for problem, _ in _problems(core)]
+    return [problem for problem, _ in _problems(core, step)]
 
 
-def _problems(core: Core) -> Iterator[tuple[Problem, Row | None]]:
+def _problems(core: Core, step: Step) -> Iterator[tuple[Problem, Row | None]]:
     """What is wrong, and the row of a file that has one.
 
     Files that another process removes meanwhile are no problem.
@@ -47,15 +50,16 @@ def _problems(core: Core) -> Iterator[tuple[Problem, Row | None]]:
             if path not in rows and (what := _stray(core, path)):
                 yield Problem(path, what), None
         ids = {row.id for row in rows.values()}
-        for path, row in rows.items():
+        for number, (path, row) in enumerate(rows.items(), start=1):
             core.database.check_open()  # a server that ends does not wait for this
             if what := _wrong(core, path, row, ids):
                 yield Problem(path, what), row
+            step(number, len(rows))
 
 
-def _mend(core: Core) -> None:
+def _mend(core: Core, step: Step) -> None:
     """Take out all that `check` names, but for the index itself: what is damaged, and its rows."""
-    for problem, row in list(_problems(core)):
+    for problem, row in list(_problems(core, step)):
         if row is not None:
             core.drop(row.id, corrupt=True)
         elif problem.path != core.folder.index:
@@ -96,9 +100,9 @@ def _wrong(core: Core, path: Path, row: Row, ids: Collection[int]) -> str | None
     return None
 
 
-def prune(core: Core, limit: int | None) -> int:
+def prune(core: Core, limit: int | None, step: Step) -> int:
     """See `Store.prune`."""
-    _mend(core)
+    _mend(core, step)
     with translated(core.folder.path):
         with core.database.write() as connection:
             core.check_there()

@@ -197,19 +197,19 @@ class Store:
         counts = {name: core.counted(name) for name in names}
         return StoreStats(limit_bytes=self.limit, **held, **counts)
 
-    def check(self) -> list[Problem]:
+    def check(self, step: maintain.Step = lambda _, __: None) -> list[Problem]:
         """Read every file of every namespace and report what is wrong; changes nothing.
 
         Raises StoreError, also where the store is closed meanwhile.
         """
-        return maintain.check(self._core)
+        return maintain.check(self._core, step)
 
-    def prune(self, limit: int | None = None) -> int:
+    def prune(self, limit: int | None = None, step: maintain.Step = lambda _, __: None) -> int:
         """Remove what `check` names, and the quarantine; evict until all is within `limit`.
 
         Reads every file. The bytes freed; a damaged index is left for the next start to make again.
         """
-        return maintain.prune(self._core, limit)
+        return maintain.prune(self._core, limit, step)
 
     def clear(self, *, pinned: bool = False) -> int:
         """Remove every file, pinned ones only if `pinned`; returns bytes freed."""

@@ -211,7 +211,7 @@ URL = "http://127.0.0.1:8081"
 
 
 def claude(home: Path, environ: dict[str, str], **rules: bool) -> dict[str, Finding]:
-    found = clients.examine_clients(environ, home, URL, rules, lambda _: None)
+    found = clients.examine_clients(environ, home, URL, rules, which=lambda _: None, cwd=home)
     return {one.name.removeprefix("Claude Code, "): one for one in found}
 
 
@@ -284,7 +284,12 @@ def test_a_settings_file_that_is_broken_is_told(text: str, tmp_path: Path) -> No
 def test_anyclaude_asks_this_server(environ: dict[str, str], status: str, tmp_path: Path) -> None:
     """In its mode for local servers, at an address with /v1, in either family of variables."""
     (found,) = clients.examine_clients(
-        environ, tmp_path, URL, {}, lambda name: name if name == "anyclaude" else None
+        environ,
+        tmp_path,
+        URL,
+        {},
+        which=lambda name: name if name == "anyclaude" else None,
+        cwd=tmp_path,
     )
     assert found.status == status
 

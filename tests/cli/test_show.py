@@ -55,7 +55,7 @@ def test_what_fits_is_not_cut(capsys, monkeypatch):
 def test_a_terminal_narrower_than_the_figures_breaks_lines_and_loses_nothing(capsys, monkeypatch):
     """It is the terminal that breaks them."""
     line = printed(capsys, monkeypatch, "fix the parser " * 10, 20)[1]
-    assert line.startswith(f"{ID} fix the par… ")
+    assert line.startswith(f"{ID} fix the p… ")
     assert line.endswith("1,234,567 12 min ago")
 
 

@@ -68,12 +68,15 @@ VALUES = {
     "warm": (__file__, (Path(__file__),)),
 }
 
+OTHERS = {"MLXCACHE_MODEL": "org/name", "MLXCACHE_DRAFT_MODEL": "org/small"}
+"""What some settings need beside them."""
+
 
 @pytest.mark.parametrize("name", sorted(READERS))
 def test_every_setting_can_come_from_the_environment(home, name):
     """Text is turned into the setting's type."""
     text, value = VALUES[name]
-    environ = {"MLXCACHE_" + name.upper(): text, "MLXCACHE_MODEL": "org/name"}
+    environ = OTHERS | {"MLXCACHE_" + name.upper(): text}
     assert getattr(load_settings({}, environ), name) == value
 
 
@@ -91,7 +94,7 @@ def test_every_setting_can_come_from_the_file(home, name):
     else:
         line = f'{name} = "{text}"'
     write(home, line)
-    environ = {} if name == "model" else {"MLXCACHE_MODEL": "org/name"}
+    environ = {k: v for k, v in OTHERS.items() if k != "MLXCACHE_" + name.upper()}
     assert getattr(load_settings({}, environ), name) == value
 
 

@@ -1,16 +1,18 @@
 """Settings of coding agents that are known to break caching.
 
-Of the user's files only Claude Code's ~/.claude/settings.json is read, and of it only `env`.
+Of the user's files only Claude Code's ~/.claude/settings.json is read, and of it only `env`, and
+OpenCode's configuration. Nothing is written.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+from mlxcache.cli.agents import claude_env, claude_folder, opencode_files, read_object
 from mlxcache.cli.doctor.finding import Finding
 
 ATTRIBUTION = "CLAUDE_CODE_ATTRIBUTION_HEADER"
@@ -33,18 +35,22 @@ def examine_clients(
     home: Path,
     url: str,
     rules: Mapping[str, bool],
+    *,
     which: Which = shutil.which,
+    cwd: Path | None = None,
 ) -> list[Finding]:
     """What of the agents that are installed here would keep turns cold.
 
     `url` is the server's, `rules` its rules of canonicalisation and whether they are on.
     """
     found = []
-    settings = home / ".claude" / "settings.json"
+    settings = claude_folder(environ, home) / "settings.json"
     if settings.parent.is_dir() or which("claude"):
         found += _claude(environ, settings, url, rules)
     if which("anyclaude") or "ANYCLAUDE_MODE" in environ:
         found.append(_anyclaude(environ, url))
+    for path in opencode_files(environ, home, cwd or Path.cwd()):
+        found += _opencode(path, url, rules)
     return found
 
 
@@ -52,27 +58,13 @@ def _claude(
     environ: Mapping[str, str], settings: Path, url: str, rules: Mapping[str, bool]
 ) -> list[Finding]:
     try:
-        own = _env(settings)
+        own = claude_env(read_object(settings))
     except ValueError as error:
         value = f"{settings} cannot be read: {error}"
         return [Finding("Claude Code", "warn", value, "mend it: Claude Code cannot read it either")]
     merged = {**environ, **own}
     found = [_attribution(merged, rules), _base_url(merged, url), _git(merged, rules)]
     return [one for one in found if one is not None]
-
-
-def _env(settings: Path) -> dict[str, str]:
-    """The variables that the file sets; none where there is no file. Raises ValueError."""
-    try:
-        value = json.loads(settings.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ValueError(error.strerror) from error
-    env = value.get("env", {}) if isinstance(value, dict) else None
-    if not isinstance(env, dict):
-        raise ValueError("it is not a JSON object whose `env` is one")
-    return {str(name): str(setting) for name, setting in env.items()}
 
 
 def _attribution(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Finding:
@@ -140,3 +132,43 @@ def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
         value = f"neither {_ADDRESSES[0]} nor {_ADDRESSES[1]} is set"
         return Finding("anyclaude", "warn", value, remedy)
     return Finding("anyclaude", "ok", f"ANYCLAUDE_MODE={mode}, at {url}")
+
+
+def _opencode(path: Path, url: str, rules: Mapping[str, bool]) -> list[Finding]:
+    """What is wrong, or right, with each provider of a file that asks this server."""
+    try:
+        own = read_object(path)
+    except ValueError as error:
+        value = f"{path} cannot be read: {error}"
+        return [Finding("OpenCode", "warn", value, "mend it: OpenCode cannot read it either")]
+    found = []
+    if _mapping(own, "compaction").get("prune") and not rules.get("cleared_results"):
+        value = f"{path} has compaction.prune on: old results go from the middle of a conversation"
+        remedy = '"compaction": {"prune": false}, or what follows them is computed again'
+        found.append(Finding("OpenCode, pruning", "warn", value, remedy))
+    for provider in _mapping(own, "provider").values():
+        base = _mapping(provider, "options").get("baseURL") if isinstance(provider, dict) else None
+        if isinstance(base, str) and _is_here(base, url):
+            found.append(_opencode_provider(path, provider, base))
+    return found
+
+
+def _opencode_provider(path: Path, provider: Mapping[str, Any], base: str) -> Finding:
+    if not urlsplit(base).path.rstrip("/").endswith("/v1"):
+        value = f"baseURL in {path} is {base}, which lacks the /v1 at its end"
+        return Finding("OpenCode, address", "fail", value, f"{base.rstrip('/')}/v1")
+    models = _mapping(provider, "models")
+    unlimited = [name for name in models if not _context(models, name)]
+    if unlimited:
+        value = f"{unlimited[0]} has no limit.context in {path}: it does not know when to compact"
+        return Finding("OpenCode, context", "warn", value, "mlxcache launch opencode sets it")
+    return Finding("OpenCode, address", "ok", base)
+
+
+def _context(models: Mapping[str, Any], name: str) -> Any:
+    return _mapping(_mapping(models, name), "limit").get("context")
+
+
+def _mapping(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = value.get(name)
+    return found if isinstance(found, dict) else {}

@@ -177,21 +177,23 @@ class Examination:
         console = Console(highlight=False, markup=False)
         if not console.is_terminal or console.width > WIDTH:
             console = Console(highlight=False, markup=False, width=WIDTH)
-        console.print(_findings(self.findings))
+        _show_findings(console, self.findings)
         if self.model is not None:
             _show_model(console, self.model, self.fit)
 
 
-def _findings(findings: Sequence[Finding]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """A line or more for each; remedies are never broken, for commands are copied from them."""
+    widest = max((len(one.name) for one in findings), default=0)
     for one in findings:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True, width=max(map(len, _STYLES)))
+        table.add_column(no_wrap=True, width=widest)
+        table.add_column(overflow="fold")
         table.add_row(Text(one.status.upper(), _STYLES[one.status]), one.name, one.value)
+        console.print(table)
         if one.remedy is not None:
-            table.add_row("", "", Text(one.remedy, "cyan"))
-    return table
+            console.print(Text(f"      {one.remedy}", "cyan"), soft_wrap=True)
 
 
 def _show_model(console: Console, model: Any, fit: Any) -> None:

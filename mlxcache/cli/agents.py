@@ -1,0 +1,62 @@
+"""What the settings of coding agents say. They are read here, and never written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, with comments if it has some; empty where there is no file.
+
+    Raises ValueError.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise ValueError(error.strerror) from error
+    for noise in (_COMMENT, _LAST_COMMA):
+        text = noise.sub(lambda found: found[1] or "", text)
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    return value
+
+
+def claude_folder(environ: Mapping[str, str], home: Path) -> Path:
+    """Where Claude Code keeps what is the user's."""
+    return Path(environ.get("CLAUDE_CONFIG_DIR") or home / ".claude")
+
+
+def claude_env(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that settings of Claude Code set, which win over the environment.
+
+    Raises ValueError.
+    """
+    env = settings.get("env", {})
+    if not isinstance(env, dict):
+        raise ValueError("its `env` is not a JSON object")
+    return {str(name): str(value) for name, value in env.items()}
+
+
+def opencode_files(environ: Mapping[str, str], home: Path, cwd: Path) -> list[Path]:
+    """Where OpenCode looks for settings, those that win last; they need not be there.
+
+    Source: https://opencode.ai/docs/config.
+    """
+    folder = Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "opencode"
+    named = environ.get("OPENCODE_CONFIG")
+    names = ("opencode.json", "opencode.jsonc")
+    return [
+        *(folder / name for name in names),
+        *([Path(named).expanduser()] if named else []),
+        *(cwd / name for name in names),
+    ]

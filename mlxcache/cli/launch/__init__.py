@@ -1,0 +1,1 @@
+"""`mlxcache launch`: a server and a coding agent on it, in one line."""

@@ -1,0 +1,83 @@
+"""What a client is pointed at, and how it is started there. Nothing here starts anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxcache.cli.connect import DUMMY_KEY, Variables
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A server as clients see it: its address without /v1, the model's id, the context in tokens.
+
+    `key`: what it asks for; None where it asks for none.
+    """
+
+    url: str
+    model: str
+    context: int
+    key: str | None = field(default=None, repr=False)
+
+    @property
+    def credential(self) -> str:
+        """What clients send as their key; they insist on one."""
+        return self.key or DUMMY_KEY
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a client would start: its program, its user's own arguments, and what it will read.
+
+    `installed`: the program is there.
+    """
+
+    program: Path
+    arguments: Sequence[str]
+    environ: Mapping[str, str]
+    home: Path
+    cwd: Path
+    installed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How a client is started.
+
+    `variables` are set, those of `without` are not there: they would lead elsewhere. `arguments`
+    come before the user's own. `settings`: what a file says that the client is given by `flag`,
+    for as long as it runs.
+    """
+
+    variables: Variables
+    without: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    flag: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def environment(self, service: Service, environ: Mapping[str, str]) -> dict[str, str]:
+        """The client's whole environment."""
+        kept = {name: value for name, value in environ.items() if name not in self.without}
+        return kept | {
+            name: service.credential if value is None else value
+            for name, value in self.variables.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A coding agent: `name` is also its program's. `install` is a shell line.
+
+    `first_prompt` is about how many tokens its tools and system prompt take, `good_for` a sentence.
+    `start` raises MlxcacheError where the client that is there cannot work with this server.
+    """
+
+    name: str
+    title: str
+    install: str
+    first_prompt: int
+    good_for: str
+    start: Callable[[Service, Place], Start]

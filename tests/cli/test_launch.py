@@ -1,0 +1,371 @@
+"""`mlxcache launch`: what each client finds, whose settings stay, whence the server comes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from rich.console import Console
+from typer.testing import CliRunner
+
+from mlxcache.cli.launch import chooser
+from mlxcache.cli.launch.client import Service
+from mlxcache.cli.launch.codex import LAST_WITH_CHAT
+from mlxcache.cli.launch.known import CLIENTS, Name
+from mlxcache.cli.main import app
+from mlxcache.errors import ConfigError
+from mlxcache.store.lock import runs
+from tests.served import Served, served
+
+FAKE = """#!/bin/sh
+if [ "$1" = --version ]; then echo "codex-cli ${FAKE_VERSION:-0.0.1}"; exit; fi
+{ for word in "$@"; do printf 'ARG %s\\n' "$word"; done; env; } > "$FAKE_OUTPUT"
+while [ $# -gt 1 ]; do [ "$1" = --settings ] && cp "$2" "$FAKE_OUTPUT.settings"; shift; done
+exit 7
+"""
+"""A client that writes down what it finds."""
+
+
+class Here:
+    """A user's machine: a home, a project folder, and what the fake clients wrote down."""
+
+    def __init__(self, folder: Path):
+        self.home, self.project, self.programs = (folder / n for n in ("home", "project", "bin"))
+        self.output = folder / "output"
+        for one in (self.home, self.project, self.programs):
+            one.mkdir()
+
+    def install(self, *names: str) -> None:
+        for name in names:
+            (self.programs / name).write_text(FAKE)
+            (self.programs / name).chmod(0o755)
+
+    def launch(self, *arguments: str, status: int = 7) -> Result:
+        """Run the command, whose status is the client's unless something is wrong before it."""
+        result = CliRunner().invoke(app, ["launch", *arguments])
+        assert result.exit_code == status, result.output
+        return result
+
+    @property
+    def arguments(self) -> list[str]:
+        lines = self.output.read_text().splitlines()
+        return [line.removeprefix("ARG ") for line in lines if line.startswith("ARG ")]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        lines = self.output.read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if re.match(r"[A-Za-z_]\w*=", line))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    made = Here(tmp_path)
+    agents = ("ANTHROPIC_", "CLAUDE", "OPENCODE", "MLX_", "LOCAL_")
+    for name in [n for n in os.environ if n.startswith(("MLXCACHE_", *agents))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(made.home))
+    monkeypatch.setenv("PATH", f"{made.programs}:/bin:/usr/bin")
+    monkeypatch.setenv("MLXCACHE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FAKE_OUTPUT", str(made.output))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(made.project)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(toy: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--context", "4096")
+    with served(*flags, home=tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
+def test_claude_code_finds_the_server_and_the_status_is_its_own(
+    here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its address, a key, the model's name and context; nothing that leads elsewhere."""
+    here.install("claude")
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-real")
+    monkeypatch.setenv("CLAUDE_CODE_USE_BEDROCK", "1")
+    here.launch("claude", "--url", server.url, "--", "-p", "two words")
+    found = here.variables
+    assert found["ANTHROPIC_BASE_URL"] == server.url
+    assert found["ANTHROPIC_AUTH_TOKEN"] == "local"
+    assert found["ANTHROPIC_MODEL"] == "toy"
+    assert found["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
+    assert found["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
+    assert int(found["API_TIMEOUT_MS"]) > 600_000
+    assert not {"ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK"} & set(found)
+    assert here.arguments == ["--permission-mode", "default", "-p", "two words"]
+    assert list(here.home.iterdir()) == []
+
+
+def test_settings_that_would_win_over_the_environment_are_overridden_and_kept(
+    here: Here, server: Served
+) -> None:
+    """Claude Code is given a file that wins over its user's; it is gone when the client is."""
+    here.install("claude")
+    theirs = here.home / ".claude" / "settings.json"
+    theirs.parent.mkdir()
+    text = '{"env": {"ANTHROPIC_BASE_URL": "https://elsewhere", "EDITOR": "vi"}}'
+    theirs.write_text(text)
+    local = here.project / ".claude" / "settings.local.json"
+    local.parent.mkdir()
+    local.write_text('{"env": {"ANTHROPIC_API_KEY": "sk"}, "permissions": {"defaultMode": "plan"}}')
+    here.launch("claude", "--url", server.url)
+    given = json.loads(Path(f"{here.output}.settings").read_text())
+    assert given == {"env": {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_API_KEY": ""}}
+    assert here.arguments[0] == "--settings"
+    assert len(here.arguments) == 2  # the mode is the project's
+    assert not Path(here.arguments[1]).exists()
+    assert theirs.read_text() == text
+
+
+def test_a_mode_that_the_user_names_is_the_mode(here: Here, server: Served) -> None:
+    """Behind the two dashes."""
+    here.install("claude")
+    here.launch("claude", "--url", server.url, "--", "--permission-mode=acceptEdits")
+    assert here.arguments == ["--permission-mode=acceptEdits"]
+
+
+def test_opencode_gets_a_provider_beside_the_users_own(
+    here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a variable that wins over files, and the key in another."""
+    here.install("opencode")
+    own = {"theme": "x", "provider": {"other": {"name": "o"}}, "model": "other/m"}
+    monkeypatch.setenv("OPENCODE_CONFIG_CONTENT", json.dumps(own))
+    here.launch("opencode", "--url", f"{server.url}/v1", "--", "run", "hello")
+    found = json.loads(here.variables["OPENCODE_CONFIG_CONTENT"])
+    assert found["theme"] == "x"
+    assert found["provider"]["other"] == {"name": "o"}
+    provider = found["provider"]["mlxcache"]
+    assert provider["options"]["baseURL"] == f"{server.url}/v1"
+    assert provider["models"]["current-model"]["limit"] == {"context": 4096, "output": 1024}
+    assert found["model"] == found["small_model"] == "mlxcache/current-model"
+    assert here.variables["MLXCACHE_API_KEY"] == "local"
+    assert here.arguments == ["run", "hello"]
+
+
+def test_anyclaude_gets_both_families_of_variables(
+    here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And starts no server of its own."""
+    here.install("anyclaude")
+    monkeypatch.setenv("MLX_MODEL_PATH", "/a/model")
+    here.launch("anyclaude", "--url", server.url)
+    found = here.variables
+    assert found["ANYCLAUDE_MODE"] == "mlx-lm"
+    for family in ("MLX_LM", "LOCAL"):
+        assert found[f"{family}_URL"] == f"{server.url}/v1"
+        assert found[f"{family}_MODEL"] == "current-model"
+        assert found[f"{family}_API_KEY"] == "local"
+    assert found["LOCAL_CONTEXT_LENGTH"] == found["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
+    assert "MLX_MODEL_PATH" not in found
+
+
+def test_codex_is_told_all_by_flags_in_a_version_that_speaks_chat(
+    here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later one cannot work here, and the error says which one can."""
+    here.install("codex")
+    monkeypatch.setenv("FAKE_VERSION", str(LAST_WITH_CHAT))
+    here.launch("codex", "--url", server.url, "--", "exec", "hello")
+    told = here.arguments
+    assert told[::2][:-1] == ["-c"] * (len(told) // 2 - 1)
+    assert f'model_providers.mlxcache.base_url="{server.url}/v1"' in told
+    assert 'model_providers.mlxcache.wire_api="chat"' in told
+    assert "model_context_window=4096" in told
+    assert told[-2:] == ["exec", "hello"]
+    assert here.variables["MLXCACHE_API_KEY"] == "local"
+    monkeypatch.setenv("FAKE_VERSION", "0.169.0")
+    result = here.launch("codex", "--url", server.url, status=1)
+    assert "responses" in result.stderr
+    assert f"npm install -g @openai/codex@{LAST_WITH_CHAT}" in result.stderr
+
+
+@pytest.mark.parametrize("name", list(Name))
+def test_a_client_that_is_not_there_is_told_with_how_to_install_it(
+    here: Here, name: Name, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a line of its own, and before a model is loaded for nothing."""
+    monkeypatch.setenv("PATH", str(here.programs))
+    result = here.launch(name.value, status=1)
+    assert CLIENTS[name].install in result.stderr.splitlines()
+    assert not (here.output.parent / "cache" / "log").exists()
+
+
+@pytest.mark.parametrize("name", list(Name))
+def test_the_variables_are_printed_for_a_shell(
+    here: Here, server: Served, name: Name, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a shell makes of them is what the client would find, also where lines are joined."""
+    here.install(name.value)
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-real")
+    here.launch(name.value, "--url", server.url)
+    wanted = here.variables
+    printed = here.launch(name.value, "--url", server.url, "--print-env", status=0).stdout
+    for text in (printed, printed.replace("\n", " ")):
+        script = f"eval {shlex.quote(text)}\nenv"
+        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+        found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+        named = set(re.findall(r"export (\w+)=", printed))
+        assert named
+        assert {n: found[n] for n in named} == {n: wanted[n] for n in named}
+        assert ("ANTHROPIC_API_KEY" in found) == ("ANTHROPIC_API_KEY" in wanted)
+
+
+def test_a_key_is_taken_from_its_variable_and_not_printed(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is in one. Without a server the model's files tell the rest."""
+    monkeypatch.setenv("MLXCACHE_API_KEY", "very secret")
+    result = here.launch("claude", "--port", "9", "--context", "5000", "--print-env", status=0)
+    assert 'export ANTHROPIC_AUTH_TOKEN="$MLXCACHE_API_KEY";' in result.stdout.splitlines()
+    assert "very secret" not in result.output
+    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS=5000;" in result.stdout
+    assert "No server runs" in result.stderr
+    found = json.loads(
+        here.launch("claude", "--port", "9", "--print-env", "--json", status=0).stdout
+    )
+    assert found["set"]["ANTHROPIC_AUTH_TOKEN"] == "very secret"
+    assert found["command"][0] == "claude"
+
+
+def pid_of(result: Result) -> int:
+    """Of the server that goes on."""
+    found = re.search(r"The server goes on at (\S+)\. To stop it: kill (\d+)", result.stderr)
+    assert found is not None, result.stderr
+    return int(found[2])
+
+
+def until_gone(pid: int) -> None:
+    end = time.monotonic() + 60
+    while runs(pid):
+        try:
+            os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            break
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_server_is_started_where_none_runs_found_again_and_ended_if_wished(
+    here: Here, toy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on behind the client, the next client uses it, and its log says what it did."""
+    here.install("claude", "opencode")
+    monkeypatch.setenv("MLXCACHE_DISK", "off")
+    flags = ("--model", str(toy("llama")), "--ram", "200MB", "--api-key", "k y")
+    first = here.launch("claude", *flags, "--port", "0")
+    pid = pid_of(first)
+    try:
+        assert here.variables["ANTHROPIC_AUTH_TOKEN"] == "k y"
+        url = here.variables["ANTHROPIC_BASE_URL"]
+        log = re.search(r"its log is (\S+)", first.stderr)
+        assert log is not None
+        assert url in Path(log[1]).read_text()
+        command = subprocess.run(
+            ["ps", "-o", "args=", "-p", str(pid)], capture_output=True, check=False
+        )
+        assert b"k y" not in command.stdout
+        second = here.launch("opencode", "--ram", "1GB", "--api-key", "k y")
+        assert f'"{url}/v1"' in here.variables["OPENCODE_CONFIG_CONTENT"]
+        assert "--ram changes nothing" in second.stderr
+        assert "goes on" not in second.stderr
+        wrong = here.launch(
+            "claude", "--url", url, "--model", "./other", "--api-key", "k y", status=1
+        )
+        assert "serves toy" in wrong.stderr
+        assert "asks for a key" in here.launch("claude", status=1).stderr
+    finally:
+        os.kill(pid, signal.SIGTERM)
+        until_gone(pid)
+    here.launch("claude", *flags, "--port", "0", "--stop-after")
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", int(here.variables["ANTHROPIC_BASE_URL"][-5:])))
+
+
+def test_a_server_that_cannot_start_is_told_by_the_end_of_its_log(here: Here) -> None:
+    """What is wrong with it is in there."""
+    here.install("claude")
+    result = here.launch("claude", "--model", "foo", "--port", "0", status=1)
+    assert "foo is neither an existing folder nor a Hub id" in result.stderr
+    assert "serve-" in result.stderr
+    assert not here.output.exists()
+
+
+def test_a_port_that_another_program_has_is_no_server(here: Here) -> None:
+    """Nor is an address of another machine where nothing answers started."""
+    here.install("claude")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        result = here.launch("claude", "--port", port, status=1)
+    assert f"Port {port} of 127.0.0.1 is in use" in result.stderr
+    result = here.launch("claude", "--url", "https://127.0.0.1:9", status=1)
+    assert "Nothing answers" in result.stderr
+    assert "must be an address" in here.launch("claude", "--url", "nonsense", status=2).stderr
+
+
+def test_signals_reach_the_client_and_its_end_is_told_as_a_shell_tells_it() -> None:
+    """128 and the signal's number. Ctrl-C is the client's matter alone."""
+    code = "import sys; from mlxcache.cli.launch.run import _run; sys.exit(_run(sys.argv[1:], {}))"
+    for script in ("kill -INT $PPID; kill -TERM $PPID; exec /bin/sleep 60", "kill -TERM $$"):
+        command = [sys.executable, "-c", code, "/bin/sh", "-c", script]
+        assert subprocess.run(command, timeout=60, check=False).returncode == 128 + signal.SIGTERM
+
+
+def test_without_a_client_and_a_terminal_nobody_is_asked(here: Here) -> None:
+    """Wrong usage, which says what to type."""
+    result = here.launch(status=2)
+    assert "mlxcache launch CLIENT" in result.stderr
+    assert "claude or opencode or codex or anyclaude" in result.stderr
+
+
+def menu(found: Service | None, model: str | None, width: int = 80, **more: Any) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    chooser.show(console, found, model, None, **more)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_menu_says_what_each_client_is_good_for_here() -> None:
+    """By the machine's memory and the context; a command to copy is whole at any width."""
+    gigabytes = 10**9
+    text = menu(None, None, width=40, memory=64 * gigabytes, which=lambda _: None)
+    line = "mlxcache launch claude --model mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit"
+    assert line in text.splitlines()
+    assert "Qwen3-4B" in menu(None, None, memory=16 * gigabytes)
+    text = menu(Service("http://h:1", "org/m", 20_000), None, which=lambda name: name)
+    assert "http://h:1 serves org/m with a context of 20,000 tokens" in text
+    assert text.count("too short") == 2  # of Claude Code and anyclaude
+    assert "Not installed" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_menu_takes_a_number_or_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the input chooses nothing."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for typed, name in (("2\n", Name.OPENCODE), ("codex\n", Name.CODEX), ("\n", Name.CLAUDE)):
+        monkeypatch.setattr(sys, "stdin", Terminal(typed))
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        assert chooser.choose(None, "m", None) is name
+    monkeypatch.setattr(sys, "stdin", Terminal(""))
+    with pytest.raises(ConfigError, match="nothing was chosen"):
+        chooser.choose(None, "m", None)

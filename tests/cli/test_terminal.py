@@ -1,0 +1,188 @@
+"""What a person at a terminal sees: bars, whole commands, tables of 80 columns, JSON everywhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from mlxcache.cli import progress
+from mlxcache.cli.doctor.command import _show_findings
+from mlxcache.cli.doctor.finding import Finding
+from mlxcache.cli.main import app
+from mlxcache.cli.remote import Remote
+from mlxcache.cli.sessions import _COLUMNS, _row
+from mlxcache.cli.show import table
+from mlxcache.cli.welcome import welcome
+from mlxcache.config import load_settings
+from mlxcache.errors import ConfigError
+from mlxcache.model.demo import DEMO_NOTICE
+from mlxcache.types import ModelInfo
+
+QUIET = {"serve", "bench"}
+"""Commands whose output is no answer: a log, and figures that have a format of their own."""
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    found: dict[tuple[str, ...], Any] = {}
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            found |= commands(command, (*path, name))
+        else:
+            found[*path, name] = command
+    return found
+
+
+COMMANDS = commands(typer.main.get_command(app))
+
+
+@pytest.mark.parametrize("path", [path for path in COMMANDS if path[0] not in QUIET], ids=" ".join)
+def test_every_command_that_answers_can_answer_in_json(path: tuple[str, ...]) -> None:
+    """For programs."""
+    assert any("--json" in parameter.opts for parameter in COMMANDS[path].params)
+
+
+@pytest.mark.parametrize("path", list(COMMANDS), ids=" ".join)
+def test_every_command_takes_the_short_flag_for_help(path: tuple[str, ...]) -> None:
+    """And its help fits 80 columns."""
+    result = CliRunner().invoke(app, [*path, "-h"], env={"COLUMNS": "80", "NO_COLOR": "1"})
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_completion_can_be_installed() -> None:
+    """For the shells that typer knows."""
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"})
+    assert "--install-completion" in result.output
+    result = CliRunner().invoke(
+        app, env={"_MLXCACHE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "mlxcache launch c"}
+    )
+    assert "claude" in result.output
+
+
+def test_the_longest_sessions_fit_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name gives way, and ids and figures are whole."""
+    for name, value in (("COLUMNS", "80"), ("FORCE_COLOR", "1"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TERM", "xterm")
+    one = {
+        "id": "ses_0123456789ab",
+        "name": "fix the parser of dates in the importer",
+        "tokens": 1_234_567,
+        "ram_bytes": 123_400_000_000,
+        "disk_bytes": 999_900_000,
+        "tier": "mixed",
+        "pinned": True,
+        "last_used_at": time.time() - 3599,
+    }
+    table(_COLUMNS, [_row(one)], cut=1)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    for whole in ("ses_0123456789ab", "1,234,567", "123.4 GB", "999.9 MB", "mixed", "59 min ago"):
+        assert whole in lines[1]
+
+
+def test_remedies_and_notices_are_never_broken_or_boxed() -> None:
+    """What is to be copied stands whole on a line, at any width."""
+    remedy = f"pip install --force-reinstall {'x' * 100} {'y' * 100}"
+    console = Console(file=io.StringIO(), width=60)
+    _show_findings(console, [Finding("a", "ok", "well"), Finding("bb", "warn", "w " * 60, remedy)])
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert remedy in [line.strip() for line in lines]
+    assert max(len(line) for line in lines if remedy not in line) <= 60
+    terminal = Console(file=io.StringIO(), width=60, force_terminal=True, soft_wrap=True)
+    info = ModelInfo("demo", 100, 100, 1, "llama", False, True, is_demo=True)
+    figures = {"ram": {"limit_bytes": 1}, "disk": {"used_bytes": 0, "limit_bytes": 0}}
+    welcome(terminal, "http://h:1", info, figures, has_key=False)
+    assert isinstance(terminal.file, io.StringIO)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.file.getvalue()).splitlines()
+    assert set(DEMO_NOTICE.splitlines()) <= set(shown)
+
+
+def test_bars_are_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a pipe nothing is written; at a terminal what is done and what there is."""
+    for terminal in (False, True):
+        out = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+        monkeypatch.setattr(progress, "console", lambda *, stderr, out=out: out)
+        with progress.counting("reading the files") as step:
+            step(1, 0)
+            step(3, 12)
+        with progress.moving("writing") as step:
+            step(3_000_000, 12_000_000)
+        assert isinstance(out.file, io.StringIO)
+        text = out.file.getvalue()
+        assert bool(text) is terminal
+        assert not terminal or ("3 of 12" in text and "3.0/12.0 MB" in text)
+
+
+class Slow(BaseHTTPRequestHandler):
+    """A server that warms for as long as nobody has asked how far it is."""
+
+    asked: ClassVar = threading.Event()
+
+    def do_GET(self) -> None:
+        self.server.count += 1  # type: ignore[attr-defined]
+        new = self.server.count > 1  # type: ignore[attr-defined]
+        old = {"id": "a", "api": "warm", "prompt_tokens": 9, "cached_tokens": 9, "fed_tokens": 0}
+        now = {"id": "b", "api": "warm", "prompt_tokens": 70, "cached_tokens": 8, "fed_tokens": 20}
+        self.answer({"data": [now, old] if new else [old]})
+        if new:
+            self.asked.set()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.wait(60)
+        self.answer({"prompt_tokens": 70})
+
+    def answer(self, value: dict[str, Any]) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: the output is pytest's."""
+
+
+def test_warming_tells_how_far_it_is() -> None:
+    """The tokens of the request that came with it, and of no other."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        server.count = 0  # type: ignore[attr-defined]
+        many = threading.Thread(target=server.serve_forever)
+        many.start()
+        steps: list[tuple[int, int]] = []
+        try:
+            found = Remote(f"http://127.0.0.1:{server.server_port}").warm(
+                b"Be brief.", lambda done, total: steps.append((done, total))
+            )
+        finally:
+            server.shutdown()
+            many.join()
+    assert found == {"prompt_tokens": 70}
+    assert set(steps) == {(28, 70)}
+
+
+def test_drafted_tokens_need_a_draft(tmp_path: Path) -> None:
+    """A flag that would do nothing is an error, wherever it comes from."""
+    with pytest.raises(ConfigError, match="--draft-model"):
+        load_settings({"num_draft_tokens": "4"}, {}, None)
+    file = tmp_path / "config.toml"
+    file.write_text('model = "m"\nnum_draft_tokens = 4\n')
+    with pytest.raises(ConfigError, match="--draft-model"):
+        load_settings({}, {}, file)
+    assert load_settings({"draft_model": "d"}, {}, file).num_draft_tokens == 4
