@@ -152,7 +152,7 @@ def test_a_documented_file_of_settings_is_accepted(tmp_path):
 def test_shell_blocks_parse_and_name_real_scripts_and_flags(block):
     """Also those that are not run."""
     subprocess.run(["sh", "-n"], input=block.code, text=True, check=True)
-    for name in re.findall(r"(?:^|\s)((?:bin|examples)/[\w.]+)", block.code):
+    for name in re.findall(r"(?:^|\s)((?:bin|examples)/[\w./]+)", block.code):
         assert (ROOT / name).is_file(), name
     for line in block.code.splitlines():
         if re.search(r"bin/serve|mlxcache serve", line):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -324,11 +325,17 @@ def doctor(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def widest(output: str) -> int:
+    """Of all lines but remedies, which are whole at any width."""
+    remedy = re.compile(r" {6}\S")
+    return max(len(line) for line in output.splitlines() if not remedy.match(line))
+
+
 def test_the_command_fits_80_columns_and_leaves_no_trace(tmp_path: Path) -> None:
     """Neither a cache folder nor anything else in the user's home."""
     done = doctor(tmp_path, "--quick", "--port", str(free_port()))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert widest(done.stdout) <= 80
     for name in ("versions", "machine", "memory", "cache folder", "port", "server"):
         assert name in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -357,7 +364,7 @@ def test_a_model_is_shown_with_what_sessions_cost(
     examination.run(quick=True, shown=False)
     examination.show()
     output = capsys.readouterr().out
-    assert max(map(len, output.splitlines())) <= 80
+    assert widest(output) <= 80
     kinds = {"llama": "to any token", "gemma3": "sliding window of 64", "qwen3_5": "recurrent"}
     assert kinds[family] in output
     found = examination.as_object()["model"]
@@ -374,11 +381,52 @@ def test_a_model_is_shown_with_what_sessions_cost(
 
 
 def test_only_the_settings_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what lies in a home: the rest may be secret."""
+    """Of what lies in a home, beside OpenCode's: the rest may be secret."""
     settings_of(tmp_path, {})
     (tmp_path / ".claude" / "history.jsonl").write_text("{}")
     opened: list[Path] = []
     read = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, **kw: opened.append(self) or read(self))
     assert claude(tmp_path, {})["attribution"].status == "warn"
-    assert opened == [tmp_path / ".claude" / "settings.json"]
+    opencode = tmp_path / ".config" / "opencode"
+    others = {opencode / name for name in ("opencode.json", "opencode.jsonc")}
+    others |= {tmp_path / name for name in ("opencode.json", "opencode.jsonc")}
+    assert set(opened) - others == {tmp_path / ".claude" / "settings.json"}
+
+
+@pytest.mark.parametrize(
+    ("text", "rules", "status", "word"),
+    [
+        ('{"provider": {"m": {"options": {"baseURL": "%s"}}}}', {}, "fail", "/v1"),
+        (
+            '{"provider": {"m": {"options": {"baseURL": "%s/v1"}, "models": {"x": {}}}}}',
+            {},
+            "warn",
+            "launch opencode",
+        ),
+        (
+            """{
+            // a comment, and "quotes" in it
+            "provider": {"m": {"options": {"baseURL": "%s/v1"}, /* another */
+              "models": {"x": {"limit": {"context": 9, "output": 1,},},},}},
+            }""",
+            {},
+            "ok",
+            None,
+        ),
+        ('{"compaction": {"prune": true}}', {}, "warn", "prune"),
+        ("{", {}, "warn", "mend it"),
+    ],
+)
+def test_opencodes_settings_know_the_address_and_the_context(
+    text: str, rules: dict[str, bool], status: str, word: str | None, tmp_path: Path
+) -> None:
+    """Also with comments, as OpenCode takes them; other providers are its own matter."""
+    other = '{"provider": {"o": {"options": {"baseURL": "https://elsewhere"}}}}'
+    folder = tmp_path / ".config" / "opencode"
+    folder.mkdir(parents=True)
+    (folder / "opencode.json").write_text(other)
+    (folder / "opencode.jsonc").write_text(text.replace("%s", URL))
+    found = clients.examine_clients({}, tmp_path, URL, rules, which=lambda _: None, cwd=tmp_path)
+    assert [one.status for one in found] == [status]
+    assert word is None or word in str(found[0].remedy)
