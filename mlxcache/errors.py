@@ -19,6 +19,7 @@
     └── StoreError              the disk tier could not do as asked
         ├── Corrupt             a file is damaged, or not what it should be
         ├── Gone                a file was evicted meanwhile
+        ├── Vanished            the folder is gone; it is made again in a moment
         ├── NotAnchored         the prefix that a run builds on is not on disk
         └── DiskFull            no room: the cap, the floor of free space, or the device
 
@@ -120,6 +121,12 @@ class Corrupt(StoreError):
 
 class Gone(StoreError):
     """A file was evicted between being found and being read."""
+
+
+class Vanished(StoreError):
+    """The folder is not there, or another one is; it is made again, or found, in a moment."""
+
+    retry_after = 2.0
 
 
 class NotAnchored(StoreError):

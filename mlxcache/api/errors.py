@@ -54,6 +54,7 @@ SHAPES: Mapping[type[errors.MlxcacheError], Shape] = {
     errors.StoreError: Shape(500, "server_error", "api_error", "store_error"),
     errors.Corrupt: Shape(500, "server_error", "api_error", "corrupt"),
     errors.Gone: Shape(503, "server_error", "overloaded_error", "gone"),
+    errors.Vanished: Shape(503, "server_error", "overloaded_error", "vanished"),
     errors.NotAnchored: Shape(500, "server_error", "api_error", "store_error"),
     errors.DiskFull: Shape(507, "server_error", "api_error", "disk_full"),
 }
@@ -123,7 +124,7 @@ def error_response(request: Request, error: Exception) -> Response:
     id = request.scope.get("state", {}).get("request_id")
     body = anthropic_error(error, id) if speaks_anthropic(request) else openai_error(error)
     headers = dict(getattr(error, "headers", None) or {})
-    if isinstance(error, errors.Busy):
+    if isinstance(error, errors.Busy | errors.Vanished):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     return Response(
         msgspec.json.encode(body),

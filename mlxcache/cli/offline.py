@@ -153,4 +153,4 @@ class Offline:
 def _listed(store: Store, sessions: Sessions, id: str) -> Listed:
     session, leaves = sessions.get(id), sessions.leaves(id)
     held = on_disk(viewing(store, session.namespace), leaves)
-    return Listed(session, tuple(leaves), nothing(leaves), held)
+    return Listed(session, tuple(leaves), nothing(leaves), held, sessions.figures(id))

@@ -23,6 +23,7 @@ from mlxcache.api.http import ApiSettings
 from mlxcache.api.record import Recorder
 from mlxcache.cli import descriptors
 from mlxcache.cli.connect import base_url
+from mlxcache.cli.gained import gained
 from mlxcache.cli.listen import listen
 from mlxcache.cli.output import Loading, log_line
 from mlxcache.cli.protocol import Protocol
@@ -97,6 +98,9 @@ async def _serve(
     if engine.dead.is_set():
         await _farewell(server, engine)
     await _end(server, serving, engine)
+    figures = engine.figures()
+    if figures.get("requests", {}).get("total"):
+        gained(console, figures, engine.tally)
     if recorder is not None:
         recorder.close()
     if engine.dead.is_set():

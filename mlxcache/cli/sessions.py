@@ -215,6 +215,19 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _gained(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a session's requests found and saved; what nobody knows is left out."""
+    if not figures["requests"]:
+        return []
+    told = [("requests", f"{figures['requests']:,}")]
+    if figures["first_token_s"] is not None:
+        told.append(("first token", f"after {show.duration(figures['first_token_s'])} on average"))
+    told.append(("reused", show.reuse(figures)))
+    if figures["saved_s"] is not None:
+        told.append(("time saved", show.duration(figures["saved_s"])))
+    return told
+
+
 def _print(one: dict[str, Any]) -> None:
     show.facts(
         (
@@ -227,6 +240,7 @@ def _print(one: dict[str, Any]) -> None:
             ("client", one["client"] or "-"),
             ("tokens", f"{one['tokens']:,}, of which {one['durable_tokens']:,} are durable"),
             ("turns", f"{one['turns']:,}"),
+            *_gained(one["figures"]),
             ("RAM", show.size(one["ram_bytes"])),
             ("disk", show.size(one["disk_bytes"])),
             ("tier", one["tier"] or "-"),

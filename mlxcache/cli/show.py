@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -76,6 +76,25 @@ def name_of(session: dict[str, Any]) -> str:
 def size(nbytes: int | None) -> str:
     """Bytes for a person; none are a dash."""
     return format_size(nbytes) if nbytes else "-"
+
+
+def duration(seconds: float) -> str:
+    """How long something took, to three digits or so."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def reuse(tokens: Mapping[str, int]) -> str:
+    """How much of the prompts was not computed; of `prompt_tokens`, `cached_tokens` and
+    `restored_tokens`."""
+    prompt, cached, restored = (tokens[f"{x}_tokens"] for x in ("prompt", "cached", "restored"))
+    share = f" ({cached / prompt:.0%})" if prompt else ""
+    disk = f", {restored:,} of them from disk" if restored else ""
+    return f"{cached:,} of {prompt:,} prompt tokens{share}{disk}"
 
 
 def age(at: float) -> str:

@@ -89,6 +89,16 @@ class Arrivals:
         """Every computation."""
         return [one.shared for one in self._live.values()]
 
+    def figures(self) -> dict[str, int]:
+        """How many requests wait, how many may, and how many are computed. In any thread."""
+        statuses = Counter(one.shared.record.status for one in list(self._live.values()))
+        return {
+            "waiting": statuses["queued"],
+            "limit": self._places,
+            "prefill": statuses["prefill"],
+            "decode": statuses["decode"],
+        }
+
     def fail(self, error: MlxcacheError) -> list[RequestRecord]:
         """Nothing is computed any more: end every request with `error`. Their records."""
         records: list[RequestRecord] = []

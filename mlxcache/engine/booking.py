@@ -18,6 +18,7 @@ from mlxcache.store.database import Locked
 from mlxcache.store.leaves import anchor_of
 from mlxcache.store.prefixes import pin
 from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_figures import Gain
 from mlxcache.store.sessions import Sessions, Turn
 from mlxcache.store.snapshot import Spec
 from mlxcache.store.store import Store
@@ -84,7 +85,14 @@ class Booking:
         self._counted = threading.Condition()
         self._submit(self._pin_all)
 
-    def turn(self, job: Job, ids: Tokens, at: float, reply: ReplyRow | None = None) -> None:
+    def turn(
+        self,
+        job: Job,
+        ids: Tokens,
+        at: float,
+        reply: ReplyRow | None = None,
+        gain: Gain | None = None,
+    ) -> None:
         """Book a finished request, from any thread and at once. `ids`: its prompt and reply.
 
         Where the table cannot be written it is booked once that can be, if the server still runs.
@@ -103,6 +111,7 @@ class Booking:
             title=job.title,
             reply=reply,
             owner=job.owner,
+            gain=gain,
         )
         self._submit(lambda: self._book_with_late(turn))
 

@@ -110,7 +110,7 @@ class Cost:
 
         Where none was measured, twice as many as in the range before: at worst all is attention.
         """
-        wanted = _range(cached)
+        wanted = range_of(cached)
         known = max((one for one in self.paces if one <= wanted), default=None)
         if known is None:
             return float(2**wanted / self.rate)
@@ -123,13 +123,13 @@ class Cost:
         """
         if tokens < FEWEST or seconds <= 0:
             return
-        pace, where = seconds / tokens, _range(cached)
+        pace, where = seconds / tokens, range_of(cached)
         before = self.paces.get(where, pace)
         self.paces[where] = before + NEWEST * (pace - before)
         self.rate = 1 / (1 / self.rate + NEWEST * (pace - 1 / self.rate))
 
 
-def _range(cached: int) -> int:
+def range_of(cached: int) -> int:
     """Which range of positions follows `cached` tokens: 0 up to `NEAR`, then 1 up to twice that."""
     return (cached // NEAR).bit_length()
 

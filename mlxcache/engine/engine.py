@@ -67,8 +67,8 @@ class Engine:
         self.dead = asyncio.Event()
         self.stall_s = stall_s
         self._on_progress = on_progress
-        self._on_request = on_request
-        self._records = Records()
+        self._records = Records(on_request)
+        self.tally = self._records.tally
         self._live = Arrivals(settings.queue)
         self._totals = Totals()
         self._figures: dict[str, Any] = {}
@@ -141,7 +141,7 @@ class Engine:
         self.state = "failed"
         error = GenerationFailed(f"{why} The server must be started again.")
         for record in self._live.fail(error):
-            self._on_request(record)
+            self._records.over(record)
         if self._book is not None:
             self._book.fail(error)
         self.dead.set()
@@ -212,7 +212,7 @@ class Engine:
                 self._live.check(job, core.scheduler)
         except MlxcacheError as error:
             record.status, record.error = "rejected", str(error)
-            self._on_request(record)
+            self._records.over(record)
             raise
         shared = shared or self._begin(job, record, core)
         reply = Reply(job.prompt.names, builder.canonicaliser.emitted)
@@ -233,11 +233,12 @@ class Engine:
         """On the MLX thread, when a request is over and what it held is accounted for."""
         record = task.record
         if task.lease is not None:
-            self._totals.add(record)
+            assert self._core is not None
+            gain = self._totals.add(record, self._core.scheduler.prefill.speed)
             if self._builders is not None:  # before the client can have it all
                 self._builders.of(task.job.owner).remember(task.generated())
             if self._book is not None:
-                self._book.ended(task)
+                self._book.ended(task, gain)
         self._publish()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._forget, task)
@@ -251,9 +252,9 @@ class Engine:
     def _forget(self, task: Task) -> None:
         assert self._losses is not None
         live = self._live.pop(task)
-        self._losses.ended(task, lambda: self._on_request(task.record))
+        self._losses.ended(task, lambda: self._records.over(task.record))
         for record in live.shared.close() if live else ():
-            self._on_request(record)
+            self._records.over(record)
         if self._anticipation is not None:
             self._anticipation.ended(task, idle=not self._live)
 
@@ -281,7 +282,8 @@ class Engine:
         if core is None or book is None:
             return self._figures
         figures = with_disk(self._figures, core.disk.stats()) if core.disk else self._figures
-        return figures | {"sessions": book.count, "pressure": core.pressed()}
+        now = {"sessions": book.count, "pressure": core.pressed(), "queue": self._live.figures()}
+        return figures | now
 
     def requests(self) -> list[RequestRecord]:
         """The owner's recent requests, newest first."""

@@ -12,7 +12,10 @@ from mlxcache.engine.ahead import Ahead
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.pressure import HELD_BACK
-from mlxcache.types import RequestRecord
+from mlxcache.engine.speed import Speed, gained
+from mlxcache.engine.tally import reuse_of
+from mlxcache.store.session_figures import Gain
+from mlxcache.types import WARMING, RequestRecord
 
 
 @dataclass(slots=True)
@@ -23,25 +26,29 @@ class Totals:
         default_factory=lambda: {"total": 0, "warm": 0, "restored": 0, "cold": 0}
     )
     tokens: dict[str, int] = field(
-        default_factory=lambda: {"prompt": 0, "cached": 0, "generated": 0}
+        default_factory=lambda: dict.fromkeys(
+            ("prompt", "cached", "restored", "fed", "generated", "drafted", "accepted"), 0
+        )
     )
     canonicalised: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RULES, 0))
     sessions: set[str] = field(default_factory=set)
+    saved: dict[str, float] = field(default_factory=lambda: {"tokens": 0, "seconds": 0.0})
 
-    def add(self, record: RequestRecord) -> None:
-        """Count a request that was admitted and is over."""
-        kind = "cold"
-        if record.cached_tokens:
-            kind = "restored" if record.restored_tokens else "warm"
+    def add(self, record: RequestRecord, speed: Speed) -> Gain:
+        """Count a request that was admitted and is over; what it gained."""
+        gain = gained(record, speed)
         self.requests["total"] += 1
-        self.requests[kind] += 1
-        self.tokens["prompt"] += record.prompt_tokens
-        self.tokens["cached"] += record.cached_tokens
-        self.tokens["generated"] += record.generated_tokens
+        self.requests[reuse_of(record)] += 1
+        for name in self.tokens:
+            self.tokens[name] += getattr(record, f"{name}_tokens")
+        if record.api != WARMING:
+            self.saved["tokens"] += gain.figures.saved_tokens
+            self.saved["seconds"] += gain.figures.saved_s
         for rule in record.canonicalised:
             self.canonicalised[rule] += 1
         if record.session:
             self.sessions.add(record.session)
+        return gain
 
 
 def snapshot(memory: Memory, totals: Totals, disk: Disk | None, ahead: Ahead) -> dict[str, Any]:
@@ -49,22 +56,16 @@ def snapshot(memory: Memory, totals: Totals, disk: Disk | None, ahead: Ahead) ->
 
     `active_bytes` is what lineages hold beyond the tree; `mlx` is what MLX itself counts, weights
     included. `withheld_bytes` are given up while memory is short; `buffers` are those
-    of lineages and checkpoints. `canonicalised`: in how many requests each rule changed something.
+    of lineages and checkpoints, `kinds` the bytes of the budget by what they are charged for.
+    `canonicalised`: in how many requests each rule changed something. `saved`: the seconds that
+    computing so many of the cached tokens would have taken, by the measured speed of prefill.
     `anticipated`: tokens computed for turns that had not come, and how many of them were then used.
     """
-    tree, budget = memory.tree, memory.budget
-    kinds = budget.by_kind()
+    tree, kinds = memory.tree, memory.budget.by_kind()
     held = tree.kv_bytes + tree.checkpoint_bytes
     live = sum(kinds.get(kind, 0) for kind in ("kv", "checkpoints", "states", "batch"))
     return {
-        "ram": {
-            "used_bytes": held,
-            "limit_bytes": budget.limit,
-            "high_water_bytes": budget.high_water,
-            "withheld_bytes": kinds.get(HELD_BACK, 0),
-            "buffers": memory.room.handles_held(),
-            "buffer_limit": memory.room.handles.limit,
-        },
+        "ram": _ram(memory, held),
         "disk": {"used_bytes": 0, "limit_bytes": 0},
         "active_bytes": max(0, live - held),
         "reserved_bytes": kinds.get("transient", 0) + kinds.get("pool", 0),
@@ -72,14 +73,31 @@ def snapshot(memory: Memory, totals: Totals, disk: Disk | None, ahead: Ahead) ->
         "mlx": {"active_bytes": mx.get_active_memory(), "pool_bytes": mx.get_cache_memory()},
         "sessions": len(totals.sessions),
         "bytes_per_token": memory.layout.bytes_per_token,
+        "tree_tokens": tree.tokens,
         "segments": tree.segments,
         "checkpoints": tree.checkpoints,
         "requests": dict(totals.requests),
         "tokens": dict(totals.tokens),
+        "saved": dict(totals.saved),
         "canonicalised": dict(totals.canonicalised),
         "anticipated": {"tokens": ahead.tokens, "used_tokens": ahead.used},
         "evictions": {"spilled": memory.room.spilled, "dropped": memory.room.dropped},
         "restores": {"ok": 0, "corrupt": 0},
+    }
+
+
+def _ram(memory: Memory, held: int) -> dict[str, Any]:
+    """The memory budget, of which the tree has `held` bytes."""
+    budget, room = memory.budget, memory.room
+    kinds = budget.by_kind()
+    return {
+        "used_bytes": held,
+        "limit_bytes": budget.limit,
+        "high_water_bytes": budget.high_water,
+        "withheld_bytes": kinds.get(HELD_BACK, 0),
+        "buffers": room.handles_held(),
+        "buffer_limit": room.handles.limit,
+        "kinds": kinds,
     }
 
 

@@ -30,6 +30,8 @@ async def open_book(core: Core, settings: Settings, submit: Submit) -> SessionBo
     served = Served(name, path, namespace, run_spec(layout), layout.vocab_size)
     database = store.database if store is not None else TemporaryDatabase()
     sessions = await asyncio.to_thread(Sessions, database)
+    paces, speed = await asyncio.to_thread(sessions.paces, namespace), core.scheduler.prefill.speed
+    core.scheduler.inbox.put(lambda: speed.resume(paces))
     await asyncio.to_thread(sweep, settings.cache_dir / "incoming")
     incoming = settings.cache_dir / "incoming"
     decode = core.loaded.tokenizer.decode

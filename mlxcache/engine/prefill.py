@@ -13,6 +13,7 @@ from mlxcache.engine.cost import Cost
 from mlxcache.engine.decoder import NoNumbers
 from mlxcache.engine.images import Images
 from mlxcache.engine.memory import Memory
+from mlxcache.engine.speed import Speed
 from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
 from mlxcache.model import kv
@@ -43,6 +44,7 @@ class Prefill:
         self.model = model
         self.memory = memory
         self.cost = cost
+        self.speed = Speed()
         self.limits = limits
         self.images: Images | None = None
 
@@ -94,7 +96,9 @@ class Prefill:
         if not last:
             lineage.settle()
             mx.clear_cache()
-            self.cost.observe(size, time.perf_counter() - began, at)
+            took = time.perf_counter() - began
+            self.cost.observe(size, took, at)
+            self.speed.observe(size, took, at)
         if marked or not self.memory.layout.opaque:
             self.memory.commit(lease, task.ids, checkpoint=marked)
         if not last:

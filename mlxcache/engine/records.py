@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
+from mlxcache.engine.tally import Tally
 from mlxcache.owner import own_ids
 from mlxcache.types import Job, RequestRecord
 
@@ -13,9 +15,14 @@ KEPT = 1000
 
 
 class Records:
-    """The latest requests' records by id."""
+    """The latest requests' records by id, and the tally of all. Use from the event loop.
 
-    def __init__(self) -> None:
+    `told` is called with each that is over.
+    """
+
+    def __init__(self, told: Callable[[RequestRecord], None]) -> None:
+        self.tally = Tally()
+        self._told = told
         self._kept: OrderedDict[str, RequestRecord] = OrderedDict()
 
     def begin(self, job: Job) -> RequestRecord:
@@ -36,6 +43,11 @@ class Records:
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return record
+
+    def over(self, record: RequestRecord) -> None:
+        """A request is over, and known is what it lost."""
+        self.tally.add(record)
+        self._told(record)
 
     def all(self, owner: str | None) -> list[RequestRecord]:
         """An owner's, newest first."""

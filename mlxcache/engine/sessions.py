@@ -24,6 +24,7 @@ from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed, nothing, on_disk
 from mlxcache.store.prefixes import forget_prefix, viewing
 from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_figures import Gain, SessionFigures
 from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_info import SessionInfo
 from mlxcache.store.store import Store
@@ -78,7 +79,7 @@ class SessionBook:
         """How many sessions there are."""
         return self._booking.count
 
-    def ended(self, task: Task) -> None:
+    def ended(self, task: Task, gain: Gain) -> None:
         """Book a request that was admitted and is over. On the MLX thread; returns at once."""
         if task.record.status not in ("done", "cancelled") or task.job.api == WARMING:
             return
@@ -86,7 +87,7 @@ class SessionBook:
         if task.out and self._core.memory.tree.match(ids, touch=False).length < len(ids):
             ids = ids[:-1]  # the last token was drawn and not fed: nothing is cached for it
         reply = task.generated()
-        self._booking.turn(task.job, ids, time.time(), reply.row if reply else None)
+        self._booking.turn(task.job, ids, time.time(), reply.row if reply else None, gain)
 
     def replies(self, owner: str | None) -> list[ReplyRow]:
         """An owner's replies on disk that this was not asked for before, other servers' too, the
@@ -140,23 +141,27 @@ class SessionBook:
 
     async def _measured(self, find: Callable[[], Sequence[Session]]) -> Sequence[Listed]:
         """What `find` finds, with its leaves, and what each tier holds of them."""
+        table = self._sessions
 
-        def from_table() -> list[tuple[Session, Sequence[Leaf], Held]]:
-            return [(x, y := self._sessions.leaves(x.id), self._on_disk(x, y)) for x in find()]
+        def from_table() -> list[tuple[Session, Sequence[Leaf], SessionFigures, Held]]:
+            return [
+                (x, y := table.leaves(x.id), table.figures(x.id), self._on_disk(x, y))
+                for x in find()
+            ]
 
         def in_memory(core: Core) -> list[Held]:
             return [
                 in_ram(core.memory, [leaf.ids for leaf in leaves])
                 if session.namespace == self.namespace
                 else nothing(leaves)
-                for session, leaves, _ in rows
+                for session, leaves, *_ in rows
             ]
 
         rows = await self._booking.read(from_table)
         held = await self.call(in_memory)
         return [
-            Listed(session, tuple(leaves), ram, disk)
-            for (session, leaves, disk), ram in zip(rows, held, strict=True)
+            Listed(session, tuple(leaves), ram, disk, figures)
+            for (session, leaves, figures, disk), ram in zip(rows, held, strict=True)
         ]
 
     def _on_disk(self, session: Session, leaves: Sequence[Leaf]) -> Held:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from mlxcache.errors import StoreError
+from mlxcache.errors import StoreError, Vanished
 from mlxcache.store import index
 from mlxcache.store.core import Core
 from mlxcache.store.database import translated
@@ -53,7 +53,7 @@ class Comeback:
         with translated(folder.path):
             core.database.check_open()
             if not folder.may_be_made_again():
-                raise StoreError(f"{folder.path} has vanished with the disk that it was on.")
+                raise Vanished(f"{folder.path} has vanished with the disk that it was on.")
             folder.make()
             with opening(folder):
                 core.owner.release()

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 
-from mlxcache.errors import StoreError
+from mlxcache.errors import StoreError, Vanished
 from mlxcache.store import index, quarantine
 from mlxcache.store.database import Database
 from mlxcache.store.digests import Chains
@@ -89,9 +89,9 @@ class Core:
         self.count("evicted", len(self.space.make_room(connection, coming, has_row=has_row)))
 
     def check_there(self) -> None:
-        """Raise StoreError if the folder, or the index in it, is not the one that was opened."""
+        """Raise Vanished if the folder, or the index in it, is not the one that was opened."""
         if not self.database.is_there():
-            raise StoreError(f"{self.folder.path} has vanished, or was replaced by another.")
+            raise Vanished(f"{self.folder.path} has vanished, or was replaced by another.")
 
     def drop(self, id: int, *, corrupt: bool) -> bool:
         """Take a file and all that builds on it out; False if it is gone already.

@@ -50,7 +50,8 @@ class Found:
 class StoreStats:
     """Figures of one store. Counts of what happened are of this process, since it opened.
 
-    `used_bytes` is what the file system counts for the whole folder. `verified` and `corrupt`
+    `used_bytes` is what the file system counts for the whole folder: runs, checkpoints, and the
+    index with all that is beside them. `verified` and `corrupt`
     count checks of files before use, `evicted` files that made room for others.
     """
 
@@ -58,6 +59,9 @@ class StoreStats:
     used_bytes: int = 0
     runs: int = 0
     checkpoints: int = 0
+    run_bytes: int = 0
+    checkpoint_bytes: int = 0
+    index_bytes: int = 0
     tokens: int = 0
     pinned_bytes: int = 0
     quarantined: int = 0

@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from mlxcache.store.found import Found
 from mlxcache.store.leaves import Leaf
+from mlxcache.store.session_figures import SessionFigures
 from mlxcache.store.session_rows import Session
 from mlxcache.store.store import Store
 
 Tier = Literal["ram", "disk", "both", "mixed"]
+NO_FIGURES = SessionFigures()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A session, its leaves (the main one first), and what is in RAM and on disk of them."""
+    """A session, its leaves (the main one first), what is in RAM and on disk of them, and what it
+    has gained."""
 
     session: Session
     leaves: tuple[Leaf, ...]
     ram: Held
     disk: Held
+    figures: SessionFigures = NO_FIGURES
 
     @property
     def tier(self) -> Tier | None:
@@ -63,6 +67,7 @@ class Listed:
             "disk_bytes": self.disk.nbytes,
             "tier": self.tier,
             "pinned": session.pinned,
+            "figures": self.figures.as_object(),
             "created_at": session.created_at,
             "last_used_at": session.last_used_at,
         }

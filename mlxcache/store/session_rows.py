@@ -12,6 +12,7 @@ import numpy as np
 from mlxcache.errors import NotFound
 from mlxcache.store.leaves import Kind, Leaf, common, digest_of, digests_at, takes_over
 from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_figures import Gain
 from mlxcache.types import Tokens
 
 MOST_SESSIONS = 10_000
@@ -77,7 +78,7 @@ class Turn:
     """A finished request. `ids` are its prompt (`prompt_tokens` of them) and its reply.
 
     `head`: tokens of tools and system; `anchor`: see `leaves.anchor_of`.
-    `reply`: as it is found again.
+    `reply`: as it is found again. `gain`: what its cached prefix was good for.
     """
 
     namespace: str
@@ -91,6 +92,7 @@ class Turn:
     client: str | None = None
     title: str | None = None
     reply: ReplyRow | None = None
+    gain: Gain | None = None
     owner: str | None = None
 
 

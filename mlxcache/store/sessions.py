@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 
 from mlxcache.errors import BadRequest, NotFound
-from mlxcache.store import reply_rows
+from mlxcache.store import reply_rows, session_figures
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
 from mlxcache.store.leaves import Leaf, continued
@@ -49,6 +49,7 @@ class Sessions:
         self._database = database
         database.create(rows.SCHEMA)
         database.create(reply_rows.SCHEMA)
+        database.create(session_figures.SCHEMA)
         with database.write() as db:
             rows.create_owner(db)
 
@@ -82,6 +83,16 @@ class Sessions:
         """The leaves of a session, the main one first, then those used last."""
         with self._database.read() as db:
             return rows.leaves(db, "session = ?", (id,))
+
+    def figures(self, id: str) -> session_figures.SessionFigures:
+        """What a session has gained so far."""
+        with self._database.read() as db:
+            return session_figures.get(db, id)
+
+    def paces(self, namespace: str) -> dict[int, float]:
+        """Seconds that a prompt's token took as measured last, by range of positions."""
+        with self._database.read() as db:
+            return session_figures.paces(db, namespace)
 
     def pinned(self) -> list[str]:
         """The ids of the pinned sessions."""
@@ -126,6 +137,8 @@ class Sessions:
             rows.write_leaf(db, turn, session, leaf)
             if turn.reply is not None:
                 reply_rows.insert(db, session, turn.namespace, turn.reply)
+            if turn.gain is not None:
+                session_figures.add(db, session, turn.namespace, turn.gain)
             db.execute(
                 "UPDATE sessions SET turns = turns + 1, last_used_at = max(last_used_at, ?),"
                 " client = coalesce(?, client), model = ? WHERE id = ?",

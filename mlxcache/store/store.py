@@ -10,7 +10,7 @@ from mlxcache.store.comeback import Comeback
 from mlxcache.store.core import Core
 from mlxcache.store.database import Database, translated
 from mlxcache.store.digests import root
-from mlxcache.store.folder import Folder
+from mlxcache.store.folder import CHECKPOINT, RUN, Folder
 from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
 from mlxcache.store.index import Row
 from mlxcache.store.owner import Owner, opening
@@ -170,7 +170,8 @@ class Store:
         core = self._core
         with self.database.read() as connection, translated(self.folder):
             used = core.space.used(connection)
-            counts = dict(connection.execute("SELECT kind, count(*) FROM file GROUP BY kind"))
+            query = "SELECT kind, count(*), sum(disk) FROM file GROUP BY kind"
+            kinds = {kind: held for kind, *held in connection.execute(query)}
             (tokens,) = connection.execute(
                 "SELECT ifnull(sum(stop - start), 0) FROM file"
             ).fetchone()
@@ -178,10 +179,15 @@ class Store:
                 "SELECT ifnull(sum(disk), 0) FROM file WHERE id IN (SELECT file FROM pin)"
             ).fetchone()
             quarantined = len(quarantine.entries(core.folder))
+        runs, run_bytes = kinds.get(RUN, (0, 0))
+        checkpoints, checkpoint_bytes = kinds.get(CHECKPOINT, (0, 0))
         return self._with_counts(
             used_bytes=used,
-            runs=counts.get("run", 0),
-            checkpoints=counts.get("checkpoint", 0),
+            runs=runs,
+            checkpoints=checkpoints,
+            run_bytes=run_bytes,
+            checkpoint_bytes=checkpoint_bytes,
+            index_bytes=used - run_bytes - checkpoint_bytes,
             tokens=tokens,
             pinned_bytes=pinned,
             quarantined=quarantined,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mlxcache.engine.tally import Tally
 from mlxcache.errors import MlxcacheError
 from mlxcache.image import Image
 from mlxcache.types import (
@@ -178,6 +179,7 @@ class FakeEngine:
         self.jobs: list[Job] = []
         self.streams: list[FakeStream] = []
         self.records: list[RequestRecord] = []
+        self.tally = Tally()
 
     async def render(
         self, chat: Chat, *, session: str | None = None, stop: Sequence[str] = ()

@@ -1,0 +1,75 @@
+"""GET /metrics before there is a model, and who may read it."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from prometheus_client import parser
+
+from mlxcache.api.http import ApiSettings
+from mlxcache.errors import Vanished
+from tests.api.conftest import FakeEngine
+
+COMMON, MINE, THEIRS = "swordfish-0002", "mine-0001", "theirs-0001"
+
+
+async def test_what_is_not_known_yet_has_a_name_and_no_value(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """While the model loads, a scrape tells that it does."""
+    engine.state, engine.info = "loading", None
+    engine.figures = lambda: {}  # type: ignore[method-assign]
+    text = (await client.get("/metrics")).text
+    found = {one.name: one.samples for one in parser.text_string_to_metric_families(text)}
+    assert [x.value for x in found["mlxcache_ready"]] == [0.0]
+    assert found["mlxcache_cached_tokens"] == found["mlxcache_cache_bytes"] == []
+
+
+async def test_a_word_of_the_model_is_escaped(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """Its name may be any folder's."""
+    assert engine.info is not None
+    name = 'a "quoted"\\ name\nof two lines'
+    engine.info = type(engine.info)(name, 10, 10, 0, "llama", False, False)
+    text = (await client.get("/metrics")).text
+    found = {one.name: one.samples for one in parser.text_string_to_metric_families(text)}
+    assert found["mlxcache_build_info"][0].labels["model"] == name
+
+
+class TestKeys:
+    @pytest.fixture
+    def settings(self) -> ApiSettings:
+        return ApiSettings(api_key=COMMON)
+
+    async def test_the_key_is_asked_for(self, client: httpx.AsyncClient) -> None:
+        """As `Authorization: Bearer`, which is what Prometheus sends."""
+        assert (await client.get("/metrics")).status_code == 401
+        headers = {"Authorization": f"Bearer {COMMON}"}
+        assert (await client.get("/metrics", headers=headers)).status_code == 200
+
+
+class TestOwners:
+    @pytest.fixture
+    def settings(self) -> ApiSettings:
+        return ApiSettings(owned_keys=(MINE, THEIRS))
+
+    async def test_any_key_reads_the_whole_servers_figures(self, client: httpx.AsyncClient) -> None:
+        """The same for each, and nothing in them is anybody's own."""
+        assert (await client.get("/metrics")).status_code == 401
+        texts = [
+            (await client.get("/metrics", headers={"X-Api-Key": key})).text
+            for key in (MINE, THEIRS)
+        ]
+        assert texts[0] == texts[1]
+        assert not any(word in texts[0] for word in ("session=", "owner=", "client="))
+
+
+async def test_a_folder_that_is_being_made_again_is_no_fault_of_the_servers(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """503, and when to come again."""
+    engine.submit_error = Vanished("/x has vanished.")
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    response = await client.post("/v1/chat/completions", json=chat)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "2")

@@ -1,0 +1,62 @@
+"""What sessions gained, in the table: added up, kept, and gone with the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mlxcache.store.leaves import anchor_of
+from mlxcache.store.session_figures import Gain, SessionFigures
+from mlxcache.store.sessions import Sessions, Turn
+from tests.store.content import opened, tokens
+
+
+@pytest.fixture
+def sessions(folder) -> Iterator[Sessions]:
+    with opened(folder) as store:
+        yield Sessions(store.database)
+
+
+def turn(sessions: Sessions, label: str, owner: str | None = None, **figures: float) -> str:
+    gain = Gain(SessionFigures(requests=1, **figures), {0: 0.25, 2: 0.5})  # type: ignore[arg-type]
+    ids = tokens(100)
+    anchor = anchor_of((), 90)
+    return sessions.turn(
+        Turn("space", "model", ids, 90, anchor, 0, 1.0, label=label, owner=owner, gain=gain)
+    )
+
+
+def test_figures_of_a_sessions_requests_add_up(sessions, folder):
+    """Each session's by itself, also for who opens the folder later."""
+    one = turn(sessions, "one", cached_tokens=10, prompt_tokens=90, saved_tokens=10, saved_s=0.5)
+    assert turn(sessions, "one", cached_tokens=30, prompt_tokens=90, first_tokens=1) == one
+    other = turn(sessions, "other", prompt_tokens=90)
+    with opened(folder) as store:
+        again = Sessions(store.database)
+        found = again.figures(one)
+        assert (found.requests, found.cached_tokens, found.prompt_tokens) == (2, 40, 180)
+        assert (found.saved_tokens, found.saved_s, found.first_tokens) == (10, 0.5, 1)
+        assert again.figures(other).cached_tokens == 0
+        assert again.paces("space") == {0: 0.25, 2: 0.5}
+        assert again.paces("another") == {}
+
+
+def test_figures_go_with_their_session_and_not_into_a_fork(sessions):
+    """A session of the same label begins anew; one that was never booked so has zeros."""
+    one = turn(sessions, "one", cached_tokens=10)
+    fork = sessions.fork(one, 2.0)
+    assert sessions.figures(fork) == SessionFigures()
+    sessions.delete(one)
+    assert sessions.figures(one) == SessionFigures()
+    assert turn(sessions, "one", cached_tokens=5) == one
+    assert sessions.figures(one).cached_tokens == 5
+
+
+def test_owners_with_one_label_have_figures_of_their_own(sessions):
+    """They are two sessions."""
+    mine = turn(sessions, "same", owner="me", cached_tokens=10)
+    theirs = turn(sessions, "same", owner="you", cached_tokens=70)
+    assert mine != theirs
+    assert sessions.figures(mine).cached_tokens == 10
+    assert sessions.figures(theirs).cached_tokens == 70
