@@ -24,8 +24,9 @@ FIRST_ROUND_S = 0.05
 class Pace:
     """Decoding gets a little more time than prefill. A short burst of prefill may run up a debt.
 
-    `owed` is that debt in seconds, never above the burst's bound plus one chunk; `round_s` what a
-    round of decoding takes, a moving average.
+    `owed` is that debt in seconds, about the burst's bound plus one chunk at most; `round_s` what a
+    round of decoding takes, a moving average. What is still due where decoding stopped to see what
+    has arrived is due before the next chunk, unless that is of a request that has just come.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -39,11 +40,11 @@ class Pace:
         """Prefill begins after a pause; `decoding`: somebody would notice a burst."""
         self.bound = BURST_S if decoding else ARRIVAL_S
 
-    def prefill(self, chunk: Callable[[], None]) -> None:
-        """Run one chunk, and owe decoding its share for it."""
+    def prefill(self, chunk: Callable[[], None], *, owing: bool = True) -> None:
+        """Run one chunk, and owe decoding its share for it, if somebody waits meanwhile."""
         began = self._clock()
         chunk()
-        self.owed += SHARE * (self._clock() - began)
+        self.owed = self.owed + SHARE * (self._clock() - began) if owing else 0.0
 
     def due(self, left_s: float) -> float:
         """Seconds of decoding that are due now, where prefill has about `left_s` to go."""

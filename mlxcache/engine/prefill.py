@@ -61,6 +61,10 @@ class Prefill:
             task.skipped = 0 if task is chosen else task.skipped + 1
         return chosen
 
+    def left_s(self, tasks: list[Task]) -> float:
+        """Seconds that what is left of `tasks`' prompts takes at the speed of short ones."""
+        return sum(task.remaining for task in tasks) / self.cost.rate
+
     def chunk(self, task: Task, seconds: float) -> None:
         """Feed one chunk that takes about `seconds`.
 

@@ -86,12 +86,12 @@ class Scheduler:
             self.disk.pump(beside=len(self.lanes) > 0)
         if not self.prefilling:
             self.pace.begin(decoding=len(self.lanes) > 0)
-        self._admit()
+        came, left = self._admit(), lambda: self.prefill.left_s(self.prefilling)
         computable = self._computable()
         self._moved = len(computable) + len(self.lanes) > 0
-        if computable:
-            self.pace.prefill(self._prefill_one)
-        due = self.pace.due(sum(t.remaining for t in self.prefilling) / self.prefill.cost.rate)
+        if computable and (came or not len(self.lanes) or self.pace.due(left()) <= 0):
+            self.pace.prefill(self._prefill_one, owing=len(self.lanes) > 0)
+        due = self.pace.due(left())
         if self.prefilling and self.pace.holds(due):
             self._decode_round([lane for lane in self.lanes.all if not lane.tasks[0].out])
             return
@@ -134,15 +134,16 @@ class Scheduler:
     def _active(self) -> list[Task]:
         return [*self.prefilling, *(task for lane in self.lanes.all for task in lane.tasks)]
 
-    def _admit(self) -> None:
-        """Start waiting tasks, session by session, while slots and memory last."""
+    def _admit(self) -> bool:
+        """Start waiting tasks, session by session, while slots and memory last. True: some."""
+        before = len(self.prefilling)
         for task in self.turns.order(self.waiting):
-            if not self.turns.room(task, self._active()):
-                continue
-            if self.admission.waits(task, self.prefilling):
+            room = self.turns.room(task, self._active())
+            if not room or self.admission.waits(task, self.prefilling):
                 continue
             if not self._guard(task, lambda t=task: self._start(t)):  # type: ignore[misc]
-                return
+                break
+        return len(self.prefilling) > before
 
     def _start(self, task: Task) -> bool:
         began = time.perf_counter()
@@ -226,8 +227,8 @@ class Scheduler:
         if lane not in self.lanes.all:
             return
         drawn = dict(zip(list(lane.tasks), self.lanes.step(lane), strict=True))
-        outcomes = {task: take(task, tokens) for task, tokens in drawn.items()}
-        ends = {task: outcome for task, outcome in outcomes.items() if outcome is not None}
+        taken = ((task, take(task, tokens)) for task, tokens in drawn.items())
+        ends = {task: outcome for task, outcome in taken if outcome is not None}
         if ends:
             self._end(lane, ends)
         for task, tokens in drawn.items():

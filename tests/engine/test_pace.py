@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from mlxcache.engine.pace import BURST_S, Pace
 from tests.engine.conftest import Bench
@@ -64,6 +66,42 @@ def test_a_debt_is_forgotten_once_nothing_prefills() -> None:
     pace.prefill(lambda: clock.wait(0.9))
     assert pace.due(0.0) <= 0
     assert pace.owed == 0
+
+
+def test_prefill_beside_which_nobody_decodes_leaves_no_debt() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.prefill(lambda: clock.wait(30.0), owing=False)
+    assert pace.due(60.0) <= 0
+
+
+def test_what_arrives_meanwhile_costs_a_reply_none_of_its_time(
+    toy_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding stops to look at each arrival; what it was owed then comes before the next chunk."""
+    bench = Bench(toy_paths["llama"], chunk=64)
+    scheduler, now = bench.scheduler, Clock()
+    pace = scheduler.pace = Pace(now)
+    rng = np.random.default_rng(4)
+    reply = bench.put(rng.integers(10, 400, 20).tolist(), tokens=400)
+    while not reply.out:
+        scheduler.tick()
+    chunks, rounds = [], []
+    feed, decode = scheduler._prefill_one, scheduler._decode_round
+    scheduler._prefill_one = lambda: (now.wait(0.4), chunks.append(1), feed())  # type: ignore[method-assign, assignment, func-returns-value]
+
+    def interrupted(lanes: list[Any]) -> None:
+        now.wait(0.05)
+        rounds.append(1)
+        decode(lanes)
+        scheduler.inbox.put(lambda: None)
+
+    scheduler._decode_round = interrupted  # type: ignore[method-assign]
+    monkeypatch.setattr("mlxcache.engine.pace.BURST_S", 0.0)
+    bench.put(rng.integers(10, 400, 1500).tolist(), tokens=1)
+    while len(chunks) < 12:
+        scheduler.tick()
+    assert len(rounds) * 0.05 >= 0.9 * len(chunks) * 0.4
 
 
 def test_requests_that_come_at_once_decode_as_one_batch(toy_paths: dict[str, Path]) -> None:
