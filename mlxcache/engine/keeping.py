@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 
+from mlxcache.engine.decoder import NoNumbers
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.ram import forget
 from mlxcache.engine.task import Task
+from mlxcache.errors import MlxcacheError
 from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite
 
 log = logging.getLogger("mlxcache.engine")
@@ -24,6 +26,20 @@ def keep(memory: Memory, disk: Disk | None, task: Task) -> None:
     memory.commit(task.held, tokens, checkpoint=True)
     if disk is not None:
         disk.ended(task.held, tokens)
+
+
+def give_up(
+    memory: Memory, disk: Disk | None, task: Task, error: MlxcacheError, *, sound: bool
+) -> None:
+    """End the lease of a task that failed. All it computed is kept if that is `sound`.
+
+    Else what was committed is, but of what is no numbers (NoNumbers) nothing.
+    """
+    if isinstance(error, NoNumbers):
+        purge(memory, disk, task)
+    elif sound:
+        keep(memory, disk, task)
+    (memory.release if sound else memory.abandon)(task.held)
 
 
 def purge(memory: Memory, disk: Disk | None, task: Task) -> None:

@@ -42,9 +42,16 @@ class Pace:
 
     def prefill(self, chunk: Callable[[], None], *, owing: bool = True) -> None:
         """Run one chunk, and owe decoding its share for it, if somebody waits meanwhile."""
+        if not owing:
+            self.owed = 0.0
         began = self._clock()
         chunk()
-        self.owed = self.owed + SHARE * (self._clock() - began) if owing else 0.0
+        if owing:
+            self.owed += SHARE * (self._clock() - began)
+
+    def entered(self, chunk_s: float) -> None:
+        """A reply begins: it decodes first, and the next chunk, of `chunk_s` or so, comes then."""
+        self.owed = max(self.owed, SHARE * chunk_s)
 
     def due(self, left_s: float) -> float:
         """Seconds of decoding that are due now, where prefill has about `left_s` to go."""

@@ -12,9 +12,8 @@ from mlxcache.engine.admission import Admission
 from mlxcache.engine.ahead import Ahead
 from mlxcache.engine.calls import take_in
 from mlxcache.engine.cost import Cost
-from mlxcache.engine.decoder import NoNumbers
 from mlxcache.engine.disk import Disk
-from mlxcache.engine.keeping import keep, purge
+from mlxcache.engine.keeping import give_up, keep
 from mlxcache.engine.lanes import Lane, Lanes
 from mlxcache.engine.memory import Memory
 from mlxcache.engine.outcome import Outcome, failure, take
@@ -86,12 +85,12 @@ class Scheduler:
             self.disk.pump(beside=len(self.lanes) > 0)
         if not self.prefilling:
             self.pace.begin(decoding=len(self.lanes) > 0)
-        came, left = self._admit(), lambda: self.prefill.left_s(self.prefilling)
+        came = self._admit()
         computable = self._computable()
         self._moved = len(computable) + len(self.lanes) > 0
-        if computable and (came or not len(self.lanes) or self.pace.due(left()) <= 0):
+        if computable and (came or not len(self.lanes) or self._due() <= 0):
             self.pace.prefill(self._prefill_one, owing=len(self.lanes) > 0)
-        due = self.pace.due(left())
+        due = self._due()
         if self.prefilling and self.pace.holds(due):
             self._decode_round([lane for lane in self.lanes.all if not lane.tasks[0].out])
             return
@@ -102,6 +101,9 @@ class Scheduler:
             due,
             lambda: bool(len(self.lanes)) and self.inbox.empty(),
         )
+
+    def _due(self) -> float:
+        return self.pace.due(self.prefill.left_s(self.prefilling))
 
     def _nothing_to_do(self) -> bool:
         """Whether only a message can bring work: a request, or news from the disk's threads."""
@@ -184,6 +186,7 @@ class Scheduler:
         if task.remaining == 0:
             self.prefilling.remove(task)
             self.lanes.enter(task)
+            self.pace.entered(DECODING_S)
         self._progress(task)
 
     def _progress(self, task: Task) -> None:
@@ -277,11 +280,7 @@ class Scheduler:
         if task.look is not None:
             task.look.dropped = True
         if task.lease is not None:
-            if isinstance(error, NoNumbers):
-                purge(self.memory, self.disk, task)
-            elif sound:
-                keep(self.memory, self.disk, task)
-            (self.memory.release if sound else self.memory.abandon)(task.lease)
+            give_up(self.memory, self.disk, task, error, sound=sound)
         self.ended(task)
         task.push(error)
 

@@ -75,13 +75,21 @@ def test_prefill_beside_which_nobody_decodes_leaves_no_debt() -> None:
     assert pace.due(60.0) <= 0
 
 
+def test_a_reply_that_begins_beside_a_long_prompt_decodes_first() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.prefill(lambda: pace.entered(0.4), owing=False)
+    assert pace.due(60.0) > 0.4
+    assert pace.due(0.5) <= 0  # a short burst still goes first
+
+
 def test_what_arrives_meanwhile_costs_a_reply_none_of_its_time(
     toy_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decoding stops to look at each arrival; what it was owed then comes before the next chunk."""
     bench = Bench(toy_paths["llama"], chunk=64)
     scheduler, now = bench.scheduler, Clock()
-    pace = scheduler.pace = Pace(now)
+    scheduler.pace = Pace(now)
     rng = np.random.default_rng(4)
     reply = bench.put(rng.integers(10, 400, 20).tolist(), tokens=400)
     while not reply.out:
