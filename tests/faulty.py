@@ -17,6 +17,8 @@ its file. Nothing of this is in the product: functions of it are wrapped, in thi
 from __future__ import annotations
 
 import errno
+import faulthandler
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -146,5 +148,6 @@ class _Model:
 if __name__ == "__main__":
     from mlxcache.cli.main import main
 
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # where it hangs, into its log
     install(Faults(Path(sys.argv.pop(1))))
     main()

@@ -91,3 +91,8 @@ def light(path: Path) -> Path:
 def heavy(path: Path) -> Path:
     """32 kB of KV per token and little work: for filling a budget soon."""
     return make_toy(path, hidden=64, layers=8, heads=8, kv_heads=8, head_dim=64)
+
+
+def wide(path: Path) -> Path:
+    """As `heavy`, with replies that come back as the tokens they were."""
+    return _lonely_replies(heavy(path))

@@ -97,6 +97,23 @@ class Server:
         """Whether the process runs."""
         return self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """Of the server itself."""
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status, None if it still runs after so long."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
     def watch(self) -> None:
         """Start sampling memory; `idle_bytes` is what it holds now."""
         self._tree += self._tree[0].children(recursive=True)
