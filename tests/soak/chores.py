@@ -175,7 +175,7 @@ def wrong(agent: Agent, life: Life, step: Step) -> None:
     """Bodies that cannot be served."""
     bodies = (
         b"{", b"[]", b'{"messages": 3}', b'{"messages": []}', b"\xff\xfe",
-        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": [{"role": "someone", "content": "x"}]}',
         b'{"messages": [{"role": "user", "content": "x"}], "n": 3}',
         b"[" * 5000,
     )  # fmt: skip

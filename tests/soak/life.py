@@ -28,6 +28,7 @@ WORDS = {
     "template": "no such macro",
     "tokenizer": "no such byte",
     "die": "MLX thread died",
+    "remove": "vanished",
 }
 """What a server says of a fault to whoever met it."""
 

@@ -118,7 +118,7 @@ def rounds(seed: int, families: tuple[str, ...], seconds: float) -> Iterator[Rou
             family=family,
             place=place,
             seconds=STOP_S + seconds if long else seconds,
-            ram="400MB" if place == "wide" else rng.choice(("24MB", "32MB", "64MB")),
+            ram="400MB" if place == "wide" else rng.choice(("24MB", "32MB", "48MB")),
             disk=rng.choice(("4MB", "8MB")) if small else "2GB" if place == "wide" else "8GB",
             concurrency=rng.choice((2, 4, 8)),
             chunk=rng.choice((64, 256, 2048)),

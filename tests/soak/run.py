@@ -20,7 +20,7 @@ from tests.soak.ordeal import Ordeal, terminate
 from tests.soak.plan import Round, rounds, steps
 from tests.soak.reference import Reference
 
-STEADY = Flags(ram="48MB")
+STEADY = Flags(ram="32MB")
 WIDE = "wide"
 
 
