@@ -19,7 +19,7 @@ COMMAND = ("mlxcache.cli.main",)
 
 
 class Served:
-    """A running `mlxcache serve`; `lines` is what it has printed so far."""
+    """A running `mlxcache serve`; `lines` is what it has printed so far, `home` its HOME."""
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class Served:
         command: tuple[str, ...] = COMMAND,
     ):
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLXCACHE_", "XDG_"))}
+        self.home = home
         self.lines: list[str] = []
         self.process = subprocess.Popen(
             [sys.executable, "-m", *command, "serve", "--port", "0", *arguments],

@@ -31,12 +31,14 @@ def routes(deps: http.Deps) -> list[Route]:
     """The two endpoints, over `deps`."""
 
     async def messages(request: Request) -> Response:
+        """One reply to a conversation."""
         body = await http.read(request, wire.Request, deps)
         if body.stream:
             return await _streamed(request, body, deps)
         return http.json_response(await http.while_connected(request, _whole(request, body, deps)))
 
     async def count_tokens(request: Request) -> Response:
+        """How many tokens the conversation's prompt has; nothing is generated."""
         body = await http.read(request, wire.Conversation, deps)
         chat, _ = to_chat(body, strict=False, images=http.takes_images(deps))
         http.serving(deps)

@@ -1,0 +1,99 @@
+"""Draws docs/images/fed.svg from the tables of docs/benchmarks.md: bin/_chart.py [PAGE PICTURE].
+
+What a turn feeds the model, as a share of its prompt: a count, so it is the same on any machine.
+"""
+
+import re
+import sys
+from html import escape
+from pathlib import Path
+
+DOCS = Path(__file__).parents[1] / "docs"
+CASES = (
+    ("llama (18,500 tokens)", "attribution line changed", "A client's line at the top has changed"),
+    ("qwen3_5", "second branch there", "A second branch, in a model with recurrent layers"),
+    ("gemma3", "second branch there", "A second branch, in a model with sliding windows"),
+    ("llama", "last message edited", "The last message, edited"),
+)
+"""Family and case as in the tables, and what they are called in the chart."""
+
+STYLE = """\
+    .card { fill: #ffffff; stroke: #d0d7de }
+    text { fill: #1f2328 }
+    .soft { fill: #59636e }
+    .track { fill: #eef1f4 }
+    .ours { fill: #2c8a43 }
+    .theirs { fill: #8c959f }
+    @media (prefers-color-scheme: dark) {
+      .card { fill: #161b22; stroke: #30363d }
+      text { fill: #e6edf3 }
+      .soft { fill: #9da7b3 }
+      .track { fill: #21262d }
+      .ours { fill: #46b463 }
+      .theirs { fill: #6e7681 }
+    }"""
+
+WIDTH, LEFT, BAR, ROW, TOP = 760, 24, 440, 74, 58
+
+
+def figures(page: str) -> dict[tuple[str, str], tuple[int, int, int]]:
+    """Fed here, the prompt, and fed by mlx_lm.server, by family and case."""
+    found = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        fed = re.fullmatch(r"([\d,]+) of ([\d,]+)", cells[2]) if len(cells) == 8 else None
+        if fed:
+            numbers = (fed[1], fed[2], cells[3])
+            ours, prompt, theirs = (int(text.replace(",", "")) for text in numbers)
+            found[re.sub(r" \(3,000.*", "", cells[0]), cells[1]] = (ours, prompt, theirs)
+    return found
+
+
+def chart(page: str) -> str:
+    """The picture, as SVG. Raises KeyError where the page lacks a case."""
+    known = figures(page)
+    rows, words = [], []
+    for at, (family, case, name) in enumerate(CASES):
+        ours, prompt, theirs = known[family, case]
+        rows += _case(TOP + at * ROW, name, ours, prompt, theirs)
+        words.append(f"{name}: {ours:,} of {prompt:,}, mlx_lm.server {theirs:,}.")
+    height = TOP + len(CASES) * ROW + 34
+    foot = "A count, the same on any machine. How it was measured: docs/benchmarks.md"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
+            ' aria-labelledby="title desc" font-family="system-ui, -apple-system, \'Segoe UI\','
+            ' sans-serif" font-size="13">',
+            '  <title id="title">Tokens of a turn that are computed, of its prompt</title>',
+            f'  <desc id="desc">{escape(" ".join(words))}</desc>',
+            f"  <style>\n{STYLE}\n  </style>",
+            f'  <rect class="card" x="1" y="1" width="{WIDTH - 2}" height="{height - 2}" rx="10"/>',
+            f'  <text x="{LEFT}" y="32" font-size="16" font-weight="600">Tokens of a turn that are '
+            "computed, of its prompt: fewer is sooner</text>",
+            *rows,
+            f'  <text class="soft" x="{LEFT}" y="{height - 18}">{foot}</text>',
+            "</svg>\n",
+        ]
+    )
+
+
+def _case(y: int, name: str, ours: int, prompt: int, theirs: int) -> list[str]:
+    return [
+        f'  <text x="{LEFT}" y="{y + 14}">{escape(name)}</text>',
+        *_bar(y + 20, "ours", ours, prompt, f"mlxcache {ours:,} of {prompt:,}"),
+        *_bar(y + 40, "theirs", theirs, prompt, f"mlx_lm.server {theirs:,}"),
+    ]
+
+
+def _bar(y: int, kind: str, fed: int, prompt: int, label: str) -> list[str]:
+    width = max(2.0, BAR * min(1.0, fed / prompt))
+    return [
+        f'  <rect class="track" x="{LEFT}" y="{y}" width="{BAR}" height="16" rx="3"/>',
+        f'  <rect class="{kind}" x="{LEFT}" y="{y}" width="{width:.1f}" height="16" rx="3"/>',
+        f'  <text x="{LEFT + BAR + 12}" y="{y + 12}">{label}</text>',
+    ]
+
+
+if __name__ == "__main__":
+    page, picture = map(Path, sys.argv[1:] or (DOCS / "benchmarks.md", DOCS / "images" / "fed.svg"))
+    picture.write_text(chart(page.read_text(encoding="utf-8")), encoding="utf-8")

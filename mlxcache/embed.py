@@ -1,0 +1,162 @@
+"""The engine in a program of one's own: a model, its prefix tree and its disk tier, no HTTP.
+
+async with Model("~/models/my-model", ram="8GB") as model:
+    reply = await model.chat([{"role": "user", "content": "What is a cache?"}], max_tokens=50)
+    print(reply.text, reply.cached_tokens, "of", reply.prompt_tokens)
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from mlxcache.api.http import decode
+from mlxcache.api.openai_reply import gather
+from mlxcache.api.openai_request import calls_wanted, check, max_tokens, sampling, stops, to_chat
+from mlxcache.api.openai_wire import ChatRequest
+from mlxcache.api.titles import title_of
+from mlxcache.config import Settings, load_settings
+from mlxcache.config.sources import READERS
+from mlxcache.engine.engine import Engine
+from mlxcache.engine.sessions import SessionBook
+from mlxcache.engine.stream import Stream
+from mlxcache.errors import ConfigError
+from mlxcache.store.lock import serving
+from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
+
+URL = "http://127.0.0.1:0"
+"""What other processes are told of this one: it uses the folder, and nobody can ask it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole reply. Counts are in tokens: `cached_tokens` of the prompt were not computed,
+    `restored_tokens` of these came from disk."""
+
+    text: str
+    thinking: str
+    calls: tuple[ToolCall, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    restored_tokens: int
+    generated_tokens: int
+
+
+class Model:
+    """One model, loaded between `async with` and its end. Use it from one event loop.
+
+    `model` is a folder or a Hub id, None the built-in demo; `settings` are the keys of config.toml
+    and mean what they mean there. Neither that file nor variables are read. Entering raises
+    ModelError or ConfigError where the model cannot be served, InUse while a command changes the
+    cache folder.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any):
+        unknown = sorted(set(settings) - set(READERS))
+        if unknown:
+            raise ConfigError(f"unknown setting {unknown[0]!r}; there are {', '.join(READERS)}")
+        nothing = {"MLXCACHE_CONFIG": os.devnull}
+        self.settings: Settings = load_settings({"model": model, **settings}, nothing)
+        self._engine = Engine(self.settings)
+        self._held = ExitStack()
+
+    async def __aenter__(self) -> Self:
+        name = self.settings.model or "the demo"
+        if self.settings.disk != "off":
+            self._held.enter_context(serving(self.settings.cache_dir, URL, name))
+        try:
+            await self._engine.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End what runs and write what was computed. A second time nothing happens."""
+        with self._held:
+            await self._engine.stop()
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is loaded. Raises RuntimeError outside of `async with`."""
+        if self._engine.info is None:
+            raise RuntimeError("The model is loaded inside of `async with`.")
+        return self._engine.info
+
+    @property
+    def sessions(self) -> SessionBook:
+        """The sessions: list, get, patch, fork, delete; `portable` takes and reads snapshots."""
+        return self._engine.sessions
+
+    def figures(self) -> dict[str, Any]:
+        """What `GET /v1/cache` says."""
+        return self._engine.figures()
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, session: str | None = None, **fields: Any
+    ) -> Reply:
+        """A whole reply to the conversation; see `stream` for the arguments and what is raised."""
+        async with await self.stream(messages, session=session, **fields) as stream:
+            whole = await gather(stream)
+        last = whole.last
+        return Reply(
+            whole.text,
+            whole.thinking,
+            tuple(whole.calls),
+            last.reason,
+            last.prompt_tokens,
+            last.cached_tokens,
+            last.restored_tokens,
+            last.generated_tokens,
+        )
+
+    async def stream(
+        self, messages: Sequence[Mapping[str, Any]], *, session: str | None = None, **fields: Any
+    ) -> Stream:
+        """The reply's events as they come (`mlxcache.types.Event`): `async for` reads them.
+
+        `fields` are further ones of the body of `POST /v1/chat/completions`: `max_tokens`,
+        `temperature`, `tools`, ... `session` is a label for people. Leave the stream, or close it,
+        to cancel; what was computed is kept.
+
+        Raises BadRequest for what cannot be served, and Busy where too many requests wait.
+        """
+        raw = msgspec.json.encode({"messages": messages, **fields})
+        body = decode(ChatRequest, raw)
+        check(body)
+        chat = to_chat(body, images=self.info.has_images)
+        prompt = await self._engine.render(chat, session=session, stop=stops(body))
+        return await self._engine.submit(
+            Job(
+                id=f"req_{secrets.token_hex(12)}",
+                prompt=prompt,
+                sampling=sampling(body),
+                max_tokens=max_tokens(body, self.settings.max_tokens),
+                stop=stops(body),
+                tools=tuple(chat.tools) if calls_wanted(body) else None,
+                parallel_tools=body.parallel_tool_calls is not False,
+                session=session,
+                client="mlxcache.embed",
+                title=title_of(chat.messages),
+                api="embed",
+            )
+        )
+
+
+__all__ = ["Model", "Reply"]

@@ -1,0 +1,72 @@
+"""What clients send to the addresses in their settings, as far as a server can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+ASKED = [{"role": "user", "content": "Hello."}]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request; a `body` makes it a POST."""
+
+    url: str
+    key: str | None = None
+    body: dict[str, Any] | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def _chat(base: str, model: str, key: str | None, **more: Any) -> Sent:
+    body = {"model": model, "messages": ASKED, "stream": True, "max_tokens": 8} | more
+    return Sent(f"{base.rstrip('/')}/chat/completions", key, body)
+
+
+def open_code(settings: dict[str, Any]) -> Iterator[Sent]:
+    """`@ai-sdk/openai-compatible` under its provider's options, for the model that is chosen."""
+    name, _, model = settings["model"].partition("/")
+    provider = settings["provider"][name]
+    assert provider["npm"] == "@ai-sdk/openai-compatible"
+    assert provider["models"][model]["limit"]["context"] > 0
+    options = provider["options"]
+    usage = {"include_usage": True}
+    yield _chat(options["baseURL"], model, options.get("apiKey"), stream_options=usage)
+
+
+def llm(settings: list[dict[str, Any]]) -> Iterator[Sent]:
+    """Each model of extra-openai-models.yaml."""
+    for one in settings:
+        assert one["supports_tools"] is True
+        yield _chat(one["api_base"], one["model_name"], "DUMMY_KEY")
+
+
+def continue_dev(settings: dict[str, Any]) -> Iterator[Sent]:
+    """Each model of config.yaml: provider `openai` chats, `autocomplete` completes a text."""
+    for one in settings["models"]:
+        assert one["provider"] == "openai"
+        base, key = one["apiBase"].rstrip("/"), one["apiKey"]
+        if "chat" in one["roles"]:
+            yield _chat(base, one["model"], key)
+        if "autocomplete" in one["roles"]:
+            text = {"model": one["model"], "prompt": "def add(a, b):", "max_tokens": 8}
+            yield Sent(f"{base}/completions", key, text)
+
+
+def open_webui(settings: dict[str, str]) -> Iterator[Sent]:
+    """The list of models, then a chat, a title and tags for it, all of them streamed or not."""
+    base, key = settings["OPENAI_API_BASE_URL"], settings["OPENAI_API_KEY"]
+    assert settings["ENABLE_OLLAMA_API"] == "false"
+    yield Sent(f"{base}/models", key)
+    yield _chat(base, "current-model", key, stream_options={"include_usage": True})
+    title = [{"role": "user", "content": "### Task:\nGenerate a concise title for: Hello."}]
+    yield _chat(base, "current-model", key, messages=title, stream=False)
+
+
+CLIENTS: dict[str, Callable[[Any], Iterator[Sent]]] = {
+    "OpenCode": open_code,
+    "llm": llm,
+    "Continue": continue_dev,
+    "Open WebUI": open_webui,
+}

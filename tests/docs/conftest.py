@@ -1,0 +1,18 @@
+"""One small server for all that pages and examples ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import ToyMaker
+from tests.served import Served, served
+
+
+@pytest.fixture(scope="session")
+def server(toy: ToyMaker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A small model whose turns end by themselves."""
+    model = toy("llama", emits={"<|im_end|>": 30})
+    with served("--model", str(model), home=tmp_path_factory.mktemp("home")) as running:
+        yield running

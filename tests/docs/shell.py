@@ -1,0 +1,80 @@
+"""A folder and a PATH for the blocks of a page: this checkout's commands, and clients' stand-ins.
+
+A stand-in asks the server as the client would, with nothing but the variables that it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.docs.blocks import DEFAULT_URL, ROOT
+
+MLXCACHE = f'''\
+if [ "${{1-}}" = serve ]; then echo would serve; exit; fi
+exec "{sys.executable}" -m mlxcache.cli.main "$@"'''
+"""Of `serve` only the settings are looked at, elsewhere: see `commands.settings`."""
+ASK_MESSAGES = """\
+curl -sSf "$ANTHROPIC_BASE_URL/v1/messages" -H "Authorization: Bearer $ANTHROPIC_AUTH_TOKEN" \\
+  -H "Content-Type: application/json" -d "{\\"model\\": \\"$ANTHROPIC_MODEL\\", \\"max_tokens\\": 8,
+  \\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"Hello.\\"}]}"
+"""
+ASK_CHAT = """\
+ask() {
+  curl -sSf "$1/models" -H "Authorization: Bearer $3"
+  curl -sSf "$1/chat/completions" -H "Authorization: Bearer $3" \\
+    -H "Content-Type: application/json" -d "{\\"model\\": \\"$2\\", \\"max_tokens\\": 8,
+    \\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"Hello.\\"}]}"
+}
+[ "$ANYCLAUDE_MODE" = mlx-lm ]
+ask "$MLX_LM_URL" "$MLX_LM_MODEL" "$MLX_LM_API_KEY"
+ask "$LOCAL_URL" "$LOCAL_MODEL" "$LOCAL_API_KEY"
+[ "$LOCAL_CONTEXT_LENGTH" -gt 0 ]
+"""
+PROGRAMS = {
+    "python": f'exec "{sys.executable}" "$@"',
+    "mlxcache": MLXCACHE,
+    "claude": ASK_MESSAGES,
+    "anyclaude": ASK_CHAT,
+    "open": 'curl -sSf "$1"',
+}
+
+
+def furnish(folder: Path) -> None:
+    """Make in `folder` what a clone has and a page's commands want."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "path").mkdir()
+    (folder / "bin").mkdir()
+    for name, code in PROGRAMS.items():
+        _script(folder / "path" / name, code)
+    _script(folder / "bin" / "mlxcache", MLXCACHE)
+    shutil.copy(ROOT / "bin" / "serve", folder / "bin" / "serve")
+
+
+def _script(path: Path, code: str) -> None:
+    path.write_text(f"#!/bin/sh\nset -eu\n{code}\n")
+    path.chmod(0o755)
+
+
+def run(code: str, folder: Path, url: str) -> subprocess.CompletedProcess[str]:
+    """Run shell code as a reader would, whose server is at `url` and not where pages have it."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLXCACHE_", "XDG_"))}
+    environ = kept | {
+        "PATH": f"{folder / 'path'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(folder),
+        "MLXCACHE_URL": url,
+    }
+    code = code.replace(DEFAULT_URL, url).replace("curl -s ", "curl -sSf ")
+    return subprocess.run(
+        ["sh", "-e", "-c", code],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )

@@ -1,0 +1,118 @@
+"""Every block of code in README and docs/ is run, sent, parsed, or held to what it shows.
+
+What a block is stands in a comment right above it, where its language does not say it. A page's
+blocks are run in their order, in one folder, as a reader would.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mlxcache.config import load_settings, unknown_variables
+from mlxcache.config.sources import READERS
+from tests.docs import commands, shell
+from tests.docs.blocks import BLOCKS, ROOT, Block, of
+
+NOT_RUN = {
+    "it takes minutes": "its flags are parsed; tests/bench runs the scenarios small",
+    "it takes a long time": "its flags are parsed; tests/bench runs the scenarios small",
+    "it installs other servers": "its flags are parsed",
+    "the suite would run itself": "its scripts are there",
+    "it depends on the machine": "its flags are parsed; tests/cli runs the command",
+    "it needs the model's weights": "its flags are parsed",
+}
+"""Why a block is not run, in the words that pages use, and what of it is checked instead."""
+
+LIVE = of("sh", "python")
+TEXT = {
+    "a drawing",
+    "a formula",
+    "lines of the log",
+    "an answer of the command",
+    "a file of keys",
+}
+LOG = re.compile(
+    r"\d\d:\d\d:\d\d session (-|[\w-]{1,8})  prompt \d+  cached \d+( \(\d+ from disk\))?  fed \d+"
+    r"  first token (-|[\d.]+ s)  (-|[\d.]+) tok/s  generated \d+( \(\d+ of \d+ drafts accepted\))?"
+    r"  \w+(  lost \d+ \(\w+: \w+, about [\d.]+ s\))?"
+)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_block_is_of_a_kind_that_is_checked(block: Block) -> None:
+    """So that no code hides from the tests as plain text."""
+    match block.language:
+        case "sh" | "python":
+            assert block.reason in NOT_RUN or not block.note
+        case "toml":
+            assert set(tomllib.loads(block.code)) <= set(READERS)
+        case "json" | "yaml":
+            assert block.note.startswith(("body of ", "answer of ", "settings of "))
+        case "text":
+            assert block.note in TEXT
+        case _:
+            pytest.fail(f"{block} is in {block.language!r}")
+
+
+@pytest.mark.parametrize("block", of("sh"), ids=str)
+def test_shell_blocks_parse_and_name_what_there_is(block: Block, tmp_path: Path, monkeypatch):
+    """Scripts, examples, flags and arguments of every command, and variables; also if not run."""
+    subprocess.run(["sh", "-n"], input=block.code, text=True, check=True)
+    for name in re.findall(r"(?:^|[\s`])((?:bin|examples)/[\w./-]+\w)", block.code):
+        assert (ROOT / name).exists(), name
+    monkeypatch.chdir(tmp_path)
+    for arguments, variables in commands.ours(block.code):
+        commands.touch_files(arguments, tmp_path)
+        commands.check(arguments, variables)
+    assert not list(unknown_variables(dict.fromkeys(commands.variables(block.code), ""), SPOKEN))
+
+
+SPOKEN = ("MLXCACHE_URL",)
+
+
+def test_a_documented_file_of_settings_is_accepted(tmp_path: Path) -> None:
+    """As it stands in the page."""
+    files = of("toml")
+    assert files
+    for block in files:
+        path = tmp_path / "config.toml"
+        path.write_text(block.code)
+        load_settings({}, {}, path)
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in LIVE if not block.reason}))
+def test_the_blocks_of_a_page_run_in_their_order(page, server, tmp_path: Path, capfd) -> None:
+    """As they stand, but for the port; of `serve` only the settings are read, above."""
+    shell.furnish(tmp_path)
+    for block in LIVE:
+        if block.page != page or block.reason:
+            continue
+        if block.language == "python":
+            code = block.code.replace(shell.DEFAULT_URL, server.url)
+            exec(compile(code, str(block), "exec"), {"__name__": "__main__"})
+            printed = capfd.readouterr().out
+        else:
+            done = shell.run(block.code, tmp_path, server.url)
+            assert done.returncode == 0, f"{block}: {done.stdout}{done.stderr}"
+            printed = done.stdout
+        assert printed.strip(), f"{block} says nothing"
+
+
+@pytest.mark.parametrize("block", of("text"), ids=str)
+def test_lines_of_the_log_are_as_the_server_writes_them(block: Block) -> None:
+    """Each of them, with what adds up: cached and fed are the prompt."""
+    if block.note != "lines of the log":
+        return
+    for line in block.code.splitlines():
+        assert LOG.fullmatch(line), line
+        prompt, cached, fed = (
+            int(found[1])
+            for name in ("prompt", "cached", "fed")
+            if (found := re.search(rf"{name} (\d+)", line))
+        )
+        assert cached + fed == prompt

@@ -1,0 +1,103 @@
+"""README and docs/ say what is so: links, pictures, flags and endpoints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, cast
+from xml.etree import ElementTree
+
+import pytest
+import typer
+
+from mlxcache.api.app import create_app
+from mlxcache.cli.main import app
+from mlxcache.config import Settings
+from tests.docs.blocks import PAGES, ROOT
+
+PICTURES = sorted((ROOT / "docs" / "images").glob("*.svg"))
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The rows of the first table below a heading, without its first two lines."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").split(heading, 1)[1]
+    rows = re.findall(r"^\|(.+)\|$", text.split("\n\n| ", 1)[1].split("\n\n")[0], re.MULTILINE)
+    return [[cell.strip() for cell in row.split("|")] for row in rows[1:]]
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    """Files exist, and headings that are linked to; pictures say in words what they show."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.is_file(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in map(slug, headings), target
+    assert all(len(words) > 20 for words in re.findall(r"!\[([^\]]*)\]\(", text))
+
+
+def test_every_page_is_found_from_the_menu():
+    """A page that nothing leads to is not read."""
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    assert set(re.findall(r": ([\w/.-]+\.md)$", menu, re.MULTILINE)) == pages
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_pictures_are_read_in_light_and_dark_and_aloud(picture: Path):
+    """With colours for both, a title, and nothing from anywhere else."""
+    text = picture.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    title = root.find(f"{SVG}title")
+    assert title is not None
+    assert title.text
+    assert root.get("role") == "img"
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"href=|@import|url\(http|<script|<image", text)
+
+
+def serve_flags() -> dict[str, bool]:
+    """The flags of `mlxcache serve`, and whether --help shows them."""
+    command = cast(Any, typer.main.get_command(app)).commands["serve"]
+    return {p.opts[0]: not p.hidden for p in command.params if p.opts[0] != "--help"}
+
+
+def test_the_documented_settings_are_the_real_ones():
+    """Flag, variable, key and default of each, and none besides."""
+    rows = table("configuration.md", "## Settings")
+    documented = [row[0].strip("`") for row in rows]
+    assert sorted(documented) == sorted(f for f, shown in serve_flags().items() if shown)
+    for flag, variable, key, default, _ in rows:
+        name = flag.strip("`-").replace("-", "_")
+        assert variable == f"`MLXCACHE_{name.upper()}`"
+        assert key == ("" if name == "config" else f"`{name}`")
+        if default.startswith("`"):
+            value = getattr(Settings(), name)
+            shown = "{}" if value == {} else str(value)
+            assert default.strip("`").lower() == shown.lower(), name
+
+
+def test_the_documented_endpoints_are_the_real_ones():
+    """Method and path of each, and none besides."""
+    documented = {
+        f"{method} {path}"
+        for row in table("http-api.md", "# HTTP API")
+        for method, path in re.findall(r"`(\w+) ([^`]+)`", row[0])
+    }
+    routes = cast(Any, create_app(cast(Any, object())).routes)
+    real = {
+        f"{method} {route.path.replace(':path', '')}"
+        for route in routes
+        for method in route.methods - {"HEAD"}
+    }
+    assert documented == real
