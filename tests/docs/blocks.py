@@ -13,6 +13,12 @@ PAGES = sorted(
 DEFAULT_URL = "http://127.0.0.1:8081"
 """Where a server listens unless told: pages are written for it."""
 
+
+def for_server(text: str, url: str) -> str:
+    """A page's text for a server at `url`, also where it has the address alone."""
+    return text.replace(DEFAULT_URL.split("//")[1], url.split("//")[1])
+
+
 _NOTE = re.compile(r"<!-- (.+) -->")
 _NOT_RUN = "not run: "
 

@@ -64,9 +64,19 @@ def open_webui(settings: dict[str, str]) -> Iterator[Sent]:
     yield _chat(base, "current-model", key, messages=title, stream=False)
 
 
+def prometheus(settings: dict[str, Any]) -> Iterator[Sent]:
+    """Each target of each job, at the usual path."""
+    for job in settings["scrape_configs"]:
+        for group in job["static_configs"]:
+            for target in group["targets"]:
+                path = job.get("metrics_path", "/metrics")
+                yield Sent(f"{job.get('scheme', 'http')}://{target}{path}")
+
+
 CLIENTS: dict[str, Callable[[Any], Iterator[Sent]]] = {
     "OpenCode": open_code,
     "llm": llm,
     "Continue": continue_dev,
     "Open WebUI": open_webui,
+    "Prometheus": prometheus,
 }

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ToyMaker
+from tests.docs import shell
 from tests.served import Served, served
+
+
+@pytest.fixture(scope="session")
+def mlxcache() -> Iterator[str]:
+    """The words of a shell that run `mlxcache`."""
+    with tempfile.TemporaryDirectory() as folder, shell.command(Path(folder)) as words:
+        yield words
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,18 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from tests.docs.blocks import DEFAULT_URL, ROOT
+from tests.docs.blocks import ROOT, for_server
 
-MLXCACHE = f'''\
-if [ "${{1-}}" = serve ]; then echo would serve; exit; fi
-exec "{sys.executable}" -m mlxcache.cli.main "$@"'''
-"""Of `serve` only the settings are looked at, elsewhere: see `commands.settings`."""
+MLXCACHE = """\
+if [ "${1-}" = serve ]; then echo would serve; exit; fi
+exec {python} "$@"
+"""
+"""Of `serve` only the settings are looked at, elsewhere: see `commands.check`."""
+FORKING = Path(__file__).with_name("forking.py")
 ASK_MESSAGES = """\
 curl -sSf "$ANTHROPIC_BASE_URL/v1/messages" -H "Authorization: Bearer $ANTHROPIC_AUTH_TOKEN" \\
   -H "Content-Type: application/json" -d "{\\"model\\": \\"$ANTHROPIC_MODEL\\", \\"max_tokens\\": 8,
@@ -36,21 +40,37 @@ ask "$LOCAL_URL" "$LOCAL_MODEL" "$LOCAL_API_KEY"
 """
 PROGRAMS = {
     "python": f'exec "{sys.executable}" "$@"',
-    "mlxcache": MLXCACHE,
     "claude": ASK_MESSAGES,
     "anyclaude": ASK_CHAT,
     "open": 'curl -sSf "$1"',
 }
 
 
-def furnish(folder: Path) -> None:
-    """Make in `folder` what a clone has and a page's commands want."""
+@contextmanager
+def command(folder: Path) -> Iterator[str]:
+    """The words that run `mlxcache`: in a process that has its imports, where forks are safe."""
+    if sys.platform != "linux":
+        yield f'"{sys.executable}" -m mlxcache.cli.main'
+        return
+    path = folder / "socket"
+    words = [sys.executable, str(FORKING), str(path)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield f'"{sys.executable}" -S -E "{FORKING}" "{path}"'
+        process.kill()
+
+
+def furnish(folder: Path, mlxcache: str) -> None:
+    """Make in `folder` what a clone has and a page's commands want; `mlxcache` runs that."""
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "path").mkdir()
     (folder / "bin").mkdir()
     for name, code in PROGRAMS.items():
         _script(folder / "path" / name, code)
-    _script(folder / "bin" / "mlxcache", MLXCACHE)
+    for path in ("path", "bin"):
+        _script(folder / path / "mlxcache", MLXCACHE.replace("{python}", mlxcache))
     shutil.copy(ROOT / "bin" / "serve", folder / "bin" / "serve")
 
 
@@ -68,7 +88,7 @@ def run(code: str, folder: Path, url: str) -> subprocess.CompletedProcess[str]:
         "HOME": str(folder),
         "MLXCACHE_URL": url,
     }
-    code = code.replace(DEFAULT_URL, url).replace("curl -s ", "curl -sSf ")
+    code = for_server(code, url).replace("curl -s ", "curl -sSf ")
     return subprocess.run(
         ["sh", "-e", "-c", code],
         cwd=folder,

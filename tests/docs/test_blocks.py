@@ -16,13 +16,17 @@ import pytest
 from mlxcache.config import load_settings, unknown_variables
 from mlxcache.config.sources import READERS
 from tests.docs import commands, shell
-from tests.docs.blocks import BLOCKS, ROOT, Block, of
+from tests.docs.blocks import BLOCKS, ROOT, Block, for_server, of
 
 NOT_RUN = {
     "it takes minutes": "its flags are parsed; tests/bench runs the scenarios small",
     "it takes a long time": "its flags are parsed; tests/bench runs the scenarios small",
     "it installs other servers": "its flags are parsed",
     "the suite would run itself": "its scripts are there",
+    "it starts a client": "its flags are parsed; test_newcomer and tests/cli launch stand-ins",
+    "it needs a shell that goes on": "its flags are parsed",
+    "it installs a service": "its files are there; tests/cli reads them",
+    "it changes a service": "its shell code is parsed",
     "it depends on the machine": "its flags are parsed; tests/cli runs the command",
     "it needs the model's weights": "its flags are parsed",
 }
@@ -86,14 +90,16 @@ def test_a_documented_file_of_settings_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in LIVE if not block.reason}))
-def test_the_blocks_of_a_page_run_in_their_order(page, server, tmp_path: Path, capfd) -> None:
+def test_the_blocks_of_a_page_run_in_their_order(
+    page, server, mlxcache, tmp_path: Path, capfd
+) -> None:
     """As they stand, but for the port; of `serve` only the settings are read, above."""
-    shell.furnish(tmp_path)
+    shell.furnish(tmp_path, mlxcache)
     for block in LIVE:
         if block.page != page or block.reason:
             continue
         if block.language == "python":
-            code = block.code.replace(shell.DEFAULT_URL, server.url)
+            code = for_server(block.code, server.url)
             exec(compile(code, str(block), "exec"), {"__name__": "__main__"})
             printed = capfd.readouterr().out
         else:
@@ -116,3 +122,17 @@ def test_lines_of_the_log_are_as_the_server_writes_them(block: Block) -> None:
             if (found := re.search(rf"{name} (\d+)", line))
         )
         assert cached + fed == prompt
+
+
+def test_answers_of_commands_have_the_columns_that_commands_print() -> None:
+    """Each heading, and each name of a line, stands in the code that prints it."""
+    source = "".join(path.read_text() for path in (ROOT / "mlxcache" / "cli").rglob("*.py"))
+    shown = [block for block in of("text") if block.note == "an answer of the command"]
+    assert shown
+    for block in shown:
+        first, *lines = block.code.splitlines()
+        names = re.split(r" {2,}", first)
+        if len(names) == 1:
+            names += [re.split(r" {2,}", line)[0] for line in lines]
+        for name in names:
+            assert re.search(rf'["n]{re.escape(name)}"', source), (block, name)

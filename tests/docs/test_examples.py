@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.conftest import ToyMaker
-from tests.docs.blocks import DEFAULT_URL, ROOT
+from tests.docs.blocks import ROOT, for_server
 from tests.docs.clients import CLIENTS
 from tests.docs.test_shapes import send
 from tests.served import Served, served
@@ -108,7 +108,7 @@ SETTINGS = {"Continue": "continue.yaml", "Open WebUI": "open-webui.env"}
 def test_settings_lead_to_the_server(client: str, server: Served):
     """By what the client of these settings sends."""
     path = EXAMPLES / SETTINGS[client]
-    text = path.read_text(encoding="utf-8").replace(DEFAULT_URL, server.url)
+    text = for_server(path.read_text(encoding="utf-8"), server.url)
     settings = yaml.safe_load(text) if path.suffix == ".yaml" else environ(text)
     for sent in CLIENTS[client](settings):
         assert sent.url.startswith(f"{server.url}/")

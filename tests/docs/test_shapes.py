@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mlxcache.config import Settings, read_keys
-from tests.docs.blocks import DEFAULT_URL, Block, of
+from tests.docs.blocks import Block, for_server, of
 from tests.docs.clients import CLIENTS, Sent
 from tests.served import Served
 
@@ -35,7 +35,7 @@ def send(sent: Sent) -> None:
 @pytest.mark.parametrize("block", _noted("settings of "), ids=str)
 def test_settings_of_clients_lead_to_the_server(block: Block, server: Served) -> None:
     """By what the client of these settings would send."""
-    code = block.code.replace(DEFAULT_URL, server.url)
+    code = for_server(block.code, server.url)
     settings = json.loads(code) if block.language == "json" else yaml.safe_load(code)
     requests = list(CLIENTS[block.note.removeprefix("settings of ")](settings))
     assert requests
@@ -70,6 +70,7 @@ def asked(server: Served) -> dict[str, Any]:
         "GET /v1/requests/{id}": request,
         "lost of GET /v1/requests/{id}": request["lost"],
         "GET /v1/sessions": next(one for one in sessions if one["label"] == "shapes"),
+        "GET /v1/cache/tree": httpx.get(f"{url}/v1/cache/tree").json(),
         "GET /v1/cache": httpx.get(f"{url}/v1/cache").json(),
         "GET /health": httpx.get(f"{url}/health").json(),
     }
