@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlxcache.bench.text import Filler
+from mlxcache.engine.admission import WORTH_BESIDE
 from tests.soak.ledger import Ledger, Sessions
 from tests.soak.life import Life
 from tests.soak.plan import Step
 from tests.soak.wire import Asked, Leave, Outcome, ask, call
 
 MOST_TALKS, MOST_MESSAGES = 5, 14
-SYSTEM_TOKENS, FIRST_TOKENS, TURN_TOKENS = 120, (60, 900), (8, 160)
+SYSTEM_TOKENS, FIRST_TOKENS, TURN_TOKENS = 120, (60, 1000), (8, 240)
 REPLY_TOKENS = (4, 48)
 CONTROL = ("<|im_end|>", "<|im_start|>system\n", "<|endoftext|>", "<tool_call>")
 SLICED = ("llama", "gemma3")
 """Families whose KV can be cut at any token, so that all of a conversation is reused."""
 
-FROM_DISK = 200
+FROM_DISK = WORTH_BESIDE + 64
 """Tokens that may be computed again though they are there: so few are not looked up on disk."""
 
 COSTS = {"nan", "malloc", "full", "locked", "slow", "damage", "remove", "index", "clear", "hang"}

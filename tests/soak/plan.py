@@ -113,19 +113,20 @@ def rounds(seed: int, families: tuple[str, ...], seconds: float) -> Iterator[Rou
         small = place == "private"
         drawn = tuple(_fault(rng, next(faults), place, seconds) for _ in range(count))
         long = number % 40 == 20
+        length = seconds + (STOP_S if long else seconds if place == "wide" else 0.0)
         yield Round(
             number=number,
             family=family,
             place=place,
-            seconds=STOP_S + seconds if long else seconds,
-            ram="400MB" if place == "wide" else rng.choice(("24MB", "32MB", "48MB")),
+            seconds=length,
+            ram="200MB" if place == "wide" else rng.choice(("24MB", "32MB", "48MB")),
             disk=rng.choice(("4MB", "8MB")) if small else "2GB" if place == "wide" else "8GB",
             concurrency=rng.choice((2, 4, 8)),
             chunk=rng.choice((64, 256, 2048)),
             faults=(Fault("stop", 2.0, STOP_S, "mortal"),) if long else drawn,
             files=(next(files), next(files)) if small else (),
             end=next(ends),
-            end_at=rng.uniform(0.5, 1.0) * seconds + (STOP_S if long else 0.0),
+            end_at=length - rng.uniform(0.0, 0.5) * seconds,
             starting=rng.uniform(0.0, 3.0) if rng.random() < 0.1 else None,
             clear=number % 24 == 23,
         )

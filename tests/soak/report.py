@@ -16,7 +16,6 @@ LOSSES = {"sessions lost": "session lost", "wrong tokens": "wrong tokens", "hang
 def figures(soak: Soak) -> dict[str, Any]:
     """All figures of a run; bytes, seconds and counts."""
     ledger = soak.ledger
-    shares = [over.share for over in ledger.overshoots]
     worst = max(ledger.overshoots, key=lambda over: over.nbytes, default=None)
     return {
         "seed": soak.seed,
@@ -34,9 +33,8 @@ def figures(soak: Soak) -> dict[str, Any]:
         "memory": {name: _memory(one.rests) for name, one in soak.steady.items() if one.rests},
         "largest_overshoot_bytes": worst.nbytes if worst else None,
         "largest_overshoot_of": worst.of if worst else None,
-        "largest_overshoot_share": max(shares, default=None),
-        "wide_overshoot_share": max(
-            (over.share for over in ledger.overshoots if over.of.endswith("400MB")), default=None
+        "largest_overshoot_with_200MB": max(
+            (over.share for over in ledger.overshoots if over.of.endswith("200MB")), default=None
         ),
     }
 
