@@ -7,7 +7,7 @@ import logging
 from mlxcache.engine.decoder import NoNumbers
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
-from mlxcache.engine.ram import forget
+from mlxcache.engine.ram import forget, held_beyond
 from mlxcache.engine.task import Task
 from mlxcache.errors import MlxcacheError
 from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite
@@ -58,5 +58,5 @@ def purge(memory: Memory, disk: Disk | None, task: Task) -> None:
         memory.tree.unlock(lease.node)
         lease.node = None
     if disk is not None:
-        disk.forget(ids, sound, [node for node in match.nodes if node.end > sound])
+        disk.forget(ids, sound, held_beyond(memory, ids, sound))
     forget(memory, ids, sound)

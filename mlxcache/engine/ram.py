@@ -36,9 +36,17 @@ def forget(memory: Memory, ids: Tokens, keep: int) -> int:
 
     What a request uses, or what is still being written, stays. Returns the tokens cut.
     """
+    beyond = held_beyond(memory, ids, keep)
+    return _cut_below(memory, beyond[0], keep) if beyond else 0
+
+
+def held_beyond(memory: Memory, ids: Tokens, keep: int) -> list[Node]:
+    """The nodes with any token of `ids` beyond `keep`, top down.
+
+    None where the tree holds no such token: the last node may be of others, who went another way.
+    """
     match = memory.tree.match(ids, touch=False)
-    top = next((node for node in match.nodes if node.end > keep), None)
-    return 0 if top is None else _cut_below(memory, top, keep)
+    return [node for node in match.nodes if min(node.end, match.length) > keep]
 
 
 def _cut_below(memory: Memory, top: Node, keep: int) -> int:

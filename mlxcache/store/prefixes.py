@@ -55,14 +55,16 @@ def forget_prefix(store: Store, sessions: Sessions, ids: Tokens) -> int:
 
 def forget_beyond(store: Store, ids: Tokens, keep: int) -> None:
     """Remove the files with any token of `ids` beyond `keep`, and all that builds on them, whoever
-    needs them. Raises StoreError."""
+    needs them. A file of others that begins as `ids` does, and goes another way, stays.
+    Raises StoreError."""
     while beyond := [file for file in _files(store, ids) if _end(file) > keep]:
         for file in beyond:
             store._core.drop(file.id, corrupt=False)
 
 
 def _end(file: Piece | Saved) -> int:
-    return file.position if isinstance(file, Saved) else file.last
+    """The last token of what was looked for that `file` holds; others may follow it there."""
+    return file.position if isinstance(file, Saved) else file.end
 
 
 def _start(file: Piece | Saved) -> int:

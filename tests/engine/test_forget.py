@@ -1,0 +1,26 @@
+"""What is cut from the tree on purpose, and what of others stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mlxcache.engine.ram import forget, held_beyond
+from tests.conftest import ToyMaker
+from tests.engine.conftest import Bench
+
+
+def test_what_the_tree_does_not_hold_costs_nobody_else(toy: ToyMaker) -> None:
+    """A conversation that is evicted, or failed at once, begins as all others do."""
+    path: Path = toy("llama")
+    bench = Bench(path)
+    ids = np.random.default_rng(1).integers(10, 400, 300).tolist()
+    bench.ask(ids, tokens=4)
+    gone = np.asarray([*ids[:4], 401, *ids[5:200]], np.int32)
+    assert held_beyond(bench.memory, gone, 4) == []
+    assert forget(bench.memory, gone, 4) == 0
+    assert bench.memory.known(np.asarray(ids, np.int32)) == 299
+    assert forget(bench.memory, np.asarray(ids, np.int32), 4) > 200
+    assert bench.memory.known(np.asarray(ids, np.int32)) == 4
+    bench.check()
