@@ -240,6 +240,12 @@ class PrefixTree:
         """The unlocked leaf that is missed least, or None. Removes nothing. O(log n)."""
         return self._edges.leaves.first()
 
+    def useless(self, node: Node) -> bool:
+        """Whether nothing follows on `node`, nobody uses it, and there is no checkpoint at it."""
+        if node is self.root or node.detached or node.locks:
+            return False
+        return not node.children and node.checkpoint is None
+
     def cut(self, node: Node, position: int) -> Cut:
         """Drop [position, end) of an unlocked leaf, and its checkpoint; say what was freed.
 

@@ -5,12 +5,15 @@ what it holds into the tree, `release` it. Each keeps the budget: bytes are rese
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mlxcache.cache.budget import Budget
 from mlxcache.cache.node import NO_TOKENS
 from mlxcache.cache.tree import Match, Node, PrefixTree, Worth
 from mlxcache.engine.claims import NOTHING, Claim, Mains
+from mlxcache.engine.reuse import intact, usable
 from mlxcache.engine.room import STEP, Room
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage, Span
@@ -51,31 +54,9 @@ class Memory:
 
     # -- acquiring ---------------------------------------------------------------------------
 
-    def usable(self, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
-        """How much of a match can be reused, capped so that one token is left to feed."""
-        if not self.layout.cacheable:
-            return 0, None
-        limit = self._intact(match, prompt_tokens - 1)
-        if not self.layout.opaque:
-            return limit, None
-        usable = [(at, node) for at, node in match.checkpoints if at <= limit]
-        return (usable[-1][0], usable[-1][1].checkpoint) if usable else (0, None)
-
-    def _intact(self, match: Match, upto: int) -> int:
-        """How much of a match, up to `upto`, has KV that is there."""
-        limit = min(match.length, upto)
-        lost = next((start for value, start, _ in match.segments if value.lost), limit)
-        limit = min(limit, lost)
-        hollow = [
-            (start, value.hollow) for value, start, _ in match.segments if value.hollow > start
-        ]
-        if hollow and hollow[0][0] < limit < hollow[-1][1] + self.layout.longest_window:
-            return hollow[0][0]
-        return limit
-
     def known(self, ids: Tokens) -> int:
         """How many tokens of `ids` could be reused now. Changes nothing."""
-        return self.usable(self.tree.match(ids, touch=False), len(ids))[0]
+        return usable(self.layout, self.tree.match(ids, touch=False), len(ids))[0]
 
     def acquire(
         self, ids: Tokens, reply: int, planned: int = 0, claim: Claim = NOTHING
@@ -90,10 +71,10 @@ class Memory:
         """
         match, main = self.tree.match(ids), self.mains.beside(ids, claim)
         self.tree.uses.renew(main)
-        cached, state = self.usable(match, len(ids))
+        cached, state = usable(self.layout, match, len(ids))
         bare = planned > cached
         if bare:
-            cached, state = self._intact(match, planned), None
+            cached, state = intact(self.layout, match, planned), None
         least = (len(ids) + min(reply, STEP) + 63) // 64 * 64
         anchor = match.nodes[-1] if match.nodes else None
         if anchor is not None:
@@ -105,21 +86,26 @@ class Memory:
                 self.tree.unlock(anchor)
         if lease is None:
             return None
-        if not self._reserve_state(lease):
-            self.release(lease)
+        if not self._begin_at(lease, state):
             return None
         lease.bare, lease.saved, lease.matched = bare, lease.cached, match.length
         lease.prompt, lease.claim = ids, claim
         if claim.asked:
             uses = self.tree.uses.found(self.tree.match(ids), len(ids), claim.anchor)
             self.tree.uses.renew(main, uses)
-        lease.lineage.restore(state)
         return lease
 
-    def _reserve_state(self, lease: Lease) -> bool:
+    def _begin_at(self, lease: Lease, state: State | None) -> bool:
+        """Give a lease its state; False, and it is released, where there is no room for one."""
         if not self.room.reserve("states", self.layout.running_bytes):
+            self.release(lease)
             return False
         lease.state_bytes = self.layout.running_bytes
+        try:
+            lease.lineage.restore(state)
+        except BaseException:
+            self.release(lease)
+            raise
         return True
 
     def _lease(self, match: Match, cached: int, least: int) -> Lease | None:
@@ -152,7 +138,8 @@ class Memory:
         if not tail:
             return True
         self._boundary(match, end)
-        twin = owner.detach(end, end + tail)
+        with self._charged(owner, owner.capacity + tail):
+            twin = owner.detach(end, end + tail)
         self.tree.retarget([n for n in self.tree.holders(owner) if n.start >= end], twin)
         self.idle[id(twin)] = twin
         return True
@@ -179,16 +166,44 @@ class Memory:
                 return None
             capacity = found
         self.busy[id(owner)] = owner
-        if owner.whole:
-            owner.truncate(end)
-            owner.grow(capacity)
-            for span in spans[at + 1 :]:
-                owner.append_span(span)
-        else:
-            owner.fill(spans, capacity)
+        with self._charged(owner, capacity):
+            if owner.whole:
+                owner.truncate(end)
+                owner.grow(capacity)
+                for span in spans[at + 1 :]:
+                    owner.append_span(span)
+            else:
+                owner.fill(spans, capacity)
         node = self._boundary(match, cached)
         self.tree.lock(node)
         return Lease(owner, cached, node)
+
+    @contextmanager
+    def _charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:
+        """While it gets buffers of `capacity` positions, which are charged for already.
+
+        Should MLX fail there, what is not held is given back. One that was idle is idle again if
+        what it held is still there, else it is lost.
+        """
+        try:
+            yield
+        except BaseException:
+            missing = capacity - lineage.capacity
+            self.budget.release("kv", missing * self.layout.bytes_per_token)
+            if not leased:
+                self._put_back(lineage)
+            raise
+
+    def _put_back(self, lineage: Lineage) -> None:
+        held = self.tree.live_range(lineage)
+        if held is None or lineage.lost:
+            self.room.lose(lineage)
+            return
+        lineage.truncate(held[1])
+        if not lineage.sound():
+            self.room.lose(lineage)
+        elif self.busy.pop(id(lineage), None) is not None:
+            self.idle[id(lineage)] = lineage
 
     def _fresh(self, spans: list[Span], cached: int, least: int) -> Lease | None:
         """A new lineage with copies of `spans`."""
@@ -196,7 +211,8 @@ class Memory:
         if capacity is None:
             return None
         lineage = Lineage(self.layout)
-        lineage.fill(spans, capacity)
+        with self._charged(lineage, capacity):
+            lineage.fill(spans, capacity)
         if not self.layout.specs:
             lineage.length = cached
         self.busy[id(lineage)] = lineage
@@ -211,7 +227,8 @@ class Memory:
             return True
         capacity = self.room.fit(lineage.capacity, (length + 63) // 64 * 64)
         if capacity is not None:
-            lineage.grow(capacity)
+            with self._charged(lineage, capacity, leased=True):
+                lineage.grow(capacity)
         return capacity is not None
 
     def commit(self, lease: Lease, ids: Tokens, *, checkpoint: bool) -> None:

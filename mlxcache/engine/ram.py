@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mlxcache.cache.tree import Node
 from mlxcache.engine.memory import Memory
+from mlxcache.engine.reuse import usable
 from mlxcache.store.listing import Held
 from mlxcache.types import Tokens
 
@@ -20,7 +21,7 @@ def in_ram(memory: Memory, paths: Sequence[Tokens]) -> Held:
     ends: dict[int, int] = {}
     for ids in paths:
         match = memory.tree.match(ids, touch=False)
-        tokens.append(memory.usable(match, len(ids) + 1)[0])
+        tokens.append(usable(memory.layout, match, len(ids) + 1)[0])
         for node in match.nodes:
             end = min(node.end, match.length)
             before = ends.get(id(node), node.start)

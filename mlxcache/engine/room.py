@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from math import inf
 
@@ -14,6 +15,8 @@ from mlxcache.engine.checkpoints import Trail
 from mlxcache.engine.handles import Handles
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
+
+log = logging.getLogger("mlxcache.engine")
 
 STEP = 256
 """Positions of a reply that get room with its prompt, and the least that is evicted at once."""
@@ -171,14 +174,8 @@ class Room:
         gone = self.tree.cut(leaf, position)
         if id(gone.value) in self.idle:
             self.shrink(gone.value, force=True)
-        if self.layout.opaque and above is not None and self._useless(above):
+        if self.layout.opaque and above is not None and self.tree.useless(above):
             self._cut(above, above.start)
-
-    def _useless(self, node: Node) -> bool:
-        """Whether nothing follows on `node`, and there is no state to go on with."""
-        if node is self.tree.root or node.detached or node.locks:
-            return False
-        return not node.children and node.checkpoint is None
 
     def settle(self) -> None:
         """Let only the latest few idle lineages hold more than the tree needs of them.
@@ -220,7 +217,12 @@ class Room:
         elif force and self.layout.specs and held[1] - held[0] < lineage.capacity:
             if not self.spare_for((held[1] - held[0]) * self.layout.widest):
                 return 0
-            lineage.compact(*held)
+            try:
+                lineage.compact(*held)
+            except RuntimeError:
+                log.exception("no memory to make a buffer smaller: it is dropped")
+                self.lose(lineage)
+                return before
         freed = before - lineage.nbytes
         self.budget.release("kv", freed)
         mx.clear_cache()
@@ -291,5 +293,4 @@ class Room:
 
     def clear(self) -> None:
         """Drop everything that no request uses."""
-        while self._evict(self.budget.limit):
-            pass
+        self.give_up(self.budget.limit)

@@ -55,7 +55,18 @@ class Lineage:
         return self.base == 0
 
     def _rebuild(self, sources: Sequence[Span], capacity: int) -> None:
-        """Refill every buffer from `sources` (contiguous spans), `capacity` positions each."""
+        """Refill every buffer from `sources` (contiguous spans), `capacity` positions each.
+
+        Where MLX fails on the way, it is lost, unless all it should do was to grow.
+        """
+        try:
+            self._refill(sources, capacity)
+        except BaseException:
+            if not (self.length and list(sources) == [(self, 0, self.length)]):
+                self.release()
+            raise
+
+    def _refill(self, sources: Sequence[Span], capacity: int) -> None:
         base, end = (sources[0][1], sources[-1][2]) if sources else (0, 0)
         hollow = max((_hollow(span) for span in sources), default=0)
         for i, slot in enumerate(self.linear):

@@ -265,9 +265,7 @@ def test_checkpoints_keep_to_their_share_of_the_budget(
             task = hybrid.ask(ids, marks=[20, len(ids) - 3], tokens=6)
             most = max(most, memory.tree.checkpoint_bytes)
             ids = [*ids, *task.out, *prompt(rng, 20)]
-            assert memory.usable(memory.tree.match(np.asarray(ids, np.int32)), len(ids))[0] == (
-                len(ids) - 20
-            )
+            assert memory.known(np.asarray(ids, np.int32)) == len(ids) - 20
     assert limit * BUDGET_SHARE - layout.checkpoint_bytes < most <= limit * BUDGET_SHARE
 
 

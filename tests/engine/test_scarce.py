@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from copy import copy
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -88,6 +91,74 @@ def test_who_finds_no_memory_twice_is_refused(
     bench.run()
     assert re.search("Unable to allocate", str(error(task)))
     model.when = lambda tokens: False
+    assert bench.ask(ids).out == bench.cold(ids)
+    at_rest(bench)
+
+
+class NoRoom:
+    """MLX that cannot allocate in the `at`-th evaluation of a lineage's buffers, from now on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int):
+        self._left = at
+        self._eval = mx.eval
+        monkeypatch.setattr("mlxcache.model.lineage.mx", self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
+
+    def eval(self, *arrays: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise copy(NO_MEMORY)
+        self._eval(*arrays)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has raised."""
+        return self._left <= 0
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_buffer_that_cannot_be_made_is_charged_to_nobody(
+    bench: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """A first buffer, one that grows, a branch's copy, what is set aside for it: at any array."""
+    first, other = prompt(rng, 300), prompt(rng, 40)
+    asked = [
+        (prompt(rng, 120), 2),
+        (first, 2),
+        ([*first, *prompt(rng, 700)], 2),
+        ([*first[:150], *other], 2),
+        ([*first[:150], *other, *prompt(rng, 90)], 300),
+    ]
+    failed = 0
+    for ids, tokens in asked:
+        fault = NoRoom(monkeypatch, at)
+        task = bench.put(ids, tokens=tokens)
+        bench.run()
+        failed += isinstance(task.events[-1], Exception)
+        bench.check()
+        monkeypatch.undo()
+        again = bench.ask(ids, tokens=tokens)
+        assert again.out == bench.cold(ids, tokens)
+        at_rest(bench)
+        assert fault.over or at > 2
+    assert failed or at > 2
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_an_idle_buffer_that_cannot_be_made_smaller_is_dropped(
+    bench: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    ids = prompt(rng, 900)
+    bench.ask(ids, tokens=2)
+    (lineage,) = bench.memory.idle.values()
+    fault = NoRoom(monkeypatch, at)
+    freed = bench.memory.room.shrink(lineage, force=True)
+    assert fault.over == lineage.lost
+    assert freed > 0
+    bench.check()
+    monkeypatch.undo()
     assert bench.ask(ids).out == bench.cold(ids)
     at_rest(bench)
 
