@@ -20,6 +20,7 @@ from mlxcache.cli.serve import serve
 from mlxcache.cli.show import print_json
 from mlxcache.cli.snapshot import restore, snapshot
 from mlxcache.cli.target import URL_VARIABLE, Json
+from mlxcache.cli.top.command import top
 from mlxcache.cli.warm import warm
 from mlxcache.config import unknown_variables
 
@@ -39,6 +40,7 @@ app.add_typer(sessions.app, name="sessions")
 for command in (snapshot, restore, warm, explain):
     app.command()(command)
 app.add_typer(cache.app, name="cache")
+app.command()(top)
 app.command()(doctor)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -155,6 +156,19 @@ class Remote:
     def clear(self, *, pinned: bool) -> dict[str, Any]:
         """Empty both tiers."""
         return self._json("DELETE", "/v1/cache", params={"pinned": "true" if pinned else "false"})
+
+    # -- what goes on ------------------------------------------------------------------------
+
+    def live(self, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        """What the server tells of `parts`, now and whenever it changes, until it ends."""
+        name = ""
+        with self._request("GET", "/v1/live", params={"parts": ",".join(parts)}) as response:
+            for line in response.iter_lines():
+                field, _, value = line.partition(": ")
+                if field == "event":
+                    name = value
+                elif field == "data" and name != "end":
+                    yield name, json.loads(value)
 
     # -- HTTP --------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""`mlxcache top`: what a server does, in the terminal."""

@@ -1,0 +1,202 @@
+"""The picture of what a server does, as wide and as high as the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from mlxcache.cli import show
+from mlxcache.cli.top.seen import Seen
+from mlxcache.config import format_size
+
+BAR = 20
+_ABOVE, _HEADED = 7, 3
+"""Lines before the tables, and those that each table takes beside its rows."""
+
+MOST_ROWS = 10
+"""Rows of each table where nobody says how high the terminal is."""
+
+_ENDS = {"tool_calls": "tools", "stop_sequence": "stop", "cancelled": "cancelled"}
+
+
+def view(seen: Seen, url: str, *, width: int, height: int | None, now: float) -> Group:
+    """All of it, at most `width` columns wide; `height` None: as much as is worth reading."""
+    running, recent, sessions = seen.running(), seen.recent(), seen.sessions or []
+    rows = _rows(height, (len(running), len(recent), len(sessions)))
+    names = {one[key]: show.name_of(one) for one in sessions for key in ("id", "label")}
+    parts: list[RenderableType] = [_head(seen, url), *_budgets(seen.cache)]
+    if seen.server is None or seen.server["state"] == "ready":
+        tables = (
+            _running(seen, running[: rows[0]], names, width, now),
+            _recent(recent[: rows[1]], names, width),
+            _sessions(sessions[: rows[2]], width),
+        )
+        for (title, empty, table), shown, all_ in zip(
+            tables, rows, (running, recent, sessions), strict=True
+        ):
+            more = f" ({shown} of {len(all_)})" if shown < len(all_) else ""
+            parts += [Text(f"\n{title}{more}", "bold"), table if all_ else Text(empty, "dim")]
+    return Group(*parts)
+
+
+def _rows(height: int | None, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
+    """How many rows each table may have: what runs comes first, the others share the rest."""
+    if height is None:
+        running, recent, sessions = (min(n, MOST_ROWS) for n in wanted)
+        return running, recent, sessions
+    left = max(0, height - _ABOVE - 3 * _HEADED)
+    running = min(wanted[0], left)
+    left -= max(running, 0)
+    recent = min(wanted[1], max(left - wanted[2], left // 2))
+    return running, recent, min(wanted[2], left - recent)
+
+
+def _head(seen: Seen, url: str) -> Text:
+    server = seen.server
+    if server is None:
+        return Text.assemble(("mlxcache", "bold"), f"  {url}", no_wrap=True, overflow="ellipsis")
+    state = server["state"]
+    style = "green" if state == "ready" else "yellow"
+    if state == "ready" and server["stalled_s"] >= 10:
+        state, style = f"one step has gone on for {server['stalled_s']} s", "red"
+    model = server["model"]["id"] if server["model"] else "no model yet"
+    return Text.assemble(
+        (f"mlxcache {server['version']}", "bold"),
+        *("  ", (state, style), f"  {url}  {model}"),
+        no_wrap=True,
+        overflow="ellipsis",
+    )
+
+
+def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
+    """RAM and disk as bars, and what all requests so far came to."""
+    if not cache:
+        return []
+    ram, disk = cache["ram"], cache["disk"]
+    grid = Table.grid(padding=(0, 1))
+    used = sum(ram["kinds"].values())
+    text = f"{_of(used, ram)}: {format_size(ram['used_bytes'])} cached, "
+    grid.add_row("RAM", _bar(used, ram), f"{text}{format_size(cache['active_bytes'])} in use")
+    if disk["limit_bytes"]:
+        text = f"{_of(disk['used_bytes'], disk)} in {disk['files']:,} files"
+        if cache["pending_bytes"]:
+            text += f", {format_size(cache['pending_bytes'])} on their way"
+        if disk["state"] != "ok":
+            text = "writing fails: the server's log says why"
+        grid.add_row("Disk", _bar(disk["used_bytes"], disk), text)
+    else:
+        grid.add_row("Disk", "", "off")
+    level = (cache.get("pressure") or {}).get("level", "normal")
+    if level != "normal":
+        grid.add_row("", "", Text(f"memory is short: {level}", "yellow"))
+    return [Text(), grid, _totals(cache)]
+
+
+def _of(used: int, tier: Mapping[str, Any]) -> str:
+    return f"{format_size(used)} of {format_size(tier['limit_bytes'])}"
+
+
+def _bar(used: int, tier: Mapping[str, Any]) -> ProgressBar:
+    full = used > 0.95 * tier["limit_bytes"]
+    style = "yellow" if full else "cyan"
+    return ProgressBar(tier["limit_bytes"], used, BAR, complete_style=style, finished_style=style)
+
+
+def _totals(cache: Mapping[str, Any]) -> Text:
+    requests, tokens, saved = cache["requests"], cache["tokens"], cache["saved"]
+    text = f"{requests['total']:,} requests: " + ", ".join(
+        f"{requests[kind]:,} {kind}" for kind in ("cold", "warm", "restored")
+    )
+    if tokens["prompt"]:
+        text += f"; {tokens['cached'] / tokens['prompt']:.0%} reused"
+    if saved["tokens"]:
+        text += f", {show.duration(saved['seconds'])} saved"
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+Named = tuple[str, str, RenderableType]
+"""A table's title, what is said where it is empty, and it."""
+
+
+def _running(
+    seen: Seen, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: int, now: float
+) -> Named:
+    columns = (("phase", 7), ("", BAR), ("tokens", -19), ("tok/s", -7))
+    table = _table(("session", *columns), width)
+    for row in rows:
+        progress = row["progress"]
+        done, total, phase = progress["done_tokens"], progress["total_tokens"], progress["phase"]
+        bar: RenderableType = ProgressBar(total, done, BAR) if phase == "prefill" else ""
+        told = f"{done:,} of {total:,}" if phase == "prefill" else f"{done:,}"
+        if phase == "queued":
+            told = f"for {show.duration(max(0.0, now - row['created_at']))}"
+        speed = seen.speed(row)
+        rate = "-" if speed is None else f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
+        table.add_row(_name(row, names), phase, bar, told, rate)
+    return "Running", "Nothing runs.", table
+
+
+def _recent(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: int) -> Named:
+    columns = (("cached", -8), ("disk", -7), ("fed", -7), ("reply", -6), ("first", -9), ("end", 9))
+    table = _table((("at", 8), "session", *columns), width)
+    for row in rows:
+        first = row["timing"]["first_token_s"]
+        end = row["finish_reason"] if row["status"] == "done" else row["status"]
+        table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(row["created_at"])),
+            _name(row, names),
+            _count(row["cached_tokens"] - row["restored_tokens"]),
+            _count(row["restored_tokens"]),
+            _count(row["fed_tokens"]),
+            _count(row["generated_tokens"]),
+            "-" if first is None else show.duration(first),
+            Text(_ENDS.get(end, end or "-"), "red" if row["error"] else ""),
+        )
+    return "Lately, in tokens", "No request yet.", table
+
+
+def _sessions(rows: Sequence[dict[str, Any]], width: int) -> Named:
+    columns = (("tokens", -10), ("RAM", -9), ("disk", -9), ("tier", 5), ("last used", -10))
+    table = _table(("name", *columns), width)
+    for row in rows:
+        table.add_row(
+            Text(show.name_of(row)),
+            f"{row['tokens']:,}",
+            show.size(row["ram_bytes"]),
+            show.size(row["disk_bytes"]),
+            row["tier"] or "-",
+            show.age(row["last_used_at"]),
+        )
+    return "Sessions", "There are no sessions yet.", table
+
+
+def _table(columns: Sequence[str | tuple[str, int]], width: int) -> Table:
+    """Columns of fixed width (less than 0: numbers, to the right), and one that takes the rest."""
+    fixed = [abs(one[1]) for one in columns if isinstance(one, tuple)]
+    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    for one in columns:
+        name, size = (one, width - sum(fixed) - len(fixed)) if isinstance(one, str) else one
+        made.add_column(
+            name,
+            width=max(4, abs(size)),
+            justify="right" if size < 0 else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    return made
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens:,}" if tokens else "-"
+
+
+def _name(row: Mapping[str, Any], names: Mapping[str, str]) -> Text:
+    """Whose a request is: plain text, whatever stands in it."""
+    label = row["session"]
+    return Text(names.get(label) or label or row["client"] or "-")

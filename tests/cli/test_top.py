@@ -1,0 +1,359 @@
+"""`mlxcache top`: what it shows, that it fits, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+from click.testing import Result
+from rich.cells import cell_len
+from rich.console import Console
+from typer.testing import CliRunner
+
+from mlxcache.cli.main import app
+from mlxcache.cli.top.seen import MOST_RECENT, Seen
+from mlxcache.cli.top.view import view
+
+NOW = 1_795_264_000.0
+SERVER = {"state": "ready", "version": "0.1.0", "model": {"id": "org/model"}, "stalled_s": 0}
+CACHE = {
+    "ram": {
+        "used_bytes": 3_200_000_000,
+        "limit_bytes": 12_000_000_000,
+        "kinds": {"kv": 3_300_000_000, "pool": 700_000_000},
+    },
+    "disk": {
+        "used_bytes": 8_100_000_000,
+        "limit_bytes": 50_000_000_000,
+        "files": 1234,
+        "state": "ok",
+    },
+    "active_bytes": 100_000_000,
+    "pending_bytes": 12_000_000,
+    "requests": {"total": 57, "cold": 2, "warm": 54, "restored": 1},
+    "tokens": {"prompt": 1_247_901, "cached": 1_204_112},
+    "saved": {"tokens": 1_204_112, "seconds": 1012.0},
+    "pressure": {"level": "normal"},
+}
+
+
+def session(number: int, **more: Any) -> dict[str, Any]:
+    return {
+        "id": f"ses_{number:012d}",
+        "label": f"label-{number}",
+        "name": None,
+        "title": "Find the bug in the parser of " + "nested brackets " * 5,
+        "tokens": 18_500 + number,
+        "ram_bytes": 37_888_000,
+        "disk_bytes": 38_012_928,
+        "tier": "both",
+        "last_used_at": NOW - 60 * number,
+        **more,
+    }
+
+
+def request(number: int, phase: str | None = None, done: int = 0, **more: Any) -> dict[str, Any]:
+    """A request that is over, or in `phase`."""
+    progress = None
+    if phase:
+        total = None if phase == "decode" else 18_500
+        rate = 41.5 if phase == "decode" else None
+        progress = {
+            "phase": phase,
+            "done_tokens": done,
+            "total_tokens": total,
+            "tokens_per_s": rate,
+        }
+    return {
+        "id": f"req_{number}",
+        "session": f"label-{number}",
+        "client": "claude-cli/2.1.329",
+        "status": phase or "done",
+        "created_at": NOW - 100 + number,
+        "cached_tokens": 118_000,
+        "restored_tokens": 14_000,
+        "fed_tokens": 1_234,
+        "generated_tokens": 321,
+        "timing": {"first_token_s": 0.4321},
+        "finish_reason": None if phase else "tool_calls",
+        "error": None,
+        "progress": progress,
+        **more,
+    }
+
+
+def seen(*rows: dict[str, Any], **parts: Any) -> Seen:
+    made = Seen()
+    made.take("server", parts.get("server", SERVER), 0.0)
+    made.take("cache", parts.get("cache", CACHE), 0.0)
+    made.take("requests", {"data": list(rows)}, 0.0)
+    made.take("sessions", {"data": parts.get("sessions", [session(n) for n in range(3)])}, 0.0)
+    return made
+
+
+def lines(seen: Seen, width: int = 80, height: int | None = None) -> list[str]:
+    console = Console(width=width, highlight=False, force_terminal=False)
+    with console.capture() as captured:
+        url = "http://127.0.0.1:8081"
+        console.print(view(seen, url, width=width, height=height, now=NOW), width=width)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+ROWS = [
+    request(0, "queued"),
+    request(1, "prefill", 9_000),
+    request(2, "decode", 120),
+    *(request(n) for n in range(3, 9)),
+]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_all_of_it_fits_the_terminal(width):
+    """Whatever titles sessions have."""
+    found = lines(seen(*ROWS), width)
+    assert max(map(cell_len, found)) <= width
+    assert len([line for line in found if "ses_" in line]) == 0
+
+
+@pytest.mark.parametrize("height", [10, 24, 40])
+def test_it_is_no_higher_than_the_terminal(height):
+    """What runs is shown first."""
+    found = lines(seen(*ROWS, sessions=[session(n) for n in range(40)]), 80, height)
+    assert len(found) <= max(height, 16)
+    assert height < 24 or any("prefill" in line for line in found)
+
+
+def test_budgets_and_totals_are_told():
+    """As bytes of the limit, and as what was reused."""
+    text = "\n".join(lines(seen(*ROWS)))
+    assert "4 GB of 12 GB: 3.2 GB cached, 100 MB in use" in text
+    assert "8.1 GB of 50 GB in 1,234 files, 12 MB on their way" in text
+    assert "57 requests: 2 cold, 54 warm, 1 restored; 96% reused, 16 min 52 s saved" in text
+
+
+def test_what_is_wrong_is_told():
+    """A step that hangs, a disk that fails, memory that is short."""
+    disk = CACHE["disk"] | {"state": "suspended"}  # type: ignore[operator]
+    cache = CACHE | {"disk": disk, "pressure": {"level": "critical"}}
+    text = "\n".join(lines(seen(server=SERVER | {"stalled_s": 95}, cache=cache)))
+    assert "one step has gone on for 95 s" in text
+    assert "writing fails" in text
+    assert "memory is short: critical" in text
+    assert "Nothing runs." in text
+    off = CACHE | {"disk": {"used_bytes": 0, "limit_bytes": 0}}
+    assert "Disk off" in " ".join("\n".join(lines(seen(cache=off))).split())
+
+
+def test_requests_that_run_say_how_far_they_are():
+    """The wait, the prompt's progress, the reply's speed; the oldest first."""
+    found = lines(seen(*ROWS))
+    at = found.index("Running")
+    queued, prefill, decode = (" ".join(line.split()) for line in found[at + 2 : at + 5])
+    assert "queued for 1 min 40 s" in queued
+    assert "9,000 of 18,500" in prefill
+    assert decode.endswith("decode 120 41.5")
+
+
+def test_the_speed_of_a_prefill_is_as_it_was_seen_to_move():
+    """And a dash before it moved, or once it is over."""
+    made = seen(request(1, "prefill", 1_000))
+    assert made.speed(made.running()[0]) is None
+    made.take("requests", {"data": [request(1, "prefill", 5_000)]}, 2.0)
+    assert made.speed(made.running()[0]) == 2000.0
+    made.take("requests", {"data": [request(1, "decode", 1)]}, 3.0)
+    assert made.speed(made.running()[0]) == 41.5
+    made.take("requests", {"data": [request(1)]}, 4.0)
+    assert made.running() == []
+    assert len(made.recent()) == 1
+
+
+def test_recent_requests_say_where_their_prompt_came_from():
+    """What was in RAM, on disk, and fed; the newest first."""
+    found = lines(seen(*ROWS))
+    at = next(i for i, line in enumerate(found) if line.startswith("Lately"))
+    first = " ".join(found[at + 2].split())
+    assert first.endswith("104,000 14,000 1,234 321 0.43 s tools")
+    assert "label-8" in first
+    named = " ".join(found[-4:])
+    assert "Find the bug" in named
+
+
+def test_only_so_many_requests_are_kept():
+    """However long it is watched."""
+    made = seen(*(request(n) for n in range(3 * MOST_RECENT)), request(999, "decode", 1))
+    assert len(made.recent()) == MOST_RECENT
+    assert made.recent()[0]["id"] == f"req_{3 * MOST_RECENT - 1}"
+    assert len(made.running()) == 1
+
+
+def test_a_text_is_shown_as_it_is():
+    """It is no markup, in a title nor in a client's name."""
+    made = seen(
+        request(1, session=None, client="[red]x[/red]"),
+        sessions=[session(1, title="a [bold]b[/bold]")],
+    )
+    text = "\n".join(lines(made, 120))
+    assert "[red]x[/red]" in text
+    assert "a [bold]b[/bold]" in text
+
+
+# -- the command -----------------------------------------------------------------------------
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Tells `events`, and stays open if `stays`."""
+
+    events: ClassVar[list[tuple[str, Any]]] = []
+    stays: ClassVar[threading.Event] = threading.Event()
+    key: ClassVar[str | None] = None
+
+    def do_GET(self) -> None:
+        open_ = self.path == "/health"
+        allowed = open_ or self.key in (None, self.headers.get("Authorization", "")[7:])
+        self.send_response(200 if allowed else 401)
+        self.send_header("X-Mlxcache-Request", "req_0")
+        self.end_headers()
+        if not allowed:
+            self.wfile.write(b'{"error": {"message": "The API key is missing or wrong."}}')
+            return
+        if open_:
+            return
+        assert self.path.startswith("/v1/live?parts=")
+        for name, body in self.events:
+            self.wfile.write(f"event: {name}\ndata: {json.dumps(body)}\n\n".encode())
+        self.wfile.write(b": ping\n\n")
+        self.wfile.flush()
+        self.stays.wait(60)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Handler, "stays", threading.Event())
+    monkeypatch.setattr(Handler, "events", told())
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            Handler.stays.set()
+            server.shutdown()
+            thread.join()
+
+
+def told() -> list[tuple[str, Any]]:
+    listed = {"object": "list", "data": [session(1)]}
+    requests = {"object": "list", "data": ROWS}
+    parts = (("server", SERVER), ("cache", CACHE), ("requests", requests), ("sessions", listed))
+    return list(parts)
+
+
+def call(*arguments: str, status: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["top", *arguments], env={"COLUMNS": "80"})
+    assert result.exit_code == status, result.output
+    assert "Traceback" not in result.output
+    return result
+
+
+def test_once_it_prints_a_picture_and_ends(url):
+    """Of 80 columns; so it does where the output is no terminal."""
+    for flags in (["--once"], []):
+        output = call(*flags, "--url", url).output
+        assert "org/model" in output
+        assert "9,000 of 18,500" in output
+        assert max(map(cell_len, output.splitlines())) <= 80
+
+
+def test_json_is_what_the_server_told(url):
+    """Each part of it."""
+    found = json.loads(call("--json", "--url", url).output)
+    assert (found["server"], found["cache"]) == (SERVER, CACHE)
+    assert [one["id"] for one in found["requests"]][:3] == ["req_0", "req_1", "req_2"]
+    assert len(found["sessions"]) == 1
+
+
+def test_a_server_that_loads_its_model_is_told_of(url):
+    """There are no sessions then, and nothing is waited for."""
+    server = SERVER | {"state": "loading", "model": None}
+    Handler.events[:] = [("server", server), ("cache", {}), ("requests", {"data": []})]
+    began = time.monotonic()
+    output = call("--once", "--url", url).output
+    assert "loading" in output
+    assert "no model yet" in output
+    assert time.monotonic() - began < 60
+
+
+def test_no_server_a_wrong_key_and_a_wrong_interval_are_sentences(url, monkeypatch):
+    """Which say what to do."""
+    nowhere = call("--once", "--url", "http://127.0.0.1:9", status=1).output
+    assert "start one there" in " ".join(nowhere.split())
+    monkeypatch.setattr(Handler, "key", "swordfish-0003")
+    assert "--api-key" in call("--once", "--url", url, status=1).output
+    assert call("--once", "--url", url, "--api-key", "swordfish-0003")
+    call("--interval", "0", "--url", url, status=2)
+
+
+def test_ctrl_c_ends_it_and_leaves_the_terminal_as_it_was(url):
+    """Status 0, the screen and the cursor are back, and no traceback."""
+    ours, theirs = pty.openpty()
+    environ = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+    command = [sys.executable, "-m", "mlxcache.cli.main", "top", "--url", url, "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environ) as process:
+        os.close(theirs)
+        output = b""
+        try:
+            while b"9,000 of 18,500" not in output:
+                output += os.read(ours, 65536)
+            process.send_signal(signal.SIGINT)
+            while piece := _read(ours):
+                output += piece
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            os.close(ours)
+    assert output.count(b"\x1b[?1049h") == output.count(b"\x1b[?1049l") == 1
+    assert output.rindex(b"\x1b[?25h") > output.rindex(b"\x1b[?25l")
+    assert b"Traceback" not in output
+    assert b"Aborted" not in output
+
+
+def test_a_server_that_ends_while_it_is_watched_is_told_of(url):
+    """Status 1."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "mlxcache.cli.main", "top", "--url", url]
+    environ = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environ) as process:
+        os.close(theirs)
+        output = b""
+        try:
+            while b"9,000 of 18,500" not in output:
+                output += os.read(ours, 65536)
+            Handler.stays.set()
+            while piece := _read(ours):
+                output += piece
+            assert process.wait(60) == 1
+        finally:
+            process.kill()
+            os.close(ours)
+    assert b"has ended" in output
+
+
+def _read(fd: int) -> bytes:
+    """The next bytes; none once the other end is closed, which Linux tells as an error."""
+    try:
+        return os.read(fd, 65536)
+    except OSError:
+        return b""
