@@ -45,7 +45,7 @@ def read(life: Life, path: str, ledger: Ledger) -> Any:
 
 def at_rest(life: Life, ledger: Ledger) -> bool:
     """Wait until nothing runs and nothing is to be written."""
-    end, running, pending = time.monotonic() + REST_S, [], 0
+    end, running, pending, quiet = time.monotonic() + REST_S, [], 0, 0
     while time.monotonic() < end:
         records = read(life, "/v1/requests?limit=1000", ledger)
         cache = read(life, "/v1/cache", ledger)
@@ -53,7 +53,8 @@ def at_rest(life: Life, ledger: Ledger) -> bool:
             return False
         running = [one for one in records["data"] if one["status"] in RUNNING]
         pending = cache["pending_bytes"]
-        if not running and not pending:
+        quiet = 0 if running or pending else quiet + 1
+        if quiet > 1:
             return True
         time.sleep(0.3)
     ledger.violation("hang", f"{life.name}: {len(running)} requests run, {pending} bytes wait, "
@@ -96,14 +97,15 @@ def took_too_much(life: Life, ledger: Ledger) -> None:
 
 def kept(life: Life, sessions: Sessions, ledger: Ledger) -> None:
     """No session is lost, and what was durable is."""
+    known = sessions.known()
     found = read(life, "/v1/sessions?limit=100000", ledger)
     if found is None:
         return
-    gone, short = sessions.missing(found["data"])
+    gone, short = sessions.missing(known, found["data"])
     if gone or short:  # one listing is not one look at the table: only what stays so counts
         time.sleep(0.5)
         again = read(life, "/v1/sessions?limit=100000", ledger)
-        gone, short = sessions.missing(again["data"] if again else found["data"])
+        gone, short = sessions.missing(known, again["data"] if again else found["data"])
     for sentence in gone:
         ledger.violation("session lost", f"{life.name}: {sentence}")
     for sentence in short:

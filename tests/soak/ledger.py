@@ -73,7 +73,9 @@ class Ledger:
 
 
 @dataclass(slots=True)
-class _Seen:
+class Seen:
+    """A session: its names, and by turns the most tokens that were durable."""
+
     labels: str
     durable: dict[int, int] = field(default_factory=dict)
 
@@ -87,7 +89,7 @@ class Sessions:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, Seen] = {}
         self._last: dict[str, tuple[int, int]] = {}
         self._gone: set[str] = set()
         self._lock = threading.Lock()
@@ -112,7 +114,7 @@ class Sessions:
                 self._last[id] = (turns, durable)
                 if before is not None and before[0] == turns:
                     labels = f"{one['label']} {one['name']} {one['title']}"
-                    seen = self._seen.setdefault(id, _Seen(labels))
+                    seen = self._seen.setdefault(id, Seen(labels))
                     seen.durable[turns] = max(seen.durable.get(turns, 0), min(before[1], durable))
 
     def again(self) -> None:
@@ -135,22 +137,31 @@ class Sessions:
                     if words is None:
                         del self._seen[id]
 
-    def missing(self, listed: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-        """Sessions that are gone, and tokens that are not durable any more, as sentences."""
+    def known(self) -> dict[str, Seen]:
+        """What must be there now, whatever is seen later."""
+        with self._lock:
+            return {id: Seen(x.labels, dict(x.durable)) for id, x in self._seen.items()}
+
+    def missing(
+        self, known: Mapping[str, Seen], listed: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[str], list[str]]:
+        """Sessions that are gone, and tokens that are not durable any more, as sentences.
+
+        `listed` was asked for after `known`; what was removed since need not be there.
+        """
         now = {one["id"]: one for one in listed}
         gone, short = [], []
-        with self._lock:
-            for id, seen in self._seen.items():
-                if id in self._gone:
-                    continue
-                if id not in now:
-                    gone.append(f"session {id} ({seen.labels}) is gone")
-                    continue
-                turns, durable = now[id]["turns"], now[id]["durable_tokens"]
-                before = seen.durable.get(turns, 0)
-                if durable < before:
-                    short.append(
-                        f"session {id} ({seen.labels}) had {before} durable tokens after {turns} "
-                        f"turns and has {durable}"
-                    )
+        for id, seen in known.items():
+            if id in self._gone:
+                continue
+            if id not in now:
+                gone.append(f"session {id} ({seen.labels}) is gone")
+                continue
+            turns, durable = now[id]["turns"], now[id]["durable_tokens"]
+            before = seen.durable.get(turns, 0)
+            if durable < before:
+                short.append(
+                    f"session {id} ({seen.labels}) had {before} durable tokens after {turns} "
+                    f"turns and has {durable}"
+                )
         return gone, short

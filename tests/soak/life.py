@@ -32,7 +32,7 @@ WORDS = {
 }
 """What a server says of a fault to whoever met it."""
 
-ROOM, ROOM_SHARE = 48 << 20, 0.05
+ROOM, ROOM_SHARE = 96 << 20, 0.05
 """What a process may take beyond weights, budget and its start, or of them where that is more."""
 
 

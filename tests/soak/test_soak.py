@@ -75,13 +75,15 @@ def test_sessions_that_are_gone_and_tokens_that_are_lost_are_noticed() -> None:
     seen = Sessions()
     for _ in range(2):
         seen.take([listed("a", 1, 100), listed("b", 1, 50), listed("c", 3, 10)])
-    assert seen.missing([listed("a", 1, 100), listed("b", 1, 50), listed("c", 3, 12)]) == ([], [])
-    gone, short = seen.missing([listed("a", 1, 99), listed("b", 2, 7)])
+    assert seen.missing(
+        seen.known(), [listed("a", 1, 100), listed("b", 1, 50), listed("c", 3, 12)]
+    ) == ([], [])
+    gone, short = seen.missing(seen.known(), [listed("a", 1, 99), listed("b", 2, 7)])
     assert [line.split()[1] for line in gone] == ["c"]
     assert [line.split()[1] for line in short] == ["a"]
     seen.remove("a")
     seen.forget("c")
-    assert seen.missing([listed("b", 1, 50), listed("c", 3, 0)]) == ([], [])
+    assert seen.missing(seen.known(), [listed("b", 1, 50), listed("c", 3, 0)]) == ([], [])
 
 
 def test_what_one_listing_says_counts_once_another_confirms_it() -> None:
@@ -89,7 +91,7 @@ def test_what_one_listing_says_counts_once_another_confirms_it() -> None:
     seen = Sessions()
     seen.take([listed("a", 1, 100)])
     seen.take([listed("a", 2, 180)])
-    assert seen.missing([listed("a", 1, 20)]) == ([], [])
+    assert seen.missing(seen.known(), [listed("a", 1, 20)]) == ([], [])
 
 
 def test_a_wrong_token_and_a_wrong_count_are_noticed(model: Path) -> None:
