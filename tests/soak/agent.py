@@ -23,6 +23,9 @@ CONTROL = ("<|im_end|>", "<|im_start|>system\n", "<|endoftext|>", "<tool_call>")
 SLICED = ("llama", "gemma3")
 """Families whose KV can be cut at any token, so that all of a conversation is reused."""
 
+CHARS = 2
+"""A token of the tiny models' has more characters than so, on average."""
+
 FROM_DISK = WORTH_BESIDE + 64
 """Tokens that may be computed again though they are there: so few are not looked up on disk."""
 
@@ -40,7 +43,7 @@ class Servers(Protocol):
 
 @dataclass(slots=True)
 class Talk:
-    """A conversation, and where its last reply came from and how many tokens it had then."""
+    """A conversation, and which server computed so many tokens of it last."""
 
     label: str
     messages: list[dict[str, Any]]
@@ -128,6 +131,8 @@ class Agent:
         """Send one and judge what came."""
         out = ask(life.port, asked, leave)
         self.ledger.count(self.ledger.requests, "all")
+        if not out.whole:
+            self.ledger.fed(sum(len(one["content"]) for one in asked.messages) // CHARS)
         if out.whole:
             self._whole(life, asked, out)
         elif out.left:
@@ -163,7 +168,8 @@ class Agent:
         if not out.whole:
             talk.life = None
             return out
-        if expected and out.cached < expected - FROM_DISK and not life.upset & COSTS:
+        expected = min(expected, out.prompt - 1)
+        if out.cached < expected - FROM_DISK and not life.upset & COSTS:
             words = (
                 f"{life.name}, {talk.label}: {out.cached} of {out.prompt} tokens were cached, "
                 f"where {expected} had been computed ({out.request})"

@@ -26,6 +26,9 @@ RUNNING = ("queued", "prefill", "decode")
 LOOKED_AT = 14
 """Replies of each round that the reference looks at."""
 
+KV_BYTES, LINEAR, SPARE_BYTES = 2048, 1.5, 32 << 20
+"""A token's KV in the tiny models, and how much more its files may take: states, and rounding."""
+
 MORE_FILES, MORE_THREADS = 40, 24
 """By how many a server that has gone on for long may exceed what it had after its first round."""
 
@@ -131,6 +134,15 @@ def capped(life: Life, ledger: Ledger, limit: int) -> None:
     """A folder under a small cap takes no more than that."""
     if life.figures.disk > limit:
         ledger.violation("disk", f"{life.name}: {life.figures.disk} bytes under {limit}")
+
+
+def linear(life: Life, ledger: Ledger) -> None:
+    """The shared folder grows with the tokens that were computed, and not with turns."""
+    found = read(life, "/v1/cache", ledger)
+    most = int(LINEAR * KV_BYTES * ledger.computed) + SPARE_BYTES
+    if found and found["disk"]["used_bytes"] > most:
+        words = f"{found['disk']['used_bytes']} bytes on disk for {ledger.computed} tokens"
+        ledger.violation("growth", f"{life.name}: {words}")
 
 
 def rest(life: Life, began: float) -> Rest:

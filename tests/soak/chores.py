@@ -13,6 +13,7 @@ from tests.soak.wire import Leave, Outcome
 
 MOST_SNAPSHOT = 64 << 20
 SLOW_S, SLOW_PIECES = 0.15, 20
+EVERYTHING = 1 << 30
 
 
 def _goes_on(agent: Agent, step: Step) -> Talk:
@@ -47,6 +48,7 @@ def edit_last(agent: Agent, life: Life, step: Step) -> None:
     talk = _goes_on(agent, step)
     if len(talk.messages) > 2:
         talk.messages[-1] = agent.user(talk, step, TURN_TOKENS)
+        talk.computed = talk.computed % EVERYTHING
     agent.say(life, talk, step)
 
 
@@ -67,8 +69,11 @@ def leave(agent: Agent, life: Life, step: Step) -> None:
     gone = Leave(seconds=step.moment * 0.6, reset=reset)
     if step.shape < 0.5:
         gone = Leave(pieces=1 + int(step.moment * 12), reset=reset)
-    agent.request(life, agent.asked(talk, step), gone)
-    talk.life = None
+    out = agent.request(life, agent.asked(talk, step), gone)
+    if out.left and out.pieces:  # a reply had begun, so all of its prompt was computed
+        talk.life, talk.computed = life, EVERYTHING
+    else:
+        talk.life = None
     if step.server < 0.5:
         agent.say(life, talk, step)
 

@@ -42,6 +42,8 @@ class Ledger:
         self.violations: list[str] = []
         self.overshoots: list[Overshoot] = []
         self.checked = 0
+        self.computed = 0
+        """The most tokens that agents had computed since the shared folder was cleared."""
         self._samples: list[Sample] = []
         self._lock = threading.Lock()
 
@@ -64,6 +66,12 @@ class Ledger:
             self.tokens["cached"] += out.cached
             self.tokens["generated"] += len(out.text)
             self._samples.append(Sample(family, asked, out))
+        self.fed(out.prompt - out.cached + len(out.text))
+
+    def fed(self, tokens: int) -> None:
+        """So many tokens may have been computed."""
+        with self._lock:
+            self.computed += tokens
 
     def samples(self) -> list[Sample]:
         """The replies since this was asked last."""

@@ -186,6 +186,7 @@ class Ordeal:
         checks.budget(life, ledger)
         if self.shared:
             checks.kept(life, self.sessions, ledger)
+            checks.linear(life, ledger)
         else:
             wire.call(life.port, "POST", "/v1/cache/prune")
         if round_.place == "private":

@@ -146,6 +146,7 @@ class Soak:
     def _clear(self, steady: Life) -> None:
         """Everything goes, on purpose."""
         self.shared.forget()
+        self.ledger.computed = 0
         out = wire.call(steady.port, "DELETE", "/v1/cache?pinned=true")
         left = checks.read(steady, "/v1/sessions", self.ledger)
         if out.status != 200 or (left and left["data"]):

@@ -29,7 +29,7 @@ def ledger() -> Ledger:
     return Ledger(lambda line: None)
 
 
-def test_two_minutes(tmp_path: Path) -> None:
+def test_two_minutes_under_agents_faults_and_kills(tmp_path: Path) -> None:
     """Servers of one family under two agents: killed, harmed and cleared, and nothing is wrong."""
     lines: list[str] = []
     soak = Soak(tmp_path, 3, ("llama",), lines.append, agents=2, pause=0.4)
