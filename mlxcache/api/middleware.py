@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxcache.api.cors import allow, is_preflight, preflight
+from mlxcache.api.dashboard import FILES
 from mlxcache.api.errors import error_response
 from mlxcache.api.hosts import PAGES, stranger
 from mlxcache.api.http import ApiSettings, new_request_id
@@ -19,8 +20,8 @@ from mlxcache.errors import Unauthorized
 from mlxcache.owner import OWNER
 
 REQUEST_HEADER = "X-Mlxcache-Request"
-OPEN_PATHS = frozenset({"/health"})
-"""Paths that need no key."""
+OPEN_PATHS = frozenset({"/health", *FILES})
+"""Paths that need no key: they hold no data."""
 
 MOST_HEADERS, MOST_HEADER_BYTES = 128, 32 << 10
 

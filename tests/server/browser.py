@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import os
 import shutil
 import subprocess
 import threading
@@ -52,17 +54,46 @@ class Browser:
         body += f"(async () => {{ {script} }})().then(done, e => done('failed: ' + e));"
         return self._post(f"{self._session}/execute/async", {"script": body, "args": list(args)})
 
+    def tool(self, command: str, **params: Any) -> Any:
+        """A command of the DevTools protocol: https://chromedevtools.github.io/devtools-protocol/."""
+        return self._post(f"{self._session}/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def look(self, *, width: int, height: int = 900, scheme: str = "light", scale: int = 1) -> None:
+        """Show the page in a window of this size, in the colours that the system prefers."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        self.tool("Emulation.setDeviceMetricsOverride", **metrics)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.tool("Emulation.setEmulatedMedia", features=features)
+
+    def picture(self, *, whole: bool = False) -> bytes:
+        """What the window shows, or all of the page, as a PNG."""
+        shot = self.tool("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        return base64.b64decode(shot["data"])
+
+    def logged(self, kind: str) -> list[dict[str, Any]]:
+        """What was logged since the last call: `browser` is the console, `performance` the network.
+
+        Only of a browser that was started with `logs`.
+        """
+        return list(self._post(f"{self._session}/se/log", {"type": kind}))
+
     def close(self) -> None:
         self._http.delete(self._session)
 
 
 @contextmanager
-def browsing(folder: Path) -> Iterator[Browser]:
-    """A browser to which `EVIL` is this machine."""
+def browsing(folder: Path, *, logs: bool = False) -> Iterator[Browser]:
+    """A browser to which `EVIL` is this machine. `logs`: it keeps what `Browser.logged` tells."""
     found = installed()
     assert found is not None
     output = (folder / "driver.log").open("w+", encoding="utf-8")
-    driver = subprocess.Popen([found[1], "--port=0"], stdout=output, stderr=subprocess.STDOUT)
+    kept = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}  # it is for MLX
+    driver = subprocess.Popen(
+        [found[1], "--port=0"],
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=kept,
+    )
     try:
         log = folder / "driver.log"
         said = "started successfully on port "
@@ -74,9 +105,10 @@ def browsing(folder: Path) -> Iterator[Browser]:
             f"--host-resolver-rules=MAP {EVIL} 127.0.0.1",
         ]
         options = {"binary": found[0], "args": arguments}
-        browser = Browser(
-            f"http://127.0.0.1:{port}", {"browserName": "chrome", "goog:chromeOptions": options}
-        )
+        wanted = {"browserName": "chrome", "goog:chromeOptions": options}
+        if logs:
+            wanted["goog:loggingPrefs"] = {"browser": "ALL", "performance": "ALL"}
+        browser = Browser(f"http://127.0.0.1:{port}", wanted)
         try:
             yield browser
         finally:

@@ -1,0 +1,90 @@
+// One sentence that says whether the agent is warm, and the figures behind it.
+
+import { byId, h, setAttr, setText } from "./dom.js";
+import { count, median, percent, seconds, short } from "./format.js";
+import { finished, kindOf, on, parts, running, state, titleOf } from "./state.js";
+
+const LOOKED_AT = 20;
+
+export function start() {
+  on(["requests", "sessions", "server", "cache", "link"], draw);
+}
+
+// The request that says how it goes: the newest one that is no side request, such as a title.
+export function telling(list) {
+  const lately = list.filter((one) => one.status === "done" && one.api !== "warm").slice(0, LOOKED_AT);
+  const longest = Math.max(0, ...lately.map((one) => one.prompt_tokens));
+  return lately.find((one) => 4 * one.prompt_tokens >= longest) ?? null;
+}
+
+function draw() {
+  const { kind, words, why } = verdict();
+  const place = byId("verdict");
+  setAttr(place, "data-kind", kind);
+  const said = words.map((one) => (typeof one === "string" ? one : one.em)).join("");
+  if (place.textContent !== said) {
+    place.replaceChildren(...words.map((one) => (typeof one === "string" ? one : h("em", {}, one.em))));
+  }
+  setText(byId("verdict-why"), why);
+  drawFigures();
+}
+
+function verdict() {
+  const { server, link } = state;
+  if (link === "lost") return saying("none", ["The server is not there."], "This page goes on as soon as it is back.");
+  if (server && server.state === "loading") return saying("none", ["The model is loading."], "Requests are let in once it is there.");
+  const last = telling(finished());
+  if (!last) {
+    const now = running().length > 0;
+    const how = `Point your agent at ${location.origin}. Every turn after its first starts warm.`;
+    return now
+      ? saying("cold", ["The first request is being ", { em: "computed" }, "."], "What it computes is kept, so the next turn starts warm.")
+      : saying("none", ["Nothing has been asked yet."], how);
+  }
+  return ofRequest(last);
+}
+
+const saying = (kind, words, why) => ({ kind, words, why });
+
+function ofRequest(one) {
+  const first = seconds(one.timing.first_token_s);
+  const { fed } = parts(one);
+  const name = titleOf(one);
+  const reused = `${count(one.cached_tokens)} of ${count(one.prompt_tokens)} tokens`;
+  const rest = `${count(fed)} were computed, and the first word came after ${first}.`;
+  if (one.cached_tokens >= one.prompt_tokens / 2) {
+    const disk = kindOf(one) === "restored";
+    const from = disk ? "were there already, from disk" : "were in memory already";
+    return saying(disk ? "restored" : "warm", ["Your agent is ", { em: "warm" }, disk ? ", from disk." : "."],
+      `Last turn of “${name}”: ${reused} ${from}; ${rest}`);
+  }
+  const lost = one.lost;
+  if (lost && lost.lost_tokens > 0) {
+    return saying("cold", ["Your agent went ", { em: "cold" }, "."],
+      `“${name}” lost ${count(lost.lost_tokens)} tokens, about ${seconds(lost.lost_s)} of work. Below it says where it parted, and what helps.`);
+  }
+  return saying("cold", ["A new conversation: ", { em: "cold" }, ", once."],
+    `“${name}” sent ${count(one.prompt_tokens)} tokens that were not known yet; the first word came after ${first}. Its next turn starts warm.`);
+}
+
+function drawFigures() {
+  const tokens = state.cache?.tokens;
+  const done = finished().filter((one) => one.status === "done" && one.api !== "warm");
+  const time = (kinds) => median(done.filter((one) => kinds.includes(kindOf(one))).map((one) => one.timing.first_token_s));
+  const warm = time(["warm", "restored"]);
+  const cold = time(["cold"]);
+  const saved = state.cache?.saved?.seconds;
+  const rows = [
+    ["of all prompt tokens came from the cache", tokens?.prompt ? percent(tokens.cached, tokens.prompt) : "–"],
+    ["to the first word, warm", warm === null ? "–" : seconds(warm)],
+    ["to the first word, cold", cold === null ? "–" : seconds(cold)],
+    ["of computing saved since the start", saved ? seconds(saved) : "–"],
+  ];
+  const place = byId("figures");
+  rows.forEach(([name, value], i) => {
+    if (!place.children[i]) place.append(h("div", {}, h("dt"), h("dd")));
+    setText(place.children[i].firstChild, name);
+    setText(place.children[i].lastChild, value);
+  });
+  document.title = `${running().length ? "● " : ""}${tokens?.prompt ? short(tokens.cached) : 0} tokens warm · mlxcache`;
+}

@@ -1,0 +1,93 @@
+// The two budgets as bars, with what fills them.
+
+import { byId, h, setAttr, setText } from "./dom.js";
+import { bytes, count, percent } from "./format.js";
+import { on, state } from "./state.js";
+
+const made = {};
+
+export function start() {
+  made.ram = budget("RAM");
+  made.disk = budget("Disk");
+  byId("budgets").append(made.ram.element, made.disk.element);
+  on(["cache", "tree"], draw);
+}
+
+function draw() {
+  const { cache } = state;
+  if (!cache?.ram) return;
+  const shares = held(cache.bytes_per_token ?? 0);
+  const { ram, disk } = cache;
+  made.ram.update(ram.limit_bytes, [
+    ...split("ram", ram.used_bytes, shares.ram),
+    ["using", "running requests", cache.active_bytes],
+    ["aside", "set aside for computing", cache.reserved_bytes],
+    ["given", "given up, the machine is short of it", ram.withheld_bytes],
+  ]);
+  const off = !disk.limit_bytes && !disk.used_bytes;
+  made.disk.update(disk.limit_bytes, off ? [] : split("disk", disk.used_bytes, shares.disk), diskNote(cache, off));
+}
+
+// Bytes of the tier that several sessions share, that one session has alone, and the rest.
+function held(perToken) {
+  const found = { ram: { shared: 0, own: 0 }, disk: { shared: 0, own: 0 } };
+  for (const node of state.tree?.nodes ?? []) {
+    const whose = node.sessions.length > 1 ? "shared" : "own";
+    found.ram[whose] += node.ram_tokens * perToken;
+    found.disk[whose] += node.disk_tokens * perToken;
+  }
+  return found;
+}
+
+function split(tier, used, { shared, own }) {
+  const both = Math.min(shared, used);
+  const one = Math.min(own, used - both);
+  const rest = tier === "ram" ? "states, and prefixes of no session" : "states, other models, prefixes of no session";
+  return [
+    [`${tier} shared`, "shared by sessions", both],
+    [`${tier} own`, "of one session each", one],
+    [`${tier} rest`, rest, used - both - one],
+  ];
+}
+
+function diskNote(cache, off) {
+  const { disk } = cache;
+  if (off) return "The disk tier is off: what leaves memory is gone.";
+  if (disk.state === "suspended") return "Writing to the disk fails: the log says why. Everything is served from memory.";
+  const waits = cache.pending_bytes ? `${bytes(cache.pending_bytes)} are on their way there. ` : "";
+  return `${waits}${count(disk.files)} files, ${bytes(disk.written_bytes ?? 0)} written since the start.`;
+}
+
+function budget(name) {
+  const figure = h("span", { class: "figure" });
+  const bar = h("div", { class: "budget", role: "img" });
+  const list = h("ul", { class: "fills" });
+  const note = h("p", { class: "note" });
+  const element = h("div", { class: "tier" }, h("h3", {}, name, " ", figure), bar, list, note);
+  const update = (limit, segments, words = "") => {
+    const there = segments.filter(([, , size]) => size > 0);
+    const used = there.reduce((sum, [, , size]) => sum + size, 0);
+    const whole = Math.max(limit, used, 1);
+    setText(figure, limit ? `${bytes(used)} of ${bytes(limit)}` : "off");
+    sync(bar, there, () => h("i"), (one, [kind, , size]) => {
+      setAttr(one, "class", kind);
+      one.style.setProperty("width", `${(100 * size) / whole}%`);
+    });
+    sync(list, there, () => h("li", {}, h("i"), h("span"), h("b")), (one, [kind, label, size]) => {
+      setAttr(one.children[0], "class", `swatch ${kind}`);
+      setText(one.children[1], label);
+      setText(one.children[2], bytes(size));
+    });
+    setAttr(bar, "aria-label", `${name}: ${percent(used, whole)} of the budget is taken`);
+    setText(note, words);
+  };
+  return { element, update };
+}
+
+function sync(parent, items, make, update) {
+  while (parent.children.length > items.length) parent.lastChild.remove();
+  items.forEach((item, i) => {
+    if (!parent.children[i]) parent.append(make());
+    update(parent.children[i], item);
+  });
+}

@@ -1,0 +1,90 @@
+// Requests as they run, and what the latest ones did.
+
+import { progressBar, promptBar } from "./bars.js";
+import { byId, h, keyed, setAttr, setText, show } from "./dom.js";
+import { ago, clock, count, plural, seconds, short } from "./format.js";
+import { finished, kindOf, on, parts, running, titleOf } from "./state.js";
+
+const FEW = 12;
+const MORE = 100;
+const PHASES = { queued: "waiting", prefill: "reading the prompt", decode: "writing" };
+let shown = FEW;
+
+export function start() {
+  on(["requests", "sessions", "clock"], draw);
+  byId("recent-more").addEventListener("click", () => {
+    shown = shown === FEW ? MORE : FEW;
+    draw();
+  });
+}
+
+function draw() {
+  const now = running();
+  const done = finished();
+  keyed(byId("running"), now, (one) => one.id, runningRow);
+  const waiting = now.filter((one) => one.status === "queued").length;
+  const words = now.length ? `${count(now.length - waiting)} running${waiting ? `, ${count(waiting)} waiting` : ""}` : "none runs now";
+  setText(byId("requests-count"), words);
+  const listed = done.slice(0, shown);
+  const longest = Math.max(1, ...listed.map((one) => one.prompt_tokens));
+  keyed(byId("recent-rows"), listed, (one) => one.id, (one) => recentRow(one));
+  for (const row of byId("recent-rows").children) row.scale?.(longest);
+  show(byId("recent"), listed.length > 0);
+  show(byId("recent-none"), !listed.length && !now.length);
+  show(byId("recent-more"), done.length > FEW);
+  setText(byId("recent-more"), shown === FEW ? `Show all ${Math.min(done.length, MORE)}` : "Show fewer");
+}
+
+function runningRow() {
+  const title = h("b");
+  const phase = h("span", { class: "phase" });
+  const figure = h("span", { class: "figure" });
+  const bar = progressBar("How far it is");
+  const element = h("li", {}, h("p", {}, title, phase, figure), bar.element);
+  const update = (one) => {
+    const { phase: name, done_tokens: done, total_tokens: total, tokens_per_s: speed } = one.progress;
+    setText(title, titleOf(one));
+    setText(phase, one.progress.phase === "prefill" && !one.cached_tokens && !one.fed_tokens ? "looking for its prefix" : PHASES[name]);
+    setAttr(element, "data-phase", name);
+    if (name === "queued") setText(figure, `${short(total)} tokens, since ${seconds(Date.now() / 1000 - one.created_at)}`);
+    if (name === "prefill") setText(figure, `${count(done)} of ${count(total)} tokens`);
+    if (name === "decode") setText(figure, `${plural(done, "token")}${speed ? `, ${speed < 10 ? speed.toFixed(1) : Math.round(speed)} per second` : ""}`);
+    bar.update(name === "prefill" ? done / Math.max(1, total) : name === "queued" ? 0 : null);
+  };
+  return { element, update };
+}
+
+function recentRow() {
+  const when = h("td", { role: "cell", class: "when" });
+  const title = h("td", { role: "cell", class: "what" });
+  const bar = promptBar();
+  const tokens = h("span", { class: "tokens" });
+  const first = h("td", { role: "cell", class: "first" });
+  const reply = h("td", { role: "cell", class: "reply" });
+  const place = h("div", { class: "prompt" }, bar.element, tokens);
+  const element = h("tr", { role: "row" }, when, title, h("td", { role: "cell" }, place), first, reply);
+  let last = null;
+  element.scale = (longest) => bar.update(parts(last), Math.max(0.04, Math.sqrt(last.prompt_tokens / longest)));
+  const update = (one) => {
+    last = one;
+    setText(when, ago(one.created_at));
+    when.title = clock(one.created_at);
+    setText(title, titleOf(one));
+    title.title = `${one.client ?? ""} ${one.id}`.trim();
+    setText(tokens, short(one.prompt_tokens));
+    setText(first, seconds(one.timing.first_token_s) || "–");
+    setAttr(first, "data-kind", kindOf(one));
+    setText(reply, outcome(one));
+    setAttr(element, "data-status", one.status);
+  };
+  return { element, update };
+}
+
+function outcome(one) {
+  if (one.status === "failed") return "failed";
+  const { decode_s: spent } = one.timing;
+  const many = one.generated_tokens;
+  const speed = spent && many > 1 ? (many - 1) / spent : null;
+  const words = `${count(many)}${speed ? ` at ${speed < 10 ? speed.toFixed(1) : Math.round(speed)}/s` : ""}`;
+  return one.status === "cancelled" ? `${words}, left` : words;
+}

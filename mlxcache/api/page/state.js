@@ -1,0 +1,83 @@
+// What the server has told, and who wants to know: panels subscribe to parts of it.
+
+export const state = {
+  link: "connecting",
+  server: null,
+  cache: null,
+  requests: new Map(),
+  sessions: null,
+  tree: null,
+};
+
+const KEPT = 150;
+const wanting = [];
+let due = null;
+
+// Call `draw` soon after any of `parts` has changed; "clock" changes every ten seconds.
+export function on(parts, draw) {
+  wanting.push({ parts, draw });
+}
+
+export function changed(part) {
+  if (due === null) {
+    due = new Set();
+    requestAnimationFrame(redraw);
+  }
+  due.add(part);
+}
+
+function redraw() {
+  const parts = due;
+  due = null;
+  for (const one of wanting) if (one.parts.some((part) => parts.has(part))) one.draw(state);
+}
+
+export function put(part, body) {
+  if (part === "requests") {
+    for (const one of body.data) state.requests.set(one.id, one);
+    prune();
+  } else if (part === "sessions") state.sessions = body.data;
+  else state[part] = body;
+  changed(part);
+}
+
+function prune() {
+  if (state.requests.size <= KEPT) return;
+  const old = requests().filter((one) => !one.progress).slice(KEPT);
+  for (const one of old) state.requests.delete(one.id);
+}
+
+// All requests that are known, newest first.
+export function requests() {
+  return [...state.requests.values()].sort((a, b) => b.created_at - a.created_at);
+}
+
+export const running = () => requests().filter((one) => one.progress).reverse();
+export const finished = () => requests().filter((one) => !one.progress && one.status !== "rejected");
+
+export const nameOf = (session) => session.name || session.title || session.label || session.id;
+
+// What a request is called: its session as people know it, or the program that sent it.
+export function titleOf(request) {
+  if (request.api === "warm") return "Warming a prefix";
+  const found = request.session && state.sessions?.find((one) => one.label === request.session);
+  if (found) return nameOf(found);
+  if (request.client) return `${request.session ? "A new session" : "A request"} of ${request.client}`;
+  return request.session || "A request";
+}
+
+// Words that all prompts begin with, such as the template's, make none warm.
+const SHARE = 0.1;
+
+export function kindOf(request) {
+  if (request.cached_tokens <= SHARE * request.prompt_tokens) return "cold";
+  return request.restored_tokens ? "restored" : "warm";
+}
+
+export const parts = (request) => ({
+  ram: request.cached_tokens - request.restored_tokens,
+  disk: request.restored_tokens,
+  fed: Math.max(0, request.prompt_tokens - request.cached_tokens),
+});
+
+setInterval(() => changed("clock"), 10_000);

@@ -1,0 +1,166 @@
+// The prefix tree as a picture, and as a list for whoever prefers one.
+
+import { byId, h, setAttr, setText, show, svg } from "./dom.js";
+import { count, plural } from "./format.js";
+import { placed } from "./layout.js";
+import { nameOf, on, state } from "./state.js";
+
+const ROW = 44;
+const TOP = 26;
+const NAMES = 210;
+const NARROW = 640;
+const HINT = "Point at a segment to read how it begins, or go through them with the arrow keys.";
+let width = 0;
+let asList = null;
+let drawn = "";
+
+export function start() {
+  on(["tree", "sessions"], draw);
+  byId("tree-as").addEventListener("click", () => {
+    asList = !listed();
+    draw();
+  });
+  new ResizeObserver(([entry]) => {
+    const now = Math.round(entry.contentRect.width);
+    if (now && now !== width) {
+      width = now;
+      draw();
+    }
+  }).observe(byId("tree"));
+}
+
+const listed = () => asList ?? width < NARROW;
+const nameById = (id) => {
+  const found = state.sessions?.find((one) => one.id === id);
+  return found ? nameOf(found) : id;
+};
+const endName = (end) => nameById(end.session) + (end.kind === "agent" ? " (sub-agent)" : "");
+const parted = (names, most = 3) =>
+  names.length <= most ? names.join(", ") : `${names.slice(0, most).join(", ")} and ${count(names.length - most)} more`;
+
+function draw() {
+  const nodes = state.tree?.nodes;
+  if (!nodes || !width) return;
+  const now = JSON.stringify([nodes, width, listed(), state.sessions?.map(nameOf)]);
+  if (now === drawn) return;
+  drawn = now;
+  const some = nodes.length > 1;
+  const shared = nodes.filter((one) => one.sessions.length > 1 && one.tokens).reduce((sum, one) => sum + one.tokens * (one.sessions.length - 1), 0);
+  setText(byId("tree-count"), some ? `${plural(nodes.length - 1, "segment")}; ${count(shared)} tokens are not kept twice` : "nothing is cached yet");
+  setAttr(byId("tree-as"), "aria-pressed", listed());
+  show(byId("tree-picture"), !listed() && some);
+  show(byId("tree-list"), listed() && some);
+  show(byId("tree-as"), some);
+  show(byId("tree-detail"), !listed() && some);
+  if (listed()) byId("tree-list").replaceChildren(list(nodes));
+  else if (some) picture(nodes);
+}
+
+function where(node) {
+  const ram = node.ram_tokens >= node.tokens ? "all in RAM" : node.ram_tokens ? `${count(node.ram_tokens)} in RAM` : "none in RAM";
+  const disk = node.disk_tokens >= node.tokens ? "all on disk" : node.disk_tokens ? `${count(node.disk_tokens)} on disk` : "none on disk";
+  return `${ram}, ${disk}`;
+}
+
+function described(node) {
+  const whose = node.sessions.length > 1 ? `shared by ${count(node.sessions.length)}: ` : "of ";
+  const merged = node.merged.nodes ? ` ${plural(node.merged.nodes, "short branch", "short branches")} not drawn.` : "";
+  return `${count(node.tokens)} tokens from ${count(node.start)} on, ${whose}${parted(node.sessions.map(nameById))}; ${where(node)}.${merged}`;
+}
+
+// -- the picture ----------------------------------------------------------------------------------
+
+function picture(nodes) {
+  const { nodes: all, rows, width: wide } = placed(nodes, width - NAMES);
+  const height = TOP + rows * ROW;
+  const root = svg("svg", { width: Math.max(width, wide + NAMES), height, role: "group", "aria-label": "Prefix tree; arrow keys go from segment to segment" });
+  const byNumber = new Map(all.map((one) => [one.id, one]));
+  const drawnNodes = all.map((node) => segment(node, byNumber.get(node.parent)));
+  root.append(...all.flatMap((node) => joints(node, byNumber.get(node.parent))), ...drawnNodes);
+  drawnNodes[0]?.setAttribute("tabindex", "0");
+  root.addEventListener("keydown", (event) => go(event, all, drawnNodes));
+  byId("tree-picture").replaceChildren(root);
+  setText(byId("tree-detail"), HINT);
+}
+
+const yOf = (node) => TOP + node.row * ROW;
+
+function joints(node, above) {
+  const end = [node.x + node.width, yOf(node) + 6];
+  const found = above ? [joint([above.x + above.width, yOf(above) + 6], [node.x, yOf(node) + 6])] : [];
+  if (node.endRow !== node.row) found.push(joint(end, [end[0] + 16, TOP + node.endRow * ROW + 6]));
+  return found;
+}
+
+function joint([x, y], [toX, toY]) {
+  const bend = y === toY ? `M${x} ${y}H${toX}` : `M${x} ${y}c8 0 8 4 8 8V${toY - 8}c0 6 2 8 8 8`;
+  return svg("path", { d: bend, class: "joint" });
+}
+
+function segment(node) {
+  const y = yOf(node);
+  const lane = (kind, tokens, at) => svg("rect", { x: node.x, y: y + at, width: Math.max(0, (node.width * Math.min(tokens, node.tokens)) / Math.max(1, node.tokens)), height: 5, rx: 2.5, class: kind });
+  const track = (at) => svg("rect", { x: node.x, y: y + at, width: node.width, height: 5, rx: 2.5, class: "track" });
+  const many = node.sessions.length;
+  const label = many > 1 || node.width > 90 ? `${count(node.tokens)}${many > 1 ? ` shared by ${many}` : ""}` : "";
+  const names = node.ends.map(endName);
+  const element = svg("g", { class: `node${many > 1 ? " shared" : ""}`, tabindex: -1, role: "img", "aria-label": `${described(node)} Begins: ${node.text}` },
+    svg("rect", { x: node.x - 4, y: y - 16, width: node.width + 8, height: 32, rx: 6, class: "halo" }),
+    track(0), track(7), lane("ram", node.ram_tokens, 0), lane("disk", node.disk_tokens, 7),
+    label && node.width > 60 ? svg("text", { x: node.x, y: y - 6, class: "size" }, label) : null,
+    ...(names.length ? ending(node, names) : []));
+  const tell = () => setText(byId("tree-detail"), `${described(node)} It begins: ${node.text}`);
+  element.addEventListener("pointerenter", tell);
+  element.addEventListener("focus", tell);
+  return element;
+}
+
+// A ring where conversations end, with their names behind it.
+function ending(node, names) {
+  const apart = node.endRow === node.row ? 0 : 20;
+  const [x, y] = [node.x + node.width + apart, TOP + node.endRow * ROW + 6];
+  return [svg("circle", { cx: x, cy: y, r: 4, class: "end" }), svg("text", { x: x + 12, y: y + 4, class: "name" }, clipped(names))];
+}
+
+function clipped(names) {
+  const words = parted(names, 2);
+  return words.length > 30 ? `${words.slice(0, 29)}…` : words;
+}
+
+function go(event, all, drawnNodes) {
+  const at = drawnNodes.indexOf(document.activeElement);
+  if (at < 0) return;
+  const node = all[at];
+  const siblings = all.filter((one) => one.parent === node.parent);
+  const place = siblings.indexOf(node);
+  const next = {
+    ArrowRight: node.below[0],
+    ArrowLeft: all.find((one) => one.id === node.parent),
+    ArrowDown: siblings[place + 1] ?? all[at + 1],
+    ArrowUp: siblings[place - 1] ?? all[at - 1],
+    Home: all[0],
+    End: all.at(-1),
+  }[event.key];
+  if (!next) return;
+  event.preventDefault();
+  const to = drawnNodes[all.findIndex((one) => one.id === next.id)];
+  drawnNodes[at].setAttribute("tabindex", "-1");
+  to.setAttribute("tabindex", "0");
+  to.focus();
+}
+
+// -- the list ---------------------------------------------------------------------------------------
+
+function list(nodes, parent = 0) {
+  const own = nodes.filter((one) => one.parent === parent);
+  return h("ul", {}, ...own.map((node) => {
+    const ends = node.ends.map(endName);
+    const share = (tokens) => `${(100 * Math.min(tokens, node.tokens)) / Math.max(1, node.tokens)}%`;
+    const lanes = h("span", { class: "lanes", "aria-hidden": "true" }, h("i", { class: "ram", style: { width: share(node.ram_tokens) } }), h("i", { class: "disk", style: { width: share(node.disk_tokens) } }));
+    const head = h("p", {}, h("b", {}, `${count(node.tokens)} tokens`), node.sessions.length > 1 ? ` shared by ${node.sessions.length}` : "", lanes, h("span", { class: "soft" }, where(node)));
+    const text = h("p", { class: "text" }, node.text);
+    const names = ends.length ? h("p", { class: "ends" }, parted(ends)) : null;
+    const below = nodes.some((one) => one.parent === node.id) ? list(nodes, node.id) : null;
+    return h("li", {}, head, text, names, below);
+  }));
+}
