@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
@@ -289,11 +288,9 @@ def test_a_server_that_loads_its_model_is_told_of(url):
     """There are no sessions then, and nothing is waited for."""
     server = SERVER | {"state": "loading", "model": None}
     Handler.events[:] = [("server", server), ("cache", {}), ("requests", {"data": []})]
-    began = time.monotonic()
     output = call("--once", "--url", url).output
     assert "loading" in output
     assert "no model yet" in output
-    assert time.monotonic() - began < 60
 
 
 def test_no_server_a_wrong_key_and_a_wrong_interval_are_sentences(url, monkeypatch):
