@@ -22,6 +22,12 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 3
 STAGES = ("queue_s", "render_s", "match_s", "restore_s", "prefill_s", "decode_s")
 """The stages that follow one another; `first_token_s` spans several."""
 
+OUTCOMES = ("done", "cancelled", "failed", "rejected")
+REASONS = (
+    *("evicted", "edited", "system_changed", "tools_changed", "template_drift"),
+    *("checkpoint_gap", "namespace", "corrupt", "first_seen"),
+)
+
 KINDS: tuple[Reuse, ...] = ("cold", "warm", "restored")
 
 
@@ -57,6 +63,10 @@ class Times:
         return self.total_s / self.count if self.count else None
 
 
+def _no_losses() -> Counter[str]:
+    return Counter(dict.fromkeys(REASONS, 0))
+
+
 def _by_kind() -> dict[Reuse, Times]:
     return {kind: Times() for kind in KINDS}
 
@@ -76,11 +86,13 @@ class Tally:
     whole: dict[Reuse, Times] = field(default_factory=_by_kind)
     stages: Counter[str] = field(default_factory=Counter)
     losses: Counter[tuple[str, str]] = field(default_factory=Counter)
-    lost_tokens: Counter[str] = field(default_factory=Counter)
+    lost_tokens: Counter[str] = field(default_factory=_no_losses)
 
     def add(self, record: RequestRecord) -> None:
         """Count a request that is over."""
-        self.outcomes[record.api or "other", record.status] += 1
+        api = record.api or "other"
+        for outcome in OUTCOMES:  # all of an API's: Prometheus sees no rise from nothing to one
+            self.outcomes[api, outcome] += outcome == record.status
         if record.joined is not None:  # what was computed is the other's
             self.joined += 1
             return
