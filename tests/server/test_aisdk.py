@@ -1,0 +1,134 @@
+"""anyclaude's wire format: the AI SDK's chat completions, as bytes and by the real package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import ToyMaker
+from tests.scripted import scripted
+from tests.served import Served
+
+PACKAGES = ("ai@5", "@ai-sdk/openai@2")
+"""The versions that anyclaude asks for."""
+
+INPUT = {"path": "a b.txt", "lines": [1, 20]}
+CALL = f"I look.\n<tool_call>\n{json.dumps({'name': 'read', 'arguments': INPUT})}\n</tool_call>"
+QUESTION = "Please read a b.txt."
+SCRIPT = [("Please read", CALL), ("^alpha$", "It says alpha.")]
+
+
+@pytest.fixture(scope="module")
+def server(toy: ToyMaker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off")
+    with scripted(SCRIPT, *flags, home=tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
+def body(*messages: dict[str, Any]) -> dict[str, Any]:
+    """What anyclaude sends: the SDK's body with its own changes."""
+    properties = {"path": {"type": "string"}}
+    function = {
+        "name": "read",
+        "description": "Reads a file.",
+        "parameters": {"type": "object", "properties": properties, "required": ["path"]},
+    }
+    return {
+        "model": "current-model",
+        "messages": [{"role": "system", "content": "Be brief. " * 60}, *messages],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "auto",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_completion_tokens": 200,
+        "parallel_tool_calls": False,
+        "cache_prompt": True,
+    }
+
+
+def chunks(server: Served, sent: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a streamed reply, which ends as it should."""
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=sent, timeout=120)
+    assert response.status_code == 200, response.text
+    lines = [line for line in response.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_the_wire_format_of_anyclaude_is_served(server: Served) -> None:
+    """Calls come with an index, an id and a name first, then the arguments; usage comes last."""
+    events = chunks(server, body({"role": "user", "content": QUESTION}))
+    deltas = [one["choices"][0]["delta"] for one in events if one["choices"]]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0] * len(calls)
+    assert calls[0]["type"] == "function"
+    assert calls[0]["function"]["name"] == "read"
+    assert json.loads("".join(call["function"].get("arguments", "") for call in calls)) == INPUT
+    reasons = [one["choices"][0]["finish_reason"] for one in events if one["choices"]]
+    assert [reason for reason in reasons if reason] == ["tool_calls"]
+    assert events[-1]["choices"] == []
+    said = {"role": "assistant", "content": "I look.\n"}
+    said["tool_calls"] = [  # type: ignore[assignment] # as the SDK writes it: compact JSON
+        {
+            "id": calls[0]["id"],
+            "type": "function",
+            "function": {"name": "read", "arguments": json.dumps(INPUT, separators=(",", ":"))},
+        }
+    ]
+    result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "alpha"}
+    question = {"role": "user", "content": QUESTION}
+    events = chunks(server, body(question, said, result))
+    text = "".join(one["choices"][0]["delta"].get("content") or "" for one in events[:-1])
+    assert text == "It says alpha."
+    usage = events[-1]["usage"]
+    assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] < 64
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the program and the real packages."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node is None or npm is None:
+        pytest.skip("there is no node here")
+    folder = tmp_path_factory.mktemp("aisdk")
+    (folder / "package.json").write_text('{"private": true}')
+    command = [npm, "install", "--no-audit", "--no-fund", "--ignore-scripts", *PACKAGES]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"npm cannot install here: {done.stderr[-200:]}")
+    shutil.copy(Path(__file__).with_name("aisdk.mjs"), folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_real_package_reads_streamed_calls(server: Served, package: Path) -> None:
+    """Text, call and input as they were written; the next turn is warm, and it says so."""
+    done = subprocess.run(
+        ["node", "aisdk.mjs", f"{server.url}/v1", QUESTION],
+        cwd=package,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads(line) for line in done.stdout.splitlines())
+    kinds = [part["type"] for part in first["parts"]]
+    assert "error" not in kinds
+    assert {"text-delta", "tool-input-start", "tool-input-delta", "tool-input-end"} <= set(kinds)
+    (call,) = (part for part in first["parts"] if part["type"] == "tool-call")
+    assert (call["toolName"], call["input"]) == ("read", INPUT)
+    assert first["reason"] == "tool-calls"
+    text = "".join(part["text"] for part in second["parts"] if part["type"] == "text-delta")
+    assert (text, second["reason"]) == ("It says alpha.", "stop")
+    usage = second["usage"]
+    assert usage["inputTokens"] - usage["cachedInputTokens"] < 64
