@@ -10,6 +10,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.output import reporting
+from mlxcache.cli.progress import counting
 from mlxcache.cli.target import Json
 from mlxcache.config import Settings, load_settings
 from mlxcache.errors import MlxcacheError
@@ -53,7 +54,8 @@ def explain(
         flags = {"model": model, "no_canonicalise": no_canonicalise}
         settings = load_settings(flags, os.environ)
         one, other = _read(first), second and _read(second)
-        found = explain_pair(one, other, settings) if other else audit_one(one, settings)
+        with counting("rendering"):
+            found = explain_pair(one, other, settings) if other else audit_one(one, settings)
         if as_json:
             show.print_json(found)
             return

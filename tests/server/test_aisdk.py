@@ -39,6 +39,7 @@ def body(*messages: dict[str, Any]) -> dict[str, Any]:
         "name": "read",
         "description": "Reads a file.",
         "parameters": {"type": "object", "properties": properties, "required": ["path"]},
+        "strict": False,
     }
     return {
         "model": "current-model",

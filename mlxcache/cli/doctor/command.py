@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +18,7 @@ from mlxcache.cli.connect import base_url
 from mlxcache.cli.doctor import clients, disk, machine, serving
 from mlxcache.cli.doctor.finding import Finding, worst
 from mlxcache.cli.output import reporting
+from mlxcache.cli.progress import counting, moving
 from mlxcache.cli.show import print_json
 from mlxcache.cli.target import CacheDir, Json
 from mlxcache.config import Settings, disk_limit, format_size, load_settings, ram_limit
@@ -87,13 +87,14 @@ class Examination:
         settings = self.settings
         url = base_url(settings.host, settings.port)
         self._add(machine.examine_versions())
-        self._machine()
+        with counting("looking at the machine and the model") if shown else nullcontext():
+            self._machine()
         self._add(machine.examine_files())
         self._add(disk.examine_folder(settings.cache_dir))
         if self.findings[-1].status != "fail":
             self._add(disk.examine_room(settings.cache_dir, settings.disk))
             if not quick:
-                with _progress(shown) as step:
+                with moving("testing the disk") if shown else nullcontext(_nothing) as step:
                     self._add(disk.examine_speed(settings.cache_dir, step))
         self._add(serving.examine_port(settings, url))
         self._add(*serving.examine_servers(settings, url))
@@ -228,18 +229,5 @@ def _print(console: Console, columns: Sequence[str], rows: Iterator[Sequence[str
     console.print(table)
 
 
-@contextmanager
-def _progress(shown: bool) -> Iterator[disk.Step]:
-    """A bar at the terminal while the disk is tested."""
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), console=console, transient=True,
-        disable=not (shown and console.is_terminal),
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task("testing the disk", total=None)
-
-        def step(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield step
+def _nothing(_: int, __: int) -> None:
+    """No bar: a program reads the output."""
