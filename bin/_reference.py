@@ -67,10 +67,11 @@ def _command(path: str, command: Any) -> list[str]:
     below = " COMMAND" if getattr(command, "commands", {}) else ""
     usage = " ".join([path, *(["[OPTIONS]"] if options else []), *map(_metavar, arguments)])
     lines = [f"## {path}", "", f"`{usage}{below}`", "", *_text(command.help or ""), ""]
-    rows = [(f"`{_metavar(p)}`", p.help or "") for p in arguments]
+    rows = [(_codes(_metavar(p)), p.help or "") for p in arguments]
     rows += [(_flags(p), _help(p)) for p in options]
     if rows:
-        lines += ["| | |", "|---|---|", *(f"| {_cell(a)} | {_cell(b)} |" for a, b in rows), ""]
+        lines += ["| argument | what |", "|---|---|"]
+        lines += [*(f"| {_cell(a)} | {_cell(b)} |" for a, b in rows), ""]
     return lines
 
 
@@ -82,7 +83,12 @@ def _flags(option: Any) -> str:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     numbers = isinstance(option.default, int | float) or getattr(option, "min", None) is not None
     value = option.metavar or ("N" if numbers else option.name.upper())
-    return names if option.is_flag else f"{names} `{value}`"
+    return names if option.is_flag else f"{names} {_codes(value)}"
+
+
+def _codes(value: str) -> str:
+    """`A|B` as code; a bar inside of code would end a table's cell."""
+    return " or ".join(f"`{part}`" for part in value.split("|"))
 
 
 def _help(option: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.docs.blocks import ROOT, for_server
 
 MLXCACHE = """\
-if [ "${1-}" = serve ]; then echo would serve; exit; fi
+if [ "${1-}" = serve ]; then {serve}; exit; fi
 exec {python} "$@"
 """
 """Of `serve` only the settings are looked at, elsewhere: see `commands.check`."""
@@ -54,23 +54,28 @@ def command(folder: Path) -> Iterator[str]:
         return
     path = folder / "socket"
     words = [sys.executable, str(FORKING), str(path)]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ) as process:
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield f'"{sys.executable}" -S -E "{FORKING}" "{path}"'
         process.kill()
 
 
-def furnish(folder: Path, mlxcache: str) -> None:
-    """Make in `folder` what a clone has and a page's commands want; `mlxcache` runs that."""
+def furnish(folder: Path, mlxcache: str, *, serves: bool = False) -> None:
+    """Make in `folder` what a clone has and a page's commands want.
+
+    `mlxcache`: the words that run it. `serves`: a server too, else its settings are enough.
+    """
+    serve = f'exec "{sys.executable}" -m mlxcache.cli.main "$@"' if serves else "echo would serve"
+    script = MLXCACHE.replace("{python}", mlxcache).replace("{serve}", serve)
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "path").mkdir()
     (folder / "bin").mkdir()
     for name, code in PROGRAMS.items():
         _script(folder / "path" / name, code)
     for path in ("path", "bin"):
-        _script(folder / path / "mlxcache", MLXCACHE.replace("{python}", mlxcache))
+        _script(folder / path / "mlxcache", script)
     shutil.copy(ROOT / "bin" / "serve", folder / "bin" / "serve")
 
 
@@ -79,20 +84,23 @@ def _script(path: Path, code: str) -> None:
     path.chmod(0o755)
 
 
-def run(code: str, folder: Path, url: str) -> subprocess.CompletedProcess[str]:
-    """Run shell code as a reader would, whose server is at `url` and not where pages have it."""
+def environ(folder: Path) -> dict[str, str]:
+    """The variables of a reader who has nothing but what `furnish` has made."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLXCACHE_", "XDG_"))}
-    environ = kept | {
+    return kept | {
         "PATH": f"{folder / 'path'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "HOME": str(folder),
-        "MLXCACHE_URL": url,
     }
+
+
+def run(code: str, folder: Path, url: str) -> subprocess.CompletedProcess[str]:
+    """Run shell code as a reader would, whose server is at `url` and not where pages have it."""
     code = for_server(code, url).replace("curl -s ", "curl -sSf ")
     return subprocess.run(
         ["sh", "-e", "-c", code],
         cwd=folder,
-        env=environ,
+        env=environ(folder) | {"MLXCACHE_URL": url},
         capture_output=True,
         text=True,
         timeout=300,

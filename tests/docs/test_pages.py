@@ -34,7 +34,7 @@ def slug(heading: str) -> str:
 def test_links_lead_somewhere(page):
     """Files exist, and headings that are linked to; pictures say in words what they show."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"(?:\]\(|src=\")([^)\s\"]+)[)\"]", text):
         if target.startswith(("https://", "http://")):
             continue
         name, _, anchor = target.partition("#")
@@ -44,6 +44,7 @@ def test_links_lead_somewhere(page):
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in map(slug, headings), target
     assert all(len(words) > 20 for words in re.findall(r"!\[([^\]]*)\]\(", text))
+    assert text.count("<img ") == len(re.findall(r'<img [^>]*alt="[^"]{20,}"', text))
 
 
 def test_every_page_is_found_from_the_menu():
@@ -101,3 +102,21 @@ def test_the_documented_endpoints_are_the_real_ones():
         for method in route.methods - {"HEAD"}
     }
     assert documented == real
+
+
+def test_the_causes_that_break_caching_are_those_that_the_server_tells():
+    """Each reason and cause in the first column of the table stands in that of explain."""
+    told = {
+        word
+        for reason, cause, _ in table("explain.md", "## Reasons and causes")
+        for word in re.findall(r"`(\w+)`", reason + cause)
+    }
+    rows = table("troubleshooting.md", "## What breaks caching")
+    shown = {
+        word
+        for row in rows
+        for code in re.findall(r"`([^`]+)`", row[0])
+        for word in re.findall(r"\w+", code)
+    }
+    assert len(shown) > 20
+    assert shown <= told
