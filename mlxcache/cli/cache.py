@@ -115,14 +115,16 @@ def _problem(problem: dict[str, str]) -> tuple[str, str]:
     return problem["path"], problem["what"]
 
 
-def _facts(found: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested figures as lines: `disk used` and its size."""
+def _facts(
+    found: dict[str, Any], prefix: str = "", *, sizes: bool = False
+) -> list[tuple[str, str]]:
+    """Nested figures as lines: `disk used` and its size. `sizes`: all of them are bytes."""
     lines: list[tuple[str, str]] = []
     for name, value in found.items():
         words = f"{prefix}{name.removesuffix('_bytes').replace('_', ' ')}"
         if isinstance(value, dict):
-            lines += _facts(value, f"{words} ")
-        elif name.endswith("_bytes") and isinstance(value, int):
+            lines += _facts(value, f"{words} ", sizes=name == "kinds")
+        elif (sizes or name.endswith("_bytes")) and isinstance(value, int):
             lines.append((words, format_size(value)))
         else:
             lines.append((words, "-" if value is None else str(value)))

@@ -78,7 +78,7 @@ def snapshot(memory: Memory, totals: Totals, disk: Disk | None, ahead: Ahead) ->
         "checkpoints": tree.checkpoints,
         "requests": dict(totals.requests),
         "tokens": dict(totals.tokens),
-        "saved": dict(totals.saved),
+        "saved": totals.saved | {"seconds": round(totals.saved["seconds"], 3)},
         "canonicalised": dict(totals.canonicalised),
         "anticipated": {"tokens": ahead.tokens, "used_tokens": ahead.used},
         "evictions": {"spilled": memory.room.spilled, "dropped": memory.room.dropped},

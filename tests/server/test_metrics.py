@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client import parser
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 
+from mlxcache.api.app import create_app
 from mlxcache.api.metric_table import FAMILIES, PREFIX
+from mlxcache.config import Settings
+from mlxcache.engine.engine import Engine
 from tests.served import Served, served
 from tests.server.agent import Agent
 from tests.server.api import CHAT, Api, until, user, words
@@ -237,3 +243,24 @@ def test_the_end_of_a_run_says_what_was_gained(runs):
     assert re.search(r"^First token +after [\d.]+ s cold, [\d.]+ s warm, on average$", text, re.M)
     assert re.search(r"^Reused +[\d,]+ of [\d,]+ prompt tokens \(\d+%\)$", text, re.MULTILINE)
     assert re.search(r"^Time saved +[\d.]+ s$", text, re.MULTILINE)
+
+
+async def test_a_scrape_does_not_wait_for_the_mlx_thread(model, tmp_path):
+    """It is told for how long that has not moved, which an alert goes by."""
+    engine = Engine(Settings(model=str(model), cache_dir=tmp_path, ram=200_000_000, disk="off"))
+    await engine.start()
+    moves = threading.Event()
+    try:
+        transport = httpx.ASGITransport(create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            hangs = asyncio.ensure_future(engine.call(lambda _: moves.wait(60)))
+            name, silent = "mlx_thread_silent_seconds", 0.0
+            while silent < 0.2:
+                silent = value(read((await client.get("/metrics")).text), name)
+                await asyncio.sleep(0.02)
+            assert not hangs.done()
+            moves.set()
+            assert await hangs
+    finally:
+        moves.set()
+        await engine.stop()
