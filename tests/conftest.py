@@ -22,8 +22,11 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 
 ToyMaker = Callable[..., Path]
 
-FIRST_FAMILIES = ("llama", "gemma3", "qwen3_5")
-"""Plain attention, sliding windows, recurrent layers."""
+FIRST_FAMILIES = ("llama", "qwen3_5", "gemma3")
+"""Plain attention, recurrent layers, sliding windows."""
+
+QUICK = FIRST_FAMILIES[:2]
+"""Where a test takes both of these, the third is slow, too."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,16 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from mlxcache.model.toy_configs import FAMILIES
 
     items = [item for item in items if isinstance(item, pytest.Function)]
-    first, others = set(), []
+    quick: dict[object, set[str]] = {}
+    others: list[tuple[pytest.Function, set[str]]] = []
     for item in items:
         called = item.callspec.params.values() if hasattr(item, "callspec") else ()
         families = {value for value in called if isinstance(value, str) and value in FAMILIES}
-        if families & set(FIRST_FAMILIES):
-            first.add(item.function)
-        elif families and item.path.stem != "test_matrix":
-            others.append(item)
-    for item in others:
-        if item.function in first:
+        quick.setdefault(item.function, set()).update(families & set(FIRST_FAMILIES))
+        if families and not families & set(QUICK) and item.path.stem != "test_matrix":
+            others.append((item, families))
+    for item, families in others:
+        first = quick[item.function]
+        if first >= set(QUICK) or (first and not families & first):
             item.add_marker(pytest.mark.slow)
 
 

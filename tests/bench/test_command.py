@@ -20,6 +20,7 @@ def bench(*args: str) -> CompletedProcess[str]:
     return run(command, check=False, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_servers_are_measured_beside_each_other_and_gone_after(tmp_path: Path) -> None:
     """Two servers, two scenarios, a memory check: figures, ratios and bounds in the file."""
     model, file = light(tmp_path / "model"), tmp_path / "out.json"

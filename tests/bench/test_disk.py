@@ -48,6 +48,7 @@ def test_restoring_is_timed_beside_reading(model: Path, tmp_path: Path) -> None:
         assert check.measured == figures["ratio"] > 0
 
 
+@pytest.mark.slow
 def test_restoring_that_skips_a_file_is_an_error(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

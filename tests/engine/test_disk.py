@@ -224,6 +224,7 @@ def test_a_request_that_is_cancelled_while_it_is_restored_harms_nothing(
         assert bench.ask(ids, marks=(100, len(ids) - 3)).out == bench.twin().ask(ids).out
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_on_disk_before_its_reply_ends(
     llama: Bench, start: Callable[..., Disk], rng: np.random.Generator
 ) -> None:

@@ -90,6 +90,7 @@ def mlx_lm_goes_on(model: Path, draft: Path, cache: Path, ids: list[int]) -> lis
     return [int(token) for token, *_ in steps]
 
 
+@pytest.mark.slow
 async def test_a_snapshot_holds_both_and_is_the_pairs_alone(toy: ToyMaker, tmp_path: Path) -> None:
     """Imported into another folder, the next turn is warm, and the draft as good as before."""
     model = toy("llama")

@@ -70,6 +70,7 @@ async def test_figures_on_paper_are_what_the_server_holds(family: str, toy, tmp_
     assert held.disk_checkpoints == len(states)
 
 
+@pytest.mark.slow
 async def test_figures_on_paper_are_thinned_as_those_of_a_server_are(toy, tmp_path: Path) -> None:
     """A model of states alone, in budgets that have no room for all of them."""
     path, ram, disk = str(toy("mamba2")), 64_000_000, 64_000_000

@@ -198,6 +198,7 @@ async def _settled(engine: Engine) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_with_others_at_once_each_gets_its_own(
     client: Client, mlx_lm_alone: Reference
 ) -> None:
@@ -269,6 +270,7 @@ async def test_an_image_that_no_memory_is_set_aside_for_is_refused(client: Clien
         await client.submit([user(image(1, 560, 560))])
 
 
+@pytest.mark.slow
 async def test_memory_stays_within_the_budget(client: Client) -> None:
     """What MLX holds, weights aside, while images of every size are fed."""
     core = client.engine._core
@@ -292,7 +294,7 @@ def test_a_model_that_no_image_reaches_is_no_image_model(toy_muse: Path) -> None
     assert measure(vision, 1 << 25) is None
 
 
-@pytest.mark.parametrize("room", [1 << 20, 1 << 25, 1 << 30])
+@pytest.mark.parametrize("room", [1 << 20, 1 << 25, pytest.param(1 << 30, marks=pytest.mark.slow)])
 def test_no_image_takes_more_than_it_is_taken_to(toy_muse: Path, room: int) -> None:
     vision = load(ModelSpec(str(toy_muse), trust_remote_code=True)).vision
     assert vision is not None

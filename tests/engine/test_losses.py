@@ -293,7 +293,9 @@ async def test_what_was_damaged_on_disk_is_told(toy, tmp_path):
         assert "corrupt: checksum" in log_line(record)
 
 
-@pytest.mark.parametrize("reason", ["namespace", "evicted", "corrupt"])
+@pytest.mark.parametrize(
+    "reason", [pytest.param("namespace", marks=pytest.mark.slow), "evicted", "corrupt"]
+)
 async def test_after_a_restart_the_sessions_leaves_are_compared(toy, tmp_path, reason: str):
     """By another model nothing can be used; what the disk evicted, or damaged, is told as that."""
     head = [system("", "restart"), user("Fix the parser. " + text(9, "ask"))]

@@ -52,6 +52,7 @@ def test_a_branch_near_the_front_copies_the_prefix(dense: Bench, rng: np.random.
     assert sorted(x.base for x in dense.memory.idle.values()) == [0, 0]
 
 
+@pytest.mark.slow
 def test_only_the_latest_few_keep_more_than_their_own(
     dense: Bench, rng: np.random.Generator
 ) -> None:

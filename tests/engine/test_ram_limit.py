@@ -84,6 +84,7 @@ def long_job(name: str) -> Job:
     return Job(name, Prompt(ids), max_tokens=200)
 
 
+@pytest.mark.slow
 async def test_a_full_queue_says_so(toy_paths: dict[str, Path]) -> None:
     engine = Engine(Settings(model=str(toy_paths["llama"]), concurrency=1, queue=2))
     await engine.start()

@@ -118,7 +118,7 @@ class NoRoom:
         return self._left <= 0
 
 
-@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("at", [1, 3, 6])
 def test_a_buffer_that_cannot_be_made_is_charged_to_nobody(
     bench: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
@@ -146,7 +146,7 @@ def test_a_buffer_that_cannot_be_made_is_charged_to_nobody(
     assert failed or at > 2
 
 
-@pytest.mark.parametrize("at", range(1, 5))
+@pytest.mark.parametrize("at", [1, 3])
 def test_an_idle_buffer_that_cannot_be_made_smaller_is_dropped(
     bench: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:

@@ -353,6 +353,7 @@ async def test_a_pinned_session_stays_pinned_as_it_grows(toy, tmp_path, monkeypa
         assert engine.sessions.store.stats().pinned_bytes == 0
 
 
+@pytest.mark.slow
 async def test_rows_of_sessions_keep_the_cap(toy, tmp_path):
     """Token ids take room on disk too: files go for them, or they are not kept."""
     folder, limit = tmp_path / "store", 5_000_000

@@ -146,6 +146,7 @@ def test_training_forward_is_the_models_own_where_nothing_is_moved(
     assert mx.allclose(logits, model(tokens), atol=2e-3)
 
 
+@pytest.mark.slow
 def test_what_the_script_saves_is_what_the_demo_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paragraphs: Prose
 ) -> None:

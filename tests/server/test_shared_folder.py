@@ -129,6 +129,7 @@ def test_a_server_that_is_killed_leaves_the_other_its_work(begin: Begin) -> None
     assert record["restored_tokens"] >= record["prompt_tokens"] - 64
 
 
+@pytest.mark.slow
 def test_what_one_removes_the_other_goes_on_with(begin: Begin, home: Path) -> None:
     """By session, all at once, and by hand with rm: the next turn is right, and on disk again."""
     one, two = begin("two", "llama"), begin("other", "qwen3_5")

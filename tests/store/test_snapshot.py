@@ -268,6 +268,7 @@ def test_any_tool_can_read_it(tmp_path: Path) -> None:
     assert np.array_equal(np.array(arrays["kv.0.0"]), expected)
 
 
+@pytest.mark.slow
 def test_a_large_session_is_never_in_ram(tmp_path: Path) -> None:
     """184 MB through a file, for a third of which the process may grow."""
     ids = ids_of(2_000_000)
