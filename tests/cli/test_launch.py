@@ -262,7 +262,7 @@ def until_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_server_is_started_where_none_runs_found_again_and_ended_if_wished(
+def test_a_server_is_started_where_none_runs_and_found_again(
     here: Here, toy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on behind the client, the next client uses it, and its log says what it did."""
@@ -293,7 +293,15 @@ def test_a_server_is_started_where_none_runs_found_again_and_ended_if_wished(
     finally:
         os.kill(pid, signal.SIGTERM)
         until_gone(pid)
-    here.launch("claude", *flags, "--port", "0", "--stop-after")
+
+
+@pytest.mark.slow
+def test_a_server_ends_with_its_client_if_wished(here: Here, toy: Any) -> None:
+    """And nothing listens there any more."""
+    here.install("claude")
+    flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
+    result = here.launch("claude", *flags, "--stop-after")
+    assert "goes on" not in result.stderr
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", int(here.variables["ANTHROPIC_BASE_URL"][-5:])))
 

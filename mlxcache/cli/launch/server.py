@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,14 @@ class Background:
             file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-lines:]
+
+    def failure(self) -> MlxcacheError:
+        """Why it ended, which it has or is about to."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+        self.stop()
+        last = "\n".join(self.tail())
+        return MlxcacheError(f"The server ended. The end of its log, {self.log}:\n{last}")
 
     def stop(self) -> None:
         """End it, and wait until it has."""
@@ -153,18 +162,17 @@ def _ask_again(
     started: Background | None,
     progress: Callable[[str, float | None], None],
 ) -> Service | None:
-    ended = None if started is None else started.process.poll()
+    ended = started is not None and started.process.poll() is not None
     try:
         served = ask(url, key)
-    except NoServer:
+    except MlxcacheError as error:
         if started is None:
             raise
         served = None
-        if ended is not None:  # and not because another one was quicker to listen there
-            last = "\n".join(started.tail())
-            raise MlxcacheError(
-                f"The server ended with status {ended}. The end of its log, {started.log}:\n{last}"
-            ) from None
+        # One that could not load its model says so before it ends. And where another server was
+        # quicker to listen there, that one is asked.
+        if ended or not isinstance(error, NoServer):
+            raise started.failure() from None
     if served is None:
         progress(*_step(started))
     return served
