@@ -1,27 +1,29 @@
 """Takes the picture of the dashboard that the README shows: bin/dashboard-picture [FOLDER].
 
 A real server with the built-in demo model, a made-up afternoon of three agents on it, and Chromium.
-With a FOLDER it writes there what the page looks like at 1280 and 360 pixels, light and dark.
+With a FOLDER it also writes there all of the page at 1280 and 360 pixels, light and dark.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import httpx
+from PIL import Image
 
 from tests.served import Served, served
 from tests.server.browser import Browser, browsing
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "dashboard.png"
+FOUND = "return Boolean(document.querySelector(args[0]));"
 FONT = "document.documentElement.style.setProperty('--sans', 'Inter, sans-serif');"
 """Inter where it is installed: it looks like a Mac's own font."""
 
@@ -37,6 +39,8 @@ FLAKE = "The login test fails one time in five. Find out why."
 UPLOAD = "Add retries with backoff to the upload client."
 CONFIG = "Which modules still import the old config?"
 NOTES = "Write the release notes for 2.4 from the merged pull requests."
+REVIEW = "Review the change to the session store."
+TYPES = "Add types to the parser."
 CHAT = "Explain how a prefix tree shares what two prompts begin with."
 
 
@@ -105,12 +109,14 @@ def morning(url: str) -> list[Talk]:
     flake.ask(FLAKE)
     upload.ask(UPLOAD)
     flake.ask(result("tests/test_login.py", 30))
-    return [flake, upload]
+    review = Talk(url, "zed/0.210", "a90c", head("Zed's assistant", 2))
+    review.ask(REVIEW)
+    return [flake, upload, review]
 
 
 def afternoon(url: str, talks: list[Talk]) -> None:
     """What happened after it."""
-    flake, upload = talks
+    flake, upload, review = talks
     for talk in talks:
         talk.to(url)
     flake.ask(result("app/session.py", 60))
@@ -132,6 +138,8 @@ def afternoon(url: str, talks: list[Talk]) -> None:
     config.messages[3]["content"] = result("app/legacy_settings.py", 50)
     config.ask("And which of them are dead?")
     chat.ask("And when they part?")
+    review.ask("Is the lock needed at all?")
+    Talk(url, "aider/0.88", "5d11", head("Aider", 1)).ask(TYPES)
     http = httpx.Client(base_url=url, timeout=60)
     for one in http.get("/v1/sessions").json()["data"]:
         if one["label"] == "7f3a":
@@ -162,21 +170,28 @@ def scene(home: Path) -> Iterator[Served]:
         yield server
 
 
+def shown(browser: Browser, *selectors: str) -> None:
+    """Wait until the page has all of these."""
+    wanted = list(selectors)
+    while wanted:
+        wanted = [one for one in wanted if not browser.run(FOUND, one)]
+        time.sleep(0.1)
+
+
 def take(browser: Browser, folder: Path | None) -> None:
     """The pictures."""
-    if folder is None:
-        browser.look(width=1280, height=1400, scale=1)
-        time.sleep(2)
-        PICTURE.parent.mkdir(exist_ok=True)
-        PICTURE.write_bytes(browser.picture())
-        return
-    for width in (1280, 360):
+    browser.look(width=1280, height=1450)
+    time.sleep(2)
+    PICTURE.parent.mkdir(exist_ok=True)
+    Image.open(BytesIO(browser.picture())).quantize(256).save(PICTURE, optimize=True)
+    for width in (1280, 360) if folder else ():
         for scheme in ("light", "dark"):
             browser.look(width=width, scheme=scheme)
             time.sleep(1)
             height = browser.run("return document.documentElement.scrollHeight;")
             browser.look(width=width, height=height, scheme=scheme)
             time.sleep(1)
+            assert folder is not None
             (folder / f"{width}-{scheme}.png").write_bytes(browser.picture())
 
 
@@ -184,18 +199,16 @@ def main(folder: Path | None) -> None:
     home = Path(tempfile.mkdtemp())
     with scene(home) as server, browsing(home) as browser:
         print(server.url, flush=True)
-        long = Talk(server.url, "opencode/1.2.6", "f00d", head("OpenCode", 5))
-        long.start("Find every place that reads the clock.", 6000)
-        time.sleep(1)
-        Talk(
-            server.url, "codex_cli_rs/0.98", "d2ea", head("Codex in a large repository", 40)
-        ).start("Where is the cache evicted?", 10)
+        agent = Talk(server.url, "opencode/1.2.6", "f00d", head("OpenCode", 2))
+        agent.start("Find every place that reads the clock.", 9000)
         browser.open(f"{server.url}/dashboard")
+        shown(browser, "#running li[data-phase=decode]", "#session-rows tr", ".node .ram")
+        large = head("Codex in a large repository", 40)
+        Talk(server.url, "codex_cli_rs/0.98", "d2ea", large).start("What evicts the cache?", 10)
+        shown(browser, "#running li[data-phase=prefill] [aria-valuenow]:not([aria-valuenow='0'])")
         browser.run(FONT)
         browser.tool("Emulation.setScrollbarsHidden", hidden=True)
         take(browser, folder)
-        if os.environ.get("STAY"):
-            time.sleep(float(os.environ["STAY"]))
 
 
 if __name__ == "__main__":

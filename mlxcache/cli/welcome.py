@@ -38,6 +38,7 @@ def welcome(
         ("Claude Code", claude_code(url, info.id, context, has_key=has_key)),
         ("anyclaude", anyclaude(url, context, has_key=has_key)),
         ("Others", f"the OpenAI API at {url}/v1, the Anthropic API at {url}"),
+        ("Dashboard", f"{url}/dashboard"),
     ):
         console.print(Text.assemble("\n", (name, "bold"), "\n", line))
     console.print()

@@ -21,6 +21,7 @@ function draw() {
   if (!all) return;
   const there = all.filter((one) => !isGoing(one.id));
   keyed(byId("session-rows"), there, (one) => one.id, row);
+  show(byId("sessions-wait"), false);
   show(byId("sessions-table"), there.length > 0);
   show(byId("sessions-none"), there.length === 0);
   setText(byId("sessions-count"), there.length ? plural(there.length, "conversation") : "");

@@ -62,6 +62,7 @@ export function titleOf(request) {
   if (request.api === "warm") return "Warming a prefix";
   const found = request.session && state.sessions?.find((one) => one.label === request.session);
   if (found) return nameOf(found);
+  if (!state.sessions) return request.client ?? request.session ?? "A request";
   if (request.client) return `${request.session ? "A new session" : "A request"} of ${request.client}`;
   return request.session || "A request";
 }
