@@ -37,6 +37,7 @@ def welcome(
     for name, line in (
         ("Claude Code", claude_code(url, info.id, context, has_key=has_key)),
         ("anyclaude", anyclaude(url, context, has_key=has_key)),
+        ("Started for you, in another terminal", "mlxcache launch claude|opencode|anyclaude"),
         ("Others", f"the OpenAI API at {url}/v1, the Anthropic API at {url}"),
         ("Dashboard", f"{url}/dashboard"),
     ):

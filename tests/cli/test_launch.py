@@ -133,6 +133,30 @@ def test_settings_that_would_win_over_the_environment_are_overridden_and_kept(
     assert theirs.read_text() == text
 
 
+def test_what_our_scripts_set_for_the_server_is_not_there(
+    here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent's own programs find the user's environment."""
+    here.install("claude")
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/x/libopenblas.so.0:/nowhere/own.so")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    here.launch("claude", "--url", server.url)
+    assert here.variables["LD_PRELOAD"] == "/nowhere/own.so"
+    assert "GLIBC_TUNABLES" not in here.variables
+
+
+def test_from_a_clone_anyclaude_is_a_script_of_its_own(tmp_path: Path) -> None:
+    """What it is given is for anyclaude."""
+    script = tmp_path / "anyclaude"
+    script.write_bytes((Path(__file__).parents[2] / "bin" / "anyclaude").read_bytes())
+    (tmp_path / "mlxcache").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    for one in (script, tmp_path / "mlxcache"):
+        one.chmod(0o755)
+    done = subprocess.run([script, "-p", "two words"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["launch", "anyclaude", "--", "-p", "two words"]
+    assert os.access(Path(__file__).parents[2] / "bin" / "anyclaude", os.X_OK)
+
+
 def test_a_mode_that_the_user_names_is_the_mode(here: Here, server: Served) -> None:
     """Behind the two dashes."""
     here.install("claude")

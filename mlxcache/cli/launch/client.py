@@ -60,11 +60,29 @@ class Start:
 
     def environment(self, service: Service, environ: Mapping[str, str]) -> dict[str, str]:
         """The client's whole environment."""
-        kept = {name: value for name, value in environ.items() if name not in self.without}
+        kept = _as_it_was(environ)
+        for name in self.without:
+            kept.pop(name, None)
         return kept | {
             name: service.credential if value is None else value
             for name, value in self.variables.items()
         }
+
+
+_ADDED = (("LD_PRELOAD", "libopenblas.so.0"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"))
+"""What the scripts in bin/ put into lists in the environment, for the server on Linux."""
+
+
+def _as_it_was(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without that: an agent's own programs are not to be changed by it."""
+    found = dict(environ)
+    for name, added in _ADDED:
+        if name in found:
+            words = [word for word in found[name].split(":") if not word.endswith(added)]
+            found[name] = ":".join(words)
+            if not words:
+                del found[name]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

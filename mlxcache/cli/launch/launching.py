@@ -131,7 +131,11 @@ class Launching:
     def _check(self, service: Service) -> None:
         """Refuse a server whose model is not the one that was asked for."""
         wanted = self._flags.get("model")
-        if wanted and self.running and service.model not in (wanted, Path(wanted).resolve().name):
+        if not wanted or not self.running or service.model == wanted:
+            return
+        from mlxcache.model.hub import display_name  # noqa: PLC0415 - mlx-lm takes seconds
+
+        if service.model != display_name(wanted, Path(wanted).expanduser()):
             raise MlxcacheError(
                 f"The server at {service.url} serves {service.model}. Leave out --model to use "
                 "it, stop it, or start another one beside it with --port 0."

@@ -44,8 +44,11 @@ def _settings(start: Start) -> Iterator[tuple[str, ...]]:
 
 def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
     running: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
+        if not running:
+            early.append(number)
         for process in running:
             process.send_signal(number)
 
@@ -56,6 +59,8 @@ def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
     before[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)
     try:
         running.append(subprocess.Popen(words, env=environment))
+        for number in early:  # what came while it was being started
+            running[0].send_signal(number)
         status = running[0].wait()
     except OSError as error:
         raise MlxcacheError(f"{words[0]} cannot be run: {error.strerror}.") from error
