@@ -1,0 +1,62 @@
+"""The engine without HTTP: what a program that embeds it is promised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxcache.embed import Model
+from mlxcache.errors import BadRequest, ConfigError, NotFound
+from mlxcache.store.lock import InUse, alone
+from mlxcache.types import Finished
+
+HELLO = [{"role": "user", "content": "Say something about a cache. " * 20}]
+
+
+def test_an_unknown_setting_is_an_error_that_names_it():
+    """As in config.toml, and before anything is loaded."""
+    with pytest.raises(ConfigError, match="'rams'"):
+        Model(ram="1GB", rams="2GB")
+    with pytest.raises(ConfigError, match="--ram"):
+        Model(ram="much")
+
+
+def test_outside_of_async_with_there_is_no_model():
+    """And no half of one."""
+    with pytest.raises(RuntimeError, match="async with"):
+        Model().info  # noqa: B018 - it is the look that raises
+
+
+async def test_turns_are_warm_cancelled_ones_are_kept_and_the_folder_is_held(
+    toy_llama: Path, tmp_path: Path
+):
+    """In one life of a model: what holds of a server holds here."""
+    folder = tmp_path / "cache"
+    async with Model(str(toy_llama), cache_dir=str(folder), ram="200MB") as model:
+        with pytest.raises(InUse), alone(folder):
+            pass
+        first = await model.chat(HELLO, max_tokens=8, temperature=0, session="one")
+        assert first.cached_tokens < first.prompt_tokens
+        assert (first.generated_tokens, first.finish_reason) == (8, "length")
+        again = await model.chat(HELLO, max_tokens=8, temperature=0, session="one")
+        assert again.cached_tokens == again.prompt_tokens - 1
+        assert again.text == first.text
+
+        stream = await model.stream(HELLO, max_tokens=500)
+        async with stream:
+            async for event in stream:
+                assert not isinstance(event, Finished)
+                break  # the rest is not wanted
+        with pytest.raises(BadRequest, match="temperature"):
+            await model.chat(HELLO, temperature=9)
+        with pytest.raises(BadRequest, match="grammar"):
+            await model.chat(HELLO, grammar="root ::= 'a'")
+        listed = await model.sessions.list(10)
+        assert [one.as_object()["label"] for one in listed][-1:] == ["one"]
+        with pytest.raises(NotFound):
+            await model.sessions.get("ses_none")
+        assert model.figures()["requests"]["total"] >= 2
+    with alone(folder):
+        pass  # it is free again
+    await model.close()  # nothing happens
