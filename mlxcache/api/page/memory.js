@@ -42,7 +42,7 @@ function held(perToken) {
 function split(tier, used, { shared, own }) {
   const both = Math.min(shared, used);
   const one = Math.min(own, used - both);
-  const rest = tier === "ram" ? "states, and prefixes of no session" : "states, other models, prefixes of no session";
+  const rest = tier === "ram" ? "states, and other prefixes" : "states, other prefixes, other models";
   return [
     [`${tier} shared`, "shared by sessions", both],
     [`${tier} own`, "of one session each", one],
