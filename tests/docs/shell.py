@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.docs.blocks import ROOT, for_server
 
 MLXCACHE = """\
@@ -38,6 +40,7 @@ ask "$MLX_LM_URL" "$MLX_LM_MODEL" "$MLX_LM_API_KEY"
 ask "$LOCAL_URL" "$LOCAL_MODEL" "$LOCAL_API_KEY"
 [ "$LOCAL_CONTEXT_LENGTH" -gt 0 ]
 """
+WITH_CURL = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
 PROGRAMS = {
     "python": f'exec "{sys.executable}" "$@"',
     "claude": ASK_MESSAGES,

@@ -90,6 +90,7 @@ def test_a_documented_file_of_settings_is_accepted(tmp_path: Path) -> None:
         load_settings({}, {}, path)
 
 
+@shell.WITH_CURL
 @pytest.mark.parametrize("page", sorted({block.page for block in LIVE if not block.reason}))
 def test_the_blocks_of_a_page_run_in_their_order(
     page, server, mlxcache, tmp_path: Path, capfd

@@ -19,6 +19,7 @@ from tests.docs.blocks import BLOCKS, for_server
 SECONDS = 180.0
 
 
+@shell.WITH_CURL
 def test_the_three_commands_do_what_they_say(mlxcache: str, tmp_path: Path):
     """In two terminals: a server, a client that is answered, and the dashboard."""
     with socket.socket() as free:
