@@ -79,6 +79,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
     monkeypatch.setenv("HOME", str(made.home))
     monkeypatch.setenv("PATH", f"{made.programs}:/bin:/usr/bin")
     monkeypatch.setenv("MLXCACHE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MLXCACHE_PORT", "9")  # whoever runs the tests may serve at the usual one
     monkeypatch.setenv("FAKE_OUTPUT", str(made.output))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(made.project)
