@@ -91,7 +91,7 @@ class Scheduler:
         if computable and (came or not len(self.lanes) or self._due() <= 0):
             self.pace.prefill(self._prefill_one, owing=len(self.lanes) > 0)
         due = self._due()
-        if self.prefilling and self.pace.holds(due):
+        if self._computable() and self.pace.holds(due):  # nobody waits for a disk's next piece
             self._decode_round([lane for lane in self.lanes.all if not lane.tasks[0].out])
             return
         if due > 0 or not self.prefilling:  # each join copies: not while more are to come

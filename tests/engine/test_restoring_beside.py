@@ -1,0 +1,48 @@
+"""A request that waits for the disk holds up no reply that goes on beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mlxcache.engine.memory import Memory
+from tests.engine.conftest import Bench
+from tests.engine.test_long_prefill import Timed, answered, ids
+from tests.engine.test_pace import Clock
+
+TICKS = 20
+
+
+def slow_disk() -> Any:
+    """A disk whose next piece has not come."""
+    return SimpleNamespace(
+        ready=lambda task: False,
+        pump=lambda beside: None,
+        progress=lambda lease, ids: None,
+        busy=False,
+        persist=SimpleNamespace(ready=False),
+    )
+
+
+def test_a_reply_goes_on_while_another_request_waits_for_the_disk(
+    toy_paths: dict[str, Path],
+) -> None:
+    """The clock moves with the model's passes alone: to wait for it would be to wait for ever."""
+    bench = Bench(toy_paths["llama"], chunk=64)
+    clock = Clock()
+    bench.model = Timed(bench.model, clock)
+    bench.use(Memory(bench.memory.layout, bench.memory.budget), clock)
+    for prompt in (300, 30_000):  # a burst, and more than one
+        reply = bench.put(ids(1, 30), tokens=10_000)
+        bench.run(until=answered(reply))
+        waits = bench.put(ids(2, prompt), tokens=2)
+        bench.run(until=lambda waits=waits: waits in bench.scheduler.prefilling)
+        waits.restoring, bench.scheduler.disk = True, slow_disk()
+        before = len(reply.out)
+        for _ in range(TICKS):
+            bench.scheduler.tick()
+        assert len(reply.out) - before >= TICKS
+        waits.restoring, bench.scheduler.disk = False, None
+        for task in (waits, reply):
+            bench.scheduler.cancel(task)
