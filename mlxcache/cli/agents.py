@@ -25,7 +25,10 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ValueError(error.strerror) from error
     for noise in (_COMMENT, _LAST_COMMA):
         text = noise.sub(lambda found: found[1] or "", text)
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     return value

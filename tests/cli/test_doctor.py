@@ -260,7 +260,20 @@ def test_claude_codes_address_is_without_v1_and_with_a_context(tmp_path: Path) -
     assert claude(tmp_path, known)["address"].status == "ok"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"env": []}', "\udcff"])
+@pytest.mark.parametrize("base", ["http://localhost:port/", "http://[", "http://127.0.0.1:99999"])
+def test_an_address_that_is_none_is_not_this_servers(base: str, tmp_path: Path) -> None:
+    """Whoever reads it: the clients' settings may hold anything, and variables of their own."""
+    assert "address" not in claude(tmp_path, {"ANTHROPIC_BASE_URL": base})
+    (tmp_path / "opencode.json").write_text(
+        json.dumps({"provider": {"m": {"options": {"baseURL": base}}}})
+    )
+    environ = {"ANYCLAUDE_MODE": "mlx-lm", "LOCAL_URL": f"{base}/v1"}
+    found = clients.examine_clients(environ, tmp_path, URL, {}, which=lambda _: None, cwd=tmp_path)
+    assert ("anyclaude", "warn") in [(one.name, one.status) for one in found]
+    assert not any(one.name.startswith("OpenCode") for one in found)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"env": []}', "\udcff", "[" * 100_000])
 def test_a_settings_file_that_is_broken_is_told(text: str, tmp_path: Path) -> None:
     """With its name, and no traceback."""
     settings_of(tmp_path, {})

@@ -105,10 +105,17 @@ def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:
 
 
 def _is_here(base: str, url: str) -> bool:
-    """Whether `base` is the address `url`, whatever this machine is called in it."""
-    ours, theirs = urlsplit(url), urlsplit(base)
+    """Whether `base` is the address `url`, whatever this machine is called in it.
+
+    What is no address, such as one with a variable that its client fills in, is none.
+    """
     local = ("127.0.0.1", "localhost", "::1")
-    return theirs.port == ours.port and (
+    try:
+        ours, theirs = urlsplit(url), urlsplit(base)
+        same_port = theirs.port == ours.port
+    except ValueError:
+        return False
+    return same_port and (
         theirs.hostname == ours.hostname or {theirs.hostname, ours.hostname} <= set(local)
     )
 
@@ -122,7 +129,7 @@ def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
         base = environ.get(name)
         if base is None:
             continue
-        if not urlsplit(base).path.rstrip("/").endswith("/v1"):
+        if not base.rstrip("/").endswith("/v1"):
             value = f"{name} is {base}, which lacks the /v1 at its end"
             return Finding("anyclaude", "fail", value, f"{name}={base.rstrip('/')}/v1")
         if not _is_here(base, url):
