@@ -15,8 +15,8 @@ from tests.served import Served, served
 
 @pytest.fixture(scope="session")
 def mlxcache() -> Iterator[str]:
-    """The words of a shell that run `mlxcache`."""
-    with tempfile.TemporaryDirectory() as folder, shell.command(Path(folder)) as words:
+    """The words of a shell that run `mlxcache`. A socket's path must be short."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, shell.command(Path(folder)) as words:
         yield words
 
 

@@ -12,18 +12,27 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+LOOK_S = 10.0
+"""How often it looks whether the tests that it is for still run."""
+
 
 def serve(path: str) -> None:
-    """Wait for commands until killed. Says `ready` once it does."""
+    """Wait for commands until killed, or alone. Says `ready` once it does."""
     from mlxcache.cli import main, offline, remote  # noqa: F401 - what commands import late
 
     waiting = socket.socket(socket.AF_UNIX)
     waiting.bind(path)
     waiting.listen()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that have ended
+    waiting.settimeout(LOOK_S)
+    parent = os.getppid()
     print("ready", flush=True)
-    while True:
-        asked, _ = waiting.accept()
+    while os.getppid() == parent:
+        try:
+            asked, _ = waiting.accept()
+        except TimeoutError:
+            continue
+        asked.setblocking(True)
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _handle(asked, main.main)

@@ -61,8 +61,10 @@ def command(folder: Path) -> Iterator[str]:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        yield f'"{sys.executable}" -S -E "{FORKING}" "{path}"'
-        process.kill()
+        try:
+            yield f'"{sys.executable}" -S -E "{FORKING}" "{path}"'
+        finally:
+            process.kill()
 
 
 def furnish(folder: Path, mlxcache: str, *, serves: bool = False) -> None:
