@@ -32,7 +32,8 @@ const grab = async (path, options) => {
   } catch (e) {}
 };
 const GETS = ['/health', '/v1/models', '/api/v0/models', '/v1/sessions', '/v1/cache',
-  '/v1/cache/check', '/v1/requests', '/dashboard', '/metrics', `/v1/sessions/${session}`,
+  '/v1/cache/check', '/v1/requests', '/v1/cache/tree',
+  '/dashboard', '/dashboard/app.js', '/metrics', `/v1/sessions/${session}`,
   `/v1/sessions/${session}/snapshot`, `/v1/sessions/${session}/snapshot?format=mlx-lm`];
 const POSTS = ['/v1/chat/completions', '/v1/completions', '/v1/responses', '/v1/messages',
   '/v1/messages/count_tokens', '/v1/cache/warm', '/v1/cache/prune', '/v1/sessions?name=stolen',
