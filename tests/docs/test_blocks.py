@@ -36,6 +36,7 @@ ELSEWHERE = {"run by test_newcomer", "run by test_examples"}
 LIVE = [block for block in of("sh", "python") if block.note not in ELSEWHERE]
 TEXT = {
     "a drawing",
+    "the layers",
     "a formula",
     "lines of the log",
     "an answer of the command",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any, cast
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ import typer
 from mlxcache.api.app import create_app
 from mlxcache.cli.main import app
 from mlxcache.config import Settings
-from tests.docs.blocks import PAGES, ROOT
+from tests.docs.blocks import BLOCKS, PAGES, ROOT
 
 PICTURES = sorted((ROOT / "docs" / "images").glob("*.svg"))
 SVG = "{http://www.w3.org/2000/svg}"
@@ -120,3 +121,24 @@ def test_the_causes_that_break_caching_are_those_that_the_server_tells():
     }
     assert len(shown) > 20
     assert shown <= told
+
+
+def test_the_layers_that_are_shown_are_those_of_the_contract():
+    """In its order, and in the picture all of those that have a folder or a page of their own."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(c["layers"] for c in contracts["contracts"] if c["type"] == "layers")
+    level = {
+        name.strip().removeprefix("mlxcache."): at
+        for at, layer in enumerate(layers)
+        for name in layer.split("|")
+    }
+    (block,) = (block for block in BLOCKS if block.note == "the layers")
+    shown = re.findall(r"^(\w+(?:, \w+)*)", block.code, re.MULTILINE)
+    names = [name for line in shown for name in line.split(", ")]
+    assert [level[name] for name in names] == sorted(level[name] for name in names)
+    picture = (ROOT / "docs" / "images" / "layers.svg").read_text(encoding="utf-8")
+    drawn = re.findall(r'y="(\d+)" class="name">([^<]+)<', picture)
+    heights = {name: int(y) for y, text in drawn for name in text.split(", ")}
+    above = {name for name in level if (ROOT / "mlxcache" / name).is_dir()}
+    assert above | {"embed"} <= set(heights)
+    assert all(heights[a] <= heights[b] for a in heights for b in heights if level[a] < level[b])
