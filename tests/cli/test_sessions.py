@@ -33,6 +33,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("MLXCACHE_URL", "MLXCACHE_API_KEY", "MLXCACHE_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLXCACHE_CACHE_DIR", str(tmp_path / "unused"))
+    monkeypatch.setenv("MLXCACHE_PORT", "9")  # where nobody serves, whoever runs the tests
     monkeypatch.setenv("COLUMNS", "80")
 
 
