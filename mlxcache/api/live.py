@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from mlxcache.errors import BadRequest, TooMany
 from mlxcache.owner import OWNER
 
 MOST_READERS = 32
-"""Streams that may be open at once, all owners together."""
+"""Streams that each owner may have open at once."""
 
 log = logging.getLogger(__name__)
 
@@ -38,20 +39,27 @@ class Live:
     def __init__(self, deps: Deps):
         self._deps = deps
         self._feeds: dict[str | None, Feed] = {}
-        self.readers = 0
+        self._readers: Counter[str | None] = Counter()
+
+    def enter(self) -> Callable[[], None]:
+        """Count one more reader, of the owner that asks; what is returned counts it no more.
+
+        Raises TooMany. Nobody's readers keep another owner's out.
+        """
+        owner = OWNER.get()
+        if self._readers[owner] >= MOST_READERS:
+            raise TooMany(f"{MOST_READERS} readers watch already.", retry_after=30.0)
+        self._readers[owner] += 1
+        return partial(self._readers.subtract, (owner,))
 
     async def events(self, parts: list[str]) -> AsyncGenerator[ServerSentEvent, None]:
         """What the owner that asks sees, until it leaves or the server stops."""
         owner = OWNER.get()
         if owner not in self._feeds:
             self._feeds[owner] = Feed(self._deps.engine, owner)
-        self.readers += 1
-        try:
-            async with aclosing(self._feeds[owner].watch(parts)) as watched:
-                async for name, body in watched:
-                    yield event(body, name=name)
-        finally:
-            self.readers -= 1
+        async with aclosing(self._feeds[owner].watch(parts)) as watched:
+            async for name, body in watched:
+                yield event(body, name=name)
 
 
 async def live(deps: Deps, watched: Live, request: Request) -> Response:
@@ -62,16 +70,17 @@ async def live(deps: Deps, watched: Live, request: Request) -> Response:
     parts = request.query_params.get("parts", ",".join(PARTS)).split(",")
     if not set(parts) <= set(PARTS):
         raise BadRequest(f"`parts` are some of {', '.join(PARTS)}.", param="parts")
-    if watched.readers >= MOST_READERS:
-        raise TooMany(f"{MOST_READERS} readers watch already.", retry_after=30.0)
-    return LiveStream(watched.events(list(dict.fromkeys(parts))), deps.settings)
+    leave = watched.enter()  # and not when the stream begins: many may come at once
+    return LiveStream(watched.events(list(dict.fromkeys(parts))), deps.settings, leave)
 
 
 class LiveStream(EventSourceResponse):
     """A stream of what goes on: whatever happens to its reader, the look at the engine ends."""
 
-    def __init__(self, events: AsyncGenerator[Any, None], settings: ApiSettings):
-        self._events = events
+    def __init__(
+        self, events: AsyncGenerator[Any, None], settings: ApiSettings, leave: Callable[[], None]
+    ):
+        self._events, self._leave = events, leave
         super().__init__(
             events,
             sep="\n",
@@ -87,4 +96,5 @@ class LiveStream(EventSourceResponse):
         except SendTimeoutError:
             log.debug("a watcher reads nothing, and is left")
         finally:
+            self._leave()
             await self._events.aclose()

@@ -1,0 +1,58 @@
+"""How many may watch: each owner so many, however quickly they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlxcache.api import live
+from mlxcache.api.http import ApiSettings, Deps
+from mlxcache.api.live import Live, LiveStream
+from mlxcache.errors import TooMany
+from mlxcache.owner import OWNER
+from tests.api.conftest import FakeEngine
+
+
+@pytest.fixture
+def owner() -> Iterator[None]:
+    token = OWNER.set("one")
+    yield
+    OWNER.reset(token)
+
+
+async def opened(watched: Live, deps: Deps) -> Any:
+    request: Any = SimpleNamespace(query_params={"parts": "server"})
+    return await live.live(deps, watched, request)
+
+
+async def test_streams_that_have_not_begun_count_and_another_owners_do_not(
+    engine: FakeEngine, owner: None
+) -> None:
+    deps = Deps(engine, ApiSettings())  # type: ignore[arg-type]
+    watched = Live(deps)
+    streams = [await opened(watched, deps) for _ in range(live.MOST_READERS)]
+    with pytest.raises(TooMany):
+        await opened(watched, deps)
+    OWNER.set("another")
+    assert isinstance(await opened(watched, deps), LiveStream)
+    OWNER.set("one")
+    engine.state = "stopped"
+    await streams[0](
+        {"type": "http", "method": "GET", "path": "/v1/live", "headers": []}, _nothing, _anything
+    )
+    streams[0] = await opened(watched, deps)
+    with pytest.raises(TooMany):
+        await opened(watched, deps)
+
+
+async def _nothing() -> Any:
+    """A client that stays."""
+    await asyncio.Event().wait()
+
+
+async def _anything(message: Any) -> None:
+    """Take it."""
