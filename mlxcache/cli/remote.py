@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import httpx
 
+from mlxcache.config.settings import is_loopback
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create
 from mlxcache.types import WARMING
@@ -32,6 +33,11 @@ class NoServer(MlxcacheError):
     """Nothing answers where a server was looked for, or it is no mlxcache."""
 
 
+def proxied(url: str) -> bool:
+    """Whether a proxy of the environment may be in between: none is on the way to this machine."""
+    return not is_loopback(httpx.URL(url).host)
+
+
 class Remote:
     """The server at `url`. What it refuses is raised as MlxcacheError, with its own words."""
 
@@ -41,7 +47,9 @@ class Remote:
         # a model may compute for minutes before it answers
         timeout = httpx.Timeout(None, connect=ANSWER_S)
         try:
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+            self._http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=timeout, trust_env=proxied(self.url)
+            )
         except (httpx.InvalidURL, ValueError) as error:
             raise NoServer(f"{url!r} is no address of a server: {error}") from error
 
@@ -49,9 +57,14 @@ class Remote:
         return f"of the server at {self.url}"
 
     def answers(self) -> bool:
-        """Whether an mlxcache server is there, also one that is still loading its model."""
+        """Whether an mlxcache server is there, also one that is still loading its model.
+
+        The key is not sent: something else may listen there.
+        """
         try:
-            return _HEADER in self._http.get("/health", timeout=ANSWER_S).headers
+            request = self._http.build_request("GET", "/health", timeout=ANSWER_S)
+            request.headers.pop("Authorization", None)
+            return _HEADER in self._http.send(request).headers
         except (httpx.HTTPError, httpx.InvalidURL):
             return False
 

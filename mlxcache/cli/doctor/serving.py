@@ -10,7 +10,7 @@ import psutil
 
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.cli.listen import CannotListen, listen
-from mlxcache.cli.remote import Remote
+from mlxcache.cli.remote import Remote, proxied
 from mlxcache.config import Settings
 from mlxcache.store.lock import servers
 
@@ -72,7 +72,7 @@ def examine_servers(settings: Settings, url: str) -> list[Finding]:
 
 def _server(url: str, *, named: bool) -> Finding | None:
     try:
-        response = httpx.get(f"{url}/health", timeout=HEALTH_S)
+        response = httpx.get(f"{url}/health", timeout=HEALTH_S, trust_env=proxied(url))
     except httpx.HTTPError as error:
         if not named:
             return None

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from mlxcache.cli.connect import DUMMY_KEY, Variables
+from mlxcache.config.settings import is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,23 @@ class Service:
     def credential(self) -> str:
         """What clients send as their key; they insist on one."""
         return self.key or DUMMY_KEY
+
+
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+_NO_PROXY = ("NO_PROXY", "no_proxy")
+
+
+def direct(service: Service, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that keep a proxy, where one is set, out of the way to a server of this machine.
+
+    It could not reach it, and would be told the prompts and the key.
+    """
+    host = urlsplit(service.url).hostname or ""
+    has_proxy = any(environ.get(name) or environ.get(name.lower()) for name in _PROXIES)
+    if not has_proxy or not is_loopback(host):
+        return {}
+    given = next((environ[name] for name in _NO_PROXY if environ.get(name)), "")
+    return dict.fromkeys(_NO_PROXY, ",".join(filter(None, (given, host))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +82,11 @@ class Start:
         kept = _as_it_was(environ)
         for name in self.without:
             kept.pop(name, None)
-        return kept | {
+        told = {
             name: service.credential if value is None else value
             for name, value in self.variables.items()
         }
+        return kept | direct(service, environ) | told
 
 
 _ADDED = (("LD_PRELOAD", "libopenblas.so.0"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"))

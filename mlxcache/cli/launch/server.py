@@ -17,7 +17,7 @@ import httpx
 
 from mlxcache.cli.launch.client import Service
 from mlxcache.cli.output import Loading, console
-from mlxcache.cli.remote import ANSWER_S, NoServer, Remote
+from mlxcache.cli.remote import ANSWER_S, NoServer, Remote, proxied
 from mlxcache.config import Settings
 from mlxcache.errors import MlxcacheError
 from mlxcache.private import create, make_folder
@@ -108,12 +108,14 @@ def ask(url: str, key: str | None) -> Service | None:
     Raises NoServer where none answers, MlxcacheError where it cannot serve or wants another key.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if not answers(url):  # before it is told the key
+        raise NoServer(f"Nothing answers at {url}, or it is no mlxcache server.")
     try:
-        response = httpx.get(f"{url}/v1/models", headers=headers, timeout=ANSWER_S)
+        response = httpx.get(
+            f"{url}/v1/models", headers=headers, timeout=ANSWER_S, trust_env=proxied(url)
+        )
     except httpx.HTTPError as error:
         raise NoServer(f"Nothing answers at {url}: {error}.") from error
-    if "X-Mlxcache-Request" not in response.headers:
-        raise NoServer(f"What answers at {url} is no mlxcache server.")
     if response.status_code == 503:
         return None
     if response.status_code == 401:

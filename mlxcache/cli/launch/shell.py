@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxcache.cli.connect import quoted
-from mlxcache.cli.launch.client import Place, Service, Start
+from mlxcache.cli.launch.client import Place, Service, Start, direct
 
 KEY_VARIABLE = "MLXCACHE_API_KEY"
 
@@ -19,7 +19,7 @@ def lines(start: Start, service: Service, environ: Mapping[str, str]) -> list[st
     """
     in_variable = service.key is not None and environ.get(KEY_VARIABLE) == service.key
     found = [f"unset {' '.join(start.without)};"] if start.without else []
-    for name, value in start.variables.items():
+    for name, value in {**direct(service, environ), **start.variables}.items():
         if value is None and not in_variable:
             value = service.credential  # noqa: PLW2901 - the same thing, known by now
         found.append(f"export {name}={quoted(value, has_key=in_variable)};")
@@ -38,7 +38,7 @@ def as_object(start: Start, service: Service, place: Place) -> dict[str, Any]:
         "command": [place.program.name, *start.arguments, *place.arguments],
         "set": {
             name: service.credential if value is None else value
-            for name, value in start.variables.items()
+            for name, value in {**direct(service, place.environ), **start.variables}.items()
         },
         "unset": list(start.without),
     }

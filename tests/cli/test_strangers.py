@@ -1,0 +1,118 @@
+"""The key goes to the server alone: to no proxy on the way, and to no other program at its port."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from mlxcache.cli.launch import server, shell
+from mlxcache.cli.launch.client import Place, Service, Start, direct
+from mlxcache.cli.remote import NoServer, Remote, proxied
+
+KEY = "a-key-of-its-own"
+
+
+class Program(ThreadingHTTPServer):
+    """A program that answers anything; `told` is what each request said."""
+
+    def __init__(self, *, ours: bool):
+        self.told: list[tuple[str, str | None]] = []
+        super().__init__(("127.0.0.1", 0), self._answer(ours))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def _answer(self, ours: bool) -> type[BaseHTTPRequestHandler]:
+        told = self.told
+        body = b'{"data": [{"id": "m", "context_length": 9}]}'
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                told.append((self.path, self.headers.get("Authorization")))
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                if ours:
+                    self.send_header("X-Mlxcache-Request", "req_1")
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Say nothing."""
+
+        return Answer
+
+
+@pytest.fixture
+def program() -> Iterator[Callable[[bool], Program]]:
+    made: list[Program] = []
+
+    def make(ours: bool) -> Program:
+        made.append(Program(ours=ours))
+        threading.Thread(target=made[-1].serve_forever, args=(0.02,), daemon=True).start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.shutdown()
+        one.server_close()
+
+
+def test_whoever_listens_there_is_asked_who_it_is_before_it_is_told_the_key(
+    program: Callable[[bool], Program],
+) -> None:
+    stranger, ours = program(False), program(True)
+    assert not Remote(stranger.url, KEY).answers()
+    with pytest.raises(NoServer):
+        server.ask(stranger.url, KEY)
+    assert stranger.told == [("/health", None)] * 2
+    found = server.ask(ours.url, KEY)
+    assert found is not None
+    assert found.model == "m"
+    assert ours.told == [("/health", None), ("/v1/models", f"Bearer {KEY}")]
+
+
+def test_a_proxy_is_not_on_the_way_to_this_machine(
+    program: Callable[[bool], Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy, ours = program(True), program(True)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, proxy.url)
+    assert Remote(ours.url, KEY).answers()
+    assert Remote(ours.url, KEY).stats()["data"]
+    assert server.ask(ours.url, KEY) is not None
+    assert proxy.told == []
+    assert proxied("http://gpu.example:8081")
+    assert not any(map(proxied, ("http://localhost:8081", "http://[::1]:8081")))
+
+
+@pytest.mark.parametrize(
+    ("url", "environ", "expected"),
+    [
+        ("http://127.0.0.1:8081", {}, None),
+        ("http://127.0.0.1:8081", {"https_proxy": "http://p"}, "127.0.0.1"),
+        (
+            "http://127.0.0.1:8081",
+            {"HTTP_PROXY": "http://p", "no_proxy": ".corp"},
+            ".corp,127.0.0.1",
+        ),
+        ("http://gpu.example:8081", {"HTTP_PROXY": "http://p"}, None),
+    ],
+)
+def test_nor_is_it_on_the_clients(url: str, environ: dict[str, str], expected: str | None) -> None:
+    service, start = Service(url, "m", 9), Start(variables={"X": "1"})
+    told = start.environment(service, environ)
+    given = environ.get("NO_PROXY")
+    assert told.get("NO_PROXY", given) == (expected or given)
+    assert direct(service, environ) == (
+        {"NO_PROXY": expected, "no_proxy": expected} if expected else {}
+    )
+    place = Place(Path("c"), (), environ, Path("/"), Path("/"))
+    assert ("NO_PROXY" in shell.as_object(start, service, place)["set"]) is bool(expected)
+    assert ("export NO_PROXY=" in "\n".join(shell.lines(start, service, environ))) is bool(expected)
