@@ -23,8 +23,8 @@ REST_S = 120.0
 """In which whatever runs or is being written must be over."""
 
 RUNNING = ("queued", "prefill", "decode")
-LOOKED_AT = 14
-"""Replies of each round that the reference looks at."""
+LOOKED_AT, LOOKED_TOKENS = 14, 12_000
+"""Replies of each round that the reference looks at, and the tokens after which it is enough."""
 
 KV_BYTES, LINEAR, SPARE_BYTES = 2048, 1.5, 32 << 20
 """A token's KV in the tiny models, and how much more its files may take: states, and rounding."""
@@ -181,8 +181,12 @@ def tokens(
     warm = [one for one in samples if one.out.cached]
     chosen = rng.sample(warm, min(LOOKED_AT, len(warm)))
     chosen += rng.sample(samples, min(LOOKED_AT // 3, len(samples)))
+    left = LOOKED_TOKENS
     for one in [*odd, *chosen]:
+        if left < 0:
+            break
         asked, out = one.asked, one.out
+        left -= out.prompt
         found = references[one.family].wrong(asked.messages, out.text, out.prompt)
         ledger.checked += 1
         if found:
