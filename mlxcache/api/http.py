@@ -189,7 +189,7 @@ async def _disconnected(request: Request) -> None:
 
 
 _OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{8,})$")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def session_label(

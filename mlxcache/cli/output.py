@@ -6,6 +6,7 @@ A terminal gets colour and a moving bar; a file or a pipe gets plain lines.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -21,6 +22,14 @@ from mlxcache.types import RequestRecord
 
 _STEP = 0.1
 
+UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys or that turn lines around; not ends of lines, nor tabs."""
+
+
+def visible(text: str) -> str:
+    """`text`, which a client or a stranger's file may have chosen, as a terminal only shows it."""
+    return UNSEEN.sub("", text)
+
 
 def console(*, stderr: bool = False) -> Console:
     """A console for lines that are meant to be read as they are."""
@@ -33,7 +42,7 @@ def reporting() -> Iterator[None]:
     try:
         yield
     except MlxcacheError as error:
-        console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(error)))
+        console(stderr=True).print(Text.assemble(("Error: ", "bold red"), visible(str(error))))
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 
 
@@ -93,7 +102,7 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print `record`; a warning or worse says so."""
         style = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}.get(record.levelname, "")
-        text = self.format(record)
+        text = visible(self.format(record))
         if style:
             time, _, rest = text.partition(" ")
             text = f"{time} {record.levelname.lower()}: {rest}"

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+from mlxcache.cli.output import UNSEEN, visible
 from mlxcache.config import format_size
 
 _PIPE_WIDTH = 240
@@ -27,7 +28,8 @@ _AGES = ((86400, "d"), (3600, "h"), (60, "min"))
 
 def print_json(value: Any) -> None:
     """`value` as JSON on the standard output."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    print(UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def table(
@@ -38,8 +40,9 @@ def table(
     Where a line is wider than the terminal, column `cut` gives way; no other is ever shortened, so
     that ids can be copied.
     """
-    lines = [[heading for heading, _ in columns], *rows]
-    widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
+    cells = ([visible(cell).replace("\n", " ") for cell in row] for row in rows)
+    lines = [[heading for heading, _ in columns], *cells]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     terminal = Console()
     room = terminal.width if terminal.is_terminal else _PIPE_WIDTH
     gap, gaps = 2, len(widths) - 1
@@ -70,7 +73,7 @@ def facts(pairs: Iterable[tuple[str, str]]) -> None:
 
 def name_of(session: dict[str, Any]) -> str:
     """What to call a session: its name, else its title, else its label."""
-    return str(session["name"] or session["title"] or session["label"] or "-")
+    return visible(str(session["name"] or session["title"] or session["label"] or "-"))
 
 
 def size(nbytes: int | None) -> str:

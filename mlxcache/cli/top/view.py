@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxcache.cli import show
+from mlxcache.cli.output import visible
 from mlxcache.cli.top.seen import Seen
 from mlxcache.config import format_size
 
@@ -199,4 +200,4 @@ def _count(tokens: int) -> str:
 def _name(row: Mapping[str, Any], names: Mapping[str, str]) -> Text:
     """Whose a request is: plain text, whatever stands in it."""
     label = row["session"]
-    return Text(names.get(label) or label or row["client"] or "-")
+    return Text(visible(names.get(label) or label or row["client"] or "-"))
