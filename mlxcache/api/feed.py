@@ -28,6 +28,9 @@ SESSIONS_S, SHARE, MOST_S = 1.5, 5.0, 10.0
 """Seconds between two looks: at requests while some run, while none does, and at figures; at
 sessions at least, or so many times as long as the last look took, at most `MOST_S`."""
 
+FIRST_S = 1.0
+"""How long the first reader waits for figures, so that what is first told is whole."""
+
 RECENT = 100
 """Requests that are told of, beside those that run."""
 
@@ -40,7 +43,7 @@ class Feed:
 
     Nothing is queued for anybody: a reader that comes late is told what is, and not what was. It
     looks at the sessions only where something may have changed, so the MLX thread is asked
-    seldom, and never once per reader.
+    seldom, and never once per reader. Figures wait for the disk, so they are read in a thread.
     """
 
     def __init__(self, engine: Engine, owner: str | None):
@@ -53,6 +56,7 @@ class Feed:
         self._news = asyncio.Event()
         self._over: str | None = None
         self._looking: asyncio.Task[None] | None = None
+        self._figures: asyncio.Task[None] | None = None
         self._sessions: asyncio.Task[None] | None = None
         self._seen: Any = None
         self._due = self._figures_due = 0.0
@@ -64,10 +68,12 @@ class Feed:
         """
         self._wanted.update(parts)
         self._readers += 1
-        if self._readers == 1:
-            self._begin()
         seen = -1
         try:
+            if self._readers == 1:
+                self._begin()
+                if self._figures is not None:
+                    await asyncio.wait([self._figures], timeout=FIRST_S)
             while True:
                 news, told = self._news, self._version
                 for each in self._since(seen, parts):
@@ -95,10 +101,10 @@ class Feed:
         self._looking.add_done_callback(self._ended)
 
     def _end(self) -> None:
-        for task in (self._looking, self._sessions):
+        for task in (self._looking, self._figures, self._sessions):
             if task is not None:
                 task.cancel()
-        self._looking = self._sessions = None
+        self._looking = self._figures = self._sessions = None
         self._parts.clear()
         self._rows.clear()
 
@@ -155,9 +161,10 @@ class Feed:
                 "stalled_s": round(engine.silent_s),
             },
         )
-        if now >= self._figures_due:
+        if now >= self._figures_due and (self._figures is None or self._figures.done()):
             self._figures_due = now + FIGURES_S
-            self._put("cache", engine.figures())
+            self._figures = asyncio.create_task(self._see_figures())
+            self._figures.add_done_callback(self._ended)
             if engine.state == "ready" and (self._wanted["sessions"] or self._wanted["tree"]):
                 self._look_at_sessions(now)
         runs = self._look_at_requests()
@@ -165,6 +172,9 @@ class Feed:
             self._over = engine.state
             self._tell()
         return runs
+
+    async def _see_figures(self) -> None:
+        self._put("cache", await asyncio.to_thread(self._engine.figures))
 
     def _look_at_requests(self) -> bool:
         runs, rows, told = False, {}, False
@@ -190,7 +200,8 @@ class Feed:
         """Tell of the sessions, and of their tree, if anything can have changed in them."""
         book, loop = self._engine.sessions, asyncio.get_running_loop()
         try:
-            seen = (await book.rows(SHOWN), self._held(), bool(self._wanted["tree"]))
+            held = await asyncio.to_thread(self._held)
+            seen = (await book.rows(SHOWN), held, bool(self._wanted["tree"]))
             if seen == self._seen:
                 return
             began = loop.time()

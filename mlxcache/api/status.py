@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -124,8 +125,8 @@ def lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]
 
 
 async def cache(deps: Deps, request: Request) -> Response:
-    """The engine's figures."""
-    return json_response(deps.engine.figures())
+    """The engine's figures, which wait for the disk's."""
+    return json_response(await asyncio.to_thread(deps.engine.figures))
 
 
 async def requests(deps: Deps, request: Request) -> Response:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mlxcache.api import live
+from mlxcache.api import feed, live, status
+from mlxcache.api.feed import Feed
 from mlxcache.api.http import ApiSettings, Deps
 from mlxcache.api.live import Live, LiveStream
 from mlxcache.errors import TooMany
@@ -56,3 +58,27 @@ async def _nothing() -> Any:
 
 async def _anything(message: Any) -> None:
     """Take it."""
+
+
+async def test_a_disk_that_answers_nothing_holds_up_nobody(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what else is told, nor any other request: the figures wait for it in a thread."""
+    monkeypatch.setattr(feed, "FIRST_S", 0.01)
+    answers, plain = threading.Event(), engine.figures
+
+    def figures() -> dict[str, Any]:
+        assert answers.wait(30), "the event loop waits for the disk"
+        return plain()
+
+    monkeypatch.setattr(engine, "figures", figures)
+    asked = asyncio.create_task(status.cache(Deps(engine, ApiSettings()), None))  # type: ignore[arg-type]
+    watched = Feed(engine, None).watch(["server", "cache"])  # type: ignore[arg-type]
+    part, _ = await asyncio.wait_for(anext(watched), 20)
+    assert part == "server"
+    assert not asked.done()
+    answers.set()
+    part, _ = await asyncio.wait_for(anext(watched), 20)
+    assert part == "cache"
+    assert (await asked).status_code == 200
+    await watched.aclose()
