@@ -153,6 +153,11 @@ def rest(life: Life, began: float) -> Rest:
     return Rest(time.monotonic() - began, footprint(life.server.pid), *held)
 
 
+def at_a_quarter(rests: Sequence[Rest]) -> Rest:
+    """The first look from a quarter of the time on."""
+    return next(rest for rest in rests if rest.at >= rests[-1].at / 4)
+
+
 def leaks(name: str, rests: Sequence[Rest], ledger: Ledger) -> None:
     """Nothing grows from a quarter of the time on, nor files and threads from the first round."""
     if len(rests) < 3:
@@ -162,7 +167,7 @@ def leaks(name: str, rests: Sequence[Rest], ledger: Ledger) -> None:
         ledger.violation("leak", f"{name}: {first.files} file descriptors became {last.files}")
     if last.threads > first.threads + MORE_THREADS:
         ledger.violation("leak", f"{name}: {first.threads} threads became {last.threads}")
-    quarter = rests[len(rests) // 4]
+    quarter = at_a_quarter(rests)
     if last.nbytes > quarter.nbytes + max(MORE_BYTES, MORE_SHARE * quarter.nbytes):
         ledger.violation("leak", f"{name}: {quarter.nbytes} bytes became {last.nbytes}")
 

@@ -128,7 +128,7 @@ def rounds(seed: int, families: tuple[str, ...], seconds: float) -> Iterator[Rou
             end=next(ends),
             end_at=length - rng.uniform(0.0, 0.5) * seconds,
             starting=rng.uniform(0.0, 3.0) if rng.random() < 0.1 else None,
-            clear=number % 24 == 23,
+            clear=place == "shared" and number % 12 == 9,
         )
         number += 1
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 
+from tests.soak.checks import at_a_quarter
 from tests.soak.run import Soak
 
 LOSSES = {"sessions lost": "session lost", "wrong tokens": "wrong tokens", "hangs": "hang"}
@@ -40,7 +41,7 @@ def figures(soak: Soak) -> dict[str, Any]:
 
 
 def _memory(rests: list[Any]) -> dict[str, Any]:
-    quarter, last = rests[len(rests) // 4], rests[-1]
+    quarter, last = at_a_quarter(rests), rests[-1]
     return {
         "first_bytes": rests[0].nbytes,
         "quarter_bytes": quarter.nbytes,
@@ -48,7 +49,7 @@ def _memory(rests: list[Any]) -> dict[str, Any]:
         "most_bytes": max(rest.nbytes for rest in rests),
         "files": [rests[0].files, last.files],
         "threads": [rests[0].threads, last.threads],
-        "rests": len(rests),
+        "series": [[round(rest.at), rest.nbytes] for rest in rests],
     }
 
 

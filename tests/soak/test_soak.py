@@ -55,6 +55,7 @@ def test_everything_happens_in_an_hour() -> None:
     assert {fault.name for one in plan for fault in one.faults} == {*LASTING, *COUNTED}
     assert {name for one in plan for name in one.files} == set(FILES)
     assert {one.end for one in plan} == {"kill", "term", "die"}
+    assert {one.place for one in plan if one.clear} == {"shared"}
     places = {(one.place, one.family) for one in plan if one.place != "wide"}
     assert places == {(place, family) for place in ("shared", "private") for family in FAMILIES}
     assert {step.kind for step in islice(steps(5, "a"), 2000)} == set(STEPS)
