@@ -108,6 +108,7 @@ def test_claude_code_finds_the_server_and_the_status_is_its_own(
     assert found["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
     assert found["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
     assert int(found["API_TIMEOUT_MS"]) > 600_000
+    assert int(found["CLAUDE_STREAM_IDLE_TIMEOUT_MS"]) > 600_000
     assert not {"ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK"} & set(found)
     assert here.arguments == ["--permission-mode", "default", "-p", "two words"]
     assert list(here.home.iterdir()) == []

@@ -11,7 +11,9 @@ from mlxcache.cli.connect import anyclaude_variables, claude_code_variables
 from mlxcache.cli.launch.client import Place, Service, Start
 
 TIMEOUT_MS = 3_600_000
-"""A first prompt may take longer than the ten minutes that Claude Code waits by itself."""
+PATIENCE = dict.fromkeys(("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"), str(TIMEOUT_MS))
+"""A first prompt may take longer than Claude Code waits by itself: ten minutes for a reply, and
+five for the next event of a stream, where it does not count pings. Seen in 2.1.197."""
 
 ELSEWHERE = (
     "ANTHROPIC_API_KEY",
@@ -34,7 +36,7 @@ def claude(service: Service, place: Place) -> Start:
     """
     variables = {
         **claude_code_variables(service.url, service.model, service.context),
-        "API_TIMEOUT_MS": str(TIMEOUT_MS),
+        **PATIENCE,
     }
     own = list(_settings(place))
     set_there = {name for settings in own for name in _env(settings)}
@@ -63,7 +65,7 @@ def anyclaude(service: Service, place: Place) -> Start:
         variables={
             **anyclaude_variables(service.url, service.context),
             **passed,
-            "API_TIMEOUT_MS": str(TIMEOUT_MS),
+            **PATIENCE,
         },
         without=("MLX_MODEL_PATH",),  # it would start a server of its own at this address
     )
