@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from shutil import which
 from typing import Any
 
 from rich.console import Console
@@ -35,14 +37,20 @@ def welcome(
         console.print("\nThese lines take the key from the variable MLXCACHE_API_KEY.")
     context = info.context_length
     for name, line in (
-        ("Claude Code", claude_code(url, info.id, context, has_key=has_key)),
-        ("anyclaude", anyclaude(url, context, has_key=has_key)),
-        ("Started for you, in another terminal", "mlxcache launch claude|opencode|anyclaude"),
+        ("In another terminal, for a menu of clients", f"{_command()} launch"),
+        ("Claude Code by hand", claude_code(url, info.id, context, has_key=has_key)),
+        ("anyclaude by hand", anyclaude(url, context, has_key=has_key)),
         ("Others", f"the OpenAI API at {url}/v1, the Anthropic API at {url}"),
         ("Dashboard", f"{url}/dashboard"),
     ):
         console.print(Text.assemble("\n", (name, "bold"), "\n", line))
     console.print()
+
+
+def _command() -> str:
+    """What the user types for `mlxcache`: in a clone that is not installed, its script."""
+    script = Path(__file__).parents[2] / "bin" / "mlxcache"
+    return "mlxcache" if which("mlxcache") or not script.exists() else "bin/mlxcache"
 
 
 def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any]) -> Text:

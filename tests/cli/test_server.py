@@ -1,5 +1,6 @@
 """The server as a process: it starts, says what it is, logs, and ends cleanly."""
 
+import re
 import signal
 import socket
 import threading
@@ -33,6 +34,7 @@ def test_the_welcome_says_where_what_and_how_to_connect(server):
     """Address, model, context, budget, and a line for each client."""
     assert "400 MB" in server.output
     assert "65,536 tokens" in server.output
+    assert re.search(r"^(bin/)?mlxcache launch$", server.output, re.MULTILINE)
     assert f"ANTHROPIC_BASE_URL={server.url} " in server.output
     assert f"MLX_LM_URL={server.url}/v1 " in server.output
 
