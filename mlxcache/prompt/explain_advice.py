@@ -9,7 +9,7 @@ ADVICE: dict[str, str] = {
     "canonicalisation on (no --no-canonicalise).",
     "counter": "The rule counter drops Claude Code's. Have the client leave any other out, or put "
     "it behind the last user message.",
-    "date": "Give the day and not the time of day, or put it into the newest message.",
+    "date": "Put it into the newest message, or else give the day and not the time of day.",
     "uuid": "The rule uuid knows those in paths of scratch folders. Have the client leave others "
     "out, or use one for all sessions.",
     "temp_path": "Use a folder with a fixed name, not one that is made anew for each session.",

@@ -65,7 +65,7 @@ function where(node) {
 function described(node) {
   const whose = node.sessions.length > 1 ? `shared by ${count(node.sessions.length)}: ` : "of ";
   const merged = node.merged.nodes ? ` ${plural(node.merged.nodes, "short branch", "short branches")} not drawn.` : "";
-  return `${count(node.tokens)} tokens from ${count(node.start)} on, ${whose}${parted(node.sessions.map(nameById))}; ${where(node)}.${merged}`;
+  return `${plural(node.tokens, "token")} from ${count(node.start)} on, ${whose}${parted(node.sessions.map(nameById))}; ${where(node)}.${merged}`;
 }
 
 // -- the picture ----------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ function list(nodes, parent = 0) {
     const ends = node.ends.map(endName);
     const share = (tokens) => `${(100 * Math.min(tokens, node.tokens)) / Math.max(1, node.tokens)}%`;
     const lanes = h("span", { class: "lanes", "aria-hidden": "true" }, h("i", { class: "ram", style: { width: share(node.ram_tokens) } }), h("i", { class: "disk", style: { width: share(node.disk_tokens) } }));
-    const head = h("p", {}, h("b", {}, `${count(node.tokens)} tokens`), node.sessions.length > 1 ? ` shared by ${node.sessions.length}` : "", lanes, h("span", { class: "soft" }, where(node)));
+    const head = h("p", {}, h("b", {}, plural(node.tokens, "token")), node.sessions.length > 1 ? ` shared by ${node.sessions.length}` : "", lanes, h("span", { class: "soft" }, where(node)));
     const text = h("p", { class: "text" }, node.text);
     const names = ends.length ? h("p", { class: "ends" }, parted(ends)) : null;
     const below = nodes.some((one) => one.parent === node.id) ? list(nodes, node.id) : null;
