@@ -22,6 +22,9 @@ from mlxcache.prompt.explain_text import change_of, excerpt, form
 from mlxcache.types import Chat
 
 _VOLATILE = frozenset({"date", "uuid", "counter", "git_status", "hash", "temp_path"})
+ALIKE = 24
+"""Characters that two first messages share where one is taken for the other: "What is a ...?" is
+the beginning of many."""
 
 
 def differences(old: Chat, new: Chat) -> list[Difference]:
@@ -81,7 +84,8 @@ def _alike(was: Sequence[Message], now: Sequence[Message]) -> bool:
     if not first or not second or first[0].get("role") != second[0].get("role"):
         return False
     one, other = text_of(first[0]), text_of(second[0])
-    return bool(one) and similar(one, other) >= 0.5
+    share = similar(one, other)
+    return share >= 0.5 and share * max(len(one), len(other)) >= ALIKE
 
 
 def _head(chat: Chat) -> str:

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import Side
+from mlxcache.prompt.explain_chats import related
 from mlxcache.prompt.explain_held import Candidate, Candidates
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
@@ -53,3 +54,16 @@ def test_the_newest_of_those_that_share_as_much_comes_first():
     held = [Candidate(session, side("w", 9), 10) for session in ("a", "b", "a", "b")]
     found = Candidates.by_worth(held, "a", held[0].side.ids)
     assert [one for one, _ in found] == [held[2], held[0], held[3], held[1]]
+
+
+def test_first_messages_that_share_few_words_are_not_taken_for_one_another() -> None:
+    """Many conversations begin with `What is`; a longer message that was edited is known again."""
+
+    def asked(system: str, text: str) -> Chat:
+        said = ({"role": "system", "content": system}, {"role": "user", "content": text})
+        return Chat(messages=said)
+
+    explains, reads = "You explain computers.", "Answer from this document alone."
+    assert not related(asked(explains, "What is a cache?"), asked(reads, "What is it about?"))
+    edited = [asked(s, f"Find out why the test of {s} fails.") for s in ("logging in", "logins")]
+    assert related(*edited)
