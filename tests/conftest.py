@@ -30,9 +30,13 @@ QUICK = FIRST_FAMILIES[:2]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs on a first family too is slow on the others; the matrix alone takes all of them."""
+    """What runs on a first family too is slow on the others; the matrix alone takes all of them.
+
+    The soak begins first: it takes two minutes, and mostly waits.
+    """
     from mlxcache.model.toy_configs import FAMILIES
 
+    items.sort(key=lambda item: not item.name.startswith("test_two_minutes"))
     items = [item for item in items if isinstance(item, pytest.Function)]
     quick: dict[object, set[str]] = {}
     others: list[tuple[pytest.Function, set[str]]] = []

@@ -119,19 +119,21 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path, family: str) -> No
 def test_control_tokens_are_never_the_likeliest_unless_asked_for(
     toy: Callable[..., Path], toy_llama: Path
 ) -> None:
+    """Some replies go round in circles and never end, on one tokenizer more than on another."""
     ends = toy("llama", emits={"<|im_end|>": 20})
-    lengths = []
-    for path in (toy_llama, ends):
+    words = "the quick brown fox jumps over a lazy dog while seven wizards query parser settings"
+    ended = {}
+    for path, replies in ((toy_llama, 3), (ends, 8)):
         model, tokenizer = mlx_lm.load(str(path))
-        for number in range(4):
+        for seed in range(replies):
+            said = " ".join(np.random.default_rng(seed).choice(words.split(), 20))
             prompt = tokenizer.apply_chat_template(
-                [{"role": "user", "content": f"question {number}"}], add_generation_prompt=True
+                [{"role": "user", "content": said}], add_generation_prompt=True
             )
-            text = greedy(model, prompt, 200)
             end = tokenizer.eos_token_id
-            lengths.append(text.index(end) if end in text else None)
-    assert lengths[:4] == [None] * 4
-    assert sum(length is not None for length in lengths[4:]) >= 3
+            ended[path, seed] = end in greedy(model, prompt, 200)
+    assert not any(ended[toy_llama, seed] for seed in range(3))
+    assert sum(ended[ends, seed] for seed in range(8)) >= 3
 
 
 def test_two_emitted_tokens_both_appear(toy: Callable[..., Path]) -> None:
