@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from mlxcache import typed
 from mlxcache.api.anthropic_chat import ID_PREFIX
 from mlxcache.api.http import decode
 from mlxcache.api.thinking import sign
@@ -110,7 +111,7 @@ class Blocks:
 def _arguments(call: ToolCall) -> tuple[str, dict[str, Any]]:
     raw = call.arguments or "{}"
     try:
-        return raw, msgspec.json.decode(raw, type=dict[str, Any])
+        return raw, typed.decode(dict[str, Any], raw)
     except msgspec.DecodeError:
         pass  # half of an escaped surrogate pair is what strict readers refuse: mended below
     try:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from mlxcache import typed
 from mlxcache.errors import BadRequest, Unsupported
 
 T = TypeVar("T")
@@ -230,7 +231,7 @@ def tool(raw: Any, where: str) -> Tool:
 
 def _convert(raw: Any, shape: type[T], where: str) -> T:
     try:
-        return msgspec.convert(raw, shape)
+        return typed.convert(shape, raw)
     except msgspec.ValidationError as error:
         text = str(error).replace("`$", f"`{where}")
         raise BadRequest(f"{where}: {text}.", param=where) from error

@@ -16,6 +16,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from mlxcache import typed
 from mlxcache.api.receive import read_body
 from mlxcache.api.record import Recorder
 from mlxcache.errors import BadRequest, ModelError, NotReady
@@ -83,11 +84,11 @@ def decode(type: type[T], body: bytes) -> T:
     """
     try:
         try:
-            value = msgspec.json.decode(body, type=type)
+            value = typed.decode(type, body)
         except msgspec.DecodeError as error:
             if isinstance(error, msgspec.ValidationError) or b"\\u" not in body:
                 raise
-            value = msgspec.json.decode(_SURROGATE.sub(_mended, body), type=type)
+            value = typed.decode(type, _SURROGATE.sub(_mended, body))
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
         param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
@@ -218,7 +219,7 @@ def _metadata_session(user_id: str | None) -> str | None:
     if not user_id:
         return None
     try:
-        return msgspec.json.decode(user_id, type=_UserId).session_id
+        return typed.decode(_UserId, user_id).session_id
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         match = _OLD_USER_ID.search(user_id)
         return match[1] if match else None

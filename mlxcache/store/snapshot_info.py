@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
+from mlxcache import typed
 from mlxcache.errors import SnapshotRefused
 from mlxcache.types import Tokens
 
@@ -131,7 +132,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     def decode(cls, text: str) -> Description:
         """Raises SnapshotRefused for anything that does not hold together."""
         try:
-            found = msgspec.json.decode(text, type=cls)
+            found = typed.decode(cls, text)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise SnapshotRefused(f"The snapshot's description is damaged: {error}.") from error
         lengths: list[int] = []

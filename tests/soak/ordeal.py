@@ -148,6 +148,7 @@ class Ordeal:
             mortal.ending = True
             mortal.unwatch()
             mortal.put("die")
+            wire.call(mortal.port, "GET", "/v1/sessions")  # an idle thread takes no step by itself
             ends(mortal, 1, self.ledger)
         else:
             terminate(mortal, self.ledger)
