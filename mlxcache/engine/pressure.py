@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlxcache.config import format_size
 from mlxcache.config.footprint import footprint
+from mlxcache.config.spare import give_back
 from mlxcache.config.strain import Level, Strain, strain
 from mlxcache.engine.room import Room
 
@@ -21,6 +22,9 @@ log = logging.getLogger("mlxcache.engine")
 POLL_S = 1.0
 STEP_S, CALM_S = 5.0, 30.0
 """Seconds between two steps down while the pressure lasts, and of calm before each step back."""
+
+SPARE_S = 30.0
+"""Seconds between two times that what nothing uses is given back to the system."""
 
 PARTS = 8
 MOST = {Level.WARNING: 4, Level.CRITICAL: 7}
@@ -80,12 +84,14 @@ class Pressure:
         weights: int,
         look: Callable[[], Strain] = strain,
         measure: Callable[[], int] = footprint,
+        give_back: Callable[[], object] = give_back,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.seen = Seen(expected=base + weights + room.budget.limit)
         self._room, self._put = room, put
         self._slack = max(LEAST_TOLERANCE, int(TOLERANCE * (weights + room.budget.limit)))
         self._look, self._measure, self._clock = look, measure, clock
+        self._give_back, self._given_back = give_back, clock()
         self._brake = Brake()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mlxcache-pressure", daemon=True)
@@ -109,7 +115,10 @@ class Pressure:
 
     def step(self) -> None:
         """Look once, and have the cache follow."""
-        seen, found = self.seen, self._look()
+        seen, found, now = self.seen, self._look(), self._clock()
+        if now - self._given_back >= SPARE_S:
+            self._give_back()
+            self._given_back = now
         seen.footprint = self._measure()
         seen.most_footprint = max(seen.most_footprint, seen.footprint)
         over = seen.footprint - seen.expected
@@ -118,7 +127,7 @@ class Pressure:
                 Level.WARNING, f"this process takes {format_size(over)} more than it may"
             )
         seen.level = found.level
-        parts = self._brake.feel(found.level, self._clock())
+        parts = self._brake.feel(found.level, now)
         limit = self._room.budget.limit
         if parts != seen.parts:
             kept = format_size(limit * (PARTS - parts) // PARTS)

@@ -12,7 +12,16 @@ from mlxcache.cache.budget import Budget
 from mlxcache.config.strain import CALM, Level, Strain
 from mlxcache.engine.handles import Handles
 from mlxcache.engine.memory import Memory
-from mlxcache.engine.pressure import CALM_S, HELD_BACK, PARTS, STEP_S, Brake, Pressure, hold_back
+from mlxcache.engine.pressure import (
+    CALM_S,
+    HELD_BACK,
+    PARTS,
+    SPARE_S,
+    STEP_S,
+    Brake,
+    Pressure,
+    hold_back,
+)
 from tests.engine.conftest import Bench
 from tests.engine.test_pace import Clock
 
@@ -99,6 +108,21 @@ def test_a_process_that_takes_more_than_it_may_gives_some_up(toy_paths: dict[str
     watch.step()
     assert watch.seen.level is Level.WARNING
     assert bench.memory.budget.by_kind()[HELD_BACK] > 0
+
+
+def test_what_nothing_uses_goes_back_to_the_system(toy_paths: dict[str, Path]) -> None:
+    """Now and then, whether memory is short or not."""
+    bench, clock = Bench(toy_paths["llama"]), Clock()
+    given: list[float] = []
+    watch = Pressure(
+        bench.memory.room, lambda action: action(), base=0, weights=0, look=lambda: CALM,
+        measure=lambda: 1, give_back=lambda: given.append(clock()), clock=clock,
+    )  # fmt: skip
+    for _ in range(95):
+        clock.wait(1.0)
+        watch.step()
+    assert len(given) == 3
+    assert given[2] - given[1] == given[1] - given[0] == SPARE_S
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])

@@ -114,7 +114,7 @@ def kept(life: Life, sessions: Sessions, ledger: Ledger) -> None:
     for sentence in short:
         ledger.violation("durable lost", f"{life.name}: {sentence}")
     if gone or short:
-        sessions.forget()  # told once
+        sessions.clear()  # told once
 
 
 def files(folder: Path, ledger: Ledger) -> None:

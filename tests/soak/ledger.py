@@ -100,6 +100,7 @@ class Sessions:
         self._seen: dict[str, Seen] = {}
         self._last: dict[str, tuple[int, int]] = {}
         self._gone: set[str] = set()
+        self.cleared = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -111,9 +112,11 @@ class Sessions:
         with self._lock:
             return sum(max(seen.durable.values(), default=0) for seen in self._seen.values())
 
-    def take(self, listed: Sequence[Mapping[str, Any]]) -> None:
-        """Note what a server listed."""
+    def take(self, listed: Sequence[Mapping[str, Any]], cleared: int = 0) -> None:
+        """Note what a server listed, asked when all had been cleared so many times."""
         with self._lock:
+            if cleared != self.cleared:
+                return
             for one in listed:
                 id, turns, durable = one["id"], one["turns"], one["durable_tokens"]
                 if id in self._gone:
@@ -136,14 +139,19 @@ class Sessions:
             self._gone.add(id)
             self._seen.pop(id, None)
 
-    def forget(self, words: str | None = None) -> None:
+    def forget(self, words: str) -> None:
         """What was durable of sessions with `words` in their names need not be there any more."""
         with self._lock:
             for id, seen in list(self._seen.items()):
-                if words is None or words in seen.labels:
+                if words in seen.labels:
                     self._seen[id].durable.clear()
-                    if words is None:
-                        del self._seen[id]
+
+    def clear(self) -> None:
+        """All are gone, on purpose; what was asked for before that counts no more."""
+        with self._lock:
+            self.cleared += 1
+            self._seen.clear()
+            self._last.clear()
 
     def known(self) -> dict[str, Seen]:
         """What must be there now, whatever is seen later."""

@@ -121,9 +121,10 @@ class Life:
 
     def _watch(self, sessions: Sessions) -> None:
         while not self._over.wait(WATCH_S):
+            cleared = sessions.cleared
             listed = wire.call(self.port, "GET", f"/v1/sessions?limit={LISTED}")
             if listed.status == 200:
-                sessions.take(json.loads(listed.body)["data"])
+                sessions.take(json.loads(listed.body)["data"], cleared)
             found = wire.call(self.port, "GET", "/v1/cache")
             if found.status == 200:
                 self._note(json.loads(found.body))

@@ -145,9 +145,9 @@ class Soak:
 
     def _clear(self, steady: Life) -> None:
         """Everything goes, on purpose."""
-        self.shared.forget()
-        self.ledger.computed = 0
         out = wire.call(steady.port, "DELETE", "/v1/cache?pinned=true")
+        self.shared.clear()
+        self.ledger.computed = 0
         left = checks.read(steady, "/v1/sessions", self.ledger)
         if out.status != 200 or (left and left["data"]):
             self.ledger.violation("clear", f"{steady.name}: {out.status} {out.error}, {left}")

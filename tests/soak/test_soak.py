@@ -87,6 +87,22 @@ def test_sessions_that_are_gone_and_tokens_that_are_lost_are_noticed() -> None:
     assert seen.missing(seen.known(), [listed("b", 1, 50), listed("c", 3, 0)]) == ([], [])
 
 
+def test_what_is_cleared_need_not_be_there() -> None:
+    """Nor what a listing says of it that was asked for before and comes after."""
+    seen = Sessions()
+    asked = seen.cleared
+    seen.take([listed("a", 1, 100)], asked)
+    seen.take([listed("a", 1, 100)], asked)
+    assert seen.known()
+    seen.clear()
+    for _ in range(2):
+        seen.take([listed("a", 1, 100)], asked)
+    assert not seen.known()
+    for _ in range(2):
+        seen.take([listed("b", 1, 100)], seen.cleared)
+    assert seen.missing(seen.known(), [])[0]
+
+
 def test_what_one_listing_says_counts_once_another_confirms_it() -> None:
     """It may have been made while a turn was booked."""
     seen = Sessions()
