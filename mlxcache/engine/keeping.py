@@ -11,6 +11,7 @@ from mlxcache.engine.ram import forget, held_beyond
 from mlxcache.engine.task import Task
 from mlxcache.errors import MlxcacheError
 from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite
+from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -45,14 +46,11 @@ def give_up(
 def purge(memory: Memory, disk: Disk | None, task: Task) -> None:
     """Keep nothing of what a task computed, in neither tier. The lease stays, without its node.
 
-    What it began with is kept as far as that is numbers: an earlier request may have left NaN too.
+    What it began with, and what others share, is kept as far as that is numbers: an earlier request
+    may have left NaN too.
     """
     lease, ids = task.held, task.tokens()
-    sound = min(lease.cached, finite_upto(lease.lineage))
-    match = memory.tree.match(ids, touch=False)
-    for node in match.nodes:
-        if node.end <= sound and node.checkpoint is not None:
-            sound = sound if state_is_finite(node.checkpoint) else node.start
+    sound = _sound(memory, ids, min(lease.cached, finite_upto(lease.lineage)))
     log.warning("a model computed no numbers: %d of %d tokens are kept", sound, len(ids))
     if lease.node is not None:
         memory.tree.unlock(lease.node)
@@ -60,3 +58,24 @@ def purge(memory: Memory, disk: Disk | None, task: Task) -> None:
     if disk is not None:
         disk.forget(ids, sound, held_beyond(memory, ids, sound))
     forget(memory, ids, sound)
+
+
+def _sound(memory: Memory, ids: Tokens, begun: int) -> int:
+    """How far the tree's KV and states of `ids` are to be kept, of which `begun` tokens were there.
+
+    Where others went another way behind that, they had computed it too.
+    """
+    match = memory.tree.match(ids, touch=False)
+    parted = [node.end for node in match.nodes if len(node.children) > 1]
+    if match.nodes and (match.nodes[-1].children or match.nodes[-1].end > match.length):
+        parted.append(match.length)
+    wanted = max([begun, *parted])
+    for node in match.nodes:
+        end = min(node.end, wanted)
+        if node.start >= wanted:
+            break
+        if node.value.lost or finite_upto(node.value) < end:
+            return node.start if end <= begun else begun
+        if end == node.end and node.checkpoint is not None and not state_is_finite(node.checkpoint):
+            return node.start if end <= begun else begun
+    return wanted

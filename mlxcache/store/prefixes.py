@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlxcache.store import index
 from mlxcache.store.core import Core
+from mlxcache.store.finite import are_numbers
 from mlxcache.store.found import Piece, Saved
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
@@ -54,12 +55,27 @@ def forget_prefix(store: Store, sessions: Sessions, ids: Tokens) -> int:
 
 
 def forget_beyond(store: Store, ids: Tokens, keep: int) -> None:
-    """Remove the files with any token of `ids` beyond `keep`, and all that builds on them, whoever
-    needs them. A file of others that begins as `ids` does, and goes another way, stays.
-    Raises StoreError."""
+    """Remove what is on disk of `ids` beyond `keep`, which is no numbers, and all built on it.
+
+    A file that others share, who went another way within it or behind it, stays if it is numbers:
+    they computed it. Raises StoreError.
+    """
     while beyond := [file for file in _files(store, ids) if _end(file) > keep]:
-        for file in beyond:
+        own = {file.id for file in beyond}
+        wrong = [file for file in beyond if not _is_of_others(store, file, own, keep)]
+        for file in wrong:
             store._core.drop(file.id, corrupt=False)
+        if not wrong:
+            break
+
+
+def _is_of_others(store: Store, file: Piece | Saved, own: set[int], keep: int) -> bool:
+    if isinstance(file, Saved):
+        return False
+    with store.database.read() as connection:
+        behind = {row.id for row in index.below(connection, file.id)} - own
+    shared = bool(behind) or file.end < file.last
+    return shared and are_numbers(file.path, max(0, keep - file.first))
 
 
 def _end(file: Piece | Saved) -> int:

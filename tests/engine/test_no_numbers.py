@@ -189,6 +189,40 @@ def test_nan_does_not_stay_on_disk(
     assert again.out == bench.cold(whole + task.out)
 
 
+@pytest.mark.parametrize("shared", [103, 150, 190])
+def test_what_others_share_stays_in_both_tiers(
+    bench: Bench,
+    model: FaultyModel,
+    rng: np.random.Generator,
+    start: Callable[[Bench], Disk],
+    shared: int,
+) -> None:
+    """Behind the last checkpoint a request feeds again what another one has kept."""
+    disk = start(bench)
+    other = prompt(rng, 200)
+    asked = bench.ask(other, tokens=3, marks=[100])
+    assert disk.persist.drain(30.0) == 0
+    ids = other[:shared] + prompt(rng, 80)
+    ids[shared] = other[shared] % 300 + 11
+    task = bench.put(ids, tokens=200, marks=[100])
+    bench.run(until=lambda: len(task.out) > 5)
+    model.poison = lambda tokens: [0] if decoding(tokens) else []
+    bench.run()
+    assert is_nan(task)
+    model.poison = lambda tokens: []
+    assert disk.writer.flush(30.0) == 0
+    disk.persist.collect()
+    assert all_kept_is_finite(bench)
+    longer = other + asked.out + prompt(rng, 5)
+    wanted = admitted(asked).cached_tokens + len(other)
+    found = disk.store.find(np.asarray(longer, np.int32))
+    assert found.length >= wanted
+    again = bench.ask(longer)
+    assert admitted(again).cached_tokens >= wanted
+    assert again.out == bench.cold(longer)
+    assert admitted(bench.ask([*ids, 7])).cached_tokens <= shared
+
+
 def test_looking_for_numbers_finds_the_first_that_is_none() -> None:
     assert finite([mx.zeros((2, 0)), mx.ones(3), mx.array([1, 2], mx.uint32)])
     assert not finite([mx.array([1.0, float("inf")])])

@@ -43,7 +43,9 @@ def kv(ids: Tokens, start: int = 0, row: int = ROW) -> list[Tensor]:
     seen = state(ids)[start:]
     wide = (seen[:, None] >> np.arange(row, dtype=np.uint64)) % np.uint64(1 << 20)
     first = wide.astype(np.float32)
-    second = np.stack((wide, wide + np.uint64(1)), axis=1).astype(np.uint16)
+    second = (
+        np.stack((wide, wide + np.uint64(1)), axis=1).astype(np.uint16) & 0x3FFF
+    )  # of which none is NaN
     return [
         Tensor("layers.0.keys", "F32", first.shape, first.data),
         Tensor("layers.0.values", "BF16", second.shape, second.data),
