@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from mlxcache.api.http import Deps, json_response, serving
 from mlxcache.api.progress import progress
+from mlxcache.engine.tally import reuse_of
 from mlxcache.errors import BadRequest, NotFound
 from mlxcache.types import ModelInfo, RequestRecord
 
@@ -149,6 +150,7 @@ async def one_request(deps: Deps, request: Request) -> Response:
 
 def record_object(record: RequestRecord) -> Mapping[str, Any]:
     """A record as the API shows it; times are in seconds, counts in tokens."""
+    computed = record.cached_tokens or record.fed_tokens
     return {
         "id": record.id,
         "object": "request",
@@ -160,6 +162,7 @@ def record_object(record: RequestRecord) -> Mapping[str, Any]:
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
         "restored_tokens": record.restored_tokens,
+        "reuse": reuse_of(record) if computed else None,
         "fed_tokens": record.fed_tokens,
         "generated_tokens": record.generated_tokens,
         "drafted_tokens": record.drafted_tokens,

@@ -14,7 +14,11 @@ from typing import ClassVar, Literal
 from mlxcache.types import WARMING, RequestRecord
 
 Reuse = Literal["cold", "warm", "restored"]
-"""No reuse; reuse from RAM alone; from disk too."""
+"""Most of the prompt was computed; most was reused, all of that from RAM; some of it from disk."""
+
+LEAST_SHARE, LEAST_TOKENS = 0.5, 16
+"""What a prompt that is not cold has reused of it, and more tokens than which: a tokenizer's first
+one and the first words of a template are the same in all prompts, and spare nobody a wait."""
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 """Upper bounds of the ranges that times are counted in."""
@@ -32,8 +36,12 @@ KINDS: tuple[Reuse, ...] = ("cold", "warm", "restored")
 
 
 def reuse_of(record: RequestRecord) -> Reuse:
-    """Where a request's prefix came from."""
-    if not record.cached_tokens:
+    """Where most of a request's prompt came from.
+
+    What is called cold, warm and restored anywhere is so by this.
+    """
+    cached = record.cached_tokens
+    if cached <= LEAST_TOKENS or cached < LEAST_SHARE * record.prompt_tokens:
         return "cold"
     return "restored" if record.restored_tokens else "warm"
 

@@ -10,6 +10,8 @@ import httpx2
 import openai
 import pytest
 
+from mlxcache.api.status import record_object
+from mlxcache.types import RequestRecord
 from tests.api.conftest import INFO, FakeEngine
 
 
@@ -130,7 +132,7 @@ async def test_a_request_is_found_under_the_id_that_its_response_carried(
     body = (await client.get(f"/v1/requests/{id}")).json()
     assert body["id"] == id
     assert (body["prompt_tokens"], body["cached_tokens"], body["fed_tokens"]) == (5, 1, 4)
-    assert body["status"] == "done"
+    assert (body["status"], body["reuse"]) == ("done", "cold")
     assert list(body["timing"]) == [
         "queue_s",
         "render_s",
@@ -143,6 +145,15 @@ async def test_a_request_is_found_under_the_id_that_its_response_carried(
     assert body["timing"]["render_s"] >= 0
     assert body["timing"]["decode_s"] is None
     assert body["lost"] is None
+
+
+def test_what_is_reused_is_not_said_before_it_is_known():
+    """Of a request that waits, and of one that was refused."""
+    for status in ("queued", "rejected"):
+        record = RequestRecord("r", None, "chat", None, status, 0.0, 100)
+        assert record_object(record)["reuse"] is None
+    record = RequestRecord("r", None, "chat", None, "prefill", 0.0, 100, 60)
+    assert record_object(record)["reuse"] == "warm"
 
 
 async def test_requests_come_newest_first_and_as_many_as_asked_for(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxcache.engine.tally import OUTCOMES, REASONS, SECONDS, Tally, Times
+from mlxcache.engine.tally import OUTCOMES, REASONS, SECONDS, Tally, Times, reuse_of
 from mlxcache.types import WARMING, RequestRecord
 
 
@@ -41,6 +41,25 @@ def test_a_request_counts_by_where_its_prefix_came_from():
     assert tally.whole["restored"].total_s == 3.0
     assert tally.whole["cold"].count == 0
     assert tally.stages["queue_s"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached", "restored", "kind"),
+    [
+        (40_000, 20_000, 0, "warm"),
+        (40_000, 19_999, 0, "cold"),
+        (40_000, 39_000, 1, "restored"),
+        (40_000, 4_100, 4_100, "cold"),
+        (40, 20, 0, "warm"),
+        (20, 16, 16, "cold"),
+        (2, 1, 0, "cold"),
+        (0, 0, 0, "cold"),
+    ],
+)
+def test_a_prompt_is_warm_where_most_of_it_was_reused(prompt, cached, restored, kind):
+    """A first token that all prompts have makes none warm, nor does a system prompt alone."""
+    found = record(prompt_tokens=prompt, cached_tokens=cached, restored_tokens=restored)
+    assert reuse_of(found) == kind
 
 
 def test_who_joined_or_warmed_waits_for_nothing():

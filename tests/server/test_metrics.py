@@ -6,6 +6,7 @@ import asyncio
 import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,10 +179,13 @@ def test_counters_agree_with_the_records(api, exported):
     for kind in ("prompt", "cached", "restored", "fed", "generated"):
         counted = value(exported, f"{kind}_tokens_total")
         assert counted == sum(one[f"{kind}_tokens"] for one in done), kind
-    restored = [one for one in done if one["restored_tokens"]]
-    assert restored
-    assert value(exported, "first_token_seconds_count", reuse="restored") == len(restored)
-    assert value(exported, "admitted_requests_total", reuse="restored") == len(restored)
+    reuses = Counter(one["reuse"] for one in done)
+    assert set(reuses) == {"cold", "warm", "restored"}
+    requests = api.http.get("/v1/cache").json()["requests"]
+    for reuse, count in reuses.items():
+        assert value(exported, "first_token_seconds_count", reuse=reuse) == count, reuse
+        assert value(exported, "admitted_requests_total", reuse=reuse) == count, reuse
+        assert requests[reuse] == count, reuse
     assert value(exported, "request_duration_seconds_count") == 6
     assert value(exported, "restores_total", outcome="ok") > 0
     assert value(exported, "canonicalised_requests_total", rule="attribution") == 5

@@ -2,7 +2,7 @@
 
 import { byId, h, svg } from "./dom.js";
 import { clock, count, median, seconds } from "./format.js";
-import { finished, kindOf, on, titleOf } from "./state.js";
+import { finished, on, titleOf } from "./state.js";
 
 const HEIGHT = 190;
 const EDGE = { left: 44, right: 10, top: 12, bottom: 24 };
@@ -35,7 +35,7 @@ function draw() {
   const y = (s) => EDGE.top + ((high - Math.log10(Math.max(s, 10 ** low))) / (high - low)) * (HEIGHT - EDGE.top - EDGE.bottom);
   const step = (width - EDGE.left - EDGE.right) / done.length;
   const x = (i) => EDGE.left + (i + 0.5) * step;
-  const groups = KINDS.map(([kind, name]) => ({ kind, name, middle: median(done.filter((one) => kindOf(one) === kind).map((one) => one.timing.first_token_s)), many: done.filter((one) => kindOf(one) === kind).length })).filter((one) => one.many);
+  const groups = KINDS.map(([kind, name]) => ({ kind, name, middle: median(done.filter((one) => one.reuse === kind).map((one) => one.timing.first_token_s)), many: done.filter((one) => one.reuse === kind).length })).filter((one) => one.many);
   const words = groups.map((one) => `${one.name}: ${seconds(one.middle)} in the middle of ${count(one.many)}`);
   const picture = svg("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `Time to the first word of the last ${count(done.length)} requests. ${words.join(". ")}.` });
   picture.append(...grid(low, high, y), ...ends(done, x), ...groups.map((one) => middle(one, y)), ...done.map((one, i) => dot(one, x(i), y)));
@@ -64,7 +64,7 @@ function middle({ kind, middle: s }, y) {
 }
 
 function dot(one, x, y) {
-  const kind = kindOf(one);
+  const kind = one.reuse;
   const at = y(one.timing.first_token_s);
   const shape = kind === "cold"
     ? svg("rect", { x: x - 4, y: at - 4, width: 8, height: 8, class: "dot cold" })

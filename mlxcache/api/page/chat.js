@@ -4,7 +4,7 @@ import { promptBar } from "./bars.js";
 import { byId, h, say, setText, show } from "./dom.js";
 import { count, percent, plural, seconds } from "./format.js";
 import { events, json, request } from "./http.js";
-import { kindOf, parts } from "./state.js";
+import { parts } from "./state.js";
 
 const MOST_TOKENS = 600;
 const KINDS = { cold: "cold", warm: "warm", restored: "warm, from disk" };
@@ -97,10 +97,10 @@ async function reply(talk, turn, signal) {
 
 async function told(id, turn) {
   const one = await json(`/v1/requests/${encodeURIComponent(id)}`);
-  const kind = KINDS[kindOf(one)];
+  const kind = KINDS[one.reuse];
   const bar = promptBar();
   bar.update(parts(one));
-  turn.meter.replaceChildren(h("b", { class: "kind", "data-kind": kindOf(one) }, kind), bar.element);
+  turn.meter.replaceChildren(h("b", { class: "kind", "data-kind": one.reuse }, kind), bar.element);
   const reuse = one.cached_tokens ? `${count(one.cached_tokens)} of ${plural(one.prompt_tokens, "token")} reused (${percent(one.cached_tokens, one.prompt_tokens)})` : `${plural(one.prompt_tokens, "token")} computed`;
   const words = `${reuse}, first word after ${seconds(one.timing.first_token_s)}`;
   setText(turn.note, words);

@@ -2,7 +2,7 @@
 
 import { byId, h, setAttr, setText } from "./dom.js";
 import { count, median, percent, seconds, short } from "./format.js";
-import { finished, kindOf, on, parts, running, state, titleOf } from "./state.js";
+import { finished, on, parts, running, state, titleOf } from "./state.js";
 
 const LOOKED_AT = 20;
 
@@ -52,9 +52,9 @@ function ofRequest(one) {
   const name = titleOf(one);
   const reused = `${count(one.cached_tokens)} of ${count(one.prompt_tokens)} tokens`;
   const rest = `${count(fed)} were computed, and the first word came after ${first}.`;
-  if (one.cached_tokens >= one.prompt_tokens / 2) {
-    const disk = kindOf(one) === "restored";
-    const from = disk ? "were there already, from disk" : "were in memory already";
+  const disk = one.restored_tokens > 0;
+  const from = disk ? "were there already, from disk" : "were in memory already";
+  if (one.reuse !== "cold") {
     return saying(disk ? "restored" : "warm", ["Your agent is ", { em: "warm" }, disk ? ", from disk." : "."],
       `Last turn of “${name}”: ${reused} ${from}; ${rest}`);
   }
@@ -63,14 +63,17 @@ function ofRequest(one) {
     return saying("cold", ["Your agent went ", { em: "cold" }, "."],
       `“${name}” lost ${count(lost.lost_tokens)} tokens, about ${seconds(lost.lost_s)} of work. Below it says where it parted, and what helps.`);
   }
+  if (!lost && one.cached_tokens) {
+    return saying("cold", ["Your agent sent much that is ", { em: "new" }, "."], `Last turn of “${name}”: ${reused} ${from}; ${rest}`);
+  }
   return saying("cold", ["A new conversation: ", { em: "cold" }, ", once."],
-    `“${name}” sent ${count(one.prompt_tokens)} tokens that were not known yet; the first word came after ${first}. Its next turn starts warm.`);
+    `“${name}” sent ${count(fed)} tokens that were not known yet; the first word came after ${first}. Its next turn starts warm.`);
 }
 
 function drawFigures() {
   const tokens = state.cache?.tokens;
   const done = finished().filter((one) => one.status === "done" && one.api !== "warm");
-  const time = (kinds) => median(done.filter((one) => kinds.includes(kindOf(one))).map((one) => one.timing.first_token_s));
+  const time = (kinds) => median(done.filter((one) => kinds.includes(one.reuse)).map((one) => one.timing.first_token_s));
   const warm = time(["warm", "restored"]);
   const cold = time(["cold"]);
   const saved = state.cache?.saved?.seconds;

@@ -3,7 +3,7 @@
 import { progressBar, promptBar } from "./bars.js";
 import { byId, h, keyed, setAttr, setText, show } from "./dom.js";
 import { ago, clock, count, plural, seconds, short } from "./format.js";
-import { finished, kindOf, on, parts, running, titleOf } from "./state.js";
+import { finished, on, parts, running, titleOf } from "./state.js";
 
 const FEW = 12;
 const MORE = 100;
@@ -73,7 +73,7 @@ function recentRow() {
     title.title = `${one.client ?? ""} ${one.id}`.trim();
     setText(tokens, short(one.prompt_tokens));
     setText(first, seconds(one.timing.first_token_s) || "–");
-    setAttr(first, "data-kind", kindOf(one));
+    setAttr(first, "data-kind", one.reuse);
     setText(reply, outcome(one));
     setAttr(element, "data-status", one.status);
   };

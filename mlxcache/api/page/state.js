@@ -67,14 +67,6 @@ export function titleOf(request) {
   return request.session || "A request";
 }
 
-// Words that all prompts begin with, such as the template's, make none warm.
-const SHARE = 0.1;
-
-export function kindOf(request) {
-  if (request.cached_tokens <= SHARE * request.prompt_tokens) return "cold";
-  return request.restored_tokens ? "restored" : "warm";
-}
-
 export const parts = (request) => ({
   ram: request.cached_tokens - request.restored_tokens,
   disk: request.restored_tokens,
