@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import WORTH, Explainer, Explanation, Side
 from mlxcache.prompt.explain_advice import advice_for
 from mlxcache.prompt.explain_held import Candidate, Candidates, best
-from mlxcache.types import WARMING, Admitted, Event, Job, RequestRecord, Tokens
+from mlxcache.types import WARMING, Admitted, Event, Job, Piece, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -38,6 +39,7 @@ class Reuse:
 class Losses:
     """Fills in `RequestRecord.lost`. Call from the event loop.
 
+    What a loss cost is an estimate at first, and what it really took once the prompt is computed.
     `rate`: prefill tokens per second as measured last. `booked`: see `SessionBook.booked`.
     """
 
@@ -57,10 +59,17 @@ class Losses:
     def watch(self, task: Task, memory: Memory) -> None:
         """Have the loss of a request found out once it is admitted, after its client is told."""
         push, ids = task.push, task.ids
+        computed = False
 
         def watching(event: Event | BaseException) -> None:
             """On the MLX thread."""
+            nonlocal computed
             push(event)
+            if isinstance(event, Piece) and not computed:
+                computed = True
+                if not self._loop.is_closed():
+                    spent = task.record.timing.get("prefill_s")
+                    self._loop.call_soon_threadsafe(_settle, task.record, spent)
             if not isinstance(event, Admitted) or self._loop.is_closed():
                 return
             cached = event.cached_tokens
@@ -89,6 +98,7 @@ class Losses:
             log.error("why a prefix was lost could not be found out", exc_info=error)
         else:
             record.lost = done.result()
+            _settle(record, record.timing.get("prefill_s"))
 
     def ended(self, task: Task, then: Callable[[], None]) -> None:
         """Keep what a request computed, for the next one; call `then` once its loss is told."""
@@ -98,11 +108,17 @@ class Losses:
             computed = record.cached_tokens + record.fed_tokens + max(0, len(task.out) - 1)
             side = Side(source, ids)
             self._held.add(Candidate(task.job.session, side, computed, task.job.owner))
+        spent = record.timing.get("prefill_s", time.perf_counter() - task.phase_began)
+
+        def told(_: object = None) -> None:
+            _settle(record, spent)
+            then()
+
         found = self._open.get(record.id)
         if found is None:
-            then()
+            told()
         else:
-            found.add_done_callback(lambda _: then())
+            found.add_done_callback(told)
 
     async def told(self, id: str) -> None:
         """Wait until the loss of a request is told, if it is being found out."""
@@ -179,6 +195,16 @@ class Losses:
 def explained(job: Job) -> bool:
     """Whether a request is compared with others: those that were rendered from a conversation."""
     return job.prompt.source is not None and job.api != WARMING
+
+
+def _settle(record: RequestRecord, spent: float | None) -> None:
+    """Say what a loss cost: its share of the seconds that computing the prompt took, if known.
+
+    In a new dictionary: whoever watches the record compares it with what it was.
+    """
+    if record.lost is not None and spent is not None:
+        share = min(1.0, record.lost["lost_tokens"] / max(1, record.fed_tokens))
+        record.lost = record.lost | {"lost_s": round(share * spent, 3)}
 
 
 def _gone(reuse: Reuse, kept: int) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.ram import forget_all
 from mlxcache.prompt.explain import WORTH
-from mlxcache.types import Chat, Job, RequestRecord, Text, Thinking, ToolCall
+from mlxcache.types import Chat, Job, Progress, RequestRecord, Text, Thinking, ToolCall
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -139,6 +139,45 @@ async def test_a_date_in_the_system_prompt(talk: Talk):
     line = log_line(record)
     assert f"lost {found['lost_tokens']} (system_changed: date" in line
     assert "2026-11" not in line
+
+
+async def test_a_loss_costs_no_more_than_the_prompt_took(talk: Talk, monkeypatch):
+    """However slow prompts were before: the speed of a loaded hour is only a first guess."""
+    core = talk.engine._core
+    assert core is not None
+    await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
+    monkeypatch.setattr(core.cost, "rate", 0.5)
+    talk.messages[0] = talk.system("Today's date is 2026-11-22.")
+    record = await talk.say(user(text(20, "more")))
+    found = lost(record)
+    assert found["reason"] == "system_changed"
+    share = found["lost_tokens"] / record.fed_tokens
+    assert found["lost_s"] == pytest.approx(share * record.timing["prefill_s"], abs=0.001)
+    assert share < 1
+
+
+async def test_what_was_cut_short_lost_no_more_than_it_took(talk: Talk, monkeypatch):
+    """A client that leaves while its prompt is computed has waited so long, and no longer."""
+    core = talk.engine._core
+    assert core is not None
+    await talk.say(talk.system(), user(text(400, "ask")))
+    monkeypatch.setattr(core.cost, "rate", 0.5)
+    chat = Chat([talk.system("Today's date is 2026-11-22."), *talk.messages[1:]], TOOLS)
+    prompt = await talk.engine.render(chat, session=talk.session)
+    began = time.perf_counter()
+    job = Job("req_left", prompt, session=talk.session, api="chat")
+    stream = await talk.engine.submit(job)
+    async for event in stream:
+        if isinstance(event, Progress):
+            break
+    await stream.aclose()
+    async for _ in stream:
+        pass
+    record = await talk.engine.request("req_left")
+    took = time.perf_counter() - began
+    assert record is not None
+    assert (record.status, record.generated_tokens) == ("cancelled", 0)
+    assert 0 < lost(record)["lost_s"] <= took
 
 
 async def test_the_loss_is_of_one_turn_only(talk: Talk):
