@@ -11,6 +11,7 @@ from mlxcache.engine.ram import forget, held_beyond
 from mlxcache.engine.task import Task
 from mlxcache.errors import MlxcacheError
 from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite
+from mlxcache.model.lineage import Lineage
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
@@ -70,12 +71,15 @@ def _sound(memory: Memory, ids: Tokens, begun: int) -> int:
     if match.nodes and (match.nodes[-1].children or match.nodes[-1].end > match.length):
         parted.append(match.length)
     wanted = max([begun, *parted])
+    finite: dict[Lineage, int] = {}  # each is looked at once: there may be gigabytes of it
     for node in match.nodes:
         end = min(node.end, wanted)
         if node.start >= wanted:
             break
-        if node.value.lost or finite_upto(node.value) < end:
-            return node.start if end <= begun else begun
+        if end > begun and node.value not in finite:
+            finite[node.value] = 0 if node.value.lost else finite_upto(node.value)
+        if end > finite.get(node.value, end):
+            return begun
         if end == node.end and node.checkpoint is not None and not state_is_finite(node.checkpoint):
             return node.start if end <= begun else begun
     return wanted
