@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mlxcache.store.listing import Listed
 
 DEFAULT_NODES, MOST_NODES = 200, 1000
+MOST_SESSIONS = 1000
 
 
 def routes(deps: Deps) -> list[Route]:
@@ -30,11 +31,15 @@ def routes(deps: Deps) -> list[Route]:
 
 
 async def tree(deps: Deps, request: Request) -> Response:
-    """The tree of the sessions used last, `?limit=` of them, as at most `?nodes=` nodes."""
+    """The tree of the sessions used last, `?limit=` of them, as at most `?nodes=` nodes.
+
+    Of either from 1 to 1,000; 100 sessions and 200 nodes unless told.
+    """
     sessions, limit = book(deps), whole_number(request, "limit", DEFAULT_LIMIT)
     nodes = whole_number(request, "nodes", DEFAULT_NODES)
-    if not 1 <= nodes <= MOST_NODES:
-        raise BadRequest(f"`nodes` must be from 1 to {MOST_NODES}.", param="nodes")
+    for name, given, most in (("limit", limit, MOST_SESSIONS), ("nodes", nodes, MOST_NODES)):
+        if not 1 <= given <= most:
+            raise BadRequest(f"`{name}` must be from 1 to {most}.", param=name)
     return json_response(await tree_object(sessions, await sessions.list(limit), nodes))
 
 

@@ -1,0 +1,50 @@
+"""How many sessions and nodes `GET /v1/cache/tree` shows at most."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.api.conftest import FakeEngine
+
+
+class Book:
+    """No sessions; `asked` is how many were asked for."""
+
+    namespace = "n"
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    async def list(self, limit: int) -> list[object]:
+        self.asked.append(limit)
+        return []
+
+    def decode(self, _: object) -> str:
+        return ""
+
+
+@pytest.fixture
+def book(engine: FakeEngine) -> Book:
+    engine.sessions = Book()  # type: ignore[attr-defined]
+    return engine.sessions  # type: ignore[attr-defined, no-any-return]
+
+
+async def test_the_tree_is_of_a_thousand_sessions_at_most(
+    client: httpx.AsyncClient, book: Book
+) -> None:
+    for path in ("/v1/cache/tree", "/v1/cache/tree?limit=1", "/v1/cache/tree?limit=1000"):
+        assert (await client.get(path)).status_code == 200
+    assert book.asked == [100, 1, 1000]
+
+
+@pytest.mark.parametrize("query", ["limit=1001", "limit=99999999999999999", "limit=0", "nodes=0"])
+async def test_more_than_that_and_none_are_refused_before_anything_is_looked_up(
+    client: httpx.AsyncClient, book: Book, query: str
+) -> None:
+    answer = await client.get(f"/v1/cache/tree?{query}")
+    name = query.partition("=")[0]
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"`{name}` must be from 1 to 1000."
+    assert answer.json()["error"]["param"] == name
+    assert book.asked == []
