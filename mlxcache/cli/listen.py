@@ -7,6 +7,8 @@ import socket
 
 from mlxcache.errors import MlxcacheError
 
+IN_USE = "is in use by another program"
+
 
 class CannotListen(MlxcacheError):
     """The address is taken, not this machine's, or not allowed."""
@@ -30,7 +32,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
             if error.errno == errno.EADDRINUSE:
                 _close(sockets)
                 raise CannotListen(
-                    f"port {port} of {host} is in use by another program: stop it, or choose "
+                    f"port {port} of {host} {IN_USE}: stop it, or choose "
                     "another port with --port N (0 picks a free one)"
                 ) from error
             failure = error  # such as ::1 for localhost where IPv6 is off

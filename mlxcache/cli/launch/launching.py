@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,14 @@ from urllib.parse import urlsplit
 from rich.text import Text
 
 from mlxcache.cli.connect import base_url
-from mlxcache.cli.launch import server, shell
+from mlxcache.cli.launch import background, server, shell
+from mlxcache.cli.launch.background import Background
 from mlxcache.cli.launch.chooser import choose
 from mlxcache.cli.launch.client import Place, Service
 from mlxcache.cli.launch.known import CLIENTS, Name, program
-from mlxcache.cli.launch.run import run
+from mlxcache.cli.launch.run import held_signals, run
+from mlxcache.cli.launch.settings import sweep
+from mlxcache.cli.listen import IN_USE
 from mlxcache.cli.output import console
 from mlxcache.cli.show import print_json
 from mlxcache.cli.target import URL_VARIABLE
@@ -40,6 +43,7 @@ class Launching:
         self.settings = load_settings(self._flags, os.environ, config)
         self.key = next(iter(read_keys(self.settings).values), None)
         self.url = str(asked) if self._far else base_url(self.settings.host, self.settings.port)
+        self.running = False
         self._find()
 
     def choose(self) -> Name:
@@ -50,20 +54,39 @@ class Launching:
     def run(self, name: Name, arguments: list[str], *, stop_after: bool) -> int:
         """The client's exit status."""
         place = _place(name, arguments)  # before a model is loaded for nothing
-        started = None if self.running else self._start()
-        service = server.wait(self.url, self.key, started)
+        for path in sweep():
+            _say(f"{path}, which an earlier launch left, cannot be removed; a key may be in it.")
+        with held_signals() as signals:
+            service, started = self._served(signals)
+            try:
+                return run(place, CLIENTS[name].start(service, place), service, signals)
+            finally:
+                if started is not None and stop_after:
+                    started.stop()
+                elif started is not None:
+                    pid = started.process.pid
+                    _say(f"The server goes on at {service.url}. To stop it: kill {pid}")
+
+    def _served(self, signals: Sequence[int]) -> tuple[Service, Background | None]:
+        """A server that serves, and its process where it was started here."""
+        while not self.running:
+            try:
+                started = self._start()
+                return server.wait(self.url, self.key, started, signals), started
+            except server.Overtaken as error:
+                _say(str(error))
+                self.running = bool(self.settings.port)  # else another port will do
+        service = server.wait(self.url, self.key, None, signals)
         self._check(service)
-        try:
-            return run(place, CLIENTS[name].start(service, place), service)
-        finally:
-            if started is not None and stop_after:
-                started.stop()
-            elif started is not None:
-                _say(f"The server goes on at {self.url}. To stop it: kill {started.process.pid}")
+        _say(f"Using the server that runs at {service.url}. It serves {service.model}.")
+        self._tell_vain()
+        return service, None
 
     def print_env(self, name: Name, arguments: list[str], *, as_json: bool) -> None:
         """Print what the client would find, without starting anything."""
         service = server.wait(self.url, self.key, None) if self.running else self._expected()
+        if self.running:
+            self._tell_vain()
         place = _place(name, arguments, needed=False)
         start = CLIENTS[name].start(service, place)
         if as_json:
@@ -100,13 +123,14 @@ class Launching:
                 if server.answers(one.url):
                     self.url, self.running = one.url, True
                     break
-        if self.running:
-            vain = [f"--{n.replace('_', '-')}" for n, v in self._flags.items() if v is not None]
-            vain = [flag for flag in vain if flag.strip("-").replace("-", "_") not in _WHERE]
-            if vain:
-                _say(f"A server runs already at {self.url}: {', '.join(vain)} changes nothing.")
 
-    def _start(self) -> server.Background:
+    def _tell_vain(self) -> None:
+        given = [name for name, value in self._flags.items() if value is not None]
+        vain = [f"--{name.replace('_', '-')}" for name in given if name not in _WHERE]
+        if vain:
+            _say(f"A server runs already at {self.url}: {', '.join(vain)} changes nothing.")
+
+    def _start(self) -> Background:
         if self._far:
             raise MlxcacheError(f"Nothing answers at {self.url}, and it is not of this machine.")
         settings, flags = self.settings, dict(self._flags)
@@ -114,16 +138,18 @@ class Launching:
         if len(keys) > 1:
             raise ConfigError("--api-key: a client sends one; give several in --api-keys-file FILE")
         if not settings.port:
-            flags["port"] = str(server.free_port(settings.host))
+            flags["port"] = str(background.free_port(settings.host))
             settings = replace(settings, port=int(flags["port"]))
             self.url = base_url(settings.host, settings.port)
-        elif server.taken(str(urlsplit(self.url).hostname), settings.port):
+        elif background.taken(str(urlsplit(self.url).hostname), settings.port):
+            if server.answers(self.url):
+                raise server.Overtaken(self.url)
             raise MlxcacheError(
-                f"Port {settings.port} of {settings.host} is in use by another program: choose "
+                f"Port {settings.port} of {settings.host} {IN_USE}: choose "
                 "another one with --port N (0 picks a free one)."
             )
         words = _words({**flags, "config": self._config})
-        started = server.start(settings, words, server.environment(next(iter(keys), None)))
+        started = background.start(settings, words, background.environment(next(iter(keys), None)))
         what = settings.model or "the built-in demo"
         _say(f"Starting a server for {what} in the background; its log is {started.log}")
         return started

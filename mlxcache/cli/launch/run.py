@@ -2,53 +2,65 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from mlxcache.cli.launch.client import Place, Service, Start
+from mlxcache.cli.launch.settings import settings_file
 from mlxcache.errors import MlxcacheError
-from mlxcache.private import create
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 
 
-def run(place: Place, start: Start, service: Service) -> int:
+@contextmanager
+def held_signals() -> Iterator[list[int]]:
+    """Those that would end this command, which come meanwhile, in order: none of them ends it.
+
+    So that a server which is being started is not left behind. One that is ignored stays so.
+    """
+    came: list[int] = []
+
+    def keep(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    asked = [one for one in (*_PASSED_ON, signal.SIGINT) if signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, keep) for number in asked}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(place: Place, start: Start, service: Service, early: Sequence[int] = ()) -> int:
     """The client's exit status, as a shell tells it: 128 and the signal's number for a signal.
 
-    Raises MlxcacheError where it cannot be started.
+    It is sent the signals of `early` at once. Raises MlxcacheError where it cannot be started.
     """
     environment = start.environment(service, place.environ)
-    with _settings(start) as own:
-        words = [str(place.program), *own, *start.arguments, *place.arguments]
-        return _run(words, environment)
-
-
-@contextmanager
-def _settings(start: Start) -> Iterator[tuple[str, ...]]:
-    """The arguments that name a file with the client's settings, which is there meanwhile."""
+    arguments = (*start.arguments, *place.arguments)
     if start.flag is None:
-        yield ()
-        return
-    with tempfile.TemporaryDirectory(prefix="mlxcache-launch-") as folder:
-        path = Path(folder) / "settings.json"
-        with create(path) as file:  # a key may be in it
-            file.write(json.dumps(start.settings).encode())
-        yield (start.flag, str(path))
+        return _run([str(place.program), *arguments], environment, early)
+    with settings_file(start.settings) as (path, lock):
+        words = [str(place.program), start.flag, str(path), *arguments]
+        return _run(words, environment, early, (lock,))
 
 
-def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
+def _run(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    early: Sequence[int] = (),
+    descriptors: Sequence[int] = (),
+) -> int:
     running: list[subprocess.Popen[bytes]] = []
-    early: list[int] = []
+    missed: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
         if not running:
-            early.append(number)
+            missed.append(number)
         for process in running:
             process.send_signal(number)
 
@@ -58,8 +70,8 @@ def _run(words: Sequence[str], environment: Mapping[str, str]) -> int:
     before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)
     try:
-        running.append(subprocess.Popen(words, env=environment))
-        for number in early:  # what came while it was being started
+        running.append(subprocess.Popen(words, env=environment, pass_fds=descriptors))
+        for number in (*early, *missed):  # what came before it was there
             running[0].send_signal(number)
         status = running[0].wait()
     except OSError as error:

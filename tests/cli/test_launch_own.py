@@ -1,0 +1,266 @@
+"""What `mlxcache launch` starts is its own: its server, its port, its end, the file it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from mlxcache.cli.launch.background import Background, empty_log, free_port
+from mlxcache.cli.main import app
+from mlxcache.store.lock import serving
+from tests.served import Served, served
+
+SECONDS = 60.0
+CLIENT = """#!/bin/sh
+printenv ANTHROPIC_BASE_URL > "$FAKE_OUTPUT.part"
+mv "$FAKE_OUTPUT.part" "$FAKE_OUTPUT"
+echo $$ > "$FAKE_OUTPUT.pid"
+[ -e "$FAKE_WAIT" ] && exec sleep 600
+exit 7
+"""
+"""A client that writes down which server it was given, and stays while a file is there."""
+
+
+class Other(ThreadingHTTPServer):
+    """Another mlxcache server, as it answers once it serves."""
+
+    def __init__(self, port: int):
+        body = b'{"data": [{"id": "others", "context_length": 9000}]}'
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("X-Mlxcache-Request", "req_1")
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Say nothing."""
+
+        super().__init__(("127.0.0.1", port), Answer)
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's machine: a home, a folder for temporary files, and a client."""
+    agents = ("ANTHROPIC_", "CLAUDE", "MLXCACHE_")
+    for name in [n for n in os.environ if n.startswith(agents)]:
+        monkeypatch.delenv(name)
+    for name in ("home", "bin", "tmp"):
+        (tmp_path / name).mkdir()
+    client = tmp_path / "bin" / "claude"
+    client.write_text(CLIENT)
+    client.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    monkeypatch.setenv("MLXCACHE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MLXCACHE_PORT", "9")
+    monkeypatch.setenv("FAKE_OUTPUT", str(tmp_path / "output"))
+    monkeypatch.setenv("FAKE_WAIT", str(tmp_path / "wait"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(*arguments: str, status: int = 7) -> Result:
+    result = CliRunner().invoke(app, ["launch", "claude", *arguments])
+    assert result.exit_code == status, result.output
+    return result
+
+
+def until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def quicker(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Other]]:
+    """Another server takes the first server's port when that is about to be started."""
+    made: list[Other] = []
+    real = subprocess.Popen
+
+    def start(command: Any, *args: Any, **more: Any) -> Any:
+        if "serve" in command and not made:
+            made.append(Other(int(command[command.index("--port") + 1])))
+        return real(command, *args, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    yield made
+    for one in made:
+        one.shutdown()
+        one.server_close()
+
+
+def test_a_server_that_got_the_port_meanwhile_is_not_taken_for_the_one_with_the_model(
+    here: Path, toy: Any, quicker: list[Other]
+) -> None:
+    """It serves another model, which is an error as it is for one that ran before."""
+    port = str(free_port("127.0.0.1"))
+    result = launch("--model", str(toy("llama")), "--port", port, status=1)
+    assert "Another server was quicker" in result.stderr
+    assert "serves others" in result.stderr
+    assert not (here / "output").exists()
+    assert quicker
+
+
+def test_where_any_model_will_do_it_is_used_and_that_is_said(
+    here: Path, quicker: list[Other]
+) -> None:
+    """It is left alone too: nothing is said of its end."""
+    result = launch("--port", str(free_port("127.0.0.1")), "--ram", "1GB")
+    url = quicker[0].url
+    assert f"Another server was quicker to listen at {url}" in result.stderr
+    assert f"Using the server that runs at {url}. It serves others." in result.stderr
+    assert "--ram changes nothing" in result.stderr
+    assert "goes on" not in result.stderr
+    assert (here / "output").read_text().strip() == url
+
+
+def test_of_free_ports_another_one_is_tried(here: Path, toy: Any, quicker: list[Other]) -> None:
+    """`--port 0` asks for a server of one's own."""
+    flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
+    result = launch(*flags, "--stop-after")
+    assert "quicker" in result.stderr
+    assert (here / "output").read_text().strip() != quicker[0].url
+
+
+def test_a_server_is_asked_once_it_has_the_port_by_its_note_or_by_the_system(
+    tmp_path: Path,
+) -> None:
+    """Not before, whoever answers there."""
+    other = Other(0)
+    code = (
+        "import socket, sys, time\nsys.stdin.readline()\n"
+        "s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)\n"
+        "time.sleep(60)"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    try:
+        assert not Background(process, tmp_path, other.url, tmp_path).listens()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        url = f"http://127.0.0.1:{process.stdout.readline().decode().strip()}"
+        assert Background(process, tmp_path, url, tmp_path).listens()
+        assert not Background(process, tmp_path, other.url, tmp_path).listens()
+        with serving(tmp_path, other.url, "m"):
+            itself: Any = SimpleNamespace(pid=os.getpid())
+            assert Background(itself, tmp_path, other.url, tmp_path).listens()
+            assert not Background(process, tmp_path, other.url, tmp_path).listens()
+    finally:
+        process.kill()
+        process.communicate()
+        other.shutdown()
+        other.server_close()
+
+
+def test_a_log_that_a_server_still_writes_is_left_to_it(tmp_path: Path) -> None:
+    """A second server for the same port logs elsewhere, and a later one there again."""
+    path, file = empty_log(tmp_path, 80)
+    script = "echo loading; exec sleep 60"
+    with file, subprocess.Popen(["sh", "-c", script], stdout=file) as running:
+        until(path.read_bytes)
+        other, beside = empty_log(tmp_path, 80)
+        beside.close()
+        assert other == tmp_path / f"serve-80-{os.getpid()}.log"
+        assert path.read_text() == "loading\n"
+        running.kill()
+    again, file = empty_log(tmp_path, 80)
+    file.close()
+    assert again == path
+    assert path.stat().st_size == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def started_launch(*arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "mlxcache.cli.main", "launch", "claude", *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_while_the_server_loads_ends_that_server_too(
+    here: Path, toy: Any, number: int
+) -> None:
+    """And no client is started."""
+    flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
+    process = started_launch(*flags)
+    children: list[psutil.Process] = []
+    try:
+        until(lambda: children or children.extend(psutil.Process(process.pid).children()))
+        process.send_signal(number)
+        _, told = process.communicate(timeout=SECONDS)
+        assert process.returncode in (128 + number, 1), told  # 1: as typer ends for Ctrl-C
+        assert not any(child.is_running() for child in children)
+    finally:
+        for child in children:
+            if child.is_running():
+                child.kill()
+    assert b"Ending the server" in told
+    assert not (here / "output").exists()
+
+
+@pytest.fixture(scope="module")
+def server(toy: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--context", "4096")
+    with served(*flags, home=tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
+def test_what_a_killed_command_left_is_removed_once_its_client_is_gone(
+    here: Path, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next command; a key may be in it. What others made is not touched."""
+    theirs = here / "home" / ".claude" / "settings.json"
+    theirs.parent.mkdir()
+    theirs.write_text(json.dumps({"env": {"ANTHROPIC_AUTH_TOKEN": "sk"}}))
+    foreign = here / "tmp" / "mlxcache-launch-notes"
+    foreign.mkdir()
+    (foreign / "notes").write_text("x")
+
+    def files() -> list[Path]:
+        return list((here / "tmp").glob("mlxcache-launch-*/settings.json"))
+
+    (here / "wait").touch()
+    process = started_launch("--url", server.url)
+    until((here / "output.pid").exists)
+    client = int((here / "output.pid").read_text())
+    (left,) = files()
+    assert left.stat().st_mode & 0o777 == 0o600
+    process.kill()
+    process.wait()
+    monkeypatch.setenv("FAKE_WAIT", str(here / "no"))
+    launch("--url", server.url)
+    assert files() == [left]  # its client reads it still
+    os.kill(client, signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(client))
+    launch("--url", server.url)
+    assert files() == []
+    assert not left.parent.exists()
+    assert (foreign / "notes").exists()
