@@ -10,6 +10,9 @@ ANY_MODEL = "current-model"
 """A name for the model, which has any: a client's settings outlive a change of the model."""
 DUMMY_KEY = "local"
 """What clients that insist on a key are given where the server asks for none."""
+_PATIENCE = dict.fromkeys(("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"), "3600000")
+"""A first prompt may take longer than Claude Code waits by itself: ten minutes for a reply, and
+five for the next event of a stream, where it does not count pings. Seen in 2.1.197."""
 KEY_VARIABLE = '"$MLXCACHE_API_KEY"'
 """In place of a real key, which never reaches the terminal or a log."""
 
@@ -42,14 +45,17 @@ def claude_code_variables(url: str, model: str, context: int) -> Variables:
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(context),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        **_PATIENCE,
     }
 
 
 def anyclaude_variables(url: str, context: int) -> Variables:
     """What points anyclaude at this server, whichever version it is. `context` is in tokens.
 
-    Older versions read MLX_LM_*, newer ones LOCAL_*.
+    Older versions read MLX_LM_*, newer ones LOCAL_*. Its proxy sets the address for Claude Code
+    beside it; what else that one is told passes through.
     """
+    told = claude_code_variables(url, ANY_MODEL, context)
     return {
         "ANYCLAUDE_MODE": "mlx-lm",
         "MLX_LM_URL": f"{url}/v1",
@@ -59,6 +65,7 @@ def anyclaude_variables(url: str, context: int) -> Variables:
         "LOCAL_MODEL": ANY_MODEL,
         "LOCAL_API_KEY": None,
         "LOCAL_CONTEXT_LENGTH": str(context),
+        **{name: value for name, value in told.items() if not name.startswith("ANTHROPIC_")},
     }
 
 

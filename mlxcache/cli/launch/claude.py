@@ -10,11 +10,6 @@ from mlxcache.cli.agents import claude_env, claude_folder, read_object
 from mlxcache.cli.connect import anyclaude_variables, claude_code_variables
 from mlxcache.cli.launch.client import Place, Service, Start
 
-TIMEOUT_MS = 3_600_000
-PATIENCE = dict.fromkeys(("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"), str(TIMEOUT_MS))
-"""A first prompt may take longer than Claude Code waits by itself: ten minutes for a reply, and
-five for the next event of a stream, where it does not count pings. Seen in 2.1.197."""
-
 ELSEWHERE = (
     "ANTHROPIC_API_KEY",
     "CLAUDE_CODE_OAUTH_TOKEN",
@@ -34,10 +29,7 @@ def claude(service: Service, place: Place) -> Start:
     What its settings files say wins over the environment, so variables that they set too are
     given in a settings file of its own, which wins over them.
     """
-    variables = {
-        **claude_code_variables(service.url, service.model, service.context),
-        **PATIENCE,
-    }
+    variables = claude_code_variables(service.url, service.model, service.context)
     own = list(_settings(place))
     set_there = {name for settings in own for name in _env(settings)}
     env = {
@@ -54,19 +46,9 @@ def claude(service: Service, place: Place) -> Start:
 
 
 def anyclaude(service: Service, place: Place) -> Start:
-    """How anyclaude is started on `service`. What Claude Code is told beside it passes through."""
-    told = claude_code_variables(service.url, service.model, service.context)
-    passed = {
-        name: value
-        for name, value in told.items()
-        if name.startswith("CLAUDE_CODE_")  # its own proxy sets the address
-    }
+    """How anyclaude is started on `service`."""
     return Start(
-        variables={
-            **anyclaude_variables(service.url, service.context),
-            **passed,
-            **PATIENCE,
-        },
+        variables=anyclaude_variables(service.url, service.context),
         without=("MLX_MODEL_PATH",),  # it would start a server of its own at this address
     )
 
