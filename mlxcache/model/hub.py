@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
     HFValidationError,
     IncompleteSnapshotError,
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -28,9 +29,20 @@ Progress = Callable[[int, int], None]
 """Called with the bytes on disk and the bytes known to be needed; the latter grows as the files
 are looked up. From any of the download's threads, never two at a time."""
 
+ANSWER_S = 5.0
+"""How long the Hub may take to say what a model is, before it counts as out of reach."""
+
+_HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
+"""Of the HTTP client that the Hub's client uses, whose name depends on its version."""
+
 _NEITHER = (
     "{model} is neither an existing folder nor a Hub id like owner/name, for example "
     "mlx-community/Qwen3-4B-Instruct-2507-4bit."
+)
+
+_AWAY = (
+    "{model} is not in the local cache ({cache}), and the Hub cannot be reached. Connect "
+    "(and unset HF_HUB_OFFLINE), or give a folder: --model /path/to/model."
 )
 
 # A subclass comes before its base.
@@ -52,11 +64,8 @@ _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
         "{model} was downloaded only in part, and the Hub cannot be reached to complete it. "
         "Connect and start again, or give a folder: --model /path/to/model.",
     ),
-    (
-        LocalEntryNotFoundError,
-        "{model} is not in the local cache ({cache}), and the Hub cannot be reached. Connect "
-        "(and unset HF_HUB_OFFLINE), or give a folder: --model /path/to/model.",
-    ),
+    (LocalEntryNotFoundError, _AWAY),
+    (OfflineModeIsEnabled, _AWAY),
 )
 _SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 
@@ -108,13 +117,17 @@ def here(model: str, revision: str | None = None) -> Path | None:
 def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
     """A folder with the configuration of a model on the Hub, and the bytes of its weights.
 
-    Raises ModelError as `resolve`.
+    Where the Hub is out of reach that is told within seconds. Raises ModelError as `resolve`.
     """
     try:
+        # First: unlike a download, this is tried once.
+        info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
         config = hf_hub_download(model, "config.json", revision=revision)
-        files = HfApi().model_info(model, revision=revision, files_metadata=True).siblings or []
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise ModelError(_why(model, revision, error)) from error
+    except _HTTP_ERROR as error:
+        raise ModelError(_sentence(_AWAY, model, revision)) from error
+    files = info.siblings or []
     weights = (one.size or 0 for one in files if fnmatch(one.rfilename, "model*.safetensors"))
     return Path(config).parent, sum(weights)
 
@@ -153,8 +166,12 @@ def why(model: str, revision: str | None, error: Exception) -> str | None:
     """What an error of the Hub's client means and what to do; None of any other error."""
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
-            return sentence.format(model=model, revision=revision, cache=constants.HF_HUB_CACHE)
+            return _sentence(sentence, model, revision)
     return None
+
+
+def _sentence(form: str, model: str, revision: str | None) -> str:
+    return form.format(model=model, revision=revision, cache=constants.HF_HUB_CACHE)
 
 
 def _why(model: str, revision: str | None, error: Exception) -> str:
