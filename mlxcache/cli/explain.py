@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlxcache.cli import show
+from mlxcache.cli.explain_file import read_request
 from mlxcache.cli.output import reporting
 from mlxcache.cli.progress import counting
 from mlxcache.cli.target import Json
 from mlxcache.config import Settings, load_settings
-from mlxcache.errors import MlxcacheError
 
 if TYPE_CHECKING:
     from mlxcache.prompt.builder import PromptBuilder
@@ -53,7 +53,7 @@ def explain(
     with reporting():
         flags = {"model": model, "no_canonicalise": no_canonicalise}
         settings = load_settings(flags, os.environ)
-        one, other = _read(first), second and _read(second)
+        one, other = read_request(first), second and read_request(second)
         with counting("rendering"):
             found = explain_pair(one, other, settings) if other else audit_one(one, settings)
         if as_json:
@@ -63,19 +63,6 @@ def explain(
         from mlxcache.cli.explain_page import print_audit, print_pair  # noqa: PLC0415
 
         (print_audit if second is None else print_pair)(found)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    from mlxcache.api.bodies import read_body  # noqa: PLC0415 - msgspec and Starlette take a while
-
-    try:
-        raw = typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
-    except OSError as error:
-        raise MlxcacheError(f"{file} cannot be read: {error.strerror}.") from error
-    try:
-        return read_body(raw)
-    except MlxcacheError as error:
-        raise MlxcacheError(f"{file}: {error}") from error
 
 
 def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings) -> dict[str, Any]:

@@ -82,6 +82,10 @@ def restore(
     as_json: Json = False,
 ) -> None:
     """Import a session from a snapshot, or from a file of mlx-lm's; its next turn is warm."""
+    # Here and not above: numpy takes a while, and --help needs none of it.
+    from mlxcache.cli.snapshot_file import check  # noqa: PLC0415
+
+    check(file)
     if prompt == "-":
         prompt = typer.get_text_stream("stdin").read()
     with moving("reading") as progress:

@@ -518,8 +518,8 @@ def test_programs_get_json(files):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("[]", "Expected"),
-        ("{", "not valid JSON"),
+        ("[]", "Expected is"),
+        ("{", "it is no JSON"),
         ('{"prompt": "x"}', "no chat request"),
         ('{"messages": [{"role": "user", "content": [{"type": "nonsense"}]}]}', "nonsense"),
     ],
