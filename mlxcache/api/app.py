@@ -35,6 +35,6 @@ def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette
             *dashboard.routes(),
             *metrics.routes(deps),
         ],
-        middleware=[Middleware(RequestMiddleware, settings=settings)],
+        middleware=[Middleware(RequestMiddleware, settings=settings, refusals=deps.refusals)],
         exception_handlers=dict(HANDLERS),
     )

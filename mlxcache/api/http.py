@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections import Counter
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -58,12 +59,21 @@ class ApiSettings:
     recorder: Recorder | None = None
 
 
+USUAL_REFUSALS = (400, 401, 403, 404, 405, 413, 429, 500, 503)
+
+
+def _no_refusals() -> Counter[int]:
+    """Prometheus sees no rise from nothing to one."""
+    return Counter(dict.fromkeys(USUAL_REFUSALS, 0))
+
+
 @dataclass(frozen=True, slots=True)
 class Deps:
-    """What every route is made of."""
+    """What every route is made of. `refusals` counts answers that are errors, by status."""
 
     engine: Engine
     settings: ApiSettings
+    refusals: Counter[int] = field(default_factory=_no_refusals)
 
 
 def new_request_id() -> str:

@@ -26,13 +26,15 @@ from mlxcache.api.http import Deps
 from mlxcache.api.metric_table import FAMILIES, PREFIX, Family, arranged
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from mlxcache.engine.engine import Engine
     from mlxcache.engine.tally import Tally, Times
 
 
 def routes(deps: Deps) -> list[Route]:
     """The one route."""
-    figures = Figures(deps.engine)
+    figures = Figures(deps.engine, deps.refusals)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(figures)
     return [Route("/metrics", partial(metrics, figures, registry), methods=["GET"])]
@@ -60,8 +62,8 @@ class Figures(Collector):
     Call everything from the event loop.
     """
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, engine: Engine, refusals: Counter[int]):
+        self._engine, self._refusals = engine, refusals
         self._now: dict[str, Any] = {}
 
     async def renew(self) -> None:
@@ -78,6 +80,7 @@ class Figures(Collector):
         ready = engine.state == "ready" and engine.failure is None
         now = arranged({**self._now, "ready": ready, "silent_s": engine.silent_s})
         yield _build(engine)
+        yield _refused(self._refusals)
         yield from _tallied(engine.tally)
         yield from (_figure(family, now) for family in FAMILIES)
 
@@ -96,6 +99,16 @@ def _figure(family: Family, now: dict[str, Any]) -> Metric:
     made = of(PREFIX + family.name, family.help, labels=family.labels)
     for labels, value in family.samples(now):
         made.add_metric(labels, value)
+    return made
+
+
+def _refused(refusals: Counter[int]) -> Metric:
+    """Answers that were errors, whatever was asked: also of what was no request to the model."""
+    made = CounterMetricFamily(
+        f"{PREFIX}http_errors", "Answers over HTTP that were errors.", labels=("status",)
+    )
+    for status, count in refusals.items():
+        made.add_metric((str(status),), count)
     return made
 
 

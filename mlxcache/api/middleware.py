@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -20,7 +21,8 @@ from mlxcache.errors import Unauthorized
 from mlxcache.owner import OWNER
 
 REQUEST_HEADER = "X-Mlxcache-Request"
-OPEN_PATHS = frozenset({"/health", *FILES})
+HEALTH = "/health"
+OPEN_PATHS = frozenset({HEALTH, *FILES})
 """Paths that need no key: they hold no data."""
 
 MOST_HEADERS, MOST_HEADER_BYTES = 128, 32 << 10
@@ -39,10 +41,12 @@ class RequestMiddleware:
     """Gives each request its id, lets it in or not, and turns what nobody handled into a 500.
 
     Requests that web pages make are refused: see `hosts`. Where there are keys, one is asked for.
+    Answers that are errors are counted in `refusals`, those of /health not: it is asked in vain
+    until the model is there.
     """
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings):
-        self._app = app
+    def __init__(self, app: ASGIApp, settings: ApiSettings, refusals: Counter[int]):
+        self._app, self._counts = app, refusals
         self._origins = settings.origins
         self._any_host = settings.any_host
         self._keys = Keyring(settings.api_key, settings.owned_keys)
@@ -63,6 +67,7 @@ class RequestMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                self._count(scope, message["status"])
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_HEADER] = id
                 headers.update(ALWAYS)
@@ -86,6 +91,10 @@ class RequestMiddleware:
             if started:
                 raise
             await error_response(request, error)(scope, receive, send_with_id)
+
+    def _count(self, scope: Scope, status: int) -> None:
+        if status >= 400 and scope["path"] != HEALTH:
+            self._counts[status] += 1
 
     def _authorize(self, request: Request) -> None:
         if not self._keys or request.scope["path"] in OPEN_PATHS:
