@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from mlxcache.cli import show
+from mlxcache.cli.figures import print_figures
 from mlxcache.cli.output import console
 from mlxcache.cli.progress import counting
 from mlxcache.cli.target import Json, Where, located
@@ -32,7 +33,7 @@ def stats(
     if as_json:
         show.print_json(found)
     else:
-        show.facts(_facts(found))
+        print_figures(found)
 
 
 @app.command()
@@ -113,19 +114,3 @@ def _bytes(text: str) -> int:
 
 def _problem(problem: dict[str, str]) -> tuple[str, str]:
     return problem["path"], problem["what"]
-
-
-def _facts(
-    found: dict[str, Any], prefix: str = "", *, sizes: bool = False
-) -> list[tuple[str, str]]:
-    """Nested figures as lines: `disk used` and its size. `sizes`: all of them are bytes."""
-    lines: list[tuple[str, str]] = []
-    for name, value in found.items():
-        words = f"{prefix}{name.removesuffix('_bytes').replace('_', ' ')}"
-        if isinstance(value, dict):
-            lines += _facts(value, f"{words} ", sizes=name == "kinds")
-        elif (sizes or name.endswith("_bytes")) and isinstance(value, int):
-            lines.append((words, format_size(value)))
-        else:
-            lines.append((words, "-" if value is None else str(value)))
-    return lines
