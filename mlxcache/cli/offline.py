@@ -42,6 +42,10 @@ class Offline:
             rows = sessions.all()
             return [_listed(store, sessions, row.id).as_object() for row in rows]
 
+    def computing(self) -> int:
+        """None is: no server runs."""
+        return 0
+
     def session(self, id: str) -> dict[str, Any]:
         """One session with its leaves."""
         with self._open() as (store, sessions):

@@ -75,6 +75,11 @@ class Remote:
         found: list[dict[str, Any]] = self._json("GET", "/v1/sessions?limit=999999999")["data"]
         return found
 
+    def computing(self) -> int:
+        """How many requests there are of which sessions may come."""
+        found = self._json("GET", "/v1/requests")["data"]
+        return sum(bool(one["progress"]) and one["api"] != WARMING for one in found)
+
     def session(self, id: str) -> dict[str, Any]:
         """One session with its leaves."""
         return self._json("GET", _path(id))

@@ -69,7 +69,7 @@ def list_sessions(
     elif found:
         show.table(_COLUMNS, map(_row, found), cut=1)
     else:
-        console().print(f"There are no sessions yet ({where}).")
+        console().print(show.no_sessions(where.computing(), str(where)))
 
 
 @app.command("show")

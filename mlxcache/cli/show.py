@@ -71,6 +71,16 @@ def facts(pairs: Iterable[tuple[str, str]]) -> None:
     table((("", "left"), ("", "left")), pairs)
 
 
+def no_sessions(computed: int, where: str = "") -> str:
+    """What is said instead of a list, of requests that run or wait how many there are."""
+    place = f" ({where})" if where else ""
+    if not computed:
+        return f"There are no sessions yet{place}."
+    if computed == 1:
+        return f"The first one is being computed{place}: it is listed once its reply is there."
+    return f"The first ones are being computed{place}: each is listed once a reply of it is there."
+
+
 def name_of(session: dict[str, Any]) -> str:
     """What to call a session: its name, else its title, else its label."""
     return visible(str(session["name"] or session["title"] or session["label"] or "-"))

@@ -293,9 +293,9 @@ def test_figures_are_shown_and_files_are_checked(
     assert figures["disk"]["used_bytes"] > 0
     assert figures["sessions"] == 2
     printed = call("cache", "stats", *where).output
-    assert "disk used" in printed
+    assert re.search(r"^Disk\n  used +[\d.]+ [KMG]B", printed, re.MULTILINE)
     if "ram" in figures:  # of a server
-        assert re.search(r"^disk kinds index +[\d.]+ [KM]B *$", printed, re.MULTILINE)
+        assert re.search(r"^  index +[\d.]+ [KM]B$", printed, re.MULTILINE)
     assert "as they should be" in call("cache", "check", *where).output
     assert json.loads(call("cache", "check", "--json", *where).output) == {
         "object": "list",

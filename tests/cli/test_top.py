@@ -29,6 +29,7 @@ CACHE = {
     "ram": {
         "used_bytes": 3_200_000_000,
         "limit_bytes": 12_000_000_000,
+        "withheld_bytes": 0,
         "kinds": {"kv": 3_300_000_000, "pool": 700_000_000},
     },
     "disk": {
@@ -38,6 +39,7 @@ CACHE = {
         "state": "ok",
     },
     "active_bytes": 100_000_000,
+    "reserved_bytes": 700_000_000,
     "pending_bytes": 12_000_000,
     "requests": {"total": 57, "cold": 2, "warm": 54, "restored": 1},
     "tokens": {"prompt": 1_247_901, "cached": 1_204_112},
@@ -135,9 +137,47 @@ def test_it_is_no_higher_than_the_terminal(height):
 def test_budgets_and_totals_are_told():
     """As bytes of the limit, and as what was reused."""
     text = "\n".join(lines(seen(*ROWS)))
-    assert "4 GB of 12 GB: 3.2 GB cached, 100 MB in use" in text
+    assert "4 GB of 12 GB\n" in text
+    assert "█ 3.2 GB cached, ▓ 100 MB in use, ▒ 700 MB set aside\n" in text
+    assert "given up" not in text
     assert "8.1 GB of 50 GB in 1,234 files, 12 MB on their way" in text
     assert "57 requests: 2 cold, 54 warm, 1 restored; 96% reused, 16 min 52 s saved" in text
+
+
+def bar(**ram: Any) -> str:
+    """The bar of memory, which is 20 cells wide."""
+    figures = {"used_bytes": 0, "limit_bytes": 1000, "withheld_bytes": 0, "kinds": {}} | ram
+    aside = {"active_bytes": 0, "reserved_bytes": ram.pop("reserved", 0)}
+    (line,) = (x for x in lines(seen(cache=CACHE | aside | {"ram": figures})) if x[:3] == "RAM")
+    return line.split()[1]
+
+
+def test_the_memory_bar_has_all_that_fills_it():
+    """What is cached, set aside and given up; the least part is seen, and more than all is all."""
+    assert bar() == "·" * 20
+    assert bar(used_bytes=500) == "█" * 10 + "·" * 10
+    assert bar(used_bytes=500, reserved=100, withheld_bytes=200) == "█" * 10 + "▒▒××××" + "····"
+    assert bar(used_bytes=1, withheld_bytes=1) == "█×" + "·" * 18
+    assert bar(used_bytes=1500, reserved=500) == "█" * 15 + "▒" * 5
+
+
+def test_memory_that_was_given_up_is_told():
+    """Also once the shortage is over and it is not back yet."""
+    ram = CACHE["ram"] | {"withheld_bytes": 1_500_000_000}  # type: ignore[operator]
+    pressure = {"level": "critical"}
+    text = "\n".join(lines(seen(cache=CACHE | {"ram": ram, "pressure": pressure})))
+    assert "memory is short: critical, × 1.5 GB given up" in text
+    text = "\n".join(lines(seen(cache=CACHE | {"ram": ram})))
+    assert "memory was short, × 1.5 GB given up" in text
+
+
+def test_a_first_session_that_is_computed_is_told_of():
+    """And warming a prefix makes none."""
+    text = "\n".join(lines(seen(request(1, "prefill", 9_000), sessions=[])))
+    assert "The first one is being computed" in text
+    assert "no sessions yet" not in text
+    for rows in ([], [request(1, "prefill", 9_000, api="warm")], [request(1)]):
+        assert "no sessions yet" in "\n".join(lines(seen(*rows, sessions=[])))
 
 
 def test_what_is_wrong_is_told():

@@ -2,7 +2,7 @@
 
 import { byId, h, icon, keyed, setAttr, setText, show } from "./dom.js";
 import { ago, bytes, count, plural, seconds } from "./format.js";
-import { nameOf, on, state } from "./state.js";
+import { nameOf, on, running, state } from "./state.js";
 import { download, fork, isGoing, pin, remove, rename } from "./acts.js";
 
 const TIERS = {
@@ -12,8 +12,11 @@ const TIERS = {
   mixed: ["in both, in parts", "warm as far as it is there"],
 };
 
+const NONE = "No session yet. Drop a snapshot anywhere on this page to restore one.";
+const COMPUTED = "The first one is being computed: it is listed here once its reply is there.";
+
 export function start() {
-  on(["sessions", "clock", "going"], draw);
+  on(["sessions", "clock", "going", "requests"], draw);
 }
 
 function draw() {
@@ -24,6 +27,8 @@ function draw() {
   show(byId("sessions-wait"), false);
   show(byId("sessions-table"), there.length > 0);
   show(byId("sessions-none"), there.length === 0);
+  const computed = running().some((one) => one.api !== "warm");
+  setText(byId("sessions-none"), computed ? COMPUTED : NONE);
   setText(byId("sessions-count"), there.length ? plural(there.length, "conversation") : "");
 }
 

@@ -15,9 +15,10 @@ from mlxcache.cli import show
 from mlxcache.cli.output import visible
 from mlxcache.cli.top.seen import Seen
 from mlxcache.config import format_size
+from mlxcache.types import WARMING
 
 BAR = 20
-_ABOVE, _HEADED = 7, 3
+_ABOVE, _HEADED = 8, 3
 """Lines before the tables, and those that each table takes beside its rows."""
 
 MOST_ROWS = 10
@@ -36,7 +37,7 @@ def view(seen: Seen, url: str, *, width: int, height: int | None, now: float) ->
         tables = (
             _running(seen, running[: rows[0]], names, width, now),
             _recent(recent[: rows[1]], names, width),
-            _sessions(sessions[: rows[2]], width),
+            _sessions(sessions[: rows[2]], running, width),
         )
         for (title, empty, table), shown, all_ in zip(
             tables, rows, (running, recent, sessions), strict=True
@@ -79,11 +80,9 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
     """RAM and disk as bars, and what all requests so far came to."""
     if not cache:
         return []
-    ram, disk = cache["ram"], cache["disk"]
+    disk = cache["disk"]
     grid = Table.grid(padding=(0, 1))
-    used = sum(ram["kinds"].values())
-    text = f"{_of(used, ram)}: {format_size(ram['used_bytes'])} cached, "
-    grid.add_row("RAM", _bar(used, ram), f"{text}{format_size(cache['active_bytes'])} in use")
+    _ram(grid, cache)
     if disk["limit_bytes"]:
         text = f"{_of(disk['used_bytes'], disk)} in {disk['files']:,} files"
         if cache["pending_bytes"]:
@@ -93,10 +92,45 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
         grid.add_row("Disk", _bar(disk["used_bytes"], disk), text)
     else:
         grid.add_row("Disk", "", "off")
-    level = (cache.get("pressure") or {}).get("level", "normal")
-    if level != "normal":
-        grid.add_row("", "", Text(f"memory is short: {level}", "yellow"))
     return [Text(), grid, _totals(cache)]
+
+
+_GIVEN = "yellow"
+_PARTS = (("cached", "cyan", "█"), ("in use", "blue", "▓"), ("set aside", "bright_black", "▒"))
+
+
+def _ram(grid: Table, cache: Mapping[str, Any]) -> None:
+    """The memory budget: as one bar what fills it, its sum, and its parts, which end it."""
+    ram = cache["ram"]
+    withheld = ram.get("withheld_bytes", 0)
+    sizes = (ram["used_bytes"], cache["active_bytes"], cache.get("reserved_bytes", 0))
+    parts = [(size, style, cell) for size, (_, style, cell) in zip(sizes, _PARTS, strict=True)]
+    parts.append((withheld, _GIVEN, "×"))
+    grid.add_row("RAM", _stack(parts, ram["limit_bytes"]), _of(sum(ram["kinds"].values()), ram))
+    words = Text()
+    for (name, style, cell), size in zip(_PARTS, sizes, strict=True):
+        words.append(", " if words else "").append(f"{cell} ", style)
+        words.append(f"{format_size(size)} {name}")
+    grid.add_row("", "", words)
+    level = (cache.get("pressure") or {}).get("level", "normal")
+    if level != "normal" or withheld:
+        told = f"memory is short: {level}" if level != "normal" else "memory was short"
+        given = f", × {format_size(withheld)} given up" if withheld else ""
+        grid.add_row("", "", Text(f"{told}{given}", _GIVEN))
+
+
+def _stack(parts: Sequence[tuple[int, str, str]], limit: int) -> Text:
+    """Sizes side by side, each with its style and sign; a part that is there has a cell at least.
+
+    Where they are more than `limit`, all of the bar is theirs.
+    """
+    whole = max(limit, sum(size for size, _, _ in parts), 1)
+    bar, filled = Text(no_wrap=True), 0
+    for size, style, cell in parts:
+        filled += size
+        end = min(BAR, max(round(BAR * filled / whole), len(bar) + (size > 0)))
+        bar.append(cell * (end - len(bar)), style)
+    return bar.append("·" * (BAR - len(bar)), "dim")
 
 
 def _of(used: int, tier: Mapping[str, Any]) -> str:
@@ -162,7 +196,9 @@ def _recent(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: 
     return "Lately, in tokens", "No request yet.", table
 
 
-def _sessions(rows: Sequence[dict[str, Any]], width: int) -> Named:
+def _sessions(
+    rows: Sequence[dict[str, Any]], running: Sequence[Mapping[str, Any]], width: int
+) -> Named:
     columns = (("tokens", -10), ("RAM", -9), ("disk", -9), ("tier", 5), ("last used", -10))
     table = _table(("name", *columns), width)
     for row in rows:
@@ -174,7 +210,8 @@ def _sessions(rows: Sequence[dict[str, Any]], width: int) -> Named:
             row["tier"] or "-",
             show.age(row["last_used_at"]),
         )
-    return "Sessions", "There are no sessions yet.", table
+    computed = sum(one.get("api") != WARMING for one in running)
+    return "Sessions", show.no_sessions(computed), table
 
 
 def _table(columns: Sequence[str | tuple[str, int]], width: int) -> Table:
