@@ -48,6 +48,17 @@ async def test_a_strict_policy_goes_with_each_file(client: httpx.AsyncClient) ->
         )
 
 
+def test_each_colour_stands_once() -> None:
+    """For light and for dark in one line, so that neither is forgotten when one changes."""
+    names = [name for text in TEXTS.values() for name in re.findall(r"(--[\w-]+):", text)]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice == set()
+    assert (
+        len([line for line in TEXTS["/dashboard/base.css"].split("\n") if "light-dark(#" in line])
+        > 12
+    )
+
+
 async def test_a_browser_that_has_a_file_is_not_sent_it_again(client: httpx.AsyncClient) -> None:
     first = await client.get("/dashboard/app.js")
     again = await client.get("/dashboard/app.js", headers={"If-None-Match": first.headers["etag"]})
