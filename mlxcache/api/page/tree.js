@@ -9,6 +9,8 @@ const ROW = 44;
 const TOP = 26;
 const NAMES = 210;
 const NARROW = 640;
+const FEW = 8;
+const OPEN = 3;
 const HINT = "Point at a segment to read how it begins, or go through them with the arrow keys.";
 let width = 0;
 let asList = null;
@@ -52,7 +54,7 @@ function draw() {
   show(byId("tree-list"), listed() && some);
   show(byId("tree-as"), some);
   show(byId("tree-detail"), !listed() && some);
-  if (listed()) byId("tree-list").replaceChildren(list(nodes));
+  if (listed()) redrawList(nodes);
   else if (some) picture(nodes);
 }
 
@@ -151,16 +153,45 @@ function go(event, all, drawnNodes) {
 
 // -- the list ---------------------------------------------------------------------------------------
 
-function list(nodes, parent = 0) {
+// Folded: each branch is a line until it is opened, and a long row of branches ends early. What a
+// person has opened stays so when the tree is drawn anew, and the focus where it was.
+const opened = new Map();
+const whole = new Set();
+
+function redrawList(nodes) {
+  const place = byId("tree-list");
+  const focused = place.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+  place.replaceChildren(list(nodes));
+  if (focused !== undefined) [...place.querySelectorAll("[data-key]")].find((one) => one.dataset.key === focused)?.focus({ preventScroll: true });
+}
+
+function list(nodes, parent = 0, path = "") {
   const own = nodes.filter((one) => one.parent === parent);
-  return h("ul", {}, ...own.map((node) => {
-    const ends = node.ends.map(endName);
-    const share = (tokens) => `${(100 * Math.min(tokens, node.tokens)) / Math.max(1, node.tokens)}%`;
-    const lanes = h("span", { class: "lanes", "aria-hidden": "true" }, h("i", { class: "ram", style: { width: share(node.ram_tokens) } }), h("i", { class: "disk", style: { width: share(node.disk_tokens) } }));
-    const head = h("p", {}, h("b", {}, plural(node.tokens, "token")), node.sessions.length > 1 ? ` shared by ${node.sessions.length}` : "", lanes, h("span", { class: "soft" }, where(node)));
-    const text = h("p", { class: "text" }, node.text);
-    const names = ends.length ? h("p", { class: "ends" }, parted(ends)) : null;
-    const below = nodes.some((one) => one.parent === node.id) ? list(nodes, node.id) : null;
-    return h("li", {}, head, text, names, below);
-  }));
+  const shown = own.length <= FEW + 1 || whole.has(path) ? own : own.slice(0, FEW);
+  const open = path === "" && own.length <= OPEN;
+  const rest = own.length - shown.length;
+  return h("ul", {}, ...shown.map((node) => h("li", {}, branch(nodes, node, path, open))), rest > 0 && h("li", {}, more(rest, nodes, path)));
+}
+
+function branch(nodes, node, path, open) {
+  const key = `${path}/${node.start} ${node.text.slice(0, 40)}`;
+  const ends = node.ends.map(endName);
+  const below = nodes.filter((one) => one.parent === node.id).length;
+  const share = (tokens) => `${(100 * Math.min(tokens, node.tokens)) / Math.max(1, node.tokens)}%`;
+  const lanes = h("span", { class: "lanes", "aria-hidden": "true" }, h("i", { class: "ram", style: { width: share(node.ram_tokens) } }), h("i", { class: "disk", style: { width: share(node.disk_tokens) } }));
+  const size = h("span", {}, h("b", {}, plural(node.tokens, "token")), node.sessions.length > 1 ? ` shared by ${count(node.sessions.length)}` : "");
+  const names = ends.length > 0 && h("span", { class: "ends" }, parted(ends));
+  const many = below > 0 && h("span", { class: "soft" }, `${plural(below, "branch", "branches")} below`);
+  const summary = h("summary", { "data-key": key }, size, names, many, lanes);
+  const element = h("details", { open: opened.get(key) ?? open }, summary, h("p", { class: "soft" }, where(node)), h("p", { class: "text" }, node.text), below > 0 && list(nodes, node.id, key));
+  summary.addEventListener("click", () => opened.set(key, !element.open));
+  return element;
+}
+
+function more(rest, nodes, path) {
+  const show = () => {
+    whole.add(path);
+    redrawList(nodes);
+  };
+  return h("button", { type: "button", class: "quiet", onclick: show }, `Show ${count(rest)} more`);
 }
