@@ -22,12 +22,17 @@ RULES = {
     "git": "git_status",
     "tools": "tool_order",
     "environment": "environment",
+    "lists": "environment",
 }
 """What is noisy, and the rule that shows in the last request's record."""
 ENVIRONMENT = (
     "# Environment\nYou have been invoked in the following environment: \n - Platform: linux\n\n"
     f"{words(11, 120)}\n\nToday's date is 2026-11-21."
 )
+TOLD = {
+    "environment": ENVIRONMENT,
+    "lists": f"Available agent types for the Agent tool:\n- look: {words(12, 120)}",
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +75,8 @@ class Agent:
         if self.noise == "counter":
             left = f"<total_tokens>{200000 - 999 * turn} tokens left</total_tokens>"
             sent.append({"role": "system", "content": left})
-        if self.noise == "environment":
-            sent.insert(1, {"role": "system", "content": ENVIRONMENT})
+        if self.noise in TOLD:
+            sent.insert(1, {"role": "system", "content": TOLD[self.noise]})
         answer = self.api.message(
             sent,
             8,

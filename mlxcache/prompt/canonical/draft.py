@@ -63,10 +63,9 @@ class Draft:
         self.messages.insert(at, {"role": "system", "content": text})
         self._origins.insert(at, self._origins[at - 1] if at else -1)
 
-    def exchange(self, first: int, second: int) -> None:
-        """Let two messages change places; the breakpoint counts what is before it by place."""
-        here, there = self.messages[first], self.messages[second]
-        self.messages[first], self.messages[second] = there, here
+    def move(self, at: int, to: int) -> None:
+        """Put a message before an earlier one; the breakpoint counts what is before it by place."""
+        self.messages.insert(to, self.messages.pop(at))
 
     def end(self) -> int:
         """Where a message at the end goes: before a reply that is to be continued."""

@@ -12,27 +12,74 @@ import re
 from mlxcache.prompt.adapt import APART
 from mlxcache.prompt.canonical.draft import Draft
 
-_OPENS = re.compile(
-    r"# Environment\nYou have been invoked in the following environment:"
-    r"|The following deferred tools are now available via ToolSearch\."
-    r"|Available agent types for the Agent tool:\n"
-    r"|The following skills are available for use with the Skill tool:\n"
+_TOLD = re.compile(
+    r"# Environment\nYou have been \w+ in the following environment:"
+    r"|The following deferred tools are now available\b"
+    r"|Available agent types for the \w+ tool:(?:\n|\Z)"
+    r"|The following skills are available for use with the \w+ tool:(?:\n|\Z)"
 )
-"""A paragraph that such a message begins with."""
-_INVOKED = re.compile(r"^# Environment\nYou have been invoked in the following environment:", re.M)
-_DATE = re.compile(r"\n\nToday's date is \d{4}-\d{2}-\d{2}\.\s*\Z")
-"""What such a message holds, and what it ends with."""
+"""A paragraph that opens something that is told to all sessions."""
+_STARTED = re.compile(r"SessionStart(?::\w+)? hook [a-z ]+: ")
+"""What a program said when the session began: it may come first, and stays with what follows."""
+_ASKED = re.compile(r"Plan mode is active\b|UserPromptSubmit(?::\w+)? hook [a-z ]+: ")
+"""A paragraph that opens what goes with the first message, and stays behind it."""
+_ENDS = re.compile(
+    r"- [\w.:@/+-]+(?:: .*)?$"
+    r"|When you launch multiple agents\b"
+    r"|You are powered by \w"
+    r"|Today's date is \d{4}-\d{2}-\d{2}\.\s*\Z",
+    re.M,
+)
+"""A line of the last paragraph: an agent or a skill, what is said behind agents, the date."""
+
+
+_REMINDER = re.compile(r"<system-reminder>\n.*</system-reminder>\s*", re.S)
+"""All of a user's message that comes before the person's own, as for a file that this one names."""
 
 
 def apply(draft: Draft) -> bool:
-    """Put a system message of that shape, right behind the first message of all, before it."""
+    """Put what is told to all, in a system message right behind the first message, before it."""
     first = draft.leading()
-    at = first + 1
-    if at >= len(draft.messages) or draft.role(first) != "user" or draft.role(at) != "system":
+    at = _behind(draft, first)
+    if at is None:
         return False
-    text = draft.text(at)
-    if not (_OPENS.match(text) and _INVOKED.search(text) and _DATE.search(text)):
+    told, rest = _split(draft.text(at))
+    if not told:
         return False
-    draft.exchange(first, at)
-    draft.messages[first] = {**draft.messages[first], APART: True}
+    if rest:
+        draft.insert(at + 1, rest)
+    draft.messages[at] = {**draft.messages[at], "content": told, APART: True}
+    draft.move(at, first)
     return True
+
+
+def _behind(draft: Draft, at: int) -> int | None:
+    """Where a system message stands behind the first message, and reminders before that."""
+    end = len(draft.messages) - 1
+    while at < end and draft.role(at) == "user":
+        at += 1
+        if draft.role(at) == "system":
+            return at
+        if not _REMINDER.fullmatch(draft.text(at - 1)):
+            return None
+    return None
+
+
+def _split(text: str) -> tuple[str, str]:
+    """What is told to all, and what goes with the first message; nothing of the former in doubt.
+
+    A description may hold any paragraph. So what is told ends with the text or before a known
+    shape, and what its last paragraph is must be known too.
+    """
+    paragraphs = text.split("\n\n")
+    end = next((i for i, p in enumerate(paragraphs) if _ASKED.match(p)), len(paragraphs))
+    told = paragraphs[:end]
+    opens = bool(told) and (_TOLD.match(told[0]) or _STARTED.match(told[0]))
+    if not (opens and any(map(_TOLD.match, told)) and _closes(told[-1])):
+        return "", text
+    return "\n\n".join(told), "\n\n".join(paragraphs[end:])
+
+
+def _closes(paragraph: str) -> bool:
+    """Whether it may be the last of what is told."""
+    return bool(_TOLD.match(paragraph) or any(map(_ENDS.match, paragraph.splitlines())))

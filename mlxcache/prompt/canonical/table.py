@@ -40,11 +40,14 @@ TABLE = (
     ),
     Rule(
         "environment",
-        "a system message right behind the first message of all, before the first reply: it begins "
-        "with `# Environment` or a list of deferred tools, of agents or of skills, holds the line "
-        "`You have been invoked in the following environment:` and ends with `Today's date is ...`",
-        f"{CLAUDE_CODE} 2.1.330",
-        "stands before that message, behind the tools",
+        "a system message right behind the first message, before the first reply: it begins with "
+        "`# Environment` and `You have been invoked in the following environment:`, with a list "
+        "of deferred tools, of agents or of skills in the client's words, or with what a "
+        "`SessionStart` hook said and one of these; it ends with such a list, with what is said "
+        "behind agents, with `You are powered by ...` or `Today's date is ...`",
+        f"{CLAUDE_CODE} 2.1.160 to 2.1.330",
+        "stands before that message, behind the tools; from `Plan mode is active` or what a "
+        "`UserPromptSubmit` hook said, the rest stays where it is",
     ),
     Rule(
         "uuid",

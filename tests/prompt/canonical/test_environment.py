@@ -1,6 +1,10 @@
 """What a client tells of its environment behind the first message is rendered before it."""
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxcache.prompt.adapt import adapt
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
@@ -21,6 +25,29 @@ DATE = "Today's date is 2026-11-21."
 SKILLS = "The following skills are available for use with the Skill tool:\n\n- draw: Draws a chart."
 MAIN = "\n\n".join((PLACE, DEFERRED, SKILLS, DATE))
 SUB = "\n\n".join((DEFERRED, PLACE, SKILLS, DATE))
+AGENTS = """\
+Available agent types for the Agent tool:
+- look: Looks around. (Tools: *)
+- team:plan: Plans. (Tools: Read)"""
+TOGETHER = "When you launch multiple agents for independent work, do it at once."
+MORE = "Triggers:\nchart\n- mcp__x: Says hello.\nSKIP it else.\n- review"
+SERVERS = "# MCP Server Instructions\n\n## notes\nAsk first."
+POWERED = "You are powered by the model local."
+HOOK = "UserPromptSubmit hook success: submitted at 12:01"
+PLAN = "Plan mode is active. Change nothing yet.\n\n## Plan\n- **Default**: one\n\nBe brief."
+BEGUN = "SessionStart:startup hook success: begun at 12:00\n\nUse the tests."
+LISTS = "\n\n".join((AGENTS, TOGETHER, SKILLS, MORE))
+NO_DATE = [
+    LISTS,
+    f"{SKILLS}\n\n{MORE}",
+    f"{AGENTS}\n\n{TOGETHER}",
+    "\n\n".join((AGENTS, TOGETHER, SERVERS, SKILLS)),
+    f"{BEGUN}\n\n{LISTS}",
+    LISTS.replace("Agent tool", "Task tool"),
+    f"{PLACE}\n\n{POWERED}",
+    DEFERRED,
+]
+"""Without a date: as versions before 2.1.285 tell it, and the like."""
 
 
 def message(role, text):
@@ -35,7 +62,7 @@ HEAD = message("system", "You are an agent.")
 ASKED = message("user", "Fix the test.")
 
 
-@pytest.mark.parametrize("told", [MAIN, SUB, MAIN + "\n"])
+@pytest.mark.parametrize("told", [MAIN, SUB, MAIN + "\n", *NO_DATE])
 def test_it_stands_before_the_first_message(told):
     """In each turn, so that turns extend each other, and two sessions begin alike."""
     chat = [HEAD, ASKED, message("system", told)]
@@ -53,25 +80,122 @@ def test_it_stands_before_the_first_message(told):
     assert texts(later) == [*texts(made), "Done.", "Thanks.", "x"]
 
 
+@pytest.mark.parametrize("rest", [HOOK, PLAN, f"{HOOK}\n\n{PLAN}", f"{PLAN}\n\n{DATE}"])
+@pytest.mark.parametrize("told", [LISTS, f"{PLACE}\n\n{POWERED}"])
+def test_what_goes_with_the_first_message_stays_behind_it(told, rest):
+    """A plan to make, what a program said to it: in each turn, and a mark behind all stays so."""
+    chat = [HEAD, ASKED, message("system", f"{told}\n\n{rest}")]
+    made = Canonicaliser().canonical(Chat(chat, breakpoint=3))
+    assert texts(made) == [HEAD["content"], told, ASKED["content"], rest]
+    assert made.chat.breakpoint == 4
+    later = Canonicaliser().canonical(Chat([*chat, message("assistant", "Done.")]))
+    assert texts(later) == [*texts(made), "Done."]
+
+
+def test_a_file_that_the_first_message_names_may_come_between():
+    """As reminders in messages of their own; two persons' messages are no such thing."""
+    read = message("user", "<system-reminder>\nCalled Read: a.py\n</system-reminder>")
+    chat = [HEAD, read, read, ASKED, message("system", MAIN)]
+    made = Canonicaliser().canonical(Chat(chat))
+    assert list(made.chat.messages[2:]) == chat[1:4]
+    assert texts(made)[1] == MAIN
+    for between in (message("user", f"So: {read['content']}"), message("assistant", "Yes.")):
+        other = Chat([HEAD, read, between, ASKED, message("system", MAIN)])
+        assert Canonicaliser().canonical(other).chat is other
+
+
 @pytest.mark.parametrize(
     "messages",
     [
         [HEAD, message("user", MAIN)],
         [HEAD, ASKED, message("user", MAIN)],
+        [HEAD, ASKED],
+        [HEAD, message("user", LISTS), message("assistant", LISTS), message("system", LISTS)],
         [HEAD, ASKED, message("assistant", "Yes."), message("system", MAIN)],
         [HEAD, ASKED, message("user", "And?"), message("system", MAIN)],
-        [HEAD, ASKED, message("system", f"Be brief.\n\n{MAIN}")],
-        [HEAD, ASKED, message("system", f"{MAIN}\n\nBe brief.")],
-        [HEAD, ASKED, message("system", MAIN.replace("invoked", "started"))],
-        [HEAD, ASKED, message("system", "\n\n".join((DEFERRED, SKILLS, DATE)))],
-        [HEAD, ASKED, message("system", f"# Environment\n\n{DATE}")],
         [HEAD, message("system", MAIN), ASKED],
+        [HEAD, message("system", LISTS), ASKED],
     ],
 )
-def test_what_is_not_just_so_stays(messages):
-    """A person's text, another place, other words in it."""
+def test_in_another_place_it_stays(messages):
+    """Or where a person wrote it."""
     chat = Chat(messages)
     assert Canonicaliser().canonical(chat).chat is chat
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Be brief.\n\n{MAIN}",
+        f"{MAIN}\n\nBe brief.",
+        f"# Environment\n\n{DATE}",
+        f"Be brief.\n\n{LISTS}",
+        f"{LISTS}\n\nBe brief.",
+        f"{LISTS}\n\nBe brief.\n\n{HOOK}",
+        f"{LISTS}\n\n- Be brief: always.",
+        f"Called the Read tool with a.py\n\n{LISTS}",
+        f" {LISTS}",
+        BEGUN,
+        f"{BEGUN}\n\n{DATE}",
+        f"{BEGUN}\n\n{HOOK}\n\n{LISTS}",
+        f"{HOOK}\n\n{LISTS}",
+        PLAN,
+        DATE,
+        TOGETHER,
+        "- look: Looks around.",
+        SERVERS,
+    ],
+)
+def test_with_other_words_in_it_it_stays(text):
+    """Where it is not known what something is, or where what is told ends."""
+    chat = Chat([HEAD, ASKED, message("system", text)])
+    assert Canonicaliser().canonical(chat).chat is chat
+
+
+@pytest.mark.parametrize(
+    ("told", "fixed"),
+    [
+        (PLACE, "Environment You have been in the following environment:"),
+        (DEFERRED, "The following deferred tools are now available"),
+        (AGENTS, "Available agent types for the tool:"),
+        (SKILLS, "The following skills are available for use with the tool:"),
+    ],
+)
+def test_each_word_of_its_beginning_counts(told, fixed):
+    """But for the tool's name, and how the client came to be where it is."""
+    for word in fixed.split():
+        for other in ("", word.swapcase()):
+            text = re.sub(rf"(?<!\w){word}(?!\w)", other, told, count=1)
+            assert text != told
+            chat = Chat([HEAD, ASKED, message("system", text)])
+            assert Canonicaliser().canonical(chat).chat is chat, (word, other)
+
+
+PARTS = (PLACE, DEFERRED, AGENTS, TOGETHER, SKILLS, MORE, POWERED, DATE, HOOK, PLAN, BEGUN)
+OTHERS = ("Be brief.", "- a b: c", "# Environment", "", "The following skills are none:")
+
+
+@given(st.lists(st.sampled_from(PARTS + OTHERS), min_size=1, max_size=8))
+def test_every_word_is_there_once_and_each_turn_extends_the_one_before(parts):
+    """Whatever such a message is made of; what goes with the first message never moves."""
+    text = "\n\n".join(parts)
+    chat = [HEAD, ASKED, message("system", text)]
+    rules = Canonicaliser({"counter": False})
+    made = rules.canonical(Chat(chat))
+    said = texts(made)
+    assert (
+        "\n\n".join(part for part in said if part not in (HEAD["content"], ASKED["content"]))
+        == text
+    )
+    if made.rules:
+        told = said[1]
+        assert said[2] == ASKED["content"]
+        assert not any(part in told for part in (HOOK, PLAN))
+        assert not told.endswith(("Be brief.", "- a b: c", "none:", "# Environment"))
+    else:
+        assert made.chat.messages == chat
+    more = [*chat, message("assistant", "Done."), message("user", "Thanks.")]
+    assert texts(rules.canonical(Chat(more))) == [*said, "Done.", "Thanks."]
 
 
 def test_it_can_be_switched_off():
