@@ -21,6 +21,9 @@ _TOLD = re.compile(
 """A paragraph that opens something that is told to all sessions."""
 _STARTED = re.compile(r"SessionStart(?::\w+)? hook [a-z ]+: ")
 """What a program said when the session began: it may come first, and stays with what follows."""
+_CALLED = re.compile(r"Called the (?:Read|Bash) tool with the following input: ")
+"""A file or folder that the first message names: it may come first. Its lines have numbers before
+them or are names of files, so no paragraph of it is taken for another."""
 _ASKED = re.compile(r"Plan mode is active\b|UserPromptSubmit(?::\w+)? hook [a-z ]+: ")
 """A paragraph that opens what goes with the first message, and stays behind it."""
 _ENDS = re.compile(
@@ -73,11 +76,16 @@ def _split(text: str) -> tuple[str, str]:
     """
     paragraphs = text.split("\n\n")
     end = next((i for i, p in enumerate(paragraphs) if _ASKED.match(p)), len(paragraphs))
-    told = paragraphs[:end]
-    opens = bool(told) and (_TOLD.match(told[0]) or _STARTED.match(told[0]))
-    if not (opens and any(map(_TOLD.match, told)) and _closes(told[-1])):
+    start = next((i for i, p in enumerate(paragraphs[:end]) if _TOLD.match(p)), end)
+    if start == end or not _closes(paragraphs[end - 1]):
         return "", text
-    return "\n\n".join(told), "\n\n".join(paragraphs[end:])
+    before = paragraphs[:start]
+    if before and not (_STARTED.match(before[0]) or _CALLED.match(before[0])):
+        return "", text
+    if not any(map(_CALLED.match, before)):
+        start = 0
+    rest = paragraphs[:start] + paragraphs[end:]
+    return "\n\n".join(paragraphs[start:end]), "\n\n".join(rest)
 
 
 def _closes(paragraph: str) -> bool:

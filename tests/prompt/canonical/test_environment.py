@@ -36,6 +36,10 @@ POWERED = "You are powered by the model local."
 HOOK = "UserPromptSubmit hook success: submitted at 12:01"
 PLAN = "Plan mode is active. Change nothing yet.\n\n## Plan\n- **Default**: one\n\nBe brief."
 BEGUN = "SessionStart:startup hook success: begun at 12:00\n\nUse the tests."
+READ = (
+    'Called the Read tool with the following input: {"file_path":"/a.py"}\n'
+    "Result of calling the Read tool:\n1\thello\n2\t\n3\tBe brief."
+)
 LISTS = "\n\n".join((AGENTS, TOGETHER, SKILLS, MORE))
 NO_DATE = [
     LISTS,
@@ -92,6 +96,19 @@ def test_what_goes_with_the_first_message_stays_behind_it(told, rest):
     assert texts(later) == [*texts(made), "Done."]
 
 
+@pytest.mark.parametrize("before", [READ, f"{READ}\n\n{BEGUN}", f"{BEGUN}\n\n{READ}"])
+@pytest.mark.parametrize("rest", ["", HOOK])
+def test_a_file_that_the_first_message_names_stays_behind_it(before, rest):
+    """With all that comes before what is told; a list in the file itself has numbered lines."""
+    text = "\n\n".join(part for part in (before, LISTS, rest) if part)
+    made = Canonicaliser().canonical(Chat([HEAD, ASKED, message("system", text)]))
+    left = "\n\n".join(part for part in (before, rest) if part)
+    assert texts(made) == [HEAD["content"], LISTS, ASKED["content"], left]
+    numbered = "\n".join(f"{n}\t{line}" for n, line in enumerate(LISTS.split("\n"), 1))
+    chat = Chat([HEAD, ASKED, message("system", f"{READ}\n{numbered}")])
+    assert Canonicaliser().canonical(chat).chat is chat
+
+
 def test_a_file_that_the_first_message_names_may_come_between():
     """As reminders in messages of their own; two persons' messages are no such thing."""
     read = message("user", "<system-reminder>\nCalled Read: a.py\n</system-reminder>")
@@ -134,6 +151,8 @@ def test_in_another_place_it_stays(messages):
         f"{LISTS}\n\nBe brief.\n\n{HOOK}",
         f"{LISTS}\n\n- Be brief: always.",
         f"Called the Read tool with a.py\n\n{LISTS}",
+        f"Be brief.\n\n{READ}\n\n{LISTS}",
+        READ,
         f" {LISTS}",
         BEGUN,
         f"{BEGUN}\n\n{DATE}",
@@ -171,7 +190,7 @@ def test_each_word_of_its_beginning_counts(told, fixed):
             assert Canonicaliser().canonical(chat).chat is chat, (word, other)
 
 
-PARTS = (PLACE, DEFERRED, AGENTS, TOGETHER, SKILLS, MORE, POWERED, DATE, HOOK, PLAN, BEGUN)
+PARTS = (PLACE, DEFERRED, AGENTS, TOGETHER, SKILLS, MORE, POWERED, DATE, HOOK, PLAN, BEGUN, READ)
 OTHERS = ("Be brief.", "- a b: c", "# Environment", "", "The following skills are none:")
 
 
@@ -183,15 +202,15 @@ def test_every_word_is_there_once_and_each_turn_extends_the_one_before(parts):
     rules = Canonicaliser({"counter": False})
     made = rules.canonical(Chat(chat))
     said = texts(made)
-    assert (
-        "\n\n".join(part for part in said if part not in (HEAD["content"], ASKED["content"]))
-        == text
-    )
     if made.rules:
-        told = said[1]
+        told, rest = said[1], "".join(said[3:])
         assert said[2] == ASKED["content"]
-        assert not any(part in told for part in (HOOK, PLAN))
+        assert not any(part in told for part in (HOOK, PLAN, READ))
         assert not told.endswith(("Be brief.", "- a b: c", "none:", "# Environment"))
+        before, _, behind = text.partition(told)
+        assert rest == (
+            before + behind.removeprefix("\n\n") if behind else before.removesuffix("\n\n")
+        )
     else:
         assert made.chat.messages == chat
     more = [*chat, message("assistant", "Done."), message("user", "Thanks.")]
