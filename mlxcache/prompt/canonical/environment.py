@@ -23,7 +23,7 @@ _STARTED = re.compile(r"SessionStart(?::\w+)? hook [a-z ]+: ")
 """What a program said when the session began: it may come first, and stays with what follows."""
 _CALLED = re.compile(r"Called the (?:Read|Bash) tool with the following input: ")
 """A file or folder that the first message names: it may come first. Its lines have numbers before
-them or are names of files, so no paragraph of it is taken for another."""
+them or are names of files, so hardly a paragraph of it is taken for another."""
 _ASKED = re.compile(r"Plan mode is active\b|UserPromptSubmit(?::\w+)? hook [a-z ]+: ")
 """A paragraph that opens what goes with the first message, and stays behind it."""
 _ENDS = re.compile(
@@ -77,15 +77,17 @@ def _split(text: str) -> tuple[str, str]:
     paragraphs = text.split("\n\n")
     end = next((i for i, p in enumerate(paragraphs) if _ASKED.match(p)), len(paragraphs))
     start = next((i for i, p in enumerate(paragraphs[:end]) if _TOLD.match(p)), end)
-    if start == end or not _closes(paragraphs[end - 1]):
+    before, told = paragraphs[:start], paragraphs[start:end]
+    opens = [found.group() for found in map(_TOLD.match, told) if found]
+    if not told or not _closes(told[-1]) or any(map(_CALLED.match, told)):
         return "", text
-    before = paragraphs[:start]
+    if len(set(opens)) < len(opens):
+        return "", text  # one of them is part of a file, or of a description
     if before and not (_STARTED.match(before[0]) or _CALLED.match(before[0])):
         return "", text
     if not any(map(_CALLED.match, before)):
-        start = 0
-    rest = paragraphs[:start] + paragraphs[end:]
-    return "\n\n".join(paragraphs[start:end]), "\n\n".join(rest)
+        before, told = [], before + told
+    return "\n\n".join(told), "\n\n".join(before + paragraphs[end:])
 
 
 def _closes(paragraph: str) -> bool:

@@ -43,11 +43,12 @@ TABLE = (
         "a system message right behind the first message, before the first reply: it begins with "
         "`# Environment` and `You have been invoked in the following environment:`, with a list "
         "of deferred tools, of agents or of skills in the client's words, or with what a "
-        "`SessionStart` hook said and one of these; it ends with such a list, with what is said "
-        "behind agents, with `You are powered by ...` or `Today's date is ...`",
+        "`SessionStart` hook said or `Called the Read tool ...` (or `Bash`) and one of these; it "
+        "ends with such a list, with what is said behind agents, with `You are powered by ...` or "
+        "`Today's date is ...`",
         f"{CLAUDE_CODE} 2.1.160 to 2.1.330",
-        "stands before that message, behind the tools; from `Plan mode is active` or what a "
-        "`UserPromptSubmit` hook said, the rest stays where it is",
+        "stands before that message, behind the tools; what was read, and all from `Plan mode is "
+        "active` or what a `UserPromptSubmit` hook said, stays where it is",
     ),
     Rule(
         "uuid",
