@@ -39,7 +39,6 @@ CACHE = {
         "state": "ok",
     },
     "active_bytes": 100_000_000,
-    "reserved_bytes": 700_000_000,
     "pending_bytes": 12_000_000,
     "requests": {"total": 57, "cold": 2, "warm": 54, "restored": 1},
     "tokens": {"prompt": 1_247_901, "cached": 1_204_112},
@@ -144,21 +143,33 @@ def test_budgets_and_totals_are_told():
     assert "57 requests: 2 cold, 54 warm, 1 restored; 96% reused, 16 min 52 s saved" in text
 
 
-def bar(**ram: Any) -> str:
-    """The bar of memory, which is 20 cells wide."""
-    figures = {"used_bytes": 0, "limit_bytes": 1000, "withheld_bytes": 0, "kinds": {}} | ram
-    aside = {"active_bytes": 0, "reserved_bytes": ram.pop("reserved", 0)}
-    (line,) = (x for x in lines(seen(cache=CACHE | aside | {"ram": figures})) if x[:3] == "RAM")
+def bar(cached: int = 0, aside: int = 0, given: int = 0) -> str:
+    """The bar of a memory of 1,000 bytes, which is 20 cells wide."""
+    kinds = {"kv": cached, "transient": aside // 2, "pending": aside - aside // 2}
+    ram = {"used_bytes": cached, "withheld_bytes": given, "kinds": kinds | {"withheld": given}}
+    figures = {"active_bytes": 0, "ram": ram | {"limit_bytes": 1000}}
+    (line,) = (line for line in lines(seen(cache=CACHE | figures)) if line.startswith("RAM"))
     return line.split()[1]
 
 
 def test_the_memory_bar_has_all_that_fills_it():
     """What is cached, set aside and given up; the least part is seen, and more than all is all."""
     assert bar() == "·" * 20
-    assert bar(used_bytes=500) == "█" * 10 + "·" * 10
-    assert bar(used_bytes=500, reserved=100, withheld_bytes=200) == "█" * 10 + "▒▒××××" + "····"
-    assert bar(used_bytes=1, withheld_bytes=1) == "█×" + "·" * 18
-    assert bar(used_bytes=1500, reserved=500) == "█" * 15 + "▒" * 5
+    assert bar(500) == "█" * 10 + "·" * 10
+    assert bar(500, 100, 200) == "█" * 10 + "▒▒××××" + "····"
+    assert bar(1, 0, 1) == "█×" + "·" * 18
+    assert bar(1500, 500) == "█" * 15 + "▒" * 5
+
+
+@pytest.mark.parametrize("size", [6_900_000, 112_500_000, 108_300_000_000])
+def test_the_parts_of_memory_are_one_line(size):
+    """At 80 columns too, whatever they are."""
+    ram = CACHE["ram"] | {"used_bytes": size, "kinds": {"all": 3 * size}}  # type: ignore[operator]
+    cache = CACHE | {"ram": ram, "active_bytes": size}
+    found = lines(seen(cache=cache))
+    (parts,) = (line for line in found if "cached, " in line)
+    assert parts.endswith("set aside")
+    assert found[found.index(parts) + 1].startswith("Disk")
 
 
 def test_memory_that_was_given_up_is_told():

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ToyMaker
 from tests.served import served
-from tests.server.api import CHAT, END_IDS, Api, user, words
+from tests.server.api import CHAT, END_IDS, Api, until, user, words
 from tests.server.browser import browsing, installed
 from tests.server.dashboard import Page
 
@@ -109,6 +109,18 @@ def test_what_was_opened_stays_open_when_the_tree_grows(api: Api, many: Page) ->
     assert many.run("return document.activeElement.parentElement.open;")
     many.press("Enter", 13)
     assert not many.run("return document.activeElement.parentElement.open;")
+
+
+def test_the_parts_of_memory_add_up_to_what_is_charged(api: Api, many: Page) -> None:
+    """What is set aside for writing to disk is among them."""
+
+    def agree() -> bool:
+        told = many.text("#budgets .tier .figure")
+        charged = sum(api.http.get("/v1/cache").json()["ram"]["kinds"].values())
+        found = re.match(r"([\d.]+) MB of 200 MB", told)
+        return found is not None and abs(float(found[1]) - charged / 1e6) < 1
+
+    until(agree, 60, lambda: many.text("#budgets"))
 
 
 def test_nothing_in_it_is_wider_than_the_window(many: Page) -> None:

@@ -18,10 +18,12 @@ function draw() {
   if (!cache?.ram) return;
   const shares = held(cache.bytes_per_token ?? 0);
   const { ram, disk } = cache;
+  const charged = Object.values(ram.kinds ?? {}).reduce((sum, size) => sum + size, 0);
+  const aside = Math.max(0, charged - ram.used_bytes - cache.active_bytes - ram.withheld_bytes);
   made.ram.update(ram.limit_bytes, [
     ...split("ram", ram.used_bytes, shares.ram),
     ["using", "running requests", cache.active_bytes],
-    ["aside", "set aside for computing", cache.reserved_bytes],
+    ["aside", "set aside for computing and writing", aside],
     ["given", "given up, the machine is short of it", ram.withheld_bytes],
   ]);
   const off = !disk.limit_bytes && !disk.used_bytes;

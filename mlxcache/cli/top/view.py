@@ -81,8 +81,7 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
     if not cache:
         return []
     disk = cache["disk"]
-    grid = Table.grid(padding=(0, 1))
-    _ram(grid, cache)
+    grid = _tier()
     if disk["limit_bytes"]:
         text = f"{_of(disk['used_bytes'], disk)} in {disk['files']:,} files"
         if cache["pending_bytes"]:
@@ -92,31 +91,41 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
         grid.add_row("Disk", _bar(disk["used_bytes"], disk), text)
     else:
         grid.add_row("Disk", "", "off")
-    return [Text(), grid, _totals(cache)]
+    return [Text(), *_ram(cache), grid, _totals(cache)]
+
+
+def _tier() -> Table:
+    """What one tier's line goes into: its name, its bar, and words."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=4)
+    grid.add_column(width=BAR)
+    return grid
 
 
 _GIVEN = "yellow"
 _PARTS = (("cached", "cyan", "█"), ("in use", "blue", "▓"), ("set aside", "bright_black", "▒"))
 
 
-def _ram(grid: Table, cache: Mapping[str, Any]) -> None:
-    """The memory budget: as one bar what fills it, its sum, and its parts, which end it."""
-    ram = cache["ram"]
+def _ram(cache: Mapping[str, Any]) -> list[RenderableType]:
+    """The memory budget: what fills it as one bar, its sum, and below it the parts."""
+    ram, grid, indent = cache["ram"], _tier(), " " * 5
     withheld = ram.get("withheld_bytes", 0)
-    sizes = (ram["used_bytes"], cache["active_bytes"], cache.get("reserved_bytes", 0))
+    charged, used, active = sum(ram["kinds"].values()), ram["used_bytes"], cache["active_bytes"]
+    sizes = (used, active, max(0, charged - used - active - withheld))
     parts = [(size, style, cell) for size, (_, style, cell) in zip(sizes, _PARTS, strict=True)]
     parts.append((withheld, _GIVEN, "×"))
-    grid.add_row("RAM", _stack(parts, ram["limit_bytes"]), _of(sum(ram["kinds"].values()), ram))
-    words = Text()
+    grid.add_row("RAM", _stack(parts, ram["limit_bytes"]), _of(charged, ram))
+    words = Text(indent, no_wrap=True, overflow="ellipsis")
     for (name, style, cell), size in zip(_PARTS, sizes, strict=True):
-        words.append(", " if words else "").append(f"{cell} ", style)
+        words.append(", " if len(words) > len(indent) else "").append(f"{cell} ", style)
         words.append(f"{format_size(size)} {name}")
-    grid.add_row("", "", words)
+    lines: list[RenderableType] = [grid, words]
     level = (cache.get("pressure") or {}).get("level", "normal")
     if level != "normal" or withheld:
         told = f"memory is short: {level}" if level != "normal" else "memory was short"
         given = f", × {format_size(withheld)} given up" if withheld else ""
-        grid.add_row("", "", Text(f"{told}{given}", _GIVEN))
+        lines.append(Text(f"{indent}{told}{given}", _GIVEN))
+    return lines
 
 
 def _stack(parts: Sequence[tuple[int, str, str]], limit: int) -> Text:
