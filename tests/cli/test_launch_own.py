@@ -141,6 +141,7 @@ def test_where_any_model_will_do_it_is_used_and_that_is_said(
     assert (here / "output").read_text().strip() == url
 
 
+@pytest.mark.slow
 def test_of_free_ports_another_one_is_tried(here: Path, toy: Any, quicker: list[Other]) -> None:
     """`--port 0` asks for a server of one's own."""
     flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
@@ -243,6 +244,7 @@ def server(toy: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
         yield running
 
 
+@pytest.mark.slow
 def test_what_a_killed_command_left_is_removed_once_its_client_is_gone(
     here: Path, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
