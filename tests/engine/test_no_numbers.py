@@ -12,6 +12,7 @@ import pytest
 from mlxcache.cache.budget import Budget
 from mlxcache.engine.disk import Disk
 from mlxcache.engine.memory import Memory
+from mlxcache.engine.task import Task
 from mlxcache.model.finite import finite, finite_upto
 from mlxcache.store.store import Store
 from tests.engine.conftest import Bench, admitted, finished
@@ -161,6 +162,22 @@ def start(tmp_path: Path) -> Iterator[Callable[[Bench], Disk]]:
         disk.close(0.0)
 
 
+def fails_in_its_reply(
+    bench: Bench, model: FaultyModel, disk: Disk, ids: list[int], *, mark: int
+) -> Task:
+    """A request whose reply begins well and then is NaN; the disk has done what followed."""
+    task = bench.put(ids, tokens=200, marks=[mark])
+    bench.run(until=lambda: len(task.out) > 5)
+    model.poison = lambda tokens: [0] if decoding(tokens) else []
+    bench.run()
+    assert is_nan(task)
+    model.poison = lambda tokens: []
+    assert disk.writer.flush(30.0) == 0
+    disk.persist.collect()
+    assert not disk.busy
+    return task
+
+
 def test_nan_does_not_stay_on_disk(
     bench: Bench,
     model: FaultyModel,
@@ -173,15 +190,7 @@ def test_nan_does_not_stay_on_disk(
     bench.ask(head, tokens=3, marks=[190])
     assert disk.persist.drain(30.0) == 0
     whole = head + ids
-    task = bench.put(whole, tokens=200, marks=[190])
-    bench.run(until=lambda: len(task.out) > 5)
-    model.poison = lambda tokens: [0] if decoding(tokens) else []
-    bench.run()
-    assert is_nan(task)
-    model.poison = lambda tokens: []
-    assert disk.writer.flush(30.0) == 0
-    disk.persist.collect()
-    assert not disk.busy
+    task = fails_in_its_reply(bench, model, disk, whole, mark=190)
     found = disk.store.find(np.asarray(whole, np.int32))
     assert found.length <= len(head) + 3
     disk = start(bench)
@@ -204,14 +213,7 @@ def test_what_others_share_stays_in_both_tiers(
     assert disk.persist.drain(30.0) == 0
     ids = other[:shared] + prompt(rng, 80)
     ids[shared] = other[shared] % 300 + 11
-    task = bench.put(ids, tokens=200, marks=[100])
-    bench.run(until=lambda: len(task.out) > 5)
-    model.poison = lambda tokens: [0] if decoding(tokens) else []
-    bench.run()
-    assert is_nan(task)
-    model.poison = lambda tokens: []
-    assert disk.writer.flush(30.0) == 0
-    disk.persist.collect()
+    fails_in_its_reply(bench, model, disk, ids, mark=100)
     assert all_kept_is_finite(bench)
     longer = other + asked.out + prompt(rng, 5)
     wanted = admitted(asked).cached_tokens + len(other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +64,27 @@ class Api:
             usage["completion_tokens"],
             response.headers["x-mlxcache-request"],
         )
+
+    @contextmanager
+    def replying(self, text: str, **extra: Any) -> Iterator[None]:
+        """Meanwhile a long reply to a person's message is streamed; then its client leaves."""
+        body = {"messages": [user(text)], "max_tokens": 7000, "stream": True} | extra
+        stop = threading.Event()
+
+        def read() -> None:
+            asked = body | {"logit_bias": END_IDS}
+            with self.http.stream("POST", CHAT, json=asked) as response:
+                for _ in response.iter_bytes():
+                    if stop.is_set():
+                        return
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            reading.join(60)
 
     def message(self, messages: list[dict[str, Any]], tokens: int = 24, **extra: Any) -> Answer:
         """A greedy message."""

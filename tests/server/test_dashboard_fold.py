@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tests.conftest import ToyMaker
 from tests.served import served
-from tests.server.api import CHAT, END_IDS, Api, until, user, words
+from tests.server.api import Api, until, user, words
 from tests.server.browser import browsing, installed
 from tests.server.dashboard import Page
 
@@ -38,28 +37,11 @@ def page(api: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 def test_a_first_session_that_is_computed_is_told_of(api: Api, page: Page) -> None:
     """The page does not say that there is none."""
-    body = {
-        "messages": [user("Tell me everything.")], "max_tokens": 7000, "stream": True,
-        "logit_bias": END_IDS,
-    }  # fmt: skip
-    stop = threading.Event()
-
-    def read() -> None:
-        with api.http.stream("POST", CHAT, json=body) as response:
-            for _ in response.iter_bytes():
-                if stop.is_set():
-                    return
-
     page.open()
     page.has("#sessions-none", "No session yet.")
-    reading = threading.Thread(target=read)
-    reading.start()
-    try:
+    with api.replying("Tell me everything."):
         page.has("#sessions-none", "The first one is being computed")
         page.lacks("#sessions-none", "No session yet.")
-    finally:
-        stop.set()
-        reading.join(60)
     page.has("#session-rows", "Tell me everything.")
 
 
@@ -75,7 +57,7 @@ def many(api: Api, page: Page) -> Page:
         text = f"{number} {words(10 + number, 30)}"
         api.chat([HEAD, user(text)], 4, prompt_cache_key=f"session-{number}")
     page.open()
-    page.until("document.querySelectorAll('#session-rows tr').length >= args[0]", SESSIONS + 1)
+    page.until("document.querySelectorAll('#session-rows tr').length >= args[0]", SESSIONS)
     page.until(f"{ROWS}.length")
     return page
 

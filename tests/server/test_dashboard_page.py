@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from tests.conftest import ToyMaker
 from tests.served import served
-from tests.server.api import CHAT, END_IDS, Api, until, user, words
+from tests.server.api import Api, until, user, words
 from tests.server.browser import Browser, browsing, installed
 from tests.server.dashboard import Page
 
@@ -102,29 +101,12 @@ def test_it_shows_what_is(api: Api, opened: Page) -> None:
 
 def test_a_request_is_seen_while_it_runs(api: Api, opened: Page) -> None:
     """Its phase, its reply growing, and its end, with no reload."""
-    body = {
-        "messages": [user("Tell me everything.")], "max_tokens": 7000, "stream": True,
-        "prompt_cache_key": "long", "logit_bias": END_IDS,
-    }  # fmt: skip
-    stop = threading.Event()
-
-    def read() -> None:
-        with api.http.stream("POST", CHAT, json=body) as response:
-            for _ in response.iter_bytes():
-                if stop.is_set():
-                    return
-
-    reading = threading.Thread(target=read)
-    reading.start()
-    try:
+    with api.replying("Tell me everything.", prompt_cache_key="long"):
         opened.until("document.querySelector('#running li[data-phase=decode]')")
         figure = "parseInt(document.querySelector('#running .figure')?.textContent ?? 0)"
         first = opened.until(figure)
         opened.until(f"{figure} > args[0]", first)
         assert "1 running" in opened.text("#requests-count")
-    finally:
-        stop.set()
-        reading.join(60)
     opened.until("document.querySelectorAll('#running li').length === 0")
     opened.has("#recent-rows tr", "Tell me everything.")
 
