@@ -25,9 +25,9 @@ from mlxcache.api.titles import title_of
 from mlxcache.config import Settings, load_settings
 from mlxcache.config.sources import READERS
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.sessions import SessionBook
 from mlxcache.engine.stream import Stream
 from mlxcache.errors import ConfigError
+from mlxcache.sessions.book import SessionBook
 from mlxcache.store.lock import serving
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
 

@@ -84,7 +84,7 @@ def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
 
 def install(faults: Faults) -> None:
     """Wrap what faults happen in."""
-    from mlxcache.engine.core import Core
+    from mlxcache.engine.runtime import Core
     from mlxcache.engine.scheduler import Scheduler
     from mlxcache.prompt.codec import Codec
     from mlxcache.prompt.template import Template

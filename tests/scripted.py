@@ -27,7 +27,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxcache.engine import engine
-from mlxcache.engine.core import Core
+from mlxcache.engine.runtime import Core
 from mlxcache.engine.task import Task
 from tests.served import Served, served
 

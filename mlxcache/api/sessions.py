@@ -23,8 +23,8 @@ from mlxcache.errors import BadRequest
 from mlxcache.store.database import translated
 
 if TYPE_CHECKING:
-    from mlxcache.engine.prompt_caches import PromptCacheExport
-    from mlxcache.engine.sessions import SessionBook
+    from mlxcache.sessions.book import SessionBook
+    from mlxcache.sessions.mlx_lm_files import PromptCacheExport
     from mlxcache.store.snapshot import Export
 
 DEFAULT_LIMIT = 100

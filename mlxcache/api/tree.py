@@ -13,12 +13,12 @@ from starlette.routing import Route
 
 from mlxcache.api.http import Deps, json_response
 from mlxcache.api.sessions import DEFAULT_LIMIT, book, whole_number
-from mlxcache.engine.picture import picture
 from mlxcache.errors import BadRequest
 from mlxcache.owner import OWNER
+from mlxcache.sessions.tree_view import picture
 
 if TYPE_CHECKING:
-    from mlxcache.engine.sessions import SessionBook
+    from mlxcache.sessions.book import SessionBook
     from mlxcache.store.listing import Listed
 
 DEFAULT_NODES, MOST_NODES = 200, 1000

@@ -10,12 +10,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.forget import forget_all
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.config import Settings
-from mlxcache.engine.core import Core
-from mlxcache.engine.disk import Disk
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.memory import Memory
-from mlxcache.engine.ram import forget_all
+from mlxcache.engine.runtime import Core
 from mlxcache.engine.stream import Stream
 from mlxcache.types import Finished, Job, Prompt, Sampling, Tokens
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlxcache.cache.node import common_length
-from mlxcache.engine.checkpoints import stops
-from mlxcache.engine.claims import Claim
+from mlxcache.cache.checkpoints import stops
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.main_conversation import Claim
+from mlxcache.cache.pressure import let_go
+from mlxcache.cache.restore import WORTH_LOOKING
 from mlxcache.engine.cost import Cost
-from mlxcache.engine.disk import Disk
-from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import Limits
-from mlxcache.engine.pressure import let_go
-from mlxcache.engine.restore import WORTH_LOOKING
 from mlxcache.engine.task import Task
 from mlxcache.errors import ContextLengthExceeded
+from mlxcache.tree.node import common_length
 from mlxcache.types import Admitted
 
 WORTH_WAITING = 256

@@ -6,14 +6,14 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 
-from mlxcache.cache.node import common_length
-from mlxcache.engine.checkpoints import stops
-from mlxcache.engine.claims import Claim
-from mlxcache.engine.disk import Disk
-from mlxcache.engine.memory import Memory
+from mlxcache.cache.checkpoints import stops
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.forget import forget
+from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.main_conversation import Claim
 from mlxcache.engine.prefill import Prefill
-from mlxcache.engine.ram import forget
 from mlxcache.engine.task import Task
+from mlxcache.tree.node import common_length
 from mlxcache.types import WARMING, Job, Prompt, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")

@@ -12,8 +12,8 @@ from mlxcache.model.output import reader
 from mlxcache.prompt.builder import PromptBuilder
 
 if TYPE_CHECKING:
-    from mlxcache.engine.core import Core
-    from mlxcache.engine.sessions import SessionBook
+    from mlxcache.engine.runtime import Core
+    from mlxcache.sessions.book import SessionBook
 
 
 def maker(

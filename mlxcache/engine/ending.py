@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mlxcache.engine.core import Core
+from mlxcache.engine.runtime import Core
 from mlxcache.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from mlxcache.engine.sessions import SessionBook
+    from mlxcache.sessions.book import SessionBook
 
 log = logging.getLogger("mlxcache.engine")
 

@@ -12,17 +12,16 @@ from typing import Any, Literal, TypeVar
 
 from mlxcache.config import Settings
 from mlxcache.engine import chosen
-from mlxcache.engine.anticipation import Anticipation
-from mlxcache.engine.arrivals import Arrivals
+from mlxcache.engine.anticipate import Anticipation
 from mlxcache.engine.builders import Builders, maker
-from mlxcache.engine.core import Core
 from mlxcache.engine.ending import end
-from mlxcache.engine.figures import Totals, snapshot, with_disk
-from mlxcache.engine.losses import Losses
+from mlxcache.engine.metrics import Totals, snapshot, with_disk
 from mlxcache.engine.open_book import open_book
 from mlxcache.engine.outcome import rendered
+from mlxcache.engine.prefix_loss import Losses
 from mlxcache.engine.records import Records, owned
-from mlxcache.engine.sessions import SessionBook
+from mlxcache.engine.requests import Arrivals
+from mlxcache.engine.runtime import Core
 from mlxcache.engine.shared import Shared
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
@@ -31,6 +30,7 @@ from mlxcache.model import load
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
 from mlxcache.prompt.canonical.restore import Reply
+from mlxcache.sessions.book import SessionBook
 from mlxcache.types import Chat, Job, ModelInfo, Prompt, RequestRecord
 
 log = logging.getLogger("mlxcache.engine")

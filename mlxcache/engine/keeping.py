@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.forget import forget, held_beyond
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.decoder import NoNumbers
-from mlxcache.engine.disk import Disk
-from mlxcache.engine.memory import Memory
-from mlxcache.engine.ram import forget, held_beyond
 from mlxcache.engine.task import Task
 from mlxcache.errors import MlxcacheError
 from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite

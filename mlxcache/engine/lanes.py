@@ -13,9 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.decoder import Decoder, Drawn
 from mlxcache.engine.drafting import DraftingDecoder
-from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task
 from mlxcache.model import kv, rows
 from mlxcache.model.pair import Pair

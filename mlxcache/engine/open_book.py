@@ -6,16 +6,16 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from mlxcache.config import Settings
-from mlxcache.engine.booking import Served
-from mlxcache.engine.portable import sweep
-from mlxcache.engine.prompt_caches import Submit
-from mlxcache.engine.sessions import SessionBook
-from mlxcache.model.wire import run_spec
+from mlxcache.model.serialise import run_spec
+from mlxcache.sessions.book import SessionBook
+from mlxcache.sessions.files import sweep
+from mlxcache.sessions.journal import Served
+from mlxcache.sessions.mlx_lm_files import Submit
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.temporary import TemporaryDatabase
 
 if TYPE_CHECKING:
-    from mlxcache.engine.core import Core
+    from mlxcache.engine.runtime import Core
 
 
 async def open_book(core: Core, settings: Settings, submit: Submit) -> SessionBook:

@@ -9,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.cost import Cost
 from mlxcache.engine.decoder import NoNumbers
 from mlxcache.engine.images import Images
-from mlxcache.engine.memory import Memory
 from mlxcache.engine.speed import Speed
 from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed

@@ -6,7 +6,7 @@ import logging
 
 import mlx.core as mx
 
-from mlxcache.engine.memory import Memory
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.task import Task
 
 log = logging.getLogger("mlxcache.engine")

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.admission import Admission
 from mlxcache.engine.ahead import Ahead
-from mlxcache.engine.calls import take_in
 from mlxcache.engine.cost import Cost
-from mlxcache.engine.disk import Disk
 from mlxcache.engine.keeping import give_up, keep
 from mlxcache.engine.lanes import Lane, Lanes
-from mlxcache.engine.memory import Memory
 from mlxcache.engine.outcome import Outcome, failure, take
 from mlxcache.engine.pace import Pace
 from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Prefill
@@ -24,6 +23,7 @@ from mlxcache.engine.scarce import again
 from mlxcache.engine.task import Task
 from mlxcache.engine.turns import Turns
 from mlxcache.errors import MlxcacheError, NotReady, StoreError
+from mlxcache.mlx_thread import take_in
 from mlxcache.types import FinishReason
 
 log = logging.getLogger("mlxcache.engine")

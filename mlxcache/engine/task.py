@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from mlxcache.engine.checkpoints import SPACING
+from mlxcache.cache.checkpoints import SPACING
+from mlxcache.cache.kv_cache import Lease
+from mlxcache.cache.restore import Look
 from mlxcache.engine.decoder import Drawn, Row
-from mlxcache.engine.memory import Lease
-from mlxcache.engine.restore import Look
 from mlxcache.errors import MlxcacheError
 from mlxcache.prompt.replies import Generated, generated
 from mlxcache.types import (

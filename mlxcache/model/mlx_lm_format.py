@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlxcache.model import wire
+from mlxcache.model import serialise as wire
 from mlxcache.model.adapters import adapter_of, class_name, composed, parts_of
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.sliced import Sliced

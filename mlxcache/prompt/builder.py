@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlxcache.cache.node import common_length
 from mlxcache.errors import ContextLengthExceeded, MlxcacheError
 from mlxcache.prompt.ahead import following
 from mlxcache.prompt.canonical.canonicaliser import LONGER, Canonical, Canonicaliser
@@ -35,6 +34,7 @@ from mlxcache.prompt.tokenizer import (
 )
 from mlxcache.prompt.traits import U, probe
 from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.tree.node import common_length
 from mlxcache.types import Chat, Prompt
 
 log = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlxcache.cache.node import common_length
 from mlxcache.prompt.canonical.canonicaliser import Canonical
 from mlxcache.prompt.explain_advice import advice_for
 from mlxcache.prompt.explain_chats import differences, first_new
 from mlxcache.prompt.explain_messages import Difference
 from mlxcache.prompt.recent import Tokenised, common_prefix
 from mlxcache.prompt.replies import Asked
+from mlxcache.tree.node import common_length
 from mlxcache.types import Chat, Tokens
 
 WORTH = 64

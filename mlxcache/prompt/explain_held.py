@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxcache.cache.node import common_length
 from mlxcache.prompt.explain import Side
 from mlxcache.prompt.explain_chats import related
+from mlxcache.tree.node import common_length
 from mlxcache.types import Tokens
 
 

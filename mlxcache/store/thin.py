@@ -5,12 +5,12 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Collection, Sequence
 
-from mlxcache.coverage import BUDGET_SHARE, NEWEST, allowed, spared
 from mlxcache.store import index
 from mlxcache.store.evict import last_uses
 from mlxcache.store.folder import CHECKPOINT
 from mlxcache.store.index import Match, Row
 from mlxcache.store.session_rows import along
+from mlxcache.tree.thinning import BUDGET_SHARE, NEWEST, allowed, spared
 from mlxcache.types import Tokens
 
 LEFT_TOKENS = 1024

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxcache.cache.budget import Budget
+from mlxcache.tree.budget import Budget
 
 
 def test_reserve_is_all_or_nothing():

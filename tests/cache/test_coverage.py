@@ -7,7 +7,7 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.coverage import FEWEST, NEWEST, allowed, spared
+from mlxcache.tree.thinning import FEWEST, NEWEST, allowed, spared
 
 PATHS = st.lists(st.integers(1, 3000), min_size=1, max_size=80).map(
     lambda steps: list(accumulate(steps))

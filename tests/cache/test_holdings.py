@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlxcache.cache.holdings import Holdings
-from mlxcache.cache.node import NO_TOKENS, Node
+from mlxcache.tree.holdings import Holdings
+from mlxcache.tree.node import NO_TOKENS, Node
 
 
 def node(start: int, value: object) -> Node:

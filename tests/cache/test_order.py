@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.cache.node import NO_TOKENS, Node
-from mlxcache.cache.order import Order
-from mlxcache.cache.tree import PrefixTree, Worth
+from mlxcache.tree.eviction import Order
+from mlxcache.tree.node import NO_TOKENS, Node
+from mlxcache.tree.prefix_tree import PrefixTree, Worth
 
 HEAD = 20
 """Tokens of tools and system in these conversations, and 10 more are their first message."""

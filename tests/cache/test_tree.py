@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlxcache.cache.tree import Cut, PrefixTree
+from mlxcache.tree.prefix_tree import Cut, PrefixTree
 
 
 class Buffer:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxcache.cache.tree import Node, PrefixTree, Worth
+from mlxcache.tree.prefix_tree import Node, PrefixTree, Worth
 
 Prefix = tuple[int, ...]
 

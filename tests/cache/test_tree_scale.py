@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from mlxcache.cache.tree import PrefixTree
+from mlxcache.tree.prefix_tree import PrefixTree
 
 VOCABULARY = 150_000
 SYSTEM = 4_000

@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxcache.cache.budget import Budget
-from mlxcache.engine import core, cost
+from mlxcache.cache.kv_cache import Memory
+from mlxcache.engine import cost
+from mlxcache.engine import runtime as core
 from mlxcache.engine.decoder import Row
 from mlxcache.engine.lanes import Lane
-from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Task
 from mlxcache.model import kv
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.sampling import make_processors, make_sampler
+from mlxcache.tree.budget import Budget
 from mlxcache.types import (
     Admitted,
     Finished,

@@ -12,11 +12,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxcache.cache.budget import Budget
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.cost import measure
-from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task
 from mlxcache.errors import ContextLengthExceeded
+from mlxcache.tree.budget import Budget
 from mlxcache.types import Finished, Sampling
 from tests.engine.conftest import Bench, admitted
 

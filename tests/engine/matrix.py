@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxcache.cache.budget import Budget
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.decoder import Drawn
-from mlxcache.engine.disk import Disk
-from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task
 from mlxcache.prompt.marks import APART
 from mlxcache.store.store import Store
+from mlxcache.tree.budget import Budget
 from mlxcache.types import TokenLogprob
 from tests.engine.conftest import Bench, admitted
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxcache.engine.anticipation import LEFT
+from mlxcache.engine.anticipate import LEFT
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.task import Task
 from mlxcache.types import Chat, Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.engine import booking
-from mlxcache.engine.booking import Booking, Served
 from mlxcache.errors import DiskFull
+from mlxcache.sessions import journal as booking
+from mlxcache.sessions.journal import Booking, Served
 from mlxcache.store.database import Database
 from mlxcache.store.sessions import Sessions
 from mlxcache.types import Job, Prompt, Tokens

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.cache.budget import Budget
-from mlxcache.coverage import BUDGET_SHARE, FEWEST, NEWEST
+from mlxcache.cache.checkpoints import SPACING, Trail, stops
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.spill import Spill
 from mlxcache.engine import scheduler
-from mlxcache.engine.checkpoints import SPACING, Trail, stops
 from mlxcache.engine.cost import STOPS, Cost
-from mlxcache.engine.disk import Disk
-from mlxcache.engine.memory import Memory
-from mlxcache.engine.spill import Spill
 from mlxcache.model.toy import make_toy
 from mlxcache.prompt.marks import APART
 from mlxcache.store.store import Store
+from mlxcache.tree.budget import Budget
+from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST
 from tests.engine.conftest import Bench, admitted
 
 TOYS = ("qwen3_5", "mamba2", "llama4")

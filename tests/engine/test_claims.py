@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxcache.cache.tree import PrefixTree
-from mlxcache.engine.claims import MOST_ASIDE, MOST_SESSIONS, Claim, Mains
+from mlxcache.cache.main_conversation import MOST_ASIDE, MOST_SESSIONS, Claim, Mains
 from mlxcache.store.leaves import SETTLED_TURNS
+from mlxcache.tree.prefix_tree import PrefixTree
 
 HEAD, ANCHOR = 20, 30
 

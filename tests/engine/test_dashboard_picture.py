@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mlxcache.engine.picture import picture
 from mlxcache.owner import own_ids
+from mlxcache.sessions.tree_view import picture
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.session_rows import Session

@@ -11,14 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.cache.budget import Budget
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine import scheduler
 from mlxcache.engine.decoder import Drawn
-from mlxcache.engine.memory import Memory
 from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
 from mlxcache.model import kv
 from mlxcache.model.pair import Pair
+from mlxcache.tree.budget import Budget
 from mlxcache.types import Sampling, TokenLogprob
 from tests.conftest import ToyMaker
 from tests.engine import conftest as bench_module

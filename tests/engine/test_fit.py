@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlxcache.cache.capacity import Fit, Talk, fit, warnings
 from mlxcache.config import Settings
-from mlxcache.engine.core import Core
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.fit import Fit, Talk, fit, warnings
+from mlxcache.engine.runtime import Core
 from mlxcache.model import kv
 from mlxcache.model.examine import examine
 from mlxcache.model.load import ModelSpec, load

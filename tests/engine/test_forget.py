@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxcache.engine.ram import forget, held_beyond
+from mlxcache.cache.forget import forget, held_beyond
 from tests.conftest import ToyMaker
 from tests.engine.conftest import Bench
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlxcache.config import Settings
-from mlxcache.coverage import BUDGET_SHARE, allowed
 from mlxcache.engine.engine import Engine
+from mlxcache.tree.thinning import BUDGET_SHARE, allowed
 from mlxcache.types import Event, Finished, Job, Prompt, Text
 
 HEAD, RESULT, REPLY = 300, 100, 8

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mlxcache.engine.memory import Memory
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.task import Task
 from mlxcache.engine.turns import Turns
 from tests.engine.conftest import Bench

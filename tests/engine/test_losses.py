@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from mlxcache.cache.forget import forget_all
 from mlxcache.cli.output import log_line
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.ram import forget_all
 from mlxcache.prompt.explain import WORTH
 from mlxcache.types import Chat, Job, Progress, RequestRecord, Text, Thinking, ToolCall
 

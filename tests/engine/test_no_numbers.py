@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.cache.budget import Budget
-from mlxcache.engine.disk import Disk
-from mlxcache.engine.memory import Memory
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.task import Task
 from mlxcache.model.finite import finite, finite_upto
 from mlxcache.store.store import Store
+from mlxcache.tree.budget import Budget
 from tests.engine.conftest import Bench, admitted, finished
 from tests.engine.faults import FaultyModel, faulty
 from tests.engine.test_faults import at_rest, error, prompt

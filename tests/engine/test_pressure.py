@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.cache.budget import Budget
-from mlxcache.config.strain import CALM, Level, Strain
-from mlxcache.engine.handles import Handles
-from mlxcache.engine.memory import Memory
-from mlxcache.engine.pressure import (
+from mlxcache.cache.handles import Handles
+from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.pressure import (
     CALM_S,
     HELD_BACK,
     PARTS,
@@ -22,6 +20,8 @@ from mlxcache.engine.pressure import (
     Pressure,
     hold_back,
 )
+from mlxcache.config.strain import CALM, Level, Strain
+from mlxcache.tree.budget import Budget
 from tests.engine.conftest import Bench
 from tests.engine.test_pace import Clock
 

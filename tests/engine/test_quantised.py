@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.cache.budget import Budget
-from mlxcache.engine.disk import Disk
-from mlxcache.engine.memory import Memory
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.model.toy import make_toy
 from mlxcache.store.store import Store
+from mlxcache.tree.budget import Budget
 from tests.engine.conftest import Bench
 from tests.engine.drafts import make_draft
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlxcache.cache.tree import PrefixTree
-from mlxcache.engine.refused import FIRST_S, RETRY_S, Refused
+from mlxcache.cache.refused import FIRST_S, RETRY_S, Refused
+from mlxcache.tree.prefix_tree import PrefixTree
 
 
 class Clock:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mlxcache.engine.memory import Memory
+from mlxcache.cache.kv_cache import Memory
 from tests.engine.conftest import Bench
 from tests.engine.test_long_prefill import Timed, answered, ids
 from tests.engine.test_pace import Clock

@@ -120,9 +120,9 @@ def test_a_small_budget_is_never_exceeded(
     ram = ram_tokens * layout.bytes_per_token + 40 * layout.checkpoint_bytes
     small = Bench.__new__(Bench)
     small.__dict__ |= bench.__dict__
-    from mlxcache.cache.budget import Budget
-    from mlxcache.engine.memory import Memory
+    from mlxcache.cache.kv_cache import Memory
     from mlxcache.engine.scheduler import Scheduler
+    from mlxcache.tree.budget import Budget
 
     small.memory = Memory(layout, Budget(ram))
     small.scheduler = Scheduler(

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from mlxcache.config import Settings
-from mlxcache.engine import booking
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import BadRequest, NotFound, NotReady, SnapshotRefused, Unsupported
+from mlxcache.sessions import journal as booking
 from mlxcache.store import prefixes
 from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens
 

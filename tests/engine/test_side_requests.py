@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.cache.budget import Budget
-from mlxcache.cache.worth import Worth
-from mlxcache.engine.memory import Memory
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.model.kv import Layout
+from mlxcache.tree.budget import Budget
+from mlxcache.tree.worth import Worth
 from tests.engine.conftest import Bench, admitted
 
 HEAD, NEW = 250, 80

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from mlxcache.api.bodies import chat_of
+from mlxcache.cache.forget import forget_all
 from mlxcache.engine import engine as engine_module
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.ram import forget_all
 from mlxcache.types import Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall
 from tests.conftest import ToyMaker
 from tests.engine.running import settled, started

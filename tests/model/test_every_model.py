@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxcache.model import kv, tiny, wire
+from mlxcache.model import kv, tiny
+from mlxcache.model import serialise as wire
 from mlxcache.model.lineage import Lineage
 
 NAMES = (

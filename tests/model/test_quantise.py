@@ -18,7 +18,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlxcache.errors import ModelError, SnapshotRefused
-from mlxcache.model import kv, tiny, wire
+from mlxcache.model import kv, tiny
+from mlxcache.model import serialise as wire
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.mlx_lm_check import agrees
 from mlxcache.model.mlx_lm_format import PromptCacheFile

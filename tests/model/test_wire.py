@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mlxcache.errors import Corrupt
-from mlxcache.model import kv, wire
+from mlxcache.model import kv
+from mlxcache.model import serialise as wire
 from mlxcache.model.lineage import Lineage
 from mlxcache.tensor import Tensor
 from tests.conftest import ToyMaker

@@ -86,7 +86,7 @@ def test_nothing_is_when_it_has_ended(loose: Served, folder: Path) -> None:
 
 def test_what_comes_in_is_private_while_it_comes(tmp_path: Path) -> None:
     """A file that is being received lies in a folder of its user's alone."""
-    from mlxcache.engine.portable import Portable
+    from mlxcache.sessions.files import Portable
 
     before = os.umask(0)
     try:

@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from mlxcache.coverage import BUDGET_SHARE, FEWEST, NEWEST, allowed
 from mlxcache.store import Store
 from mlxcache.store.listing import on_disk
 from mlxcache.store.sessions import Sessions, Turn
 from mlxcache.store.tensors import Tensor
+from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST, allowed
 from tests.store.content import (
     NAMESPACE,
     assert_right,

@@ -133,8 +133,8 @@ class Examination:
         if settings.model is None:
             return 0, "the model's"
         # Here and not above: mlx-lm takes seconds to import.
+        from mlxcache.cache.capacity import fit  # noqa: PLC0415
         from mlxcache.cli.doctor.model import TOKENS, examine_fit  # noqa: PLC0415
-        from mlxcache.engine.fit import fit  # noqa: PLC0415
         from mlxcache.model.examine import examine  # noqa: PLC0415
         from mlxcache.model.load import ModelSpec  # noqa: PLC0415
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mlxcache.cache.capacity import Fit
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.config import format_size
-from mlxcache.engine.fit import Fit
 from mlxcache.model.examine import Examined, Group, Kind
 
 TOKENS = (20_000, 100_000)

@@ -11,11 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxcache.cache.ram import Room
 from mlxcache.config import format_size
 from mlxcache.config.footprint import footprint
 from mlxcache.config.spare import give_back
 from mlxcache.config.strain import Level, Strain, strain
-from mlxcache.engine.room import Room
 
 log = logging.getLogger("mlxcache.engine")
 

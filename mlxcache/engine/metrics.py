@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.pressure import HELD_BACK
 from mlxcache.config.rules import RULES
 from mlxcache.engine.ahead import Ahead
-from mlxcache.engine.disk import Disk
-from mlxcache.engine.memory import Memory
-from mlxcache.engine.pressure import HELD_BACK
 from mlxcache.engine.speed import Speed, gained
 from mlxcache.engine.tally import reuse_of
 from mlxcache.store.session_figures import Gain

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxcache.engine.booking import Served
-from mlxcache.engine.prompt_caches import PromptCacheExport, Submit, compute
-from mlxcache.engine.prompt_import import take_in
 from mlxcache.errors import DiskFull, SnapshotRefused, Unsupported
 from mlxcache.owner import OWNER, own_ids, plain_ids
 from mlxcache.private import make_folder
+from mlxcache.sessions.journal import Served
+from mlxcache.sessions.mlx_lm_files import PromptCacheExport, Submit, compute
+from mlxcache.sessions.mlx_lm_import import take_in
 from mlxcache.store.database import translated
 from mlxcache.store.lock import runs
 from mlxcache.store.prefixes import viewing
@@ -32,7 +32,7 @@ from mlxcache.store.snapshot import (
 from mlxcache.store.store import FREE_FLOOR, Store
 
 if TYPE_CHECKING:
-    from mlxcache.engine.sessions import SessionBook
+    from mlxcache.sessions.book import SessionBook
     from mlxcache.store.listing import Listed
 
 

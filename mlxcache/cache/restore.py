@@ -13,9 +13,9 @@ from itertools import zip_longest
 
 import mlx.core as mx
 
-from mlxcache.engine.memory import Lease
+from mlxcache.cache.kv_cache import Lease
 from mlxcache.errors import StoreError
-from mlxcache.model import wire
+from mlxcache.model import serialise as wire
 from mlxcache.model.kv import Layout
 from mlxcache.store.found import Found, Piece, Saved
 from mlxcache.store.store import Store

@@ -15,16 +15,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from mlxcache.cache.tree import Node, PrefixTree
-from mlxcache.engine.buffers import Buffers, run_tokens
-from mlxcache.engine.refused import RETRY_S, Refused
-from mlxcache.engine.spill import Spill, states_of
+from mlxcache.cache.buffers import Buffers, run_tokens
+from mlxcache.cache.refused import RETRY_S, Refused
+from mlxcache.cache.spill import Spill, states_of
 from mlxcache.errors import NotAnchored, StoreError
-from mlxcache.model import wire
+from mlxcache.model import serialise as wire
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Span
 from mlxcache.store.found import Found
 from mlxcache.store.writer import Job, Writer
+from mlxcache.tree.prefix_tree import Node, PrefixTree
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")

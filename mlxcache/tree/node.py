@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxcache.cache.worth import Usage
+from mlxcache.tree.worth import Usage
 from mlxcache.types import Tokens
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)

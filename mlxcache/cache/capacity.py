@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from mlxcache.cache import budget_split as shares
+from mlxcache.cache.buffers import RUN_BYTES, RUN_TOKENS
+from mlxcache.cache.checkpoints import stops
+from mlxcache.cache.ram import with_slack
 from mlxcache.config import format_size
-from mlxcache.coverage import BUDGET_SHARE, allowed, spared
-from mlxcache.engine import shares
-from mlxcache.engine.buffers import RUN_BYTES, RUN_TOKENS
-from mlxcache.engine.checkpoints import stops
-from mlxcache.engine.room import with_slack
 from mlxcache.model.kv import Layout
 from mlxcache.store.digests import BLOCK
+from mlxcache.tree.thinning import BUDGET_SHARE, allowed, spared
 
 HEADER_BYTES, TOKEN_BYTES = 900, 6
 """What a file takes beside its tensors: at all, and for each token of a run (ids, checksums)."""

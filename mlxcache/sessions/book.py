@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from mlxcache.cache.node import common_length
-from mlxcache.engine.booking import Booking, Served
-from mlxcache.engine.calls import Calls
-from mlxcache.engine.portable import Portable
-from mlxcache.engine.prompt_caches import Submit
-from mlxcache.engine.ram import forget_all, forget_session, in_ram
+from mlxcache.cache.forget import forget_all, forget_session, in_ram
 from mlxcache.errors import MlxcacheError, StoreError
+from mlxcache.mlx_thread import Calls
 from mlxcache.owner import OWNER
+from mlxcache.sessions.files import Portable
+from mlxcache.sessions.journal import Booking, Served
+from mlxcache.sessions.mlx_lm_files import Submit
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed, nothing, on_disk
@@ -28,10 +27,11 @@ from mlxcache.store.session_figures import Gain, SessionFigures
 from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_info import SessionInfo
 from mlxcache.store.store import Store
+from mlxcache.tree.node import common_length
 from mlxcache.types import WARMING, Tokens
 
 if TYPE_CHECKING:
-    from mlxcache.engine.core import Core
+    from mlxcache.engine.runtime import Core
     from mlxcache.engine.task import Task
 
 log = logging.getLogger("mlxcache.engine")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxcache.cache.edges import Edges, unneeded
-from mlxcache.cache.node import Node
+from mlxcache.tree.edges import Edges, unneeded
+from mlxcache.tree.node import Node
 
 
 def audit(edges: Edges) -> None:

@@ -8,13 +8,13 @@ from math import inf
 
 import mlx.core as mx
 
-from mlxcache.cache.budget import Budget
-from mlxcache.cache.tree import Node, PrefixTree
-from mlxcache.coverage import BUDGET_SHARE, allowed
-from mlxcache.engine.checkpoints import Trail
-from mlxcache.engine.handles import Handles
+from mlxcache.cache.checkpoints import Trail
+from mlxcache.cache.handles import Handles
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
+from mlxcache.tree.budget import Budget
+from mlxcache.tree.prefix_tree import Node, PrefixTree
+from mlxcache.tree.thinning import BUDGET_SHARE, allowed
 
 log = logging.getLogger("mlxcache.engine")
 

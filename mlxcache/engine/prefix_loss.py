@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxcache.engine.memory import Memory
+from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.task import Task
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import WORTH, Explainer, Explanation, Side

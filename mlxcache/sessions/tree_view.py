@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from mlxcache.cache.tree import Node, PrefixTree
 from mlxcache.owner import plain_ids
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Listed
+from mlxcache.tree.prefix_tree import Node, PrefixTree
 from mlxcache.types import Tokens
 
 SHOWN_TOKENS = 24

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mlxcache.cache.tree import Node
+from mlxcache.tree.prefix_tree import Node
 from mlxcache.types import Tokens
 
 FIRST_S, RETRY_S = 1.0, 30.0

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxcache.cache.tree import Node
 from mlxcache.store.leaves import SETTLED_TURNS, TINY_SHARE, anchor_of, digest_of
+from mlxcache.tree.prefix_tree import Node
 from mlxcache.types import WARMING, Job, Tokens
 
 MOST_SESSIONS = 64

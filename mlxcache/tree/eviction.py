@@ -13,8 +13,8 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 
-from mlxcache.cache.node import Node
-from mlxcache.cache.worth import Worth
+from mlxcache.tree.node import Node
+from mlxcache.tree.worth import Worth
 
 Key = tuple[bool, float, int, int]
 """Whether it is not replaced, its value, the tick of its last use, its end. The least goes."""

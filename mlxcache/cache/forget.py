@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mlxcache.cache.tree import Node
-from mlxcache.engine.memory import Memory
-from mlxcache.engine.reuse import usable
+from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.reuse import usable
 from mlxcache.store.listing import Held
+from mlxcache.tree.prefix_tree import Node
 from mlxcache.types import Tokens
 
 if TYPE_CHECKING:
-    from mlxcache.engine.core import Core
+    from mlxcache.engine.runtime import Core
 
 
 def in_ram(memory: Memory, paths: Sequence[Tokens]) -> Held:

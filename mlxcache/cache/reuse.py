@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlxcache.cache.tree import Match
 from mlxcache.model.kv import Layout, State
+from mlxcache.tree.prefix_tree import Match
 
 
 def usable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, State | None]:

@@ -17,7 +17,7 @@ from mlxcache.owner import own_ids
 from mlxcache.types import WARMING, Job, Prompt, Tokens
 
 if TYPE_CHECKING:
-    from mlxcache.engine.core import Core
+    from mlxcache.engine.runtime import Core
     from mlxcache.engine.stream import Stream
 
 ANSWER_S = 120.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlxcache.cache.tree import Node
-from mlxcache.coverage import allowed, spared
-from mlxcache.model import wire
+from mlxcache.model import serialise as wire
 from mlxcache.model.kv import Layout, State
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
 from mlxcache.store.writer import Job
+from mlxcache.tree.prefix_tree import Node
+from mlxcache.tree.thinning import allowed, spared
 from mlxcache.types import Tokens
 
 States = list[tuple[int, State]]

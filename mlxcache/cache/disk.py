@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlxcache.cache.tree import Node
-from mlxcache.engine.memory import Lease, Memory
-from mlxcache.engine.persist import WORTH_WRITING, Persist
-from mlxcache.engine.restore import Restorer
-from mlxcache.engine.spill import Spill
+from mlxcache.cache.kv_cache import Lease, Memory
+from mlxcache.cache.restore import Restorer
+from mlxcache.cache.spill import Spill
+from mlxcache.cache.write_behind import WORTH_WRITING, Persist
 from mlxcache.engine.task import Task
 from mlxcache.errors import StoreError
 from mlxcache.store.digests import BLOCK
@@ -20,6 +19,7 @@ from mlxcache.store.found import Found
 from mlxcache.store.prefixes import forget_beyond
 from mlxcache.store.store import Store
 from mlxcache.store.writer import Job, Writer
+from mlxcache.tree.prefix_tree import Node
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")

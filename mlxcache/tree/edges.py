@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mlxcache.cache.holdings import Holdings
-from mlxcache.cache.node import NO_TOKENS, Node
-from mlxcache.cache.order import Order
-from mlxcache.cache.worth import Usage, Worth
+from mlxcache.tree.eviction import Order
+from mlxcache.tree.holdings import Holdings
+from mlxcache.tree.node import NO_TOKENS, Node
+from mlxcache.tree.worth import Usage, Worth
 from mlxcache.types import Tokens
 
 

@@ -12,7 +12,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxcache.cache.budget import Budget
+from mlxcache.cache import budget_split as shares
+from mlxcache.cache.capacity import warnings
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.handles import Handles
+from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.pressure import Pressure
 from mlxcache.config import (
     Settings,
     disk_limit,
@@ -23,24 +28,21 @@ from mlxcache.config import (
     ram_limit,
 )
 from mlxcache.config.footprint import footprint
-from mlxcache.engine import cost, images, shares
+from mlxcache.engine import cost, images
 from mlxcache.engine.decoder import Drawn, Row
-from mlxcache.engine.disk import Disk
-from mlxcache.engine.fit import warnings
-from mlxcache.engine.handles import Handles
-from mlxcache.engine.memory import Memory
 from mlxcache.engine.prefill import Limits
-from mlxcache.engine.pressure import Pressure
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Task
 from mlxcache.engine.turns import Turns
 from mlxcache.errors import BadRequest, ContextLengthExceeded, ModelError, StoreError
-from mlxcache.model import device, kv, wire
+from mlxcache.model import device, kv
+from mlxcache.model import serialise as wire
 from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.load import Loaded
 from mlxcache.model.output import OutputParser
 from mlxcache.model.sampling import make_processors, make_sampler, top_logprobs
 from mlxcache.store.store import Store
+from mlxcache.tree.budget import Budget
 from mlxcache.types import Prompt
 
 log = logging.getLogger("mlxcache.engine")

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from mlxcache.cache.budget import Budget
-from mlxcache.cache.node import NO_TOKENS
-from mlxcache.cache.tree import Match, Node, PrefixTree, Worth
-from mlxcache.engine.claims import NOTHING, Claim, Mains
-from mlxcache.engine.reuse import intact, usable
-from mlxcache.engine.room import STEP, Room
+from mlxcache.cache.main_conversation import NOTHING, Claim, Mains
+from mlxcache.cache.ram import STEP, Room
+from mlxcache.cache.reuse import intact, usable
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage, Span
+from mlxcache.tree.budget import Budget
+from mlxcache.tree.node import NO_TOKENS
+from mlxcache.tree.prefix_tree import Match, Node, PrefixTree, Worth
 from mlxcache.types import Tokens
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxcache.cache.tree import Node
-from mlxcache.coverage import spared
 from mlxcache.prompt.marks import APART
+from mlxcache.tree.prefix_tree import Node
+from mlxcache.tree.thinning import spared
 
 SPACING = 4000
 """Tokens between the checkpoints of a long run that no mark divides."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
-from mlxcache.cache.node import Node
+from mlxcache.tree.node import Node
 
 
 class Holdings:

@@ -17,7 +17,7 @@ from mlxcache.owner import own_ids
 from mlxcache.types import Tokens
 
 if TYPE_CHECKING:
-    from mlxcache.engine.core import Core
+    from mlxcache.engine.runtime import Core
 
 log = logging.getLogger("mlxcache.engine")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlxcache.cache.edges import Edges
-from mlxcache.cache.node import Match, Node
+from mlxcache.tree.edges import Edges
+from mlxcache.tree.node import Match, Node
 
 
 def same_conversation(node: Node, anchor: int | None) -> bool:

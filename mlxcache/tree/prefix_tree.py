@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mlxcache.cache.audit import audit
-from mlxcache.cache.edges import Edges
-from mlxcache.cache.node import Cut, Match, Node, as_tokens, common_length
-from mlxcache.cache.uses import Uses, same_conversation
-from mlxcache.cache.worth import Worth
+from mlxcache.tree.check import audit
+from mlxcache.tree.edges import Edges
+from mlxcache.tree.node import Cut, Match, Node, as_tokens, common_length
+from mlxcache.tree.uses import Uses, same_conversation
+from mlxcache.tree.worth import Worth
 from mlxcache.types import Tokens
 
 __all__ = ["Cut", "Match", "Node", "PrefixTree", "Worth"]
