@@ -16,7 +16,7 @@ import yaml
 from prometheus_client.core import Metric
 
 from mlxcache.api.metrics import Figures
-from mlxcache.engine.tally import STAGES, Tally
+from mlxcache.engine.metrics import STAGES, Tally
 from mlxcache.types import RequestRecord
 
 ROOT = Path(__file__).parents[1]

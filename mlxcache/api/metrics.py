@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections import Counter
 
     from mlxcache.engine.engine import Engine
-    from mlxcache.engine.tally import Tally, Times
+    from mlxcache.engine.metrics import Tally, Times
 
 
 def routes(deps: Deps) -> list[Route]:

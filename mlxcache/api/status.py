@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from mlxcache.api.http import Deps, json_response, serving
 from mlxcache.api.progress import progress
-from mlxcache.engine.tally import reuse_of
+from mlxcache.engine.metrics import reuse_of
 from mlxcache.errors import BadRequest, NotFound
 from mlxcache.types import ModelInfo, RequestRecord
 

@@ -11,8 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxcache.cache.disk import Disk
-from mlxcache.cache.forget import forget_all
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.kv_cache import Memory, forget_all
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.runtime import Core

@@ -9,14 +9,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mlxcache.cache import budget_split as shares
-from mlxcache.cache.buffers import RUN_BYTES, RUN_TOKENS
 from mlxcache.cache.checkpoints import stops
 from mlxcache.cache.ram import with_slack
+from mlxcache.cache.write_behind import RUN_BYTES, RUN_TOKENS
 from mlxcache.config import format_size
 from mlxcache.model.kv import Layout
 from mlxcache.store.digests import BLOCK
 from mlxcache.tree.thinning import BUDGET_SHARE, allowed, spared
+
+MIN_TRANSIENT = 16 << 20
+
+MOST_PENDING = 256 << 20
+"""Copies on their way to disk, at most."""
+
+MOST_POOL = 1 << 30
+
+
+def pool_bytes(limit: int) -> int:
+    """For MLX's pool of freed buffers."""
+    return min(limit // 16, MOST_POOL)
+
+
+def pending_bytes(limit: int, layout: Layout) -> int:
+    """For copies on their way to disk, where there is a disk tier."""
+    if not layout.cacheable:
+        return 0
+    return max(2 * BLOCK * layout.bytes_per_token, min(limit // 16, MOST_PENDING))
+
+
+def transient_bytes(limit: int, least: int = 0) -> int:
+    """For forward passes: an eighth, or `least`, what the longest ones need."""
+    return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
+
 
 HEADER_BYTES, TOKEN_BYTES = 900, 6
 """What a file takes beside its tensors: at all, and for each token of a run (ids, checksums)."""
@@ -81,8 +105,8 @@ def fit(
     layout: Layout, *, ram: int, disk: int, tokens: Sequence[int], talk: Talk | None = None
 ) -> Fit:
     """What conversations of so many `tokens` take of budgets of `ram` and `disk` bytes."""
-    pending = shares.pending(ram, layout) if disk else 0
-    room = max(0, ram - shares.pool(ram) - shares.transient(ram) - pending)
+    pending = pending_bytes(ram, layout) if disk else 0
+    room = max(0, ram - pool_bytes(ram) - transient_bytes(ram) - pending)
     per_token = layout.bytes_per_token
     left = room - layout.running_bytes - layout.checkpoint_bytes
     longest = max(0, left // per_token - 64) if per_token else (1 << 27) * (left > 0)
@@ -97,7 +121,7 @@ def warnings(layout: Layout, *, context: int, weights: int, ram: int, machine: i
     """
     found = []
     one = context * layout.bytes_per_token + layout.running_bytes + layout.checkpoint_bytes
-    one += shares.pool(ram) + shares.transient(ram)
+    one += pool_bytes(ram) + transient_bytes(ram)
     if weights + one > machine:
         found.append(
             f"the model ({format_size(weights)}) and one full context of {context} tokens "

@@ -10,8 +10,7 @@ from typing import Any
 
 from mlxcache.cache.kv_cache import Lease, Memory
 from mlxcache.cache.restore import Restorer
-from mlxcache.cache.spill import Spill
-from mlxcache.cache.write_behind import WORTH_WRITING, Persist
+from mlxcache.cache.write_behind import WORTH_WRITING, Persist, Spill
 from mlxcache.engine.task import Task
 from mlxcache.errors import StoreError
 from mlxcache.store.digests import BLOCK

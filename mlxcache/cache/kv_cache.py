@@ -5,19 +5,45 @@ what it holds into the tree, `release` it. Each keeps the budget: bytes are rese
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlxcache.cache.main_conversation import NOTHING, Claim, Mains
 from mlxcache.cache.ram import STEP, Room
-from mlxcache.cache.reuse import intact, usable
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage, Span
+from mlxcache.store.listing import Held
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.node import NO_TOKENS
 from mlxcache.tree.prefix_tree import Match, Node, PrefixTree, Worth
 from mlxcache.types import Tokens
+
+if TYPE_CHECKING:
+    from mlxcache.engine.runtime import Core
+
+
+def usable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
+    """The tokens of a match that can be reused, and the state there: one token is left to feed."""
+    if not layout.cacheable:
+        return 0, None
+    limit = intact(layout, match, prompt_tokens - 1)
+    if not layout.opaque:
+        return limit, None
+    found = [(at, node) for at, node in match.checkpoints if at <= limit]
+    return (found[-1][0], found[-1][1].checkpoint) if found else (0, None)
+
+
+def intact(layout: Layout, match: Match, upto: int) -> int:
+    """How many tokens of a match, up to `upto`, have KV that is there."""
+    limit = min(match.length, upto)
+    lost = next((start for value, start, _ in match.segments if value.lost), limit)
+    limit = min(limit, lost)
+    hollow = [(start, value.hollow) for value, start, _ in match.segments if value.hollow > start]
+    if hollow and hollow[0][0] < limit < hollow[-1][1] + layout.longest_window:
+        return hollow[0][0]
+    return limit
 
 
 @dataclass(slots=True)
@@ -288,3 +314,69 @@ class Memory:
         if not lineage.sound():
             self.room.lose(lineage)
         self.release(lease)
+
+
+def in_ram(memory: Memory, paths: Sequence[Tokens]) -> Held:
+    """What the RAM tier holds of these token ids; asking is no use of it."""
+    tokens, nbytes = [], 0
+    ends: dict[int, int] = {}
+    for ids in paths:
+        match = memory.tree.match(ids, touch=False)
+        tokens.append(usable(memory.layout, match, len(ids) + 1)[0])
+        for node in match.nodes:
+            end = min(node.end, match.length)
+            before = ends.get(id(node), node.start)
+            if end == node.end and before < end:
+                nbytes += node.checkpoint_bytes
+            nbytes += max(0, end - before) * memory.layout.bytes_per_token
+            ends[id(node)] = max(end, before)
+    return Held(tuple(tokens), nbytes)
+
+
+def forget(memory: Memory, ids: Tokens, keep: int) -> int:
+    """Cut what the tree holds of `ids` beyond its first `keep`, and all that goes on from there.
+
+    What a request uses, or what is still being written, stays. Returns the tokens cut.
+    """
+    beyond = held_beyond(memory, ids, keep)
+    return _cut_below(memory, beyond[0], keep) if beyond else 0
+
+
+def held_beyond(memory: Memory, ids: Tokens, keep: int) -> list[Node]:
+    """The nodes with any token of `ids` beyond `keep`, top down.
+
+    None where the tree holds no such token: the last node may be of others, who went another way.
+    """
+    match = memory.tree.match(ids, touch=False)
+    return [node for node in match.nodes if min(node.end, match.length) > keep]
+
+
+def _cut_below(memory: Memory, top: Node, keep: int) -> int:
+    """Cut `top` and all below it from position `keep` on, the ends first."""
+    found = [top]
+    for node in found:
+        found += node.children.values()
+    return sum(_cut(memory, node, keep) for node in reversed(found))
+
+
+def _cut(memory: Memory, node: Node, keep: int) -> int:
+    if node.locks or node.children or node.detached:
+        return 0
+    room = memory.room
+    gone = memory.tree.cut(node, max(node.start, keep))
+    memory.budget.release("checkpoints", gone.checkpoint_bytes)
+    if id(gone.value) in room.idle:
+        room.shrink(gone.value, force=True)
+    return gone.tokens
+
+
+def forget_session(core: Core, ids: Tokens, keep: int) -> None:
+    """Cut what the tree holds of a session's `ids` beyond `keep`, and anticipate nothing of it."""
+    core.scheduler.ahead.clear()
+    forget(core.memory, ids, keep)
+
+
+def forget_all(core: Core) -> None:
+    """Drop all that no request uses."""
+    core.scheduler.ahead.clear()
+    core.memory.room.clear()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from math import inf
+from typing import Any
 
 import mlx.core as mx
 
 from mlxcache.cache.checkpoints import Trail
-from mlxcache.cache.handles import Handles
+from mlxcache.model.arrays import ArraySpec
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 from mlxcache.tree.budget import Budget
@@ -17,6 +18,35 @@ from mlxcache.tree.prefix_tree import Node, PrefixTree
 from mlxcache.tree.thinning import BUDGET_SHARE, allowed
 
 log = logging.getLogger("mlxcache.engine")
+
+SHARE = 0.75
+"""Of the device's limit, for what is cached; the rest is for weights and forward passes."""
+
+
+class Handles:
+    """Buffers of lineages and checkpoints, counted, under `limit`, which may be None."""
+
+    def __init__(self, layout: Layout, limit: int | None):
+        states = _specs(layout.states)
+        self.per_lineage = sum(map(len, layout.specs)) + states
+        self.per_checkpoint = states
+        self.limit = None if limit is None else int(SHARE * limit)
+
+    def count(self, lineages: int, checkpoints: int) -> int:
+        """Those that so many lineages and checkpoints have."""
+        return lineages * self.per_lineage + checkpoints * self.per_checkpoint
+
+    def allow(self, count: int) -> bool:
+        """Whether so many may be."""
+        return self.limit is None or count <= self.limit
+
+
+def _specs(value: Any) -> int:
+    """How many arrays a layout's states have."""
+    if isinstance(value, list | tuple):
+        return sum(map(_specs, value))
+    return int(isinstance(value, ArraySpec))
+
 
 STEP = 256
 """Positions of a reply that get room with its prompt, and the least that is evicted at once."""

@@ -14,20 +14,213 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from mlxcache.cache.buffers import Buffers, run_tokens
-from mlxcache.cache.refused import RETRY_S, Refused
-from mlxcache.cache.spill import Spill, states_of
+import numpy as np
+
 from mlxcache.errors import NotAnchored, StoreError
 from mlxcache.model import serialise as wire
-from mlxcache.model.kv import Layout
+from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Span
+from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
 from mlxcache.store.writer import Job, Writer
+from mlxcache.tensor import Tensor
 from mlxcache.tree.prefix_tree import Node, PrefixTree
+from mlxcache.tree.thinning import allowed, spared
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
+
+RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
+"""The most that one file holds: what a restore reads at once, and a copy takes beside a reply."""
+
+
+def run_tokens(layout: Layout, room: int) -> int:
+    """How many tokens one file holds where `room` bytes may be on their way to disk."""
+    most = min(RUN_BYTES, room // 2) // max(1, layout.bytes_per_token)
+    return max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
+
+
+class Buffers:
+    """Buffers of `size` bytes each; a copy of less than half of that gets memory of its own."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._free: list[memoryview] = []
+        self._taken: dict[int, memoryview] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, in use or not."""
+        return self.size * (len(self._free) + len(self._taken))
+
+    def rest(self) -> None:
+        """Give back to the system what is not in use."""
+        self._free.clear()
+
+    def take(self, size: int) -> memoryview:
+        """Room for `size` bytes, with anything in it."""
+        if not self.size // 2 < size <= self.size:
+            return np.empty(size, np.uint8).data
+        whole = self._free.pop() if self._free else np.empty(self.size, np.uint8).data
+        part = whole[:size]
+        self._taken[_address(part)] = whole
+        return part
+
+    def give(self, tensors: Sequence[Tensor]) -> None:
+        """Take back what `take` gave for `tensors`, which nobody reads any more."""
+        if tensors and (whole := self._taken.pop(_address(tensors[0].bytes), None)) is not None:
+            self._free.append(whole)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
+
+
+FIRST_S, RETRY_S = 1.0, 30.0
+"""Seconds for which a disk that failed is left alone: at first, and at most; each time twice as
+long, for what is wrong may be over at once or last for hours."""
+
+
+class Refused:
+    """Paths of the prefix tree that are to be written once the disk works again.
+
+    Nothing is kept in RAM for them: what is evicted meanwhile, or was merged into a longer path, is
+    no longer waited for. `wake_in` has the MLX thread look again in so many seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.failing = False
+        self.wake_in: Callable[[float], None] = lambda seconds: None
+        self._clock = clock
+        self._nodes: dict[Node, None] = {}
+        self._pause = 0.0
+        self._retry_at = self._failed_at = float("-inf")
+
+    def failed(self, least: float = FIRST_S) -> None:
+        """The disk has failed: leave it alone for a while, `least` seconds or longer."""
+        now = self._clock()
+        self.failing = True
+        if now < self._retry_at:
+            return
+        lately = now - self._failed_at < 2 * RETRY_S
+        self._pause = max(least, min(2 * self._pause, RETRY_S) if lately else FIRST_S)
+        self._failed_at, self._retry_at = now, now + self._pause
+        self.wake_in(self._pause)
+
+    def worked(self) -> None:
+        """Something was written."""
+        self.failing = False
+        self.hurry()
+
+    def hurry(self) -> None:
+        """Try again now."""
+        self._retry_at = float("-inf")
+
+    @property
+    def leaves_alone(self) -> bool:
+        """Whether the disk is to be left alone now."""
+        return self._clock() < self._retry_at
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something to try again with, and it may be now."""
+        return bool(self._nodes) and not self.leaves_alone
+
+    def add(self, node: Node) -> None:
+        """The path to `node` is to be written later."""
+        if not node.detached:
+            self._nodes[node] = None
+
+    def take(self) -> tuple[Node, Tokens] | None:
+        """The path that waits longest, with its tokens; None if none is left in the tree."""
+        while self._nodes:
+            node = next(iter(self._nodes))
+            del self._nodes[node]
+            if not node.detached:
+                return node, np.concatenate([each.tokens for each in node.path()])
+        return None
+
+
+States = list[tuple[int, State]]
+"""Checkpoints by their position, ascending."""
+
+
+@dataclass(slots=True, eq=False)
+class Spill:
+    """Tokens on their way to disk, and the checkpoints `wanted` there.
+
+    Once the disk was `looked` at, `at` is the next token to hand over, and `states` follow the
+    runs. `flying` jobs are with the writer. `lost`: what they build on was not there any more.
+    `reused`: tokens that a request went on from, which is yet to be counted on disk.
+    """
+
+    node: Node
+    ids: Tokens
+    wanted: States
+    reused: int = 0
+    looked: bool = False
+    at: int = 0
+    states: States = field(default_factory=list)
+    flying: int = 0
+    lost: bool = False
+    tries: int = 0
+
+    @property
+    def handed(self) -> bool:
+        """Whether the writer has got all that it is to get."""
+        return self.looked and self.at >= len(self.ids) and not self.states
+
+    def begin(self, found: Found, layout: Layout, limit: int) -> None:
+        """Hand over what `found` on disk lacks, of which the tier takes `limit` bytes."""
+        whole = found.length // BLOCK * BLOCK if found.length < len(self.ids) else len(self.ids)
+        self.at = whole if layout.specs else len(self.ids)
+        there = [one.position for one in found.checkpoints]
+        lacking = _lacking([at for at, _ in self.wanted if at <= len(self.ids)], there)
+        size, kv_bytes = layout.checkpoint_bytes, len(self.ids) * layout.bytes_per_token
+        most = allowed(kv_bytes, size, limit) // max(1, size)
+        gone = spared(sorted({*there, *lacking}), len(self.ids), most)
+        self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in gone]
+        self.looked = True
+
+    def checkpoint(self, layout: Layout) -> Job | None:
+        """The next checkpoint as a job; None where its path has become shorter."""
+        at, state = self.states.pop(0)
+        ids = self.ids[:at]
+        if len(ids) < at:
+            return None
+        return Job(ids, None, wire.state_tensors(state), layout.checkpoint_bytes, self)
+
+    def stop(self, *, lost: bool = False) -> None:
+        """Hand over nothing more; all over again once the writer is through if it is `lost`."""
+        self.looked, self.at, self.states, self.lost = True, len(self.ids), [], lost
+
+    def waive(self, state: State) -> None:
+        """Have one checkpoint less written, and let go of it."""
+        self.wanted = [one for one in self.wanted if one[1] is not state]
+        self.states = [one for one in self.states if one[1] is not state]
+
+    def again(self) -> None:
+        """Begin again with a look at the disk."""
+        self.looked, self.at, self.lost = False, 0, False
+        self.tries += 1
+
+
+def _lacking(positions: list[int], there: list[int]) -> set[int]:
+    """Which of `positions` the disk, which has checkpoints at `there`, has never had.
+
+    What is older than its newest was there, and was thinned; but the first stays for ever.
+    """
+    newer = {at for at in positions if at > max(there, default=0)}
+    head = {at for at in positions[:1] if at < min(there, default=0)}
+    return newer | head
+
+
+def states_of(node: Node) -> States:
+    """The checkpoints on the path to `node`."""
+    return [(n.end, n.checkpoint) for n in node.path() if n.checkpoint is not None]
+
 
 WORTH_WRITING = 1024
 """New tokens of a running request after which they are written while it goes on."""

@@ -11,7 +11,7 @@ from rich.text import Text
 from mlxcache.cli import show
 
 if TYPE_CHECKING:
-    from mlxcache.engine.tally import Tally
+    from mlxcache.engine.metrics import Tally
 
 
 def gained(console: Console, figures: Mapping[str, Any], tally: Tally) -> None:

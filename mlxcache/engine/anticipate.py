@@ -10,18 +10,206 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from mlxcache.engine.ahead import KEPT, Ahead
-from mlxcache.engine.records import owned
-from mlxcache.engine.task import Task
+from mlxcache.cache.checkpoints import stops
+from mlxcache.cache.disk import Disk
+from mlxcache.cache.kv_cache import Memory, forget
+from mlxcache.cache.main_conversation import Claim
+from mlxcache.engine.prefill import Prefill
+from mlxcache.engine.task import Task, owned
 from mlxcache.errors import MlxcacheError
 from mlxcache.prompt.ahead import continued
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import Source
-from mlxcache.types import WARMING, Event, Piece, Text, Thinking, ToolCall
+from mlxcache.tree.node import common_length
+from mlxcache.types import (
+    WARMING,
+    Event,
+    Job,
+    Piece,
+    Prompt,
+    RequestRecord,
+    Text,
+    Thinking,
+    Tokens,
+    ToolCall,
+)
 
 log = logging.getLogger("mlxcache.engine")
+
+CHUNK_S = 0.25
+"""How long a chunk may take that nobody has asked for, in seconds: a request may come meanwhile."""
+
+WORTH = 32
+"""Tokens that the next turn may as well feed itself."""
+
+NEAR = 16
+"""Tokens after the last mark that are left to the next turn where states stand for one position.
+
+What a person writes may change how the tokens just before it are cut; a mark's never are.
+"""
+
+KEPT, REMEMBERED = 4, 32
+"""Conversations that wait to be gone on with, and those of which it is known what was computed."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """A turn that may come. `before`: the tokens of the conversation as computed so far, the reply
+    included. `blocked`: there is no room until something is on disk."""
+
+    task: Task
+    before: Tokens
+    blocked: bool = False
+
+
+class Ahead:
+    """The turns that are anticipated, the newest first. One holds a lineage while it is computed.
+
+    `tokens`: how many were fed for turns that had not come. `used`: how many of these a request
+    then found.
+    """
+
+    def __init__(self, memory: Memory, prefill: Prefill):
+        self.memory = memory
+        self.prefill = prefill
+        self.disk: Disk | None = None
+        self.tokens = self.used = 0
+        self._turns: deque[Turn] = deque(maxlen=KEPT)
+        self._made: deque[tuple[Tokens, int]] = deque(maxlen=REMEMBERED)
+
+    def add(self, prompt: Prompt, before: Tokens) -> None:
+        """Have `prompt` computed, all but its last token, after a conversation of `before`."""
+        job = Job("ahead", prompt, api=WARMING)
+        record = RequestRecord(job.id, None, "", None, "prefill", 0.0, len(prompt.ids))
+        self.pause()
+        self._turns.append(Turn(Task(job, lambda event: None, record), before))
+
+    @property
+    def ready(self) -> bool:
+        """Whether `step` would do something now."""
+        return bool(self._turns) and not (self._turns[-1].blocked and self._busy)
+
+    @property
+    def _busy(self) -> bool:
+        return self.disk is not None and self.disk.busy
+
+    def step(self) -> None:
+        """Feed one chunk, or find that there is nothing to feed."""
+        if not self.ready:
+            return
+        turn, room = self._turns[-1], self.memory.room
+        room.gentle = True
+        try:
+            if not self._advance(turn):
+                self._turns.pop()
+        except Exception:  # nobody waits for an answer; the next turn computes what is lacking
+            log.exception("a turn could not be anticipated")
+            self._turns.pop()
+            if turn.task.lease is not None:
+                self.memory.abandon(turn.task.lease)
+        finally:
+            room.gentle = False
+
+    def _advance(self, turn: Turn) -> bool:
+        """One chunk of a turn; False once that is all there is to do."""
+        task = turn.task
+        if task.lease is None and not self._lease(turn):
+            return turn.blocked
+        began = task.held.lineage.length
+        self.prefill.chunk(task, CHUNK_S)
+        self.tokens += task.held.lineage.length - began
+        if task.remaining:
+            return True
+        self._let_go(task)
+        return False
+
+    def _lease(self, turn: Turn) -> bool:
+        """Get the lineage to go on in, if there is room for it, and enough to do to be worth it."""
+        task, memory = turn.task, self.memory
+        was_blocked, turn.blocked = turn.blocked, False
+        if memory.layout.opaque:
+            _end_at_mark(task)
+        parted = common_length(turn.before, task.ids)
+        held = memory.tree.match(task.ids, touch=False).length
+        known = memory.known(task.ids)
+        pictured = max((span.end for span in task.images), default=0)
+        if task.target - known <= WORTH or held + 1 < parted or known < pictured:
+            return False
+        if self._acquire(task):
+            return True
+        if self._replace(turn.before, parted) and self._acquire(task):
+            return True
+        turn.blocked = self._busy and not was_blocked
+        return False
+
+    def _replace(self, before: Tokens, parted: int) -> bool:
+        """Drop the reply as it was, from `parted` on, if nobody has gone on with it."""
+        nodes = [n for n in self.memory.tree.match(before, touch=False).nodes if n.end > parted]
+        if not nodes or any(len(n.children) > (n is not nodes[-1]) for n in nodes):
+            return False
+        return forget(self.memory, before, parted) > 0
+
+    def _acquire(self, task: Task) -> bool:
+        memory = self.memory
+        lease = memory.acquire(task.ids, 0, claim=Claim.of(task.job))
+        if lease is None:
+            return False
+        if memory.layout.opaque and memory.budget.free < memory.layout.checkpoint_bytes:
+            memory.release(lease)  # a state that cannot be kept serves nobody
+            return False
+        task.lease = lease
+        task.record.cached_tokens = lease.cached
+        if memory.layout.opaque:
+            marks, most = task.job.prompt.marks, memory.room.most_checkpoints(len(task.ids))
+            found = stops(marks, lease.cached, task.target, parted=lease.matched, most=most)
+            task.stops = (*(at for at in found if at < task.target), task.target)
+        return True
+
+    def _let_go(self, task: Task) -> None:
+        """Commit what a turn has computed, and release its lineage."""
+        lease, task.lease = task.held, None
+        self.memory.commit(lease, task.ids, checkpoint=True)
+        if lease.lineage.length > lease.cached:
+            self._made.append((task.ids[: lease.lineage.length], lease.cached))
+        self.memory.release(lease)
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Release what is held: somebody asks for something. What was computed is kept."""
+        room = self.memory.room
+        for turn in self._turns:
+            if turn.task.lease is not None:
+                room.gentle = True
+                try:
+                    self._let_go(turn.task)
+                finally:
+                    room.gentle = False
+
+    def admitted(self, task: Task) -> None:
+        """Count what a request has found of what was computed ahead of it."""
+        for _ in range(len(self._made)):
+            ids, start = self._made.popleft()
+            shared = min(common_length(ids, task.ids), task.held.cached)
+            if shared > start:
+                self.used += shared - start
+            else:
+                self._made.append((ids, start))
+
+    def clear(self) -> None:
+        """Anticipate nothing any more."""
+        self.pause()
+        self._turns.clear()
+
+
+def _end_at_mark(task: Task) -> None:
+    """Have a turn end where its last message begins, if that is near its end."""
+    last = max((mark for mark in task.job.prompt.marks if mark < task.target), default=0)
+    if 0 < task.target - last <= NEAR:
+        task.ids, task.fed = task.ids[: last + 1], task.fed[: last + 1]
+
 
 LEFT = 8
 """Replies in a row that nobody goes on with, after which no more are anticipated until one is."""

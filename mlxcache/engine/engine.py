@@ -8,23 +8,18 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mlxcache.config import Settings
-from mlxcache.engine import chosen
 from mlxcache.engine.anticipate import Anticipation
-from mlxcache.engine.builders import Builders, maker
-from mlxcache.engine.ending import end
-from mlxcache.engine.metrics import Totals, snapshot, with_disk
+from mlxcache.engine.metrics import Records, Totals, snapshot, with_disk
 from mlxcache.engine.open_book import open_book
-from mlxcache.engine.outcome import rendered
 from mlxcache.engine.prefix_loss import Losses
-from mlxcache.engine.records import Records, owned
-from mlxcache.engine.requests import Arrivals
-from mlxcache.engine.runtime import Core
-from mlxcache.engine.shared import Shared
+from mlxcache.engine.requests import Arrivals, Shared
+from mlxcache.engine.runtime import Builders, Core, demo_spec, fetch_model, maker
+from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.stream import Stream
-from mlxcache.engine.task import Task
+from mlxcache.engine.task import Task, owned, rendered
 from mlxcache.errors import GenerationFailed, MlxcacheError, NotReady
 from mlxcache.model import load
 from mlxcache.model.sampling import validate
@@ -33,9 +28,45 @@ from mlxcache.prompt.canonical.restore import Reply
 from mlxcache.sessions.book import SessionBook
 from mlxcache.types import Chat, Job, ModelInfo, Prompt, RequestRecord
 
-log = logging.getLogger("mlxcache.engine")
+if TYPE_CHECKING:
+    from mlxcache.sessions.book import SessionBook
 
+log = logging.getLogger("mlxcache.engine")
 T = TypeVar("T")
+
+FLUSH_S = 5.0
+"""Seconds for which what is not on disk yet is written at the end."""
+
+
+def end(core: Core, book: SessionBook | None, *, died: bool) -> None:
+    """Write what was committed, for at most `FLUSH_S`, and let everything go.
+
+    A thread that `died` may have left anything behind: what fails of this is logged, and the rest
+    is done all the same.
+    """
+    steps: list[Callable[[], None]] = [lambda: core.close(FLUSH_S)]
+    if book is not None:
+        steps.insert(0, book.close)  # before the database that it writes to
+    if died:
+        steps.insert(0, lambda: salvage(core.scheduler))
+    for step in steps:
+        try:
+            step()
+        except Exception:
+            log.exception("an end of the MLX thread's failed")
+
+
+def salvage(scheduler: Scheduler) -> None:
+    """Have written what was committed of requests that were running."""
+    disk = scheduler.disk
+    if disk is None:
+        return
+    decoding = [task for lane in scheduler.lanes.all for task in lane.tasks]
+    for task in [*scheduler.prefilling, *decoding]:
+        if task.lease is not None and not task.restoring:
+            disk.ended(task.lease, task.tokens())
+
+
 State = Literal["loading", "ready", "failed", "stopped"]
 RENDER_THREADS = 4
 
@@ -87,7 +118,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         try:
             spec = await self._loop.run_in_executor(
-                self._pool, chosen.fetched, self.settings, self._on_progress
+                self._pool, fetch_model, self.settings, self._on_progress
             )
             ready: asyncio.Future[None] = self._loop.create_future()
             self._thread = threading.Thread(
@@ -117,7 +148,7 @@ class Engine:
         call = self._loop.call_soon_threadsafe
         try:
             self._on_progress("loading the weights", None)
-            spec = spec or chosen.made(self.settings)
+            spec = spec or demo_spec(self.settings)
             core = Core(load.load(spec), self.settings, self._ended, self._publish)
             if self.settings.disk != "off":
                 self._on_progress("opening the disk tier", None)

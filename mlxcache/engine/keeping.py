@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 
 from mlxcache.cache.disk import Disk
-from mlxcache.cache.forget import forget, held_beyond
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.kv_cache import Memory, forget, held_beyond
 from mlxcache.engine.decoder import NoNumbers
 from mlxcache.engine.task import Task
 from mlxcache.errors import MlxcacheError

@@ -6,18 +6,19 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlxcache.cache import budget_split as shares
-from mlxcache.cache.capacity import warnings
+from mlxcache.cache.capacity import pending_bytes, pool_bytes, transient_bytes, warnings
 from mlxcache.cache.disk import Disk
-from mlxcache.cache.handles import Handles
 from mlxcache.cache.kv_cache import Memory
 from mlxcache.cache.pressure import Pressure
+from mlxcache.cache.ram import Handles
 from mlxcache.config import (
     Settings,
     disk_limit,
@@ -29,23 +30,100 @@ from mlxcache.config import (
 )
 from mlxcache.config.footprint import footprint
 from mlxcache.engine import cost, images
+from mlxcache.engine.admission import Turns
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Task
-from mlxcache.engine.turns import Turns
 from mlxcache.errors import BadRequest, ContextLengthExceeded, ModelError, StoreError
-from mlxcache.model import device, kv
+from mlxcache.model import demo, device, kv, load
 from mlxcache.model import serialise as wire
 from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.load import Loaded
-from mlxcache.model.output import OutputParser
+from mlxcache.model.output import OutputParser, reader
 from mlxcache.model.sampling import make_processors, make_sampler, top_logprobs
+from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.types import Prompt
 
+if TYPE_CHECKING:
+    from mlxcache.sessions.book import SessionBook
+
 log = logging.getLogger("mlxcache.engine")
+
+
+def fetch_model(
+    settings: Settings, on_progress: Callable[[str, float | None], None]
+) -> load.ModelSpec | None:
+    """What to load, downloaded if need be; None: the demo, which the MLX thread makes."""
+    if settings.model is None:
+        return None
+
+    def downloading(name: str, done: int, total: int) -> None:
+        on_progress(f"downloading {name}", done / total if total else None)
+
+    spec = load.ModelSpec(
+        settings.model,
+        adapter=settings.adapter,
+        draft=settings.draft_model,
+        trust_remote_code=settings.trust_remote_code,
+        context=settings.context,
+    )
+    load.fetch(spec, downloading)
+    return spec
+
+
+def demo_spec(settings: Settings) -> load.ModelSpec:
+    """The built-in demo, made where it is not there yet. On the MLX thread."""
+    return load.ModelSpec(
+        str(demo.materialise(settings.cache_dir / "demo")),
+        context=settings.context,
+        id=demo.DEMO_ID,
+        is_demo=True,
+    )
+
+
+def maker(
+    core: Core, settings: Settings, book: SessionBook
+) -> Callable[[str | None], PromptBuilder]:
+    """What makes builders for the model that is served."""
+
+    def made(owner: str | None) -> PromptBuilder:
+        loaded = core.loaded
+        builder = PromptBuilder(
+            loaded.tokenizer,
+            settings.chat_template_args,
+            core.info.context_length,
+            loaded.vision if core.images else None,
+            settings.rules,
+            read=reader(loaded.tokenizer),
+        )
+        builder.others = partial(book.replies, owner)
+        return builder
+
+    return made
+
+
+class Builders:
+    """Makes an owner's builder when it is asked for first. Safe in any thread.
+
+    A builder puts replies, results of tools and orders that it has seen back where a client lost
+    them, and tokenises faster what it knows: with one for all, that would tell of others' sessions.
+    """
+
+    def __init__(self, make: Callable[[str | None], PromptBuilder]):
+        self._make = make
+        self._lock = Lock()
+        self._made: dict[str | None, PromptBuilder] = {}
+
+    def of(self, owner: str | None) -> PromptBuilder:
+        """An owner's builder. Making one takes tens of milliseconds."""
+        with self._lock:
+            if owner not in self._made:
+                self._made[owner] = self._make(owner)
+            return self._made[owner]
+
 
 LEAST_CONTEXT = 512
 """Tokens that the budget must have room for; with fewer no agent could ask anything."""
@@ -145,7 +223,7 @@ class Core:
         if settings.ram == "auto":
             why = explain_auto(self._whole, info.weights_bytes, metal=working_set is not None)
             log.info("--ram auto is %s: %s", format_size(limit), why)
-        pool = shares.pool(limit)
+        pool = pool_bytes(limit)
         device.prepare(pool)
         self.cost = cost.measure(self.loaded.model, layout, limit // 8)
         if self.loaded.draft is not None:  # logits of all that a pass verifies
@@ -154,7 +232,7 @@ class Core:
         budget = Budget(limit)
         kinds = {"pool": pool, "transient": self.transient, "pending": 0}
         if settings.disk != "off":
-            kinds["pending"] = shares.pending(limit, layout)
+            kinds["pending"] = pending_bytes(limit, layout)
         if not all(budget.reserve(kind, size) for kind, size in kinds.items()):
             raise ModelError(f"--ram {settings.ram} is too little to run this model at all")
         return budget
@@ -217,7 +295,7 @@ class Core:
             self.cost.transient(cost.FEWEST, longest),
             self.cost.transient(1, longest // rows, rows),
         )
-        return shares.transient(limit, least)
+        return transient_bytes(limit, least)
 
     def _longest(self, ram: str | int) -> int:
         """The tokens that both the model's context and the budget allow."""

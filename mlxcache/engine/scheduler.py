@@ -10,20 +10,16 @@ from typing import Any
 
 from mlxcache.cache.disk import Disk
 from mlxcache.cache.kv_cache import Memory
-from mlxcache.engine.admission import Admission
-from mlxcache.engine.ahead import Ahead
+from mlxcache.engine.admission import Admission, Turns
+from mlxcache.engine.anticipate import Ahead
 from mlxcache.engine.cost import Cost
 from mlxcache.engine.keeping import give_up, keep
 from mlxcache.engine.lanes import Lane, Lanes
-from mlxcache.engine.outcome import Outcome, failure, take
-from mlxcache.engine.pace import Pace
-from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Prefill
-from mlxcache.engine.pulse import Pulse
+from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Pace, Prefill
 from mlxcache.engine.scarce import again
-from mlxcache.engine.task import Task
-from mlxcache.engine.turns import Turns
+from mlxcache.engine.task import Outcome, Task, failure, take
 from mlxcache.errors import MlxcacheError, NotReady, StoreError
-from mlxcache.mlx_thread import take_in
+from mlxcache.mlx_thread import Pulse, take_in
 from mlxcache.types import FinishReason
 
 log = logging.getLogger("mlxcache.engine")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -12,7 +14,8 @@ from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import Lease
 from mlxcache.cache.restore import Look
 from mlxcache.engine.decoder import Drawn, Row
-from mlxcache.errors import MlxcacheError
+from mlxcache.errors import GenerationFailed, MlxcacheError
+from mlxcache.owner import own_ids
 from mlxcache.prompt.replies import Generated, generated
 from mlxcache.types import (
     Event,
@@ -26,6 +29,9 @@ from mlxcache.types import (
     TokenLogprob,
     Tokens,
 )
+
+log = logging.getLogger("mlxcache.engine")
+T = TypeVar("T")
 
 
 class Parser(Protocol):
@@ -192,3 +198,52 @@ def _with_logprob(pieces: list[Piece], entry: TokenLogprob) -> list[Piece]:
         if isinstance(piece, Text):
             return [*pieces[:i], Text(piece.text, (*piece.logprobs, entry)), *pieces[i + 1 :]]
     return [*pieces, Text("", (entry,))]
+
+
+Outcome = FinishReason | MlxcacheError
+"""How a reply ends."""
+
+
+def take(task: Task, drawn: Sequence[Drawn]) -> Outcome | None:
+    """Hand tokens out until the task is over; why it is, if it is."""
+    if not drawn and task.row is not None and task.row.error is not None:
+        return failure(task.row.error)
+    try:
+        outcomes = map(task.take, drawn)
+        return next((outcome for outcome in outcomes if outcome is not None), None)
+    except Exception as error:  # noqa: BLE001 - `failure` logs it
+        return failure(error)
+
+
+def rendered(make: Callable[[], T]) -> T:
+    """What `make` makes of a conversation. Raises GenerationFailed for what a template or a
+    tokenizer raises that nobody foresaw; a tokenizer's panic is no `Exception`."""
+    try:
+        return make()
+    except MlxcacheError:
+        raise
+    except BaseException as error:
+        log.exception("a prompt could not be made")
+        raise GenerationFailed(
+            f"The prompt could not be made: {type(error).__name__}: {error}"
+        ) from error
+
+
+def failure(error: Exception) -> MlxcacheError:
+    """What the client is told of `error`, which the log gets whole."""
+    if isinstance(error, MlxcacheError):
+        return error
+    log.error("a request failed", exc_info=error)
+    return GenerationFailed(f"The model failed: {error}")
+
+
+def owned(job: Job, owner: str | None) -> Job:
+    """A job as one owner's: the cache knows its prompt by ids that are only the owner's."""
+    prompt = job.prompt
+    if owner is None:
+        return job
+    return replace(
+        job,
+        owner=owner,
+        prompt=replace(prompt, ids=own_ids(prompt.ids, owner), tokens=prompt.fed),
+    )

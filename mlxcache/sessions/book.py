@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from mlxcache.cache.forget import forget_all, forget_session, in_ram
+from mlxcache.cache.kv_cache import forget_all, forget_session, in_ram
 from mlxcache.errors import MlxcacheError, StoreError
 from mlxcache.mlx_thread import Calls
 from mlxcache.owner import OWNER

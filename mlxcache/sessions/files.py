@@ -13,8 +13,7 @@ from mlxcache.errors import DiskFull, SnapshotRefused, Unsupported
 from mlxcache.owner import OWNER, own_ids, plain_ids
 from mlxcache.private import make_folder
 from mlxcache.sessions.journal import Served
-from mlxcache.sessions.mlx_lm_files import PromptCacheExport, Submit, compute
-from mlxcache.sessions.mlx_lm_import import take_in
+from mlxcache.sessions.mlx_lm_files import PromptCacheExport, Submit, compute, take_in
 from mlxcache.store.database import translated
 from mlxcache.store.lock import runs
 from mlxcache.store.prefixes import viewing

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from mlxcache.tree.edges import Edges, unneeded
-from mlxcache.tree.node import Node
+from mlxcache.tree.node import Node, unneeded
+
+if TYPE_CHECKING:
+    from mlxcache.tree.prefix_tree import Edges
 
 
 def audit(edges: Edges) -> None:

@@ -10,14 +10,57 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
+from math import log2
 
 from mlxcache.tree.node import Node
-from mlxcache.tree.worth import Worth
 
 Key = tuple[bool, float, int, int]
 """Whether it is not replaced, its value, the tick of its last use, its end. The least goes."""
+
+
+CHECKPOINT_TOKENS = 1024
+"""Tokens before a checkpoint from which on it is worth the bytes that it takes."""
+
+MOST_USES = 7
+"""Uses beyond which more do not count: who comes next has them before long."""
+
+KEPT_MORE = 1.0
+"""What a client's wish to keep a prefix adds, within its time: as much as twice the uses."""
+
+PLACE = 0.4
+"""What twice the time to compute by the byte adds, or half of it takes; more does not count."""
+
+
+@dataclass(slots=True)
+class Worth:
+    """The worth of a segment: GreedyDual-Size-Frequency's frequency x cost / size, as a logarithm.
+
+    So a hundred uses of yesterday do not stand for a hundred turns of today. Cost / size counts in
+    doublings, one at most, and one use weighs more than any: whoever was found again outlasts who
+    never was, at the same clock, and of those who are worth about the same the oldest goes first.
+    `growth`: by which share a token takes longer to compute for each one before it, as measured.
+    """
+
+    bytes_per_token: int
+    checkpoint_bytes: int = 0
+    growth: float = 0.0
+
+    def of(self, uses: int, tokens: int, end: int, nbytes: int, *, kept: bool = False) -> float:
+        """That of `tokens` tokens up to position `end`, which take `nbytes` in all."""
+        frequency = 1.0 + log2(1 + min(uses, MOST_USES))
+        return frequency + KEPT_MORE * kept + PLACE * self.place(tokens, end, nbytes)
+
+    def place(self, tokens: int, end: int, nbytes: int) -> int:
+        """Whether computing them again takes, by the byte that they free, about as long as that of
+        this model's first tokens does (0), at least twice as long (1), or at most half (-1)."""
+        usual = self.bytes_per_token + self.checkpoint_bytes / CHECKPOINT_TOKENS
+        if nbytes <= 0 or usual <= 0 or tokens <= 0:
+            return 0
+        dear = tokens * (1.0 + self.growth * end) * usual / nbytes
+        return max(-1, min(1, int(log2(dear))))
 
 
 class Order:

@@ -3,15 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from mlxcache.tree.worth import Usage
 from mlxcache.types import Tokens
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True)
+class Usage:
+    """How one segment has been used. Only the tree writes to it.
+
+    `clock`: that of the order of eviction at the last use. `count`: requests that found it; a new
+    segment of a conversation begins with the conversation's. `reach`: the position up to which any
+    found it. `replaced`: nobody came back to it, and a later
+    request of the same conversation went another way. `keeps`: (position, seconds) up to where, and
+    for how long after a use, clients wish it kept. `seen`: seconds, at the last use.
+    """
+
+    clock: float = 0.0
+    count: int = 0
+    reach: int = 0
+    replaced: bool = False
+    keeps: tuple[tuple[int, float], ...] = ()
+    seen: float = 0.0
+
+    def copy(self) -> Usage:
+        """The same for the other part of a segment that is divided."""
+        return replace(self)
+
+    def absorb(self, other: Usage) -> None:
+        """Stand for a neighbour's tokens too."""
+        self.clock = max(self.clock, other.clock)
+        self.count = max(self.count, other.count)
+        self.reach = max(self.reach, other.reach)
+        self.seen = max(self.seen, other.seen)
+        self.replaced = self.replaced and other.replaced
+        self.keep(other.keeps)
+
+    def keep(self, wishes: tuple[tuple[int, float], ...]) -> None:
+        """Add wishes; of those for as long the one that reaches further stands."""
+        if wishes and wishes != self.keeps:
+            furthest: dict[float, int] = {}
+            for position, seconds in (*self.keeps, *wishes):
+                furthest[seconds] = max(position, furthest.get(seconds, 0))
+            self.keeps = tuple((position, seconds) for seconds, position in furthest.items())
+
+    def until(self, position: int) -> float:
+        """The time up to which the tokens before `position` are wished kept; 0 if nobody does."""
+        longest = max((long for at, long in self.keeps if at >= position), default=None)
+        return 0.0 if longest is None else self.seen + longest
 
 
 class Node:
@@ -118,6 +162,17 @@ class Cut:
     tokens: int
     checkpoint: Any
     checkpoint_bytes: int
+
+
+def unneeded(node: Node) -> bool:
+    """Whether the boundary at the end of `node`, which is not the root, serves nothing.
+
+    A head that is asked for more often than the one conversation left behind it stays apart.
+    """
+    if node.asked or node.locks or node.checkpoint is not None or len(node.children) != 1:
+        return False
+    (child,) = node.children.values()
+    return child.value is node.value and child.usage.count >= node.usage.count
 
 
 def as_tokens(ids: Tokens | Iterable[int]) -> Tokens:

@@ -3,15 +3,292 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from mlxcache.tree.check import audit
-from mlxcache.tree.edges import Edges
-from mlxcache.tree.node import Cut, Match, Node, as_tokens, common_length
-from mlxcache.tree.uses import Uses, same_conversation
-from mlxcache.tree.worth import Worth
+from mlxcache.tree.eviction import Order, Worth
+from mlxcache.tree.node import (
+    NO_TOKENS,
+    Cut,
+    Match,
+    Node,
+    Usage,
+    as_tokens,
+    common_length,
+    unneeded,
+)
 from mlxcache.types import Tokens
+
+
+class Holdings:
+    """The nodes of each value, top down. Values are told apart by identity, never by equality.
+
+    All nodes of a value lie on one path, because it holds at most one token per position.
+    """
+
+    def __init__(self) -> None:
+        # A node keeps its value alive, so an id is not reused while it is a key here.
+        self._nodes: dict[int, list[Node]] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([nodes[0].value for nodes in self._nodes.values()])
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def of(self, value: Any) -> list[Node]:
+        """The nodes that hold `value`, top down; the caller does not change the list."""
+        return self._nodes.get(id(value), [])
+
+    def add(self, node: Node) -> None:
+        """Enter `node` under its value."""
+        insort(self._nodes.setdefault(id(node.value), []), node, key=attrgetter("start"))
+
+    def remove(self, node: Node) -> None:
+        """Forget `node`, whose value is still the one it was entered under.
+
+        Raises KeyError or ValueError if it was not entered.
+        """
+        nodes = self._nodes[id(node.value)]
+        nodes.remove(node)
+        if not nodes:
+            del self._nodes[id(node.value)]
+
+
+class Edges:
+    """The nodes below one root, the counts over them, and the order in which leaves go.
+
+    Each change leaves the counts, the holders of each value and the order right, and trusts its
+    caller that it is allowed.
+    """
+
+    def __init__(self, worth: Worth, now: Callable[[], float] = time.monotonic) -> None:
+        self.root = Node(None, NO_TOKENS, 0, None, 0)
+        self.tokens = 0
+        self.segments = 0
+        self.checkpoints = 0
+        self.checkpoint_bytes = 0
+        self.tick = 0
+        self.holdings = Holdings()
+        self.leaves = Order(worth, lambda node: not (node.locks or node.children), now)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all segments and checkpoints."""
+        return self.tokens * self.leaves.worth.bytes_per_token + self.checkpoint_bytes
+
+    def touch(self, nodes: Iterable[Node]) -> None:
+        """Make `nodes` the most recently used, equally so."""
+        self.tick += 1
+        for node in nodes:
+            node.used_at = self.tick
+            node.usage.clock = self.leaves.clock
+            node.usage.seen = self.leaves.now()
+            node.usage.replaced = False
+
+    def pass_by(self, node: Node) -> None:
+        """Note that a conversation went another way than what follows on `node`.
+
+        That is replaced as far as nobody ever came back to it. O(1), amortised over inserts.
+        """
+        pending = list(node.children.values())
+        while pending:
+            each = pending.pop()
+            if not each.usage.replaced and each.usage.reach <= each.start:
+                each.usage.replaced = True
+                self.leaves.renew(each)
+                pending += each.children.values()
+
+    def append(self, node: Node, tail: Tokens, value: Any, count: int = 0) -> Node:
+        """Put a copy of `tail` after `node`, in its own edge where it may; return the end node.
+
+        It begins with `count` uses: an edge that had more is another's, and its own stays apart.
+        """
+        self.tokens += len(tail)
+        grows = node is not self.root and node.value is value and count >= node.usage.count
+        if grows and not node.children and node.checkpoint is None:
+            node.tokens = np.concatenate((node.tokens, tail))
+            node.end += len(tail)
+            node.used_at = self.tick
+            return node
+        leaf = Node(node, tail.copy(), node.end, value, self.tick)
+        leaf.usage = Usage(self.leaves.clock, count, seen=self.leaves.now())
+        node.children[int(tail[0])] = leaf
+        self.segments += 1
+        self.holdings.add(leaf)
+        self.leaves.add(leaf)
+        return leaf
+
+    def divide(self, node: Node, position: int) -> Node:
+        """Give [start, position) of `node` to a new node above it, which is returned."""
+        at = position - node.start
+        upper = Node(node.parent, node.tokens[:at].copy(), node.start, node.value, node.used_at)
+        upper.locks = node.locks
+        upper.usage = node.usage.copy()
+        upper.children[int(node.tokens[at])] = node
+        self._adopt(upper)
+        node.tokens = node.tokens[at:].copy()
+        node.start = position
+        node.parent = upper
+        self.segments += 1
+        self.holdings.add(upper)
+        self.leaves.renew(node)
+        return upper
+
+    def compress(self, node: Node) -> None:
+        """Merge `node` into its only child, if they share a value and nothing needs it apart."""
+        if node is self.root or node.detached or not unneeded(node):
+            return
+        (child,) = node.children.values()
+        self.holdings.remove(node)
+        self.segments -= 1
+        child.tokens = np.concatenate((node.tokens, child.tokens))
+        child.start = node.start
+        child.parent = node.parent
+        child.used_at = max(child.used_at, node.used_at)
+        child.usage.absorb(node.usage)
+        self._adopt(child)
+        self._detach(node)
+
+    def shorten(self, leaf: Node, position: int) -> None:
+        """Drop the tokens of [position, end), which are not all of them."""
+        self.tokens -= leaf.end - position
+        leaf.tokens = leaf.tokens[: position - leaf.start].copy()
+        leaf.end = position
+        self.leaves.renew(leaf)
+
+    def remove(self, leaf: Node) -> None:
+        """Take `leaf`, which has no checkpoint, out of the tree."""
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[int(leaf.tokens[0])]
+        self.tokens -= len(leaf.tokens)
+        self.segments -= 1
+        self.holdings.remove(leaf)
+        self._detach(leaf)
+        if parent is not self.root and not parent.children:
+            self.leaves.add(parent)
+        self.compress(parent)
+
+    def take_checkpoint(self, node: Node) -> tuple[Any, int]:
+        """Clear the node's checkpoint; return its state and bytes, None and 0 if it has none."""
+        taken = (node.checkpoint, node.checkpoint_bytes)
+        if node.checkpoint is not None:
+            self.checkpoints -= 1
+            self.checkpoint_bytes -= node.checkpoint_bytes
+            node.checkpoint = None
+            node.checkpoint_bytes = 0
+        return taken
+
+    def put_checkpoint(self, node: Node, state: Any, nbytes: int) -> Any:
+        """Set the node's checkpoint; return the state it replaces, or None."""
+        replaced, _ = self.take_checkpoint(node)
+        node.checkpoint = state
+        node.checkpoint_bytes = nbytes
+        node.asked = False
+        self.checkpoints += 1
+        self.checkpoint_bytes += nbytes
+        self.leaves.renew(node)
+        return replaced
+
+    def settle(self, node: Node) -> None:
+        """Let a node that has just lost its last lock be evicted, or merged into its child."""
+        node.asked = False
+        if not node.children:
+            self.leaves.add(node)
+        self.compress(node)
+
+    def _adopt(self, node: Node) -> None:
+        """Make `node` its parent's child, in place of the one that began like it."""
+        assert node.parent is not None
+        node.parent.children[int(node.tokens[0])] = node
+
+    def _detach(self, node: Node) -> None:
+        """Empty a node that left the tree: whoever still refers to it holds no KV by that."""
+        node.parent = None
+        node.children = {}
+        node.tokens = NO_TOKENS
+        node.value = None
+        self.leaves.discard(node)
+
+
+def same_conversation(node: Node, anchor: int | None) -> bool:
+    """Whether what goes on from the end of `node` is of one conversation with it.
+
+    The first `anchor` tokens make it that and no other. None: nobody knows, and only what goes on
+    from the very end of a leaf is.
+    """
+    if anchor is None:
+        return node.end > 0 and not node.children
+    return 0 < anchor <= node.end
+
+
+class Uses:
+    """The uses of a tree's segments. Each verb changes them, and so the order of eviction."""
+
+    def __init__(self, edges: Edges):
+        self._edges = edges
+
+    def found(self, match: Match, tokens: int, anchor: int | None = None) -> int:
+        """Count a request for `tokens` tokens that found `match`, made just now.
+
+        Returns the uses of its conversation, 0 if nothing is there of that.
+
+        `anchor` as `same_conversation` has it. Where the request goes another way than what its
+        conversation held, that is replaced, if nobody ever came back to it: such leaves go before
+        all others. May split an edge.
+        """
+        nodes, length = [node for node in match.nodes if node.end <= match.length], match.length
+        if match.nodes and length == tokens:
+            nodes = list(match.nodes)
+        if anchor is not None and 0 < anchor <= length < tokens:
+            last = match.nodes[-1]
+            if length < last.end and last.usage.reach <= length:
+                last = self._edges.divide(last, length)
+                last.asked = True
+                nodes.append(last)
+                self._edges.touch([last])
+            if length == last.end:
+                self._edges.pass_by(last)
+        for node in nodes:
+            node.usage.count += 1
+            node.usage.reach = max(node.usage.reach, min(node.end, length))
+        return nodes[-1].usage.count if nodes and same_conversation(nodes[-1], anchor) else 0
+
+    def renew(self, nodes: Sequence[Node], least: int = 0) -> None:
+        """Let the path to the last of `nodes` that is there be used just now, and `least` times.
+
+        For what is expected back without having been asked for.
+        """
+        last = next((node for node in reversed(nodes) if not node.detached), None)
+        path = last.path()[1:] if last is not None else []
+        self._edges.touch(path)
+        for node in path:
+            node.usage.count = max(node.usage.count, least)
+        for node in path:
+            self._edges.compress(node)
+
+    def keep(self, node: Node, wishes: tuple[tuple[int, float], ...]) -> None:
+        """Note what clients wish of the path to `node`: (position, seconds after each use)."""
+        for each in node.path():
+            each.usage.keep(tuple(wish for wish in wishes if wish[0] > each.start))
+
+    def wished(self, leaf: Node) -> int:
+        """Up to where a client wishes `leaf` kept: where a leaf of more worth would end; its start
+        if there is no such place. Changes nothing."""
+        return self._edges.leaves.wished(leaf)
+
+    def evicting(self, leaf: Node, position: int) -> None:
+        """Say that `leaf` is about to be evicted from `position` on: what is used then is newer."""
+        leaves, held = self._edges.leaves, self._edges.nbytes
+        size = (leaf.end - position) * leaves.worth.bytes_per_token + leaf.checkpoint_bytes
+        leaves.advance(leaf, size / max(1, held))
+
 
 __all__ = ["Cut", "Match", "Node", "PrefixTree", "Worth"]
 

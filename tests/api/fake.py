@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mlxcache.engine.tally import Tally
+from mlxcache.engine.metrics import Tally
 from mlxcache.errors import MlxcacheError
 from mlxcache.image import Image
 from mlxcache.types import (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlxcache.cache.checkpoints import SPACING, Trail, stops
 from mlxcache.cache.disk import Disk
 from mlxcache.cache.kv_cache import Memory
-from mlxcache.cache.spill import Spill
+from mlxcache.cache.write_behind import Spill
 from mlxcache.engine import scheduler
 from mlxcache.engine.cost import STOPS, Cost
 from mlxcache.model.toy import make_toy

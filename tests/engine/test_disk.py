@@ -13,7 +13,7 @@ import pytest
 
 from mlxcache.cache.disk import Disk
 from mlxcache.cache.kv_cache import Memory
-from mlxcache.cache.spill import Spill
+from mlxcache.cache.write_behind import Spill
 from mlxcache.engine.task import Task
 from mlxcache.errors import DiskFull, NotAnchored
 from mlxcache.model.toy import make_toy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxcache.engine.forecast import FIRST_REPLY, LEAST_S, MOST_S, Forecast, Going
+from mlxcache.engine.requests import FIRST_REPLY, LEAST_S, MOST_S, Forecast, Going
 from mlxcache.types import RequestRecord
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxcache.cache.forget import forget, held_beyond
+from mlxcache.cache.kv_cache import forget, held_beyond
 from tests.conftest import ToyMaker
 from tests.engine.conftest import Bench
 

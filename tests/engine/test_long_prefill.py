@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mlxcache.cache.kv_cache import Memory
+from mlxcache.engine.admission import Turns
 from mlxcache.engine.task import Task
-from mlxcache.engine.turns import Turns
 from tests.engine.conftest import Bench
 from tests.engine.test_pace import Clock
 

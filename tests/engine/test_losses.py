@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from mlxcache.cache.forget import forget_all
+from mlxcache.cache.kv_cache import forget_all
 from mlxcache.cli.output import log_line
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine

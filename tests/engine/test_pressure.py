@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.cache.handles import Handles
 from mlxcache.cache.kv_cache import Memory
 from mlxcache.cache.pressure import (
     CALM_S,
@@ -20,6 +19,7 @@ from mlxcache.cache.pressure import (
     Pressure,
     hold_back,
 )
+from mlxcache.cache.ram import Handles
 from mlxcache.config.strain import CALM, Level, Strain
 from mlxcache.tree.budget import Budget
 from tests.engine.conftest import Bench

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from mlxcache.engine.admission import REMEMBERED, Turns
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.task import Task
-from mlxcache.engine.turns import REMEMBERED, Turns
 from mlxcache.types import Job, Prompt, RequestRecord
 from tests.engine.conftest import Bench
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlxcache.cache.refused import FIRST_S, RETRY_S, Refused
+from mlxcache.cache.write_behind import FIRST_S, RETRY_S, Refused
 from mlxcache.tree.prefix_tree import PrefixTree
 
 

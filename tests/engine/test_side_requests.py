@@ -10,7 +10,7 @@ import pytest
 from mlxcache.cache.kv_cache import Memory
 from mlxcache.model.kv import Layout
 from mlxcache.tree.budget import Budget
-from mlxcache.tree.worth import Worth
+from mlxcache.tree.eviction import Worth
 from tests.engine.conftest import Bench, admitted
 
 HEAD, NEW = 250, 80

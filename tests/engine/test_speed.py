@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxcache.engine.speed import LEAST, Speed, gained
+from mlxcache.engine.cost import LEAST, Speed, gained
 from mlxcache.types import RequestRecord
 
 

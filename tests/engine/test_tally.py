@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxcache.engine.tally import OUTCOMES, REASONS, SECONDS, Tally, Times, reuse_of
+from mlxcache.engine.metrics import OUTCOMES, REASONS, SECONDS, Tally, Times, reuse_of
 from mlxcache.types import WARMING, RequestRecord
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mlxcache.api.bodies import chat_of
-from mlxcache.cache.forget import forget_all
+from mlxcache.cache.kv_cache import forget_all
 from mlxcache.engine import engine as engine_module
 from mlxcache.engine.engine import Engine
 from mlxcache.types import Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall

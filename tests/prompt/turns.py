@@ -13,7 +13,7 @@ import numpy as np
 from mlxcache.api.anthropic_reply import Blocks
 from mlxcache.api.bodies import chat_of
 from mlxcache.api.openai_reply import Frame, Reply, completion
-from mlxcache.engine.ahead import NEAR
+from mlxcache.engine.anticipate import NEAR
 from mlxcache.prompt.ahead import continued
 from mlxcache.tree.node import common_length
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
