@@ -20,6 +20,8 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         yield folder
 
 
+pytest_plugins = ("tests.scheduled",)
+
 ToyMaker = Callable[..., Path]
 
 FIRST_FAMILIES = ("llama", "qwen3_5", "gemma3")

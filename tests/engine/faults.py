@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlxcache.engine.task import Task
 from mlxcache.types import Piece
-from tests.engine.conftest import Bench, PlainParser
+from tests.scheduled import Bench, PlainParser
 
 
 class Fault(Exception):

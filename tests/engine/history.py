@@ -18,7 +18,7 @@ from mlxcache.engine.task import Task
 from mlxcache.errors import ContextLengthExceeded
 from mlxcache.tree.budget import Budget
 from mlxcache.types import Finished, Sampling
-from tests.engine.conftest import Bench, admitted
+from tests.scheduled import Bench, admitted
 
 TOLERANCE = 1e-3
 """By how much of a logit a greedy token may fall short of the best one: float32 sums differ."""

@@ -20,7 +20,7 @@ from mlxcache.prompt.marks import APART
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.types import TokenLogprob
-from tests.engine.conftest import Bench, admitted
+from tests.scheduled import Bench, admitted
 
 TOLERANCE = 1e-4
 """By how much a float32 log-probability may differ from a cold one."""

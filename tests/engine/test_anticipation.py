@@ -18,8 +18,8 @@ from mlxcache.engine.engine import Engine
 from mlxcache.engine.task import Task
 from mlxcache.types import Chat, Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall
 from tests.conftest import ToyMaker
-from tests.engine.conftest import Bench, admitted
 from tests.engine.running import settled, started
+from tests.scheduled import Bench, admitted
 
 Message = dict[str, Any]
 WORDS = ("the", "file", "path", "tool", "agent", "cache", "prefix", "model", "value", "edit")

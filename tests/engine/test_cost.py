@@ -14,7 +14,7 @@ from mlxcache.engine import cost
 from mlxcache.engine.cost import SHORT, Cost, measure
 from mlxcache.model import kv
 from tests.conftest import ToyMaker
-from tests.engine.conftest import Bench
+from tests.scheduled import Bench
 
 
 class Timed:

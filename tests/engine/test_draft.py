@@ -20,12 +20,12 @@ from mlxcache.model import kv
 from mlxcache.model.pair import Pair
 from mlxcache.tree.budget import Budget
 from mlxcache.types import Sampling, TokenLogprob
+from tests import scheduled as bench_module
 from tests.conftest import ToyMaker
-from tests.engine import conftest as bench_module
 from tests.engine import test_scheduler as plain_tests
-from tests.engine.conftest import Bench, PlainParser, admitted, finished
 from tests.engine.drafts import KINDS, make_draft, make_resized
 from tests.engine.history import live
+from tests.scheduled import Bench, PlainParser, admitted, finished
 
 MANY = int(os.environ.get("MLXCACHE_HISTORIES", "0"))
 

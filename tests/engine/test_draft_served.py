@@ -16,11 +16,11 @@ from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import SnapshotRefused
 from mlxcache.types import Finished, Prompt, RequestRecord
+from tests.cache.test_ram_limit import LIMIT, held
 from tests.conftest import ToyMaker
 from tests.engine.drafts import make_draft
-from tests.engine.test_ram_limit import LIMIT, held
-from tests.engine.test_sessions import ask, prompt, text
 from tests.sampler import Sampler
+from tests.sessions.test_book import ask, prompt, text
 
 
 @asynccontextmanager

@@ -13,8 +13,8 @@ import pytest
 from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
 from mlxcache.types import Sampling
-from tests.engine.conftest import Bench, admitted, finished
 from tests.engine.faults import FaultyParser, faulty, raise_at, uncomputable
+from tests.scheduled import Bench, admitted, finished
 
 SEEDED = Sampling(temperature=0.9, seed=5, frequency_penalty=0.4)
 

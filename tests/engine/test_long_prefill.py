@@ -12,8 +12,8 @@ import pytest
 from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.admission import Turns
 from mlxcache.engine.task import Task
-from tests.engine.conftest import Bench
-from tests.engine.test_pace import Clock
+from tests.engine.test_prefill import Clock
+from tests.scheduled import Bench
 
 CHUNK_TOKENS, LONG, SHORT = 64, 4000, 40
 PREFILL_S, DECODE_S = 0.004, 0.05

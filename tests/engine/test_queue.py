@@ -11,7 +11,7 @@ from mlxcache.engine.admission import REMEMBERED, Turns
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.task import Task
 from mlxcache.types import Job, Prompt, RequestRecord
-from tests.engine.conftest import Bench
+from tests.scheduled import Bench
 
 
 def task(session: str | None, name: str = "x", client: str | None = None) -> Task:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from mlxcache.engine.scarce import out_of_memory
-from tests.engine.conftest import Bench, admitted, finished
 from tests.engine.faults import FaultyModel, faulty
 from tests.engine.test_faults import SEEDED, at_rest, error, prompt
+from tests.scheduled import Bench, admitted, finished
 
 NO_MEMORY = RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.engine.conftest import Bench, admitted, finished
+from tests.scheduled import Bench, admitted, finished
 
 
 def prompt(rng: np.random.Generator, n: int) -> list[int]:

@@ -11,7 +11,7 @@ from mlxcache.cache.kv_cache import Memory
 from mlxcache.model.kv import Layout
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.eviction import Worth
-from tests.engine.conftest import Bench, admitted
+from tests.scheduled import Bench, admitted
 
 HEAD, NEW = 250, 80
 """Tokens of the main agent's tools and system, and of each of its turns."""

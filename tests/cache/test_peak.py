@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.engine.task import Task
 from mlxcache.model.toy import make_toy
-from tests.engine.conftest import Bench
+from tests.scheduled import Bench
 
 CHUNK = 128
 LENGTH = 2000

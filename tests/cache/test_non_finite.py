@@ -15,9 +15,9 @@ from mlxcache.engine.task import Task
 from mlxcache.model.finite import finite, finite_upto
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
-from tests.engine.conftest import Bench, admitted, finished
 from tests.engine.faults import FaultyModel, faulty
 from tests.engine.test_faults import at_rest, error, prompt
+from tests.scheduled import Bench, admitted, finished
 
 ROOM = 1 << 20
 

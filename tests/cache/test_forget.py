@@ -8,7 +8,7 @@ import numpy as np
 
 from mlxcache.cache.kv_cache import forget, held_beyond
 from tests.conftest import ToyMaker
-from tests.engine.conftest import Bench
+from tests.scheduled import Bench
 
 
 def test_what_the_tree_does_not_hold_costs_nobody_else(toy: ToyMaker) -> None:

@@ -22,7 +22,7 @@ from mlxcache.prompt.marks import APART
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST
-from tests.engine.conftest import Bench, admitted
+from tests.scheduled import Bench, admitted
 
 TOYS = ("qwen3_5", "mamba2", "llama4")
 

@@ -19,8 +19,8 @@ from mlxcache.errors import DiskFull, NotAnchored
 from mlxcache.model.toy import make_toy
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
-from tests.engine.conftest import Bench
 from tests.engine.drafts import make_draft
+from tests.scheduled import Bench
 
 FAMILIES = ("llama", "gemma3", "gpt_oss", "qwen3_5", "mamba2", "llama4", "deepseek_v3")
 ROOM = 1 << 20

@@ -12,8 +12,8 @@ from mlxcache.cache.kv_cache import Memory
 from mlxcache.model.toy import make_toy
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
-from tests.engine.conftest import Bench
 from tests.engine.drafts import make_draft
+from tests.scheduled import Bench
 
 ROOM = 1 << 20
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlxcache.cache.kv_cache import Memory
-from tests.engine.conftest import Bench
 from tests.engine.test_long_prefill import Timed, answered, ids
-from tests.engine.test_pace import Clock
+from tests.engine.test_prefill import Clock
+from tests.scheduled import Bench
 
 TICKS = 20
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.engine.conftest import Bench, admitted
+from tests.scheduled import Bench, admitted
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlxcache.engine.prefill import BURST_S, Pace
-from tests.engine.conftest import Bench
+from tests.scheduled import Bench
 
 
 class Clock:

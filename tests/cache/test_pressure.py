@@ -22,8 +22,8 @@ from mlxcache.cache.pressure import (
 from mlxcache.cache.ram import Handles
 from mlxcache.config.strain import CALM, Level, Strain
 from mlxcache.tree.budget import Budget
-from tests.engine.conftest import Bench
-from tests.engine.test_pace import Clock
+from tests.engine.test_prefill import Clock
+from tests.scheduled import Bench
 
 RAM = 40_000_000
 SHORT = Strain(Level.WARNING, "somebody says so")
