@@ -23,11 +23,11 @@ from mlxcache.api.http import ApiSettings
 from mlxcache.api.record import Recorder
 from mlxcache.cli import descriptors
 from mlxcache.cli.connect import base_url
-from mlxcache.cli.gained import gained
 from mlxcache.cli.listen import listen
 from mlxcache.cli.output import Loading, log_line
 from mlxcache.cli.protocol import Protocol
 from mlxcache.cli.sharing import sharing
+from mlxcache.cli.show import print_run_summary
 from mlxcache.cli.warming import warm_files
 from mlxcache.cli.welcome import welcome
 from mlxcache.config import Keys, Settings, read_keys
@@ -100,7 +100,7 @@ async def _serve(
     await _end(server, serving, engine)
     figures = engine.figures()
     if figures.get("requests", {}).get("total"):
-        gained(console, figures, engine.tally)
+        print_run_summary(console, figures, engine.tally)
     if recorder is not None:
         recorder.close()
     if engine.dead.is_set():

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mlxcache.cli.output import UNSEEN, visible
 from mlxcache.config import format_size
+
+if TYPE_CHECKING:
+    from mlxcache.engine.metrics import Tally
+
 
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or a pipe, so that nothing is cut off."""
@@ -122,3 +127,30 @@ def age(at: float) -> str:
 def moment(at: float) -> str:
     """`at` (seconds since 1970) as this machine's clock and calendar have it."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally) -> None:
+    """Print requests, waiting times, what was reused and the time that this saved.
+
+    `figures` are what `GET /v1/cache` says, of a run that had requests.
+    """
+    requests, saved = figures["requests"], figures["saved"]
+    tokens = {f"{name}_tokens": count for name, count in figures["tokens"].items()}
+    kinds = [
+        f"{requests[kind]:,} {kind}" for kind in ("cold", "warm", "restored") if requests[kind]
+    ]
+    waits = [
+        f"{duration(times.average)} {kind}"
+        for kind, times in tally.first_token.items()
+        if times.average is not None
+    ]
+    lines = [("Requests", f"{requests['total']:,} ({', '.join(kinds)})")]
+    if waits:
+        lines.append(("First token", f"after {', '.join(waits)}, on average"))
+    lines.append(("Reused", reuse(tokens)))
+    if saved["tokens"]:
+        least = "at least " if saved["tokens"] < tokens["cached_tokens"] else ""
+        lines.append(("Time saved", f"{least}{duration(saved['seconds'])}"))
+    console.print(Text("\nThis run", "bold"))
+    for name, value in lines:
+        console.print(f"{name:<12} {value}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from mlxcache.cli.progress import moving
 from mlxcache.cli.sessions import Id, find
 from mlxcache.cli.target import Json, Where, located
 from mlxcache.config import format_size
-from mlxcache.errors import ConfigError, MlxcacheError
+from mlxcache.errors import ConfigError, MlxcacheError, SnapshotRefused
 
 
 class Format(StrEnum):
@@ -82,10 +83,7 @@ def restore(
     as_json: Json = False,
 ) -> None:
     """Import a session from a snapshot, or from a file of mlx-lm's; its next turn is warm."""
-    # Here and not above: numpy takes a while, and --help needs none of it.
-    from mlxcache.cli.snapshot_file import check  # noqa: PLC0415
-
-    check(file)
+    check_snapshot(file)
     if prompt == "-":
         prompt = typer.get_text_stream("stdin").read()
     with moving("reading") as progress:
@@ -94,3 +92,67 @@ def restore(
         show.print_json(made)
     else:
         console().print(f"Imported {made['tokens']:,} tokens: {made['id']}")
+
+
+_EXPECTED = (
+    "Expected is a file that `mlxcache snapshot ID -o FILE` wrote, or mlx-lm's "
+    "`mlx_lm.cache_prompt`."
+)
+_HEAD = 4096
+_SHOWN_CHARS = 40
+_LENGTH = 8  # bytes that say how long the header is
+_OFFSETS = b'"data_offsets"'  # of each tensor there is
+
+_ARCHIVES = (
+    (b"\x1f\x8b", "gzip"),
+    (b"PK\x03\x04", "zip"),
+    (b"BZh", "bzip2"),
+    (b"\xfd7zXZ", "xz"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+)
+
+
+def check_snapshot(file: Path) -> None:
+    """Raises MlxcacheError, with what was expected and what was found, unless it is a snapshot."""
+    from mlxcache.store.snapshot_check import format_of  # noqa: PLC0415 - numpy takes a while
+
+    try:
+        format_of(file)
+    except SnapshotRefused as error:
+        raise MlxcacheError(
+            f"{file} is no snapshot: {_describe_wrong(file, error)}. {_EXPECTED}"
+        ) from error
+
+
+def _describe_wrong(file: Path, error: SnapshotRefused) -> str:
+    from mlxcache.store.snapshot_info import FORMAT  # noqa: PLC0415 - as above
+
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(_HEAD)
+            size = os.fstat(opened.fileno()).st_size
+    except OSError as failure:
+        raise MlxcacheError(f"{file} cannot be read: {failure.strerror}.") from failure
+    if not head:
+        return "it is empty"
+    for start, name in _ARCHIVES:
+        if head.startswith(start):
+            return f"it is packed with {name}; unpack it first"
+    if f'"{FORMAT}"'.encode() in head[_LENGTH:]:
+        return f"it is a snapshot, but cut off or damaged. {str(error).rstrip('.')}"
+    if _OFFSETS in head[_LENGTH:]:
+        why = str(error).rstrip(".")
+        return f"it is a safetensors file of something else, such as weights, or cut off. {why}"
+    text = _printable_start(head)
+    if text is not None:
+        return f"it is a text, which begins with {text[:_SHOWN_CHARS]!r}"
+    return f"it is {format_size(size)} of something else"
+
+
+def _printable_start(head: bytes) -> str | None:
+    try:
+        text = head.decode(errors="strict" if len(head) < _HEAD else "ignore").strip()
+    except UnicodeDecodeError:
+        return None
+    shown = text[:_SHOWN_CHARS]
+    return shown if all(c.isprintable() or c.isspace() for c in shown) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxcache.cli.figures import print_figures
+from mlxcache.cli.cache import print_figures
 
 FIGURES = {
     "ram": {
