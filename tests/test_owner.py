@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxcache.common_prefix import common_length
 from mlxcache.owner import MARKED, own_ids, owner_of, plain_ids
-from mlxcache.tree.node import common_length
 
 ALICE, BOB = owner_of("alice's key"), owner_of("bob's key")
 IDS = st.lists(st.integers(0, 300_000), max_size=12).map(lambda ids: np.array(ids, np.int32))

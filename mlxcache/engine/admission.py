@@ -12,11 +12,11 @@ from mlxcache.cache.kv_cache import Memory
 from mlxcache.cache.main_conversation import Claim
 from mlxcache.cache.pressure import let_go
 from mlxcache.cache.restore import WORTH_LOOKING
+from mlxcache.common_prefix import common_length
 from mlxcache.engine.cost import Cost
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.task import Task
 from mlxcache.errors import ContextLengthExceeded
-from mlxcache.tree.node import common_length
 from mlxcache.types import Admitted, Job
 
 K = TypeVar("K")

@@ -16,13 +16,13 @@ from mlxcache.cache.checkpoints import stops
 from mlxcache.cache.disk import Disk
 from mlxcache.cache.kv_cache import Memory, forget
 from mlxcache.cache.main_conversation import Claim
+from mlxcache.common_prefix import common_length
 from mlxcache.engine.prefill import Prefill
 from mlxcache.engine.task import Task, owned
 from mlxcache.errors import MlxcacheError
 from mlxcache.prompt.ahead import continued
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import Source
-from mlxcache.tree.node import common_length
 from mlxcache.types import (
     WARMING,
     Event,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mlxcache.common_prefix import common_characters, common_length
 from mlxcache.errors import ContextLengthExceeded, MlxcacheError
 from mlxcache.prompt.ahead import following
 from mlxcache.prompt.canonical.canonicaliser import LONGER, Canonical, Canonicaliser
@@ -16,7 +17,11 @@ from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.explain import Source
 from mlxcache.prompt.images import Album, Pictures, with_images
 from mlxcache.prompt.marks import learn_openers, marks, wished
-from mlxcache.prompt.recent import Anchors, Tokenised, Tokeniser, common_prefix
+from mlxcache.prompt.recent import (
+    Anchors,
+    Tokenised,
+    Tokeniser,
+)
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.replay import Replay, Replayed
 from mlxcache.prompt.replies import Asked, Generated, Reading
@@ -34,7 +39,6 @@ from mlxcache.prompt.tokenizer import (
 )
 from mlxcache.prompt.traits import U, probe
 from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.tree.node import common_length
 from mlxcache.types import Chat, Prompt
 
 log = logging.getLogger(__name__)
@@ -232,7 +236,7 @@ class PromptBuilder:
             shown = self._renderer.render(replace(chat, messages=messages, continue_final=False))
         except MlxcacheError:
             return 0
-        return made.floor(place(common_prefix(shown.text, made.plain), made.splices))
+        return made.floor(place(common_characters(shown.text, made.plain), made.splices))
 
     def position(self, source: Source, char: int) -> int:
         """How many tokens of a prompt stand before a character of its rendered text."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlxcache.prompt.recent import Tokeniser, common_prefix
+from mlxcache.common_prefix import common_characters
+from mlxcache.prompt.recent import Tokeniser
 from mlxcache.prompt.tokenizer import Added
 
 _PIECES = (
@@ -32,7 +33,7 @@ def incremental_holds(tokeniser: Tokeniser, controls: Sequence[Added], rendered:
         for piece, token in zip(_PIECES, (a, b) * len(_PIECES), strict=False):
             longer = text + piece + token + piece
             old = tokeniser.full(text)
-            new = tokeniser.extend(old, common_prefix(text, longer), longer)
+            new = tokeniser.extend(old, common_characters(text, longer), longer)
             if new is not None and new.ids.tolist() != tokeniser.full(longer).ids.tolist():
                 return False
             text = longer

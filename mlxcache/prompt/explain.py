@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlxcache.common_prefix import common_characters, common_length
 from mlxcache.prompt.canonical.canonicaliser import Canonical
 from mlxcache.prompt.explain_advice import advice_for
 from mlxcache.prompt.explain_chats import differences, first_new
 from mlxcache.prompt.explain_messages import Difference
-from mlxcache.prompt.recent import Tokenised, common_prefix
+from mlxcache.prompt.recent import Tokenised
 from mlxcache.prompt.replies import Asked
-from mlxcache.tree.node import common_length
 from mlxcache.types import Chat, Tokens
 
 WORTH = 64
@@ -144,7 +144,7 @@ class Explainer:
     def _seen(self, found: Sequence[Difference], was: Source, now: Source) -> Difference | None:
         """The difference that shows where the two texts part; None if none does."""
         old, new = was.tokenised.text, now.tokenised.text
-        at = common_prefix(old, new)
+        at = common_characters(old, new)
         if at >= min(len(old), was.generation):
             return None
         near = slice(max(0, at - _NEAR), at + _NEAR)

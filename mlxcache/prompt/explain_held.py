@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlxcache.common_prefix import common_length
+from mlxcache.lru import LatestByGroup
 from mlxcache.prompt.explain import Side
 from mlxcache.prompt.explain_chats import related
-from mlxcache.tree.node import common_length
 from mlxcache.types import Tokens
 
 
@@ -32,31 +33,23 @@ class Candidates:
     """
 
     def __init__(self, *, count: int = 64, each: int = 4, limit: int = 64 << 20):
-        self._count, self._each, self._limit = count, each, limit
-        self._held: list[Candidate] = []
+        self._held: LatestByGroup[tuple[str | None, str | None], Candidate] = LatestByGroup(
+            each=each, count=count, limit=limit, size=lambda one: one.nbytes
+        )
 
     def add(self, new: Candidate) -> None:
         """Keep a prompt, in the place of one of its session that it goes on with."""
-        ids = new.side.ids
-        mine = self._of(new)
-        for one in mine:
-            if common_length(one.side.ids, ids) >= 0.75 * len(one.side.ids):
-                self._held.remove(one)
-        mine = self._of(new)
-        if len(mine) >= self._each:
-            self._held.remove(mine[0])
-        self._held.append(new)
-        size = self.nbytes
-        while self._held and (len(self._held) > self._count or size > self._limit):
-            size -= self._held.pop(0).nbytes
-
-    def _of(self, new: Candidate) -> list[Candidate]:
-        whose = (new.session, new.owner)
-        return [one for one in self._held if (one.session, one.owner) == whose]
+        ids, group = new.side.ids, (new.session, new.owner)
+        continued = [
+            one
+            for one in self._held.of(group)
+            if common_length(one.side.ids, ids) >= 0.75 * len(one.side.ids)
+        ]
+        self._held.add(group, new, replaced=continued)
 
     def all(self) -> list[Candidate]:
         """A copy of the list of them, for another thread."""
-        return list(self._held)
+        return [one for _, one in self._held.items()]
 
     @staticmethod
     def by_worth(
@@ -73,7 +66,7 @@ class Candidates:
     @property
     def nbytes(self) -> int:
         """Bytes that all of them keep alive."""
-        return sum(one.nbytes for one in self._held)
+        return self._held.total
 
 
 def best(found: list[tuple[Candidate, int]], side: Side) -> Candidate | None:

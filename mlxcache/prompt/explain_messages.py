@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlxcache.common_prefix import common_characters
 from mlxcache.image import Image
 from mlxcache.prompt.explain_text import Change, change_of
-from mlxcache.prompt.recent import common_prefix
 
 Message = Mapping[str, Any]
 Shows = tuple[str, str]
@@ -194,9 +194,9 @@ def similar(old: str, new: str) -> float:
     longer = max(len(old), len(new))
     if not longer:
         return 1.0
-    start = common_prefix(old, new)
+    start = common_characters(old, new)
     most = min(len(old), len(new)) - start
-    end = common_prefix(old[::-1][:most], new[::-1][:most])
+    end = common_characters(old[::-1][:most], new[::-1][:most])
     return (start + end) / longer
 
 

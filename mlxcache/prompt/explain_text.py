@@ -6,8 +6,8 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
+from mlxcache.common_prefix import common_characters
 from mlxcache.prompt.audit_shapes import ANNOUNCED, VALUES, touching
-from mlxcache.prompt.recent import common_prefix
 
 _LEFT, _RIGHT = 60, 140
 """Characters of a text that are shown before and from where it parts."""
@@ -43,7 +43,7 @@ def change_of(old: str, new: str, *, machine: bool = False) -> Change:
 
     `machine`: a program wrote it, so that a number which changes is a counter.
     """
-    at = common_prefix(old, new)
+    at = common_characters(old, new)
     shown = slice(max(0, at - _CLOSE), at + _RIGHT)
     cause = _cause(old, new, at, machine)
     return Change(at, cause, excerpt(old, at), excerpt(new, at), (old[shown], new[shown]))

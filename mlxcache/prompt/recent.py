@@ -7,11 +7,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
+from mlxcache.common_prefix import common_characters
+from mlxcache.lru import LatestByGroup
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.splices import Splice, parted, plain
 from mlxcache.prompt.tokenizer import Added, any_of
@@ -93,22 +94,6 @@ class Anchors:
         if len(at) != len(found) or ids[at].tolist() != found:
             return None
         return at
-
-
-def common_prefix(a: str, b: str) -> int:
-    """The number of leading characters that two texts share; O(n) in compiled comparisons."""
-    low, high = 0, min(len(a), len(b))
-    step = 4096
-    while low < high and a[low : low + step] == b[low : low + step]:
-        low, step = min(low + step, high), step * 2
-    high = min(low + step, high)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class Tokeniser:
@@ -252,19 +237,20 @@ class Recent:
     """
 
     def __init__(self, *, count: int = 128, each: int = 4, latest: int = 8, limit: int = 64 << 20):
-        self._count, self._each, self._latest, self._limit = count, each, latest, limit
-        self._lock = Lock()
-        self._held: tuple[tuple[str | None, Tokenised], ...] = ()
+        self._latest = latest
+        self._held: LatestByGroup[str | None, Tokenised] = LatestByGroup(
+            each=each, count=count, limit=limit, size=lambda text: text.nbytes
+        )
 
     def nearest(self, text: str, session: str | None) -> tuple[Tokenised | None, int]:
         """The remembered text with the longest common prefix, and its length in characters."""
-        held = self._held
+        held = self._held.items()
         latest = held[-self._latest :]
         near = [h for h in held[: -self._latest] if session is not None and h[0] == session]
         best: Tokenised | None = None
         shared = 0
         for _, candidate in reversed((*near, *latest)):
-            length = common_prefix(candidate.text, text)
+            length = common_characters(candidate.text, text)
             if length > shared:
                 best, shared = candidate, length
         return best, shared
@@ -274,16 +260,9 @@ class Recent:
 
         What was remembered first is forgotten first.
         """
-        with self._lock:
-            held = [h for h in self._held if h != (session, continues)]
-            mine = [h for h in held if h[0] == session]
-            if len(mine) >= (self._latest if session is None else self._each):
-                held.remove(mine[0])
-            held.append((session, new))
-            size = sum(kept.nbytes for _, kept in held)
-            while held and (len(held) > self._count or size > self._limit):
-                size -= held.pop(0)[1].nbytes
-            self._held = tuple(held)
+        replaced = () if continues is None else (continues,)
+        each = self._latest if session is None else None
+        self._held.add(session, new, replaced=replaced, each=each)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -291,4 +270,4 @@ class Recent:
     @property
     def nbytes(self) -> int:
         """Bytes that the remembered texts hold."""
-        return sum(kept.nbytes for _, kept in self._held)
+        return self._held.total

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlxcache.common_prefix import common_characters
 from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
 from mlxcache.image import Image
+from mlxcache.lru import LRU
 from mlxcache.prompt.adapt import adapt, leading_systems
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.images import Album, images_of
-from mlxcache.prompt.recent import common_prefix
 from mlxcache.prompt.template import RESERVED, Message, Template, too_deep
 from mlxcache.prompt.traits import NAME, SHORT_ID, TOOL, A, R, Traits, U
 from mlxcache.types import Chat
@@ -57,7 +58,7 @@ class Renderer:
     ):
         self._template, self._traits, self._escape, self._args = template, traits, escape, args
         self._album = album
-        self._generations: dict[str, str | None] = {}
+        self._generations: LRU[str, tuple[str | None]] = LRU(_KEPT)
 
     def render(self, chat: Chat) -> Rendered:
         """Raises BadRequest for a conversation that the template refuses, GenerationFailed."""
@@ -117,7 +118,7 @@ class Renderer:
             if not shown:
                 continue
             try:
-                return common_prefix(text, self._text(shown, tools, args, generation=False))
+                return common_characters(text, self._text(shown, tools, args, generation=False))
             except MlxcacheError:
                 continue
         return 0
@@ -125,11 +126,11 @@ class Renderer:
     def _generation(self, role: str, args: Mapping[str, Any]) -> str | None:
         """What `add_generation_prompt` appends after a message of a role; None if not known."""
         key = f"{role} {json.dumps(args, sort_keys=True, default=repr)}"
-        if key not in self._generations:
-            if len(self._generations) >= _KEPT:
-                self._generations.clear()
-            self._generations[key] = self._find_generation(role, args)
-        return self._generations.get(key)
+        known = self._generations.get(key)
+        if known is None:
+            known = (self._find_generation(role, args),)
+            self._generations.put(key, known)
+        return known[0]
 
     def _find_generation(self, role: str, args: Mapping[str, Any]) -> str | None:
         if role not in _AFTER:

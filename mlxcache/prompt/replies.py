@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxcache.lru import LRU
 from mlxcache.prompt.recent import Anchors
 from mlxcache.prompt.said import Read, Said
 from mlxcache.prompt.tokenizer import ChatTokenizer, thinking_marks, tool_marks
@@ -206,35 +207,30 @@ class Replies:
     """
 
     def __init__(self, limit: int = LIMIT):
-        self._limit = limit
         self._lock = Lock()
-        self._held: OrderedDict[bytes, tuple[Generated, ...]] = OrderedDict()
+        self._held: LRU[bytes, tuple[Generated, ...]] = LRU(limit, _nbytes)
         self._behind: dict[bytes, tuple[Generated, ...]] = {}
-        self._bytes = 0
         self._places: tuple[Asked, ...] | None = ()
 
     def put(self, reply: Generated) -> None:
         """Remember a reply beside others to the same prompt."""
         with self._lock:
-            others = self._held.pop(reply.asked.digest, ())
+            others = self._held.peek(reply.asked.digest) or ()
             same = [o for o in others if o.like(reply)]
             reply = same[0] if same else reply  # what was found out about it stays
             kept = [o for o in others if o not in same][-ALTERNATIVES + 1 :]
             for gone in others:
                 if gone not in kept:
                     self._forget(gone)
-            self._held[reply.asked.digest] = (*kept, reply)
             history = reply.asked.history
             if history:
                 self._behind[history] = (*self._behind.get(history, ()), reply)
-            self._bytes += reply.nbytes
-            while self._bytes > self._limit and self._held:
-                for gone in self._held.popitem(last=False)[1]:
+            for evicted in self._held.put(reply.asked.digest, (*kept, reply)):
+                for gone in evicted:
                     self._forget(gone)
             self._places = None
 
     def _forget(self, reply: Generated) -> None:
-        self._bytes -= reply.nbytes
         history = reply.asked.history
         left = tuple(one for one in self._behind.get(history, ()) if one is not reply)
         if left:
@@ -244,10 +240,7 @@ class Replies:
 
     def to(self, digest: bytes) -> tuple[Generated, ...]:
         """The replies to a prompt, the newest last."""
-        with self._lock:
-            if digest in self._held:
-                self._held.move_to_end(digest)
-            return self._held.get(digest, ())
+        return self._held.get(digest) or ()
 
     def behind(self, history: bytes) -> tuple[Generated, ...]:
         """The replies behind a conversation, the newest last."""
@@ -271,10 +264,14 @@ class Replies:
     @property
     def nbytes(self) -> int:
         """Bytes that the replies hold."""
-        return self._bytes
+        return self._held.total
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
+
+
+def _nbytes(replies: tuple[Generated, ...]) -> int:
+    return sum(reply.nbytes for reply in replies)
 
 
 def generated(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from mlxcache.cache.kv_cache import forget_all, forget_session, in_ram
+from mlxcache.common_prefix import common_length
 from mlxcache.errors import MlxcacheError, StoreError
 from mlxcache.mlx_thread import Calls
 from mlxcache.owner import OWNER
@@ -27,7 +28,6 @@ from mlxcache.store.session_figures import Gain, SessionFigures
 from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_info import SessionInfo
 from mlxcache.store.store import Store
-from mlxcache.tree.node import common_length
 from mlxcache.types import WARMING, Tokens
 
 if TYPE_CHECKING:

@@ -185,13 +185,3 @@ def as_tokens(ids: Tokens | Iterable[int]) -> Tokens:
             raise TypeError(f"token ids must be int32 of shape (n,), not {ids.dtype} {ids.shape}")
         return ids
     return np.array(list(ids), dtype=np.int32)
-
-
-def common_length(edge: Tokens, ids: Tokens) -> int:
-    """The number of leading tokens in which the two agree."""
-    size = min(len(edge), len(ids))
-    if size == 0:
-        return 0
-    differ = edge[:size] != ids[:size]
-    first = int(differ.argmax())
-    return first if differ[first] else size

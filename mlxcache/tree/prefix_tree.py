@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxcache.common_prefix import common_length
 from mlxcache.tree.check import audit
 from mlxcache.tree.eviction import Order, Worth
 from mlxcache.tree.node import (
@@ -19,7 +20,6 @@ from mlxcache.tree.node import (
     Node,
     Usage,
     as_tokens,
-    common_length,
     unneeded,
 )
 from mlxcache.types import Tokens

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from mlxcache.common_prefix import common_length
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.replies import generated
-from mlxcache.tree.node import common_length
 from mlxcache.types import Chat, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
 from tests.prompt import families
 from tests.prompt.chats import TOOLS

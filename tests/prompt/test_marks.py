@@ -3,10 +3,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from mlxcache.common_prefix import common_length
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.marks import APART, marks, wished
 from mlxcache.prompt.recent import Tokenised
-from mlxcache.tree.node import common_length
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
 from tests.prompt.chats import TOOLS, call, result

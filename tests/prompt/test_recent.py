@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxcache.common_prefix import common_characters
 from mlxcache.prompt.check import incremental_holds
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
-from mlxcache.prompt.recent import Anchors, Recent, Tokenised, Tokeniser, common_prefix
+from mlxcache.prompt.recent import (
+    Anchors,
+    Recent,
+    Tokenised,
+    Tokeniser,
+)
 from mlxcache.prompt.tokenizer import added_tokens, control_tokens
 from tests.prompt import kinds
 from tests.prompt.chats import PIECES
@@ -31,24 +37,6 @@ MADE = {kind: make(kind) for kind in KINDS}
 
 parts = st.lists(st.sampled_from([*PIECES, *CONTROL, "\u0301", "<|im_end|>\n", " "]), max_size=14)
 cuts = st.lists(st.integers(0, 200), min_size=1, max_size=4)
-
-
-@given(st.text("ab", max_size=50), st.text("ab", max_size=9), st.text("ab", max_size=9))
-def test_common_prefix_is_what_a_loop_would_count(start: str, one: str, other: str) -> None:
-    """Compared in blocks, counted to the character."""
-    a, b = start + one, start + other
-    expected = 0
-    while expected < min(len(a), len(b)) and a[expected] == b[expected]:
-        expected += 1
-    assert common_prefix(a, b) == expected
-
-
-@pytest.mark.parametrize("at", [0, 1, 4095, 4096, 4097, 12288, 12289, 99_999])
-def test_common_prefix_of_long_texts(at: int) -> None:
-    """Also where the difference is beside a block's end."""
-    a = "x" * 100_000
-    assert common_prefix(a, a[:at] + "y" + a[at + 1 :]) == at
-    assert common_prefix(a, a[:at]) == at
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +87,7 @@ def test_a_control_token_that_grows_is_not_an_anchor() -> None:
         first = "<s>hello" + a
         old = tokeniser.full(first)
         text = "<s>hello" + b + " end"
-        new = tokeniser.extend(old, common_prefix(first, text), text)
+        new = tokeniser.extend(old, common_characters(first, text), text)
         assert new is not None
         assert new.ids.tolist() == tokeniser.full(text).ids.tolist()
 

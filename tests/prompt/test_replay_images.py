@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from mlxcache.common_prefix import common_length
 from mlxcache.image import Image
 from mlxcache.model.output import reader
 from mlxcache.prompt.ahead import continued
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.tree.node import common_length
 from mlxcache.types import Chat, Text, Thinking, ToolCall
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES

@@ -13,9 +13,9 @@ import numpy as np
 from mlxcache.api.anthropic_reply import Blocks
 from mlxcache.api.bodies import chat_of
 from mlxcache.api.openai_reply import Frame, Reply, completion
+from mlxcache.common_prefix import common_length
 from mlxcache.engine.anticipate import NEAR
 from mlxcache.prompt.ahead import continued
-from mlxcache.tree.node import common_length
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import Calls

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
+from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.draft import Draft
-from mlxcache.prompt.canonical.remembered import Remembered
 from mlxcache.types import ToolCall
 
-Calls = Remembered[tuple[Mapping[str, Any], int]]
+Calls = LRU[Hashable, tuple[Mapping[str, Any], int]]
 """Arguments by the call's id and the tool's name, with their length in characters."""
 
 
@@ -45,7 +45,7 @@ def _as_known(call: Mapping[str, Any], calls: Calls) -> Mapping[str, Any]:
         return call
     text = json.dumps(arguments, default=repr)
     key = (call.get("id"), function.get("name"))
-    known, _ = calls.first(key, (arguments, len(text)))
+    known, _ = calls.setdefault(key, (arguments, len(text)))
     if json.dumps(known, default=repr) == text or not alike(known, arguments):
         return call
     return {**call, "function": {**function, "arguments": known}}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlxcache.config.rules import RULES
+from mlxcache.lru import LRU
 from mlxcache.prompt.canonical import (
     argument_order,
     attribution,
@@ -18,7 +19,6 @@ from mlxcache.prompt.canonical import (
     uuids,
 )
 from mlxcache.prompt.canonical.draft import Draft
-from mlxcache.prompt.canonical.remembered import Remembered
 from mlxcache.types import Chat, ToolCall
 
 LONGER = ("cleared_results", "thinking")
@@ -61,10 +61,10 @@ class Canonicaliser:
     ):
         self._on = {**RULES, **(rules or {})}
         self._thought = thought
-        self._orders: tool_order.Orders = Remembered(MOST_ORDERS)
-        self._calls: argument_order.Calls = Remembered(MOST_CHARACTERS, lambda kept: kept[1])
-        self._results: cleared.Results = Remembered(MOST_CHARACTERS, len)
-        self._places: git_status.Places = Remembered(MOST_PLACES)
+        self._orders: tool_order.Orders = LRU(MOST_ORDERS)
+        self._calls: argument_order.Calls = LRU(MOST_CHARACTERS, lambda kept: kept[1])
+        self._results: cleared.Results = LRU(MOST_CHARACTERS, len)
+        self._places: git_status.Places = LRU(MOST_PLACES)
 
     def canonical(
         self,

@@ -6,9 +6,11 @@ already, and everything behind it would have to be computed again without it.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
+from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.draft import Draft
 from mlxcache.prompt.canonical.history import History
-from mlxcache.prompt.canonical.remembered import Remembered
 
 CLEARED = "[Old tool result content cleared]"
 """What stands for a cleared result; the whole of it."""
@@ -16,7 +18,7 @@ CLEARED = "[Old tool result content cleared]"
 LEAST = 200
 """Characters of a result that is worth remembering."""
 
-Results = Remembered[str]
+Results = LRU[Hashable, str]
 
 
 def apply(draft: Draft, results: Results) -> bool:

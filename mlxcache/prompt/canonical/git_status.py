@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
+from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.draft import Draft
 from mlxcache.prompt.canonical.history import History
-from mlxcache.prompt.canonical.remembered import Remembered
 
 FIRST = re.compile(r"gitStatus: \S.*")
 _LINE = re.compile(
@@ -23,7 +23,7 @@ _LINE = re.compile(
 )
 """A line of the block behind its first: a heading, a file of `git status --short`, a commit."""
 
-Places = Remembered[str]
+Places = LRU[bytes, str]
 
 
 def take(draft: Draft) -> str:

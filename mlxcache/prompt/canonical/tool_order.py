@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 
+from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.draft import Draft
-from mlxcache.prompt.canonical.remembered import Remembered
 
-Orders = Remembered[tuple[bytes, ...]]
+Orders = LRU[bytes, tuple[bytes, ...]]
 
 
 def apply(draft: Draft, orders: Orders) -> bool:
@@ -16,7 +16,7 @@ def apply(draft: Draft, orders: Orders) -> bool:
     if len(draft.tools) < 2:
         return False
     digests = [hashlib.blake2b(_text(tool), digest_size=16).digest() for tool in draft.tools]
-    order = orders.first(b"".join(sorted(digests)), tuple(digests))
+    order = orders.setdefault(b"".join(sorted(digests)), tuple(digests))
     if order == tuple(digests):
         return False
     tools = dict(zip(digests, draft.tools, strict=True))

@@ -8,7 +8,6 @@ import pytest
 from mlxcache.prompt.canonical import cleared
 from mlxcache.prompt.canonical.argument_order import alike
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
-from mlxcache.prompt.canonical.remembered import Remembered
 from mlxcache.types import Chat, ToolCall
 
 USER = {"role": "user", "content": "hi"}
@@ -160,17 +159,3 @@ def test_what_was_cleared_elsewhere_stays_cleared(messages):
     rules = Canonicaliser()
     rules.canonical(Chat((USER, call({"path": "a"}), result(LONG))))
     assert rules.canonical(Chat(messages)).rules == ()
-
-
-def test_what_is_remembered_is_bounded():
-    """The least recently used goes first."""
-    kept = Remembered(10, len)
-    for key in "abc":
-        kept.put(key, "123")
-    assert kept.get("a") == "123"
-    kept.put("d", "123")
-    assert [kept.get(key) for key in "abcd"] == ["123", None, "123", "123"]
-    kept.put("d", "12345678901")
-    assert [kept.get(key) for key in "abcd"] == [None] * 4
-    assert kept.first("a", "1") == "1"
-    assert kept.first("a", "2") == "1"
