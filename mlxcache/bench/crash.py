@@ -24,8 +24,6 @@ from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.process import Lives, NotStarted, ours
 from mlxcache.bench.text import Filler
 from mlxcache.errors import NotFound, StoreError
-from mlxcache.store.listing import durable
-from mlxcache.store.prefixes import viewing
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 
@@ -150,8 +148,8 @@ def _lost(store: Store, seen: Seen) -> list[str]:
         except NotFound:
             wrong.append(f"session {id} is gone")
             continue
-        place = viewing(store, session.namespace)
-        found = durable(place, place.find(leaf.ids, touch=False))
+        place = store.for_namespace(session.namespace)
+        found = place.durable_tokens(place.find(leaf.ids, touch=False))
         if found < before:
             wrong.append(f"session {id} had {before} durable tokens and has {found}")
     return wrong

@@ -15,7 +15,6 @@ from mlxcache.engine.task import Task
 from mlxcache.errors import StoreError
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
-from mlxcache.store.prefixes import forget_beyond
 from mlxcache.store.store import Store
 from mlxcache.store.writer import Job, Writer
 from mlxcache.tree.prefix_tree import Node
@@ -127,7 +126,7 @@ class Disk:
         `nodes` are the tree's there. What is being written goes once it is.
         """
         self.persist.forget(nodes)
-        self.writer.call(lambda: forget_beyond(self.store, ids, keep))
+        self.writer.call(lambda: self.store.forget_beyond(ids, keep))
 
     def stats(self) -> dict[str, Any]:
         """What `GET /v1/cache` says of the disk. From any thread; half a second old at most."""

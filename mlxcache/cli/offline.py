@@ -11,9 +11,8 @@ from typing import Any
 from mlxcache.cli.remote import Progress
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create
-from mlxcache.store.listing import Listed, nothing, on_disk
+from mlxcache.store.listing import Held, Listed
 from mlxcache.store.lock import alone
-from mlxcache.store.prefixes import delete_session, pin, viewing
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.snapshot import export, read_snapshot, restore
 from mlxcache.store.snapshot_check import format_of
@@ -56,13 +55,13 @@ class Offline:
         with alone(self.cache_dir), self._open() as (store, sessions):
             sessions.update(id, **changes)
             if "pinned" in changes:
-                pin(store, sessions, id, pinned=changes["pinned"])
+                store.pin_session(sessions, id, pinned=changes["pinned"])
             return _listed(store, sessions, id).as_object()
 
     def delete(self, id: str) -> None:
         """Remove a session, and the files that no other needs."""
         with alone(self.cache_dir), self._open() as (store, sessions):
-            delete_session(store, sessions, id)
+            store.delete_session(sessions, id)
 
     def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
         """A new session that goes on from `id`."""
@@ -77,7 +76,7 @@ class Offline:
         done = 0
         with self._open() as (store, sessions):
             info = sessions.info(id)
-            parts = export(viewing(store, info.namespace), info)
+            parts = export(store.for_namespace(info.namespace), info)
             with create(path) as file:
                 for part in parts:
                     file.write(part)
@@ -95,7 +94,7 @@ class Offline:
             raise MlxcacheError("This is a file of mlx-lm's, which needs a server: start one.")
         checked = read_snapshot(path)
         with alone(self.cache_dir), self._open(make=True) as (store, sessions):
-            info = restore(viewing(store, checked.session.namespace), checked, progress)
+            info = restore(store.for_namespace(checked.session.namespace), checked, progress)
             return _listed(store, sessions, sessions.adopt(info, time.time(), name)).as_object()
 
     # -- the cache ---------------------------------------------------------------------------
@@ -156,5 +155,5 @@ class Offline:
 
 def _listed(store: Store, sessions: Sessions, id: str) -> Listed:
     session, leaves = sessions.get(id), sessions.leaves(id)
-    held = on_disk(viewing(store, session.namespace), leaves)
-    return Listed(session, tuple(leaves), nothing(leaves), held, sessions.figures(id))
+    held = store.for_namespace(session.namespace).measure_leaves(leaves)
+    return Listed(session, tuple(leaves), Held.nothing(leaves), held, sessions.figures(id))

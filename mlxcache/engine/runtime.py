@@ -245,8 +245,12 @@ class Core:
         folder = settings.cache_dir / "store"
         wake = self.scheduler.inbox.put
         try:
-            store = Store.open(folder, self._namespace(settings), disk_limit(settings.disk, folder))
-            store.states = bool(self.layout.opaque)
+            store = Store.open(
+                folder,
+                self._namespace(settings),
+                disk_limit(settings.disk, folder),
+                needs_checkpoints=bool(self.layout.opaque),
+            )
             self.disk = Disk(store, self.memory, room, lambda: wake(_nothing))
         except (StoreError, OSError) as error:
             log.warning("no disk tier, all is served from RAM: %s", error)

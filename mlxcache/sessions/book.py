@@ -21,8 +21,7 @@ from mlxcache.sessions.journal import Booking, Served
 from mlxcache.sessions.mlx_lm_files import Submit
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
-from mlxcache.store.listing import Held, Listed, nothing, on_disk
-from mlxcache.store.prefixes import forget_prefix, viewing
+from mlxcache.store.listing import Held, Listed
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_figures import Gain, SessionFigures
 from mlxcache.store.sessions import Session, Sessions
@@ -153,7 +152,7 @@ class SessionBook:
             return [
                 in_ram(core.memory, [leaf.ids for leaf in leaves])
                 if session.namespace == self.namespace
-                else nothing(leaves)
+                else Held.nothing(leaves)
                 for session, leaves, *_ in rows
             ]
 
@@ -166,11 +165,11 @@ class SessionBook:
 
     def _on_disk(self, session: Session, leaves: Sequence[Leaf]) -> Held:
         if self.store is None:
-            return nothing(leaves)
+            return Held.nothing(leaves)
         try:
-            return on_disk(viewing(self.store, session.namespace), leaves)
+            return self.store.for_namespace(session.namespace).measure_leaves(leaves)
         except StoreError:  # there is no such folder any more, which the log says once
-            return nothing(leaves)
+            return Held.nothing(leaves)
 
     # -- changing ----------------------------------------------------------------------------
 
@@ -221,8 +220,8 @@ class SessionBook:
         if namespace == self.namespace:
             await self.call(lambda core: forget_session(core, ids, needed))
         if self.store is not None:
-            seen = viewing(self.store, namespace)
-            await self._booking.run(lambda: forget_prefix(seen, self._sessions, ids))
+            seen = self.store.for_namespace(namespace)
+            await self._booking.run(lambda: seen.remove_unshared(self._sessions, ids))
 
     async def clear(self, *, pinned: bool = False) -> dict[str, int]:
         """Empty both tiers and forget the sessions, pinned ones only if `pinned`.

@@ -16,7 +16,6 @@ from mlxcache.sessions.journal import Served
 from mlxcache.sessions.mlx_lm_files import PromptCacheExport, Submit, compute, take_in
 from mlxcache.store.database import translated
 from mlxcache.store.lock import runs
-from mlxcache.store.prefixes import viewing
 from mlxcache.store.sessions import new_id
 from mlxcache.store.snapshot import (
     Export,
@@ -64,7 +63,7 @@ class Portable:
         store = self._stored()
         info = await self._book.info(id)
         await self._book.settled()
-        seen = viewing(store, info.namespace)
+        seen = store.for_namespace(info.namespace)
         return await asyncio.to_thread(export, seen, info, OWNER.get())
 
     async def prompt_cache(self, id: str) -> PromptCacheExport:

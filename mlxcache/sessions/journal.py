@@ -16,7 +16,6 @@ from typing import TypeVar
 from mlxcache.errors import Busy, NotReady, StoreError
 from mlxcache.store.database import Locked
 from mlxcache.store.leaves import anchor_of
-from mlxcache.store.prefixes import pin
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_figures import Gain
 from mlxcache.store.sessions import Sessions, Turn
@@ -176,7 +175,7 @@ class Booking:
     def pin(self, id: str, *, pinned: bool) -> None:
         """Evict what is on disk of a session last, or not any more. On the thread."""
         if self._store is not None:
-            pin(self._store, self._sessions, id, pinned=pinned)
+            self._store.pin_session(self._sessions, id, pinned=pinned)
 
     def with_room(self, tokens: int, action: Callable[[], T]) -> T:
         """The result of `action`, which writes rows of so many tokens, within the disk's cap.

@@ -38,8 +38,7 @@ class Database:
         self._scripts: list[str] = []
         self._inode: int | None = None
         self._era = 0
-        self.arrive: Callable[[], None] | None = None
-        """Called before each transaction that is not part of another: is the file there?"""
+        self._check: Callable[[], None] | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Database:
@@ -70,6 +69,10 @@ class Database:
                     statement = ""
             if statement.strip():
                 raise ValueError(f"no ; ends {statement.strip()!r}")
+
+    def check_before(self, check: Callable[[], None] | None) -> None:
+        """Call `check` before each transaction that is not part of another; None: no more."""
+        self._check = check
 
     def is_there(self) -> bool:
         """Whether the file in its place is the one that was opened."""
@@ -125,7 +128,7 @@ class Database:
         if current is not None:
             yield current
             return
-        with translated(self.path), self._arrived(), self._connection() as connection:
+        with translated(self.path), self._checked(), self._connection() as connection:
             connection.execute("BEGIN")
             try:
                 yield connection
@@ -145,7 +148,7 @@ class Database:
             return
         with (
             translated(self.path),
-            self._arrived(),
+            self._checked(),
             self._writing(),
             self._connection() as connection,
         ):
@@ -185,9 +188,9 @@ class Database:
         return connection
 
     @contextmanager
-    def _arrived(self) -> Iterator[None]:
-        if self.arrive is not None:
-            self.arrive()
+    def _checked(self) -> Iterator[None]:
+        if self._check is not None:
+            self._check()
         yield
 
     def _busy_s(self) -> float:

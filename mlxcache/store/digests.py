@@ -38,9 +38,10 @@ def partial(digest: bytes, ids: Tokens) -> bytes:
 
 
 class Chain:
-    """The digests of every prefix of some ids: `whole[k]` is that of their first k blocks."""
+    """Digests of every prefix of `ids`: `whole[k]` is that of their first k blocks."""
 
-    def __init__(self, ids: Tokens, whole: list[bytes]):
+    def __init__(self, namespace: str, ids: Tokens, whole: list[bytes]):
+        self.namespace = namespace
         self.ids = ids
         self.whole = whole
 
@@ -51,11 +52,10 @@ class Chain:
 
 
 class Chains:
-    """Chains of one namespace; what was asked for last is continued and not computed again."""
+    """Chains of one namespace; the last one is continued, not computed again. Thread-safe."""
 
     def __init__(self, namespace: str):
-        self._root = root(namespace)
-        self._last = Chain(np.empty(0, np.int32), [self._root])
+        self._last = Chain(namespace, np.empty(0, np.int32), [root(namespace)])
         self._lock = threading.Lock()
 
     def of(self, ids: Tokens) -> Chain:
@@ -67,7 +67,7 @@ class Chains:
         shared = int(differ[0]) // BLOCK if len(differ) else blocks
         whole = last.whole[: shared + 1]
         whole += extend(whole[-1], ids[shared * BLOCK :])
-        chain = Chain(np.array(ids, np.int32), whole)
+        chain = Chain(last.namespace, np.array(ids, np.int32), whole)
         if shared < len(ids) // BLOCK:  # a prefix of the last one would only lose what is known
             with self._lock:
                 self._last = chain

@@ -22,7 +22,7 @@ _EXPONENTS = {
 """A float whose exponent has all bits set is no number: https://en.wikipedia.org/wiki/IEEE_754."""
 
 
-def are_numbers(path: Path, row: int) -> bool:
+def is_finite(path: Path, row: int) -> bool:
     """Whether row `row` of each of a run's tensors, and all behind it, are numbers.
 
     False also where the file cannot be read.

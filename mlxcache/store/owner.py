@@ -16,7 +16,7 @@ _TRIES, _PAUSE_S = 20, 0.01
 """A process that is gone may hold its lock a little longer."""
 
 
-class Owner:
+class ProcessLock:
     """One open store. The lock goes with the process, however that ends."""
 
     def __init__(self, folder: Folder):

@@ -11,7 +11,7 @@ from pathlib import Path
 from mlxcache.errors import StoreError
 from mlxcache.store import index, quarantine
 from mlxcache.store.contents import read_checkpoint, read_run
-from mlxcache.store.core import Core
+from mlxcache.store.context import StoreContext
 from mlxcache.store.database import Database, translated
 from mlxcache.store.digests import extend, root
 from mlxcache.store.folder import CHECKPOINT, RUN, SUFFIX, TEMP_SUFFIX, Folder, remove
@@ -74,19 +74,19 @@ def open_database(folder: Folder, limit: int | None) -> Database:
     return _open(folder)
 
 
-def recover(core: Core) -> None:
+def recover(context: StoreContext) -> None:
     """Make index and files agree. Raises StoreError."""
-    with translated(core.folder.path):
-        for lock in list(core.folder.locks.iterdir()):
-            if not alive(core.folder, lock.name):
+    with translated(context.folder.path):
+        for lock in list(context.folder.locks.iterdir()):
+            if not alive(context.folder, lock.name):
                 remove(lock)
-        with core.database.write() as connection:
-            _drop_unfinished(core, connection)
-            sizes, strays = _survey(core, connection)
-            _drop_lost(core, connection, sizes)
+        with context.database.write() as connection:
+            _drop_unfinished(context, connection)
+            sizes, strays = _survey(context, connection)
+            _drop_lost(context, connection, sizes)
             if strays:
-                _adopt_all(core, connection, strays)
-                _fit(core, connection, strays)
+                _adopt_all(context, connection, strays)
+                _fit(context, connection, strays)
 
 
 def _open(folder: Folder) -> Database:
@@ -115,17 +115,17 @@ def _remove_logs(folder: Folder) -> None:
         remove(folder.index.with_name(folder.index.name + suffix))
 
 
-def _drop_unfinished(core: Core, connection: sqlite3.Connection) -> None:
+def _drop_unfinished(context: StoreContext, connection: sqlite3.Connection) -> None:
     """Forget what dead processes were writing."""
     for row in index.rows(connection, "owner IS NOT NULL"):
         assert row.owner is not None
-        if not alive(core.folder, row.owner):
-            remove(core.folder.file(row.kind, row.digest))
+        if not alive(context.folder, row.owner):
+            remove(context.folder.file(row.kind, row.digest))
             index.delete(connection, row)
 
 
 def _survey(
-    core: Core, connection: sqlite3.Connection
+    context: StoreContext, connection: sqlite3.Connection
 ) -> tuple[dict[tuple[str, str], int], list[tuple[str, Path]]]:
     """Bytes of each (kind, file name) that has a row; and files that have none.
 
@@ -133,10 +133,10 @@ def _survey(
     """
     known = {(row.kind, row.digest.hex() + SUFFIX) for row in index.rows(connection)}
     sizes, strays = {}, []
-    for kind, entry in core.folder.files():
+    for kind, entry in context.folder.files():
         path = Path(entry.path)
         if entry.name.endswith(TEMP_SUFFIX):
-            if not alive(core.folder, entry.name[1:].rpartition("-")[0]):
+            if not alive(context.folder, entry.name[1:].rpartition("-")[0]):
                 remove(path)
         elif (kind, entry.name) in known:
             sizes[kind, entry.name] = entry.stat(follow_symlinks=False).st_size
@@ -146,7 +146,7 @@ def _survey(
 
 
 def _drop_lost(
-    core: Core, connection: sqlite3.Connection, sizes: dict[tuple[str, str], int]
+    context: StoreContext, connection: sqlite3.Connection, sizes: dict[tuple[str, str], int]
 ) -> None:
     """Drop rows whose file is not there or has another size, and what builds on them."""
     gone: set[int] = set()
@@ -154,10 +154,12 @@ def _drop_lost(
         size = sizes.get((row.kind, row.digest.hex() + SUFFIX))
         if row.id not in gone and size != row.nbytes:
             gone |= {below.id for below in index.below(connection, row.id)}
-            core.drop(row.id, corrupt=size is not None)
+            context.remove_file(row.id, corrupt=size is not None)
 
 
-def _adopt_all(core: Core, connection: sqlite3.Connection, strays: list[tuple[str, Path]]) -> None:
+def _adopt_all(
+    context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
+) -> None:
     """Add rows for whole files that have none; set aside what is no such file."""
     found = []
     for kind, path in strays:
@@ -165,8 +167,8 @@ def _adopt_all(core: Core, connection: sqlite3.Connection, strays: list[tuple[st
             found.append(_read(kind, path))
         except (Malformed, OSError) as error:
             log.warning("%s is set aside: %s.", path, error)
-            quarantine.put(core.folder, path, core.space.limit)
-            core.count("corrupt")
+            quarantine.put(context.folder, path, context.space.limit)
+            context.count("corrupt")
     holders: dict[bytes, int] = {}
     for row in index.rows(connection, "kind = ?", RUN):
         for digest in extend(row.base, index.get_tokens(connection, row.id)):
@@ -176,12 +178,14 @@ def _adopt_all(core: Core, connection: sqlite3.Connection, strays: list[tuple[st
         _adopt(connection, holders, stray)
 
 
-def _fit(core: Core, connection: sqlite3.Connection, strays: list[tuple[str, Path]]) -> None:
-    """Make room for all the new rows before they are written: the folder may be full to its cap."""
-    if core.space.limit is not None:
+def _fit(
+    context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
+) -> None:
+    """Evict for all the new rows before they are written: the folder may be full."""
+    if context.space.limit is not None:
         (tokens,) = connection.execute("SELECT ifnull(sum(stop - start), 0) FROM file").fetchone()
         growth = TOKEN_BYTES * tokens + _ROW_BYTES * len(strays)
-        core.space.shrink(connection, max(0, core.space.limit - growth))
+        context.space.shrink(connection, max(0, context.space.limit - growth))
 
 
 def _read(kind: str, path: Path) -> _Stray:

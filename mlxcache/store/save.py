@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mlxcache.errors import NotAnchored, StoreError
 from mlxcache.store import checksums, contents, index
-from mlxcache.store.core import Core
+from mlxcache.store.context import StoreContext
 from mlxcache.store.database import translated
 from mlxcache.store.digests import BLOCK, Chain
 from mlxcache.store.folder import CHECKPOINT, RUN, remove, write
@@ -48,58 +48,61 @@ class _Draft:
     tokens: Tokens | None = None
 
 
-def run(
-    core: Core, ids: Tokens, start: int, tensors: Sequence[Tensor], late: frozenset[str]
+def save_run(
+    context: StoreContext,
+    chain: Chain,
+    start: int,
+    tensors: Sequence[Tensor],
+    late: frozenset[str],
 ) -> None:
-    """See `Store.write_run`."""
+    """Save the KV of the chain's tokens from `start` on; see `Store.write_run`."""
     start = int(start)  # NumPy's integers are not JSON's
-    count = len(ids) - start
+    length = len(chain.ids)
+    count = length - start
     if start % BLOCK or start < 0 or count <= 0 or not tensors:
-        raise ValueError(f"no run of {len(ids)} tokens can begin at {start}")
+        raise ValueError(f"no run of {length} tokens can begin at {start}")
     for tensor in tensors:
         if not tensor.shape or tensor.shape[0] != count:
             raise ValueError(f"{tensor.name} of shape {tensor.shape} is not one of {count} tokens")
-    chain = core.chains.of(ids)
     ordered = sorted(tensors, key=lambda tensor: tensor.name in late)
 
     def draft(match: Match) -> _Draft | None:
         if match.length < start:
             raise NotAnchored(f"of the {start} tokens before a run, {match.length} are on disk")
-        if match.length >= len(ids):
+        if match.length >= length:
             return None
         return _draft_run(
-            core, chain, match, _from(ordered, match.length // BLOCK * BLOCK - start), late
+            context, chain, match, _from(ordered, match.length // BLOCK * BLOCK - start), late
         )
 
-    _save(core, chain, draft)
+    _save(context, chain, draft)
 
 
-def checkpoint(core: Core, ids: Tokens, tensors: Sequence[Tensor]) -> None:
-    """See `Store.write_checkpoint`."""
-    if not len(ids):
-        raise ValueError("no state comes after no tokens")
-    chain = core.chains.of(ids)
+def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tensor]) -> None:
+    """Save the state after the chain's tokens; see `Store.write_checkpoint`."""
+    if not len(chain.ids):
+        raise ValueError("a checkpoint needs at least one token before it")
 
     def draft(match: Match) -> _Draft | None:
-        if match.checkpoints and match.checkpoints[-1].start == len(ids):
+        if match.checkpoints and match.checkpoints[-1].start == len(chain.ids):
             return None
-        _make_way(core, match, sum(tensor.nbytes for tensor in tensors))
-        return _draft_checkpoint(core, chain, match, tensors)
+        _make_way(context, match, sum(tensor.nbytes for tensor in tensors))
+        return _draft_checkpoint(context, chain, match, tensors)
 
-    _save(core, chain, draft)
+    _save(context, chain, draft)
 
 
-def _make_way(core: Core, match: Match, nbytes: int) -> None:
+def _make_way(context: StoreContext, match: Match, nbytes: int) -> None:
     """Remove other checkpoints for one of `nbytes`, so that there is room left for KV."""
-    limit = core.space.limit
+    limit = context.space.limit
     if limit is None or not match.cover:
         return
-    with core.database.write() as connection:
-        core.check_there()
-        core.note_uses(connection)
-        rows = crowded(connection, core.space.estimate(nbytes, 0), limit)
-        core.space.remove(connection, rows)
-    core.count("evicted", len(rows))
+    with context.database.write() as connection:
+        context.check_present()
+        context.write_uses(connection)
+        rows = crowded(connection, context.space.estimate(nbytes, 0), limit)
+        context.space.remove(connection, rows)
+    context.count("evicted", len(rows))
 
 
 def _from(tensors: Sequence[Tensor], skipped: int) -> list[Tensor]:
@@ -113,7 +116,7 @@ def _from(tensors: Sequence[Tensor], skipped: int) -> list[Tensor]:
 
 
 def _draft_run(
-    core: Core, chain: Chain, match: Match, tensors: list[Tensor], late: frozenset[str]
+    context: StoreContext, chain: Chain, match: Match, tensors: list[Tensor], late: frozenset[str]
 ) -> _Draft:
     stop = len(chain.ids)
     start = match.length // BLOCK * BLOCK
@@ -126,7 +129,7 @@ def _draft_run(
     )
     words = contents.Run(
         _NO_HEADER,
-        core.namespace,
+        chain.namespace,
         base,
         start,
         tokens,
@@ -135,12 +138,14 @@ def _draft_run(
         tuple(late_sums) if late else (),
     )
     header = contents.run_header(words, tensors)
-    row = _row(core, RUN, chain.at(stop), base, match.holder(start))
+    row = _row(context, RUN, chain.at(stop), base, match.holder(start))
     row = replace(row, key=chain.at(min(start + BLOCK, stop)), start=start, stop=stop)
     return _Draft(row, [header, *buffers], tokens)
 
 
-def _draft_checkpoint(core: Core, chain: Chain, match: Match, tensors: Sequence[Tensor]) -> _Draft:
+def _draft_checkpoint(
+    context: StoreContext, chain: Chain, match: Match, tensors: Sequence[Tensor]
+) -> _Draft:
     position = len(chain.ids)
     base = chain.whole[position // BLOCK]
     digest = chain.at(position)
@@ -148,7 +153,7 @@ def _draft_checkpoint(core: Core, chain: Chain, match: Match, tensors: Sequence[
     previous = match.checkpoints[-1] if match.checkpoints else None
     words = contents.Checkpoint(
         header=_NO_HEADER,
-        namespace=core.namespace,
+        namespace=chain.namespace,
         digest=digest,
         base=base,
         position=position,
@@ -156,12 +161,12 @@ def _draft_checkpoint(core: Core, chain: Chain, match: Match, tensors: Sequence[
         checksum=checksums.of_whole(buffers),
     )
     header = contents.checkpoint_header(words, tensors)
-    row = _row(core, CHECKPOINT, digest, base, match.holder(position))
+    row = _row(context, CHECKPOINT, digest, base, match.holder(position))
     row = replace(row, start=position, stop=position, previous=previous.id if previous else None)
     return _Draft(row, [header, *buffers])
 
 
-def _row(core: Core, kind: str, digest: bytes, base: bytes, parent: Row | None) -> Row:
+def _row(context: StoreContext, kind: str, digest: bytes, base: bytes, parent: Row | None) -> Row:
     return Row(
         id=0,
         kind=kind,
@@ -172,27 +177,27 @@ def _row(core: Core, kind: str, digest: bytes, base: bytes, parent: Row | None) 
         stop=0,
         nbytes=0,
         disk=0,
-        used=core.now(),
+        used=context.now(),
         parent=parent.id if parent else None,
         previous=None,
-        owner=core.owner.name,
+        owner=context.lock.name,
     )
 
 
-def _save(core: Core, chain: Chain, draft: Callable[[Match], _Draft | None]) -> None:
+def _save(context: StoreContext, chain: Chain, draft: Callable[[Match], _Draft | None]) -> None:
     """Write what `draft` makes of the state of the index; None: it is all there."""
     deadline = time.monotonic() + WAIT_S
-    with core.saving:
+    with context.saving:
         while True:
-            with core.database.read() as connection:
+            with context.database.read() as connection:
                 version = index.version(connection)
                 match = index.lookup(connection, chain)
-            core.use(_path(match), unless_within=_USE_S)
+            context.note_use(_path(match), unless_within=_USE_S)
             made = draft(match)
             if made is None:
                 return
             try:
-                id = _reserve(core, chain, match, made, version)
+                id = _reserve(context, chain, match, made, version)
             except _Taken:
                 if time.monotonic() > deadline:
                     raise StoreError(
@@ -202,73 +207,74 @@ def _save(core: Core, chain: Chain, draft: Callable[[Match], _Draft | None]) -> 
             except _Changed:
                 continue
             else:
-                _put(core, chain, match, made, id)
+                _put(context, chain, match, made, id)
                 return
 
 
 def _reserve(
-    core: Core, chain: Chain, match: Match, made: _Draft, version: tuple[int, int, int]
+    context: StoreContext, chain: Chain, match: Match, made: _Draft, version: tuple[int, int, int]
 ) -> int:
     """Add the row, make the room; returns the id. Raises _Changed if `match` no longer holds."""
     row = made.row
-    with core.database.write() as connection:
-        core.check_there()
-        for stale in index.rows(connection, "owner = ?", core.owner.name):
+    with context.database.write() as connection:
+        context.check_present()
+        for stale in index.rows(connection, "owner = ?", context.lock.name):
             index.delete(connection, stale)  # a write that failed so badly that it could not
         same = index.one(connection, "kind = ? AND digest = ?", row.kind, row.digest)
-        if same is not None and same.owner is not None and alive(core.folder, same.owner):
+        if same is not None and same.owner is not None and alive(context.folder, same.owner):
             raise _Taken
         changed = index.version(connection) != version
         if changed and _essence(index.lookup(connection, chain)) != _essence(match):
             raise _Changed
         if same is not None and same.owner is not None:
-            core.space.remove(connection, [same])
+            context.space.remove(connection, [same])
             same = None
         nbytes = sum(len(buffer) for buffer in made.buffers)
-        size = core.space.estimate(nbytes, row.stop - row.start)
+        size = context.space.estimate(nbytes, row.stop - row.start)
         if same is None:
             id = index.insert(connection, replace(row, nbytes=nbytes, disk=size))
-            core.make_room(connection, size, has_row=True)
+            context.make_room(connection, size, has_row=True)
             return id
-    core.drop(same.id, corrupt=False)  # it should have been found: the index is wrong about it
+    # the index is wrong about a file that the lookup should have found
+    context.remove_file(same.id, corrupt=False)
     raise _Changed
 
 
-def _put(core: Core, chain: Chain, match: Match, made: _Draft, id: int) -> None:
+def _put(context: StoreContext, chain: Chain, match: Match, made: _Draft, id: int) -> None:
     """Write the file and make its row durable; after an error neither is there."""
     row = made.row
-    final = core.folder.file(row.kind, row.digest)
-    temp = core.folder.temp(row.kind, row.digest, core.owner.name, id)
+    final = context.folder.file(row.kind, row.digest)
+    temp = context.folder.temp(row.kind, row.digest, context.lock.name, id)
     try:
         with translated(final):
             size = write(temp, final, made.buffers)
-        with core.database.write() as connection:
-            _make_durable(core, connection, made, id, size)
+        with context.database.write() as connection:
+            _make_durable(context, connection, made, id, size)
             if made.tokens is None:
                 path = index.lookup(connection, chain)
-                limit = core.space.limit or 0
-                gone = unneeded(connection, core.namespace, chain.ids, path, limit)
-                core.space.remove(connection, gone)
+                limit = context.space.limit or 0
+                gone = unneeded(connection, chain.namespace, chain.ids, path, limit)
+                context.space.remove(connection, gone)
             for checkpoint in match.checkpoints:
                 if checkpoint.parent is None and row.start < checkpoint.start <= row.stop:
                     connection.execute(
                         "UPDATE file SET parent = ? WHERE id = ?", (id, checkpoint.id)
                     )
     except BaseException:
-        with suppress(StoreError), core.database.write() as connection:
+        with suppress(StoreError), context.database.write() as connection:
             connection.execute("DELETE FROM file WHERE id = ?", (id,))
         with suppress(OSError):
             remove(final)
         raise
-    core.count("written_bytes", sum(len(buffer) for buffer in made.buffers))
-    core.count("written_tokens", row.stop - row.start)
+    context.count("written_bytes", sum(len(buffer) for buffer in made.buffers))
+    context.count("written_tokens", row.stop - row.start)
 
 
 def _make_durable(
-    core: Core, connection: sqlite3.Connection, made: _Draft, id: int, size: int
+    context: StoreContext, connection: sqlite3.Connection, made: _Draft, id: int, size: int
 ) -> None:
     changed = connection.execute(
-        "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?", (size, core.now(), id)
+        "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?", (size, context.now(), id)
     )
     if not changed.rowcount:
         raise NotAnchored("what a run builds on was found damaged while it was written")

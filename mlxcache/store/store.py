@@ -1,82 +1,118 @@
-"""The disk tier of one folder, as the engine uses it: find, verify, write, evict."""
+"""The disk tier of one folder: find, verify, write, pin and remove KV by its token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from mlxcache.errors import Corrupt, Gone, StoreError
 from mlxcache.store import index, maintain, quarantine, save, verify
-from mlxcache.store.comeback import Comeback
-from mlxcache.store.core import Core
+from mlxcache.store.comeback import StoreReopener
+from mlxcache.store.context import StoreContext
 from mlxcache.store.database import Database, translated
-from mlxcache.store.digests import root
+from mlxcache.store.digests import Chains, root
+from mlxcache.store.finite import is_finite
 from mlxcache.store.folder import CHECKPOINT, RUN, Folder
 from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
 from mlxcache.store.index import Row
-from mlxcache.store.owner import Owner, opening
+from mlxcache.store.leaves import Leaf
+from mlxcache.store.listing import Held
+from mlxcache.store.maintain import Progress
+from mlxcache.store.owner import ProcessLock, opening
 from mlxcache.store.recover import open_database, recover
+from mlxcache.store.safetensors import Malformed
 from mlxcache.store.space import Space
 from mlxcache.store.tensors import Tensor
 from mlxcache.types import Tokens
 
+if TYPE_CHECKING:
+    from mlxcache.store.sessions import Sessions
+
 FREE_FLOOR = 2_000_000_000
-"""Bytes of the file system that the store leaves free for everyone else."""
+"""Bytes of the file system that the store leaves free for other programs."""
+
+MOST_LEAVES_READ = 50
+"""Leaves whose files are looked up one by one before a removal; with more, shared files stay."""
+
+_UNREADABLE = (errno.EIO, errno.ENXIO, errno.EISDIR, errno.ELOOP)
+"""Errors of reading a damaged file, unlike those of a lack of descriptors or memory."""
 
 
 class Store:
     """Runs and checkpoints of one namespace in a folder that several processes may share.
 
-    Every method may be called on any thread. `database` is the folder's, for other tables.
+    Every method may be called on any thread. `database` also holds the tables of other modules.
+    `limit`: cap in bytes on the whole folder, None without one.
     """
 
-    def __init__(self, core: Core):
-        self._core = core
-        self.database: Database = core.database
-        self.folder: Path = core.folder.path
-        self.namespace: str = core.namespace
-        self.limit: int | None = core.space.limit
-        self.states: bool | None = None
-        """Whether the model has states that cannot be cut; None: nobody has said so."""
+    def __init__(
+        self, context: StoreContext, namespace: str, *, needs_checkpoints: bool | None = None
+    ):
+        self._context = context
+        self._chains = Chains(namespace)
+        self._needs_checkpoints = needs_checkpoints
+        self.database: Database = context.database
+        self.folder: Path = context.folder.path
+        self.namespace: str = namespace
+        self.limit: int | None = context.space.limit
 
     @classmethod
     def open(
-        cls, folder: Path, namespace: str, limit: int | None, *, free_floor: int = FREE_FLOOR
+        cls,
+        folder: Path,
+        namespace: str,
+        limit: int | None,
+        *,
+        free_floor: int = FREE_FLOOR,
+        needs_checkpoints: bool | None = None,
     ) -> Store:
-        """Make or open `folder`, and put right what a killed process left.
+        """Open `folder`, made if it is not there, and repair what a killed process left.
 
-        `limit` in bytes is a cap on all that the folder holds, by the file system's count; what
-        exceeds it is evicted at once. None: no cap, for looking at a folder offline.
-        Raises StoreError.
+        `limit` caps the bytes of the whole folder by the file system's count; the excess is evicted
+        at once. None: no cap, for commands that work without a server. `needs_checkpoints`: the
+        model has layers that cannot be sliced; None: inferred from the files. Blocks while another
+        process opens the same folder. Raises StoreError.
         """
         place = Folder(folder)
         with translated(folder):
             place.make()
             with opening(place):
-                owner = Owner(place)
+                lock = ProcessLock(place)
                 try:
                     database = open_database(place, limit)
-                    space = Space(place, limit, free_floor)
-                    store = cls(Core(place, database, owner, space, namespace))
-                    recover(store._core)
+                    context = StoreContext(place, database, lock, Space(place, limit, free_floor))
+                    recover(context)
                     with database.read() as connection:
-                        store._core.latest = index.latest_use(connection)
-                    maintain.fit(store._core)
-                    database.arrive = Comeback(store._core)
+                        context.resume_clock(index.latest_use(connection))
+                    maintain.evict_excess(context)
+                    database.check_before(StoreReopener(context))
                 except BaseException:
-                    owner.release()
+                    lock.release()
                     raise
-        return store
+        return cls(context, namespace, needs_checkpoints=needs_checkpoints)
+
+    def for_namespace(self, namespace: str) -> Store:
+        """Store of another namespace in the same open folder; only this one is to be closed."""
+        return self if namespace == self.namespace else Store(self._context, namespace)
+
+    def close(self) -> None:
+        """Write noted uses and release the folder. Later calls raise StoreError."""
+        self._context.close()
+
+    # -- finding and verifying -------------------------------------------------------------------
 
     def find(self, ids: Tokens, *, touch: bool = True) -> Found:
-        """The longest prefix of `ids` on disk, to the token, and the checkpoints along `ids`.
+        """Find the longest prefix of `ids` on disk, to the token, and the checkpoints along it.
 
-        `touch` counts as a use. Raises StoreError.
+        `touch` notes a use of the files found; the index is not written. Raises StoreError.
         """
         with self.database.read() as connection:
-            match = index.lookup(connection, self._core.chains.of(ids))
+            match = index.lookup(connection, self._chains.of(ids))
         if touch:
-            self._core.use([row for row, _, _ in match.cover])
-            self._core.use(match.checkpoints)
+            self._context.note_use([row for row, _, _ in match.cover])
+            self._context.note_use(match.checkpoints)
         pieces = tuple(
             Piece(self._path(row), row.id, start, end, row.start, row.stop, row.nbytes)
             for row, start, end in match.cover
@@ -87,34 +123,57 @@ class Store:
         return Found(match.length, pieces, saved)
 
     def reused(self, found: Found, tokens: int) -> None:
-        """Count that a request went on from the first `tokens` of what was found."""
+        """Count that a request reused the first `tokens` of `found`; written with the next uses."""
         ids = [piece.id for piece in found.pieces if piece.start < tokens]
-        self._core.found(ids + [one.id for one in found.checkpoints if one.position <= tokens])
+        ids += [one.id for one in found.checkpoints if one.position <= tokens]
+        self._context.note_reuse(ids)
 
-    def has_states(self) -> bool:
-        """`states`; if nobody has said so, whether there are checkpoints beside the newest runs."""
-        if self.states is not None:
-            return self.states
-        with self.database.read() as connection:
-            return index.has_checkpoints(connection, root(self.namespace))
+    def note_uses(self) -> None:
+        """Write the uses noted by `find` into the index, as each write does too."""
+        with self.database.write() as connection:
+            self._context.write_uses(connection)
 
     def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
-        """Read the file and check that it holds what `find` said, from its header to checksums.
+        """Read a file and check it against `piece`, found for ids that begin like `ids`.
 
-        Without `late`, the tensors that were written as such are neither read nor checked.
-
-        Raises Corrupt: the file is in quarantine, and all that builds on it is gone too. Raises
-        Gone if the file was evicted meanwhile.
+        Checks header, tokens and checksums. Without `late`, tensors written as such are not read.
+        Raises Corrupt after moving the file to quarantine and removing all that builds on it, Gone
+        if the file was evicted meanwhile, StoreError.
         """
-        verify.run(self._core, piece, ids, late)
-
-    def read_ahead(self, piece: Piece) -> None:
-        """Have the system begin to read a file that is to be verified soon."""
-        verify.read_ahead(piece.path)
+        base = self._chains.of(ids[: piece.first]).whole[-1]
+        self._verify(
+            piece, lambda fd: verify.run_is(fd, self.namespace, base, piece, ids, late=late)
+        )
 
     def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
-        """As `verify`, of a checkpoint."""
-        verify.checkpoint(self._core, saved, ids)
+        """Read a checkpoint and check it against `saved`; raises as `verify` does."""
+        position = saved.position
+        digest = self._chains.of(ids[:position]).at(position)
+        self._verify(saved, lambda fd: verify.checkpoint_is(fd, self.namespace, digest, position))
+
+    def read_ahead(self, piece: Piece) -> None:
+        """Ask the system to begin reading a file that will be verified soon. Does not block."""
+        verify.read_ahead(piece.path)
+
+    def durable_tokens(self, found: Found) -> int:
+        """Tokens of `found` that a server started now could continue from.
+
+        A model that needs checkpoints continues from the last one whose KV is on disk too, so KV
+        written before the first checkpoint does not count. Raises StoreError.
+        """
+        if not found.checkpoints:
+            return 0 if found.length and self._has_checkpoints() else found.length
+        limit = found.length if found.pieces else max(x.position for x in found.checkpoints)
+        return max((x.position for x in found.checkpoints if x.position <= limit), default=0)
+
+    def measure_leaves(self, leaves: Sequence[Leaf]) -> Held:
+        """Measure how much of `leaves` is on disk, without noting a use. Raises StoreError."""
+        found = [self.find(leaf.ids, touch=False) for leaf in leaves]
+        files = {piece.path: piece.nbytes for each in found for piece in each.pieces}
+        files |= {saved.path: saved.nbytes for each in found for saved in each.checkpoints}
+        return Held(tuple(self.durable_tokens(each) for each in found), sum(files.values()))
+
+    # -- writing ---------------------------------------------------------------------------------
 
     def write_run(
         self,
@@ -123,53 +182,112 @@ class Store:
         tensors: Sequence[Tensor],
         late: frozenset[str] = frozenset(),
     ) -> None:
-        """Save the KV of tokens [start, len(ids)); durable on return.
+        """Save the KV of tokens [start, len(ids)); durable on return. Blocks for an fsync.
 
-        `start` is a multiple of 64, and the first axis of each tensor is those tokens. Blocks that
-        are on disk already are left out; nothing is written where all are. Raises NotAnchored
-        if [0, start) is not on disk, DiskFull if no room can be made, StoreError. `late` names
-        tensors that only positions soon after these tokens need: `verify` can leave them out.
+        `start` is a multiple of 64; the first axis of each tensor is those tokens. Blocks already
+        on disk are left out, and nothing is written if all are. `late` names tensors of sliding
+        windows, which only positions soon after these tokens need: `verify` can leave them out.
+        Raises NotAnchored if [0, start) is not on disk, DiskFull if no room can be made,
+        StoreError, ValueError for shapes that do not fit.
         """
-        save.run(self._core, ids, start, tensors, late)
+        save.save_run(self._context, self._chains.of(ids), start, tensors, late)
 
     def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
-        """Save the state after `ids`; durable on return. Raises DiskFull and StoreError.
+        """Save the state after `ids`; durable on return. Blocks for an fsync.
 
-        Those along one path are thinned to what its length allows: see `coverage`.
+        Then thins out the checkpoints along the path; see `thinning`. Raises DiskFull, StoreError.
         """
-        save.checkpoint(self._core, ids, tensors)
+        save.save_checkpoint(self._context, self._chains.of(ids), tensors)
+
+    def make_room(self, nbytes: int) -> None:
+        """Evict files until rows of `nbytes` in other tables fit. Raises DiskFull, StoreError."""
+        with self.database.write() as connection:
+            self._context.check_present()
+            self._context.make_room(connection, nbytes, has_row=False)
+
+    # -- pinning and removing --------------------------------------------------------------------
 
     def pin(self, name: str, paths: Sequence[Tokens]) -> None:
-        """Evict what is on disk of `paths` last, in place of what `name` pinned before.
+        """Make the files of `paths` the last to be evicted, in place of those `name` pinned before.
 
-        No paths: `name` pins nothing. Files written later are not pinned until the next call.
+        An empty `paths` unpins. Files written later are not pinned until the next call.
+        Raises StoreError.
         """
         with self.database.write() as connection:
             connection.execute("DELETE FROM pin WHERE name = ?", (name,))
             for ids in paths:
-                match = index.lookup(connection, self._core.chains.of(ids))
+                match = index.lookup(connection, self._chains.of(ids))
                 files = [row.id for row, _, _ in match.cover]
                 files += [row.id for row in match.checkpoints]
                 connection.executemany(
                     "INSERT OR IGNORE INTO pin VALUES (?, ?)", [(name, file) for file in files]
                 )
 
-    def make_room(self, nbytes: int) -> None:
-        """Evict until `nbytes` more fit; for rows of other tables. Raises DiskFull."""
-        with self.database.write() as connection:
-            self._core.check_there()
-            self._core.make_room(connection, nbytes, has_row=False)
+    def pin_session(self, sessions: Sessions, id: str, *, pinned: bool) -> None:
+        """Pin the files of a session of any namespace, or unpin them.
 
-    def note_uses(self) -> None:
-        """Write the uses noted by `find` into the index, as each write does too."""
-        with self.database.write() as connection:
-            self._core.note_uses(connection)
+        Raises NotFound and StoreError.
+        """
+        if not pinned:
+            self.pin(id, [])
+            return
+        paths = [leaf.ids for leaf in sessions.leaves(id)]
+        self.for_namespace(sessions.get(id).namespace).pin(id, paths)
+
+    def delete_session(self, sessions: Sessions, id: str) -> None:
+        """Remove a session of any namespace, and the files that no other session needs.
+
+        Raises NotFound and StoreError.
+        """
+        session, leaves = sessions.get(id), sessions.leaves(id)
+        self.pin(id, [])
+        sessions.delete(id)
+        for leaf in leaves:
+            self.for_namespace(session.namespace).remove_unshared(sessions, leaf.ids)
+
+    def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
+        """Remove the files of `ids` that no session needs; returns their number.
+
+        A file that also holds tokens of a session stays whole. Raises StoreError.
+        """
+        others, files = sessions.sharing(self.namespace, ids), self._files(ids)
+        if len(others) > MOST_LEAVES_READ:
+            shared = max(others.values())
+            needed = {file.id for file in files if _needed_beyond(file) < shared}
+        else:
+            needed = {file.id for leaf in others for file in self._files(sessions.ids(leaf))}
+        gone, left = 0, [file.id for file in files]
+        while left:
+            id = left.pop()
+            with self.database.read() as connection:
+                rows = index.below(connection, id)
+            if rows and not {row.id for row in rows} & needed:
+                gone += self._context.remove_file(id, corrupt=False)
+                # the run it was built on may have stayed only because of it
+                left += [row.parent for row in rows if row.id == id and row.parent is not None]
+        return gone
+
+    def forget_beyond(self, ids: Tokens, keep: int) -> None:
+        """Remove the KV of `ids` beyond `keep` tokens, which is not finite, and all built on it.
+
+        A file that other paths share stays if its values are finite: another request computed it.
+        Reads such files. Raises StoreError.
+        """
+        while beyond := [file for file in self._files(ids) if _end(file) > keep]:
+            own = {file.id for file in beyond}
+            wrong = [file for file in beyond if not self._is_sound_for_others(file, own, keep)]
+            for file in wrong:
+                self._context.remove_file(file.id, corrupt=False)
+            if not wrong:
+                break
+
+    # -- the whole folder ------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """Figures of the whole folder, and of what this process did."""
-        core = self._core
+        """Figures of the whole folder, and counts of this process. Raises StoreError."""
+        context = self._context
         with self.database.read() as connection, translated(self.folder):
-            used = core.space.used(connection)
+            used = context.space.used(connection)
             query = "SELECT kind, count(*), sum(disk) FROM file GROUP BY kind"
             kinds = {kind: held for kind, *held in connection.execute(query)}
             (tokens,) = connection.execute(
@@ -178,7 +296,7 @@ class Store:
             (pinned,) = connection.execute(
                 "SELECT ifnull(sum(disk), 0) FROM file WHERE id IN (SELECT file FROM pin)"
             ).fetchone()
-            quarantined = len(quarantine.entries(core.folder))
+            quarantined = len(quarantine.entries(context.folder))
         runs, run_bytes = kinds.get(RUN, (0, 0))
         checkpoints, checkpoint_bytes = kinds.get(CHECKPOINT, (0, 0))
         return self._with_counts(
@@ -194,36 +312,84 @@ class Store:
         )
 
     def nothing(self) -> StoreStats:
-        """As `stats`, of a folder that cannot be read."""
+        """Figures of a folder that cannot be read: zeros, and counts of this process."""
         return self._with_counts()
 
-    def _with_counts(self, **held: int) -> StoreStats:
-        core = self._core
-        names = ("written_bytes", "written_tokens", "verified", "corrupt", "evicted")
-        counts = {name: core.counted(name) for name in names}
-        return StoreStats(limit_bytes=self.limit, **held, **counts)
+    def check(self, progress: Progress = lambda _, __: None) -> list[Problem]:
+        """Read every file of every namespace and list what is wrong. Changes nothing.
 
-    def check(self, step: maintain.Step = lambda _, __: None) -> list[Problem]:
-        """Read every file of every namespace and report what is wrong; changes nothing.
-
-        Raises StoreError, also where the store is closed meanwhile.
+        Raises StoreError, also if the store is closed meanwhile.
         """
-        return maintain.check(self._core, step)
+        return maintain.check(self._context, progress)
 
-    def prune(self, limit: int | None = None, step: maintain.Step = lambda _, __: None) -> int:
-        """Remove what `check` names, and the quarantine; evict until all is within `limit`.
+    def prune(self, limit: int | None = None, progress: Progress = lambda _, __: None) -> int:
+        """Remove what `check` lists, and the quarantine; evict down to `limit`; bytes freed.
 
-        Reads every file. The bytes freed; a damaged index is left for the next start to make again.
+        Reads every file. A damaged index stays until the next start rebuilds it. Raises StoreError.
         """
-        return maintain.prune(self._core, limit, step)
+        return maintain.prune(self._context, limit, progress)
 
     def clear(self, *, pinned: bool = False) -> int:
-        """Remove every file, pinned ones only if `pinned`; returns bytes freed."""
-        return maintain.clear(self._core, pinned)
+        """Remove every file, pinned ones only if `pinned`; returns bytes freed.
 
-    def close(self) -> None:
-        """Let go of the folder. Calls after this raise StoreError."""
-        self._core.close()
+        Raises StoreError.
+        """
+        return maintain.clear(self._context, pinned)
+
+    def _with_counts(self, **held: int) -> StoreStats:
+        names = ("written_bytes", "written_tokens", "verified", "corrupt", "evicted")
+        counts = {name: self._context.counted(name) for name in names}
+        return StoreStats(limit_bytes=self.limit, **held, **counts)
 
     def _path(self, row: Row) -> Path:
-        return self._core.folder.file(row.kind, row.digest)
+        return self._context.folder.file(row.kind, row.digest)
+
+    def _files(self, ids: Tokens) -> list[Piece | Saved]:
+        found = self.find(ids, touch=False)
+        return [*found.pieces, *found.checkpoints]
+
+    def _verify(self, file: Piece | Saved, check: Callable[[int], None]) -> None:
+        """Open a file and check it; a damaged one goes to quarantine. Raises as `verify` does."""
+        gone = Gone(f"{file.path.name} was evicted meanwhile.")
+        with self.database.read() as connection:
+            if index.one(connection, "id = ? AND owner IS NULL", file.id) is None:
+                raise gone
+        try:
+            with verify.opened(file.path) as fd:
+                check(fd)
+        except FileNotFoundError as error:
+            self._context.remove_file(file.id, corrupt=False)
+            raise gone from error
+        except (Malformed, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _UNREADABLE:
+                raise StoreError(f"{file.path} cannot be read: {error.strerror}.") from error
+            if not self._context.remove_file(file.id, corrupt=True):
+                raise gone from error
+            raise Corrupt(f"{file.path.name} is damaged and set aside: {error}.") from error
+        self._context.count("verified")
+
+    def _has_checkpoints(self) -> bool:
+        """Tell if the model needs checkpoints, else if the newest runs have any."""
+        if self._needs_checkpoints is not None:
+            return self._needs_checkpoints
+        with self.database.read() as connection:
+            return index.has_checkpoints(connection, root(self.namespace))
+
+    def _is_sound_for_others(self, file: Piece | Saved, own: set[int], keep: int) -> bool:
+        """Tell if a run is used by paths other than `own`, and finite beyond `keep`."""
+        if isinstance(file, Saved):
+            return False
+        with self.database.read() as connection:
+            behind = {row.id for row in index.below(connection, file.id)} - own
+        shared = bool(behind) or file.end < file.last
+        return shared and is_finite(file.path, max(0, keep - file.first))
+
+
+def _end(file: Piece | Saved) -> int:
+    """Position after the last searched token that `file` holds."""
+    return file.position if isinstance(file, Saved) else file.end
+
+
+def _needed_beyond(file: Piece | Saved) -> int:
+    """Number of shared tokens beyond which a session needs `file`."""
+    return file.position - 1 if isinstance(file, Saved) else file.first

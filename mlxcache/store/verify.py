@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
-from mlxcache.errors import Corrupt, Gone, StoreError
-from mlxcache.store import checksums, index
+from mlxcache.store import checksums
 from mlxcache.store.contents import Run, read_checkpoint, read_run
-from mlxcache.store.core import Core
 from mlxcache.store.digests import BLOCK
-from mlxcache.store.found import Piece, Saved
+from mlxcache.store.found import Piece
 from mlxcache.store.index import Row
 from mlxcache.store.safetensors import Malformed
 from mlxcache.types import Tokens
-
-_BAD_DISK = (errno.EIO, errno.ENXIO, errno.EISDIR, errno.ELOOP)
-"""What reading a damaged file may give, and never a lack of descriptors or memory."""
-
-
-def run(core: Core, piece: Piece, ids: Tokens, late: bool) -> None:
-    """Check `piece`, which `find` gave for ids that begin like `ids`. Raises Corrupt and Gone."""
-    base = core.chains.of(ids[: piece.first]).whole[-1]
-    name = core.namespace
-    _checked(core, piece.id, piece.path, lambda fd: run_is(fd, name, base, piece, ids, late=late))
-
-
-def checkpoint(core: Core, saved: Saved, ids: Tokens) -> None:
-    """As `run`, of a checkpoint."""
-    digest = core.chains.of(ids[: saved.position]).at(saved.position)
-    position = saved.position
-    _checked(
-        core, saved.id, saved.path, lambda fd: checkpoint_is(fd, core.namespace, digest, position)
-    )
 
 
 def run_is(
@@ -120,23 +98,3 @@ def opened(path: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _checked(core: Core, id: int, path: Path, check: Callable[[int], None]) -> None:
-    gone = Gone(f"{path.name} was evicted meanwhile.")
-    with core.database.read() as connection:
-        if index.one(connection, "id = ? AND owner IS NULL", id) is None:
-            raise gone
-    try:
-        with opened(path) as fd:
-            check(fd)
-    except FileNotFoundError as error:
-        core.drop(id, corrupt=False)
-        raise gone from error
-    except (Malformed, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in _BAD_DISK:
-            raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
-        if not core.drop(id, corrupt=True):
-            raise gone from error
-        raise Corrupt(f"{path.name} is damaged and set aside: {error}.") from error
-    core.count("verified")

@@ -18,7 +18,7 @@ from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import BadRequest, NotFound, NotReady, SnapshotRefused, Unsupported
 from mlxcache.sessions import journal as booking
-from mlxcache.store import prefixes
+from mlxcache.store.store import MOST_LEAVES_READ
 from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens
 
 HEAD = 40
@@ -126,10 +126,10 @@ async def test_sessions_outlive_the_process(toy, tmp_path):
         assert (now.session.id, now.session.turns) == (before.session.id, 2)
 
 
-@pytest.mark.parametrize("most", [prefixes.MOST_ASKED, 0])
+@pytest.mark.parametrize("most", [MOST_LEAVES_READ, 0])
 async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine, monkeypatch, most):
     """From RAM and from disk, there by whole files; what others share stays, and so do forks."""
-    monkeypatch.setattr(prefixes, "MOST_ASKED", most)
+    monkeypatch.setattr("mlxcache.store.store.MOST_LEAVES_READ", most)
     begin, two = prompt(text(1, 256)), prompt(text(2, 256))
     await ask(engine, begin, session="one")
     one = prompt(text(1, 256), text(3, 256))

@@ -131,10 +131,17 @@ def files(folder: Path) -> list[Path]:
 
 @contextmanager
 def opened(
-    folder: Path, limit: int | None = 10**9, namespace: str = NAMESPACE, free_floor: int = 0
+    folder: Path,
+    limit: int | None = 10**9,
+    namespace: str = NAMESPACE,
+    free_floor: int = 0,
+    *,
+    needs_checkpoints: bool | None = None,
 ) -> Iterator[Store]:
     """A store, closed at the end."""
-    store = Store.open(folder, namespace, limit, free_floor=free_floor)
+    store = Store.open(
+        folder, namespace, limit, free_floor=free_floor, needs_checkpoints=needs_checkpoints
+    )
     try:
         yield store
     finally:

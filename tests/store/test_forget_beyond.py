@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mlxcache.store import Store, Tensor
-from mlxcache.store.prefixes import forget_beyond
 from tests.store.content import branch, put, snapshot, tokens
 
 
@@ -19,7 +18,7 @@ def test_only_conversations_that_hold_forgotten_tokens_go(store: Store, shared: 
         put(store, ids)
     store.write_checkpoint(others[0], snapshot(others[0]))
     store.write_checkpoint(mine, snapshot(mine))
-    forget_beyond(store, mine, shared)
+    store.forget_beyond(mine, shared)
     assert store.find(mine).length == shared
     assert [store.find(ids).length for ids in others] == [250, 250]
     assert [one.position for one in store.find(others[0]).checkpoints] == [250]
@@ -33,7 +32,7 @@ def test_what_others_computed_of_the_same_tokens_stays(store: Store, shared: int
     other = branch(mine, shared, 250)
     for ids in (other, mine):
         put(store, ids)
-    forget_beyond(store, mine, shared - 3)
+    store.forget_beyond(mine, shared - 3)
     assert store.find(other).length == 250
     assert store.find(mine).length == shared
 
@@ -50,7 +49,7 @@ def test_what_is_no_numbers_goes_with_all_behind_it(store: Store, kind: str, val
     raw = {"F32": bad, "F16": bad.astype(np.float16), "BF16": (bad.view("u4") >> 16).astype("u2")}
     store.write_run(other, 0, [Tensor("keys", kind, bad.shape, raw[kind].data)])
     put(store, kept)
-    forget_beyond(store, mine, 66)
+    store.forget_beyond(mine, 66)
     assert store.find(other).length <= 66
     assert store.find(kept).length == 150
 
@@ -66,7 +65,7 @@ def test_what_builds_on_forgotten_tokens_goes_if_they_are_no_numbers(
     rows = [Tensor("keys", "F32", (n, 2), values[300 - n :].data) for n in (300, 88)]
     store.write_run(mine, 0, rows[:1])
     store.write_run(other, 192, rows[1:])
-    forget_beyond(store, mine, 100)
+    store.forget_beyond(mine, 100)
     assert store.find(mine).length == (0 if wrong else 300)
     assert store.find(other).length == (0 if wrong else 280)
 
@@ -74,5 +73,5 @@ def test_what_builds_on_forgotten_tokens_goes_if_they_are_no_numbers(
 def test_what_was_never_written_costs_nobody_anything(store: Store) -> None:
     other = tokens(300)
     put(store, other)
-    forget_beyond(store, branch(other, 4, 200), 4)
+    store.forget_beyond(branch(other, 4, 200), 4)
     assert store.find(other).length == 300

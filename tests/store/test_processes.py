@@ -162,18 +162,18 @@ def test_an_owner_is_alive_as_long_as_its_process(folder):
     code = (
         "import time\n"
         f"with opened(Path({str(folder)!r})) as store:\n"
-        "    print(store._core.owner.name, flush=True)\n"
+        "    print(store._context.lock.name, flush=True)\n"
         "    time.sleep(60)\n"
     )
     with opened(folder) as store:
         other = run_python(code)
         assert other.stdout is not None
         name = other.stdout.readline().strip()
-        assert alive(store._core.folder, name)
-        assert alive(store._core.folder, store._core.owner.name)
+        assert alive(store._context.folder, name)
+        assert alive(store._context.folder, store._context.lock.name)
         other.kill()
         other.wait()
-        assert not alive(store._core.folder, name)
+        assert not alive(store._context.folder, name)
 
 
 def test_threads_share_a_store(store):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.errors import DiskFull, NotAnchored, StoreError
-from mlxcache.store import Store, core, index
+from mlxcache.store import Store, context, index
 from mlxcache.store import folder as store_folder
 from mlxcache.store.digests import Chains
 from mlxcache.store.evict import victims
@@ -143,7 +143,7 @@ def test_least_recently_used_goes_first(folder):
 def test_a_clock_that_goes_back_changes_no_order_of_use(folder, monkeypatch):
     """Neither while the store is open nor beyond a restart: the oldest use is still the first."""
     now = 2e9
-    monkeypatch.setattr(core.time, "time", lambda: now)
+    monkeypatch.setattr(context.time, "time", lambda: now)
     a, b, c = (tokens(1000, seed) for seed in (1, 2, 3))
     with opened(folder) as store:
         put(store, a)

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 
 from mlxcache.store import Store
-from mlxcache.store.listing import on_disk
 from mlxcache.store.sessions import Sessions, Turn
 from mlxcache.store.tensors import Tensor
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST, allowed
@@ -63,7 +62,7 @@ def booked(sessions, ids, at):
 
 def durable(store, sessions, session):
     """What is told of a session as `durable_tokens`."""
-    return on_disk(store, sessions.leaves(session)).tokens[0]
+    return store.measure_leaves(sessions.leaves(session)).tokens[0]
 
 
 def test_a_long_path_keeps_its_first_its_newest_and_some_between(store):
@@ -207,9 +206,9 @@ def test_kv_ahead_of_the_first_checkpoint_is_not_durable_yet(store):
     assert durable(store, sessions, session) == 700
     put(store, others, [200])
     assert durable(store, sessions, session) == 0
-    store.states = False
-    assert durable(store, sessions, session) == 700
-    store.states = True
-    assert durable(store, sessions, session) == 0
+    with opened(store.folder, LIMIT, needs_checkpoints=False) as sliceable:
+        assert durable(sliceable, sessions, session) == 700
+    with opened(store.folder, LIMIT, needs_checkpoints=True) as opaque:
+        assert durable(opaque, sessions, session) == 0
     save(store, ids, [400])
     assert durable(store, sessions, session) == 400

@@ -1,0 +1,136 @@
+"""State of one open store folder, shared by the stores of all its namespaces."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+
+from mlxcache.errors import StoreError, Vanished
+from mlxcache.store import index, quarantine
+from mlxcache.store.database import Database
+from mlxcache.store.folder import Folder, remove
+from mlxcache.store.index import Row
+from mlxcache.store.owner import ProcessLock
+from mlxcache.store.space import Space
+
+USE_STEP_S = 1e-5
+"""Seconds by which a use is at least later than the one before it; a float resolves these."""
+
+CLOSE_S = 0.5
+"""Seconds that a closing store waits for other writers of the index."""
+
+
+class StoreContext:
+    """One open folder: its database, this process's lock, its space, figures and noted uses.
+
+    Uses are kept in memory and written to the index with the next write, so that finding a prefix
+    writes nothing. Every method may be called on any thread.
+    """
+
+    def __init__(self, folder: Folder, database: Database, lock: ProcessLock, space: Space):
+        self.folder = folder
+        self.database = database
+        self.lock = lock
+        self.space = space
+        self.saving = threading.Lock()
+        """Held while a file is written: one at a time per process."""
+        self._lock = threading.Lock()
+        self._figures: Counter[str] = Counter()
+        self._uses: dict[int, float] = {}
+        self._reused: list[int] = []
+        self._latest = 0.0
+
+    def renew_lock(self) -> None:
+        """Take a new process lock in the folder, which was made again. Raises OSError."""
+        self.lock.release()
+        self.lock = ProcessLock(self.folder)
+
+    def count(self, figure: str, by: int = 1) -> None:
+        """Add to a figure of this process."""
+        with self._lock:
+            self._figures[figure] += by
+
+    def counted(self, figure: str) -> int:
+        """Value of a figure of this process."""
+        with self._lock:
+            return self._figures[figure]
+
+    def now(self) -> float:
+        """Time that orders uses, in seconds since 1970.
+
+        The wall clock's, but later than any time returned before or passed to `resume_clock`.
+        """
+        with self._lock:
+            self._latest = max(time.time(), self._latest + USE_STEP_S)
+            return self._latest
+
+    def resume_clock(self, latest: float) -> None:
+        """Make `now` return times after `latest`, the newest use in the index."""
+        with self._lock:
+            self._latest = max(self._latest, latest)
+
+    def note_use(self, rows: Iterable[Row], *, unless_within: float = 0.0) -> None:
+        """Note that `rows` are used now, except those used within the last `unless_within` s."""
+        now = self.now()
+        with self._lock:
+            self._uses.update((row.id, now) for row in rows if now - row.used >= unless_within)
+
+    def note_reuse(self, ids: Iterable[int]) -> None:
+        """Note that a request reused the files with these ids."""
+        with self._lock:
+            self._reused += ids
+
+    def write_uses(self, connection: sqlite3.Connection) -> None:
+        """Write the uses noted since the last call to the index, in the given transaction."""
+        with self._lock:
+            uses, self._uses = self._uses, {}
+            reused, self._reused = self._reused, []
+        index.touch(connection, [(when, id) for id, when in uses.items()])
+        index.count_found(connection, reused)
+
+    def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> None:
+        """Write the uses, then call `Space.make_room` and count the evicted files."""
+        self.write_uses(connection)
+        self.count("evicted", len(self.space.make_room(connection, coming, has_row=has_row)))
+
+    def check_present(self) -> None:
+        """Raise Vanished if the folder, or the index in it, is not the one that was opened."""
+        if not self.database.is_there():
+            raise Vanished(f"{self.folder.path} has vanished, or was replaced by another.")
+
+    def remove_file(self, id: int, *, corrupt: bool) -> bool:
+        """Remove a file and all files that build on it; False if it has no row any more.
+
+        `corrupt`: move the file itself to quarantine and count it. Raises StoreError.
+        """
+        with self.database.write() as connection:
+            self.check_present()
+            rows = index.below(connection, id)
+            if not rows:
+                return False
+            for row in rows:
+                path = self.folder.file(row.kind, row.digest)
+                if corrupt and row.id == id:
+                    quarantine.put(self.folder, path, self.space.limit)
+                remove(path)
+                index.delete(connection, row)
+        if corrupt:
+            self.count("corrupt")
+        return True
+
+    def close(self) -> None:
+        """Write the noted uses, close the database, release the process lock."""
+        self.database.check_before(None)
+        with (
+            suppress(StoreError),
+            self.database.patience(CLOSE_S),
+            self.database.write() as connection,
+        ):
+            self.check_present()
+            self.write_uses(connection)
+        self.database.close()
+        self.lock.release()
