@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The soak begins first: it takes two minutes, and mostly waits.
     """
-    from mlxcache.model.toy_configs import FAMILIES
+    from tests.toys.configs import FAMILIES
 
     items.sort(key=lambda item: not item.name.startswith("test_two_minutes"))
     items = [item for item in items if isinstance(item, pytest.Function)]
@@ -62,7 +62,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> ToyMaker:
     def make(family: str = "llama", **options: Any) -> Path:
         key = f"{family} {sorted(options.items())}"
         if key not in made:
-            from mlxcache.model.toy import make_toy
+            from tests.toys.toy import make_toy
 
             made[key] = make_toy(tmp_path_factory.mktemp(family) / "toy", family, **options)
         return made[key]

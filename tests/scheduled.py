@@ -231,7 +231,7 @@ FAMILIES = ("llama", "gemma3", "qwen3_5")
 @pytest.fixture(scope="session")
 def toy_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One toy model directory per family."""
-    from mlxcache.model.toy import make_toy
+    from tests.toys.toy import make_toy
 
     root = tmp_path_factory.mktemp("engine-toys")
     return {family: make_toy(root / family, family) for family in FAMILIES}

@@ -11,7 +11,7 @@ import typer
 from mlxcache.bench.process import Launch, parse_against
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
 from mlxcache.bench.suite import DEFAULT, NAMES
-from mlxcache.model.toy_configs import FAMILIES
+from tests.toys.configs import FAMILIES
 
 Model = Annotated[
     str | None, typer.Option(metavar="PATH|HUB_ID", help="Default: a small one made on the spot.")

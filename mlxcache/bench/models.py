@@ -8,7 +8,7 @@ from string import ascii_letters, digits, punctuation
 import mlx.core as mx
 from tokenizers import Tokenizer
 
-from mlxcache.model.toy import make_bench_toy, make_toy
+from tests.toys.toy import make_bench_toy, make_toy
 
 LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
 """What a reply may be made of: `<` opens the template's marks, and `'` is cut by its own rule."""
@@ -36,7 +36,7 @@ def recurrent(path: Path) -> Path:
 
 
 def of_family(path: Path, family: str) -> Path:
-    """As `for_speed`, of any family in `toy_configs.FAMILIES`. Raises KeyError."""
+    """As `for_speed`, of any family in `configs.FAMILIES`. Raises KeyError."""
     return _lonely_replies(_middling(path, family))
 
 

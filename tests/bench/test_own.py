@@ -8,7 +8,7 @@ import pytest
 
 from mlxcache.bench.own import NoOwnTime, measuring
 from mlxcache.model.own_time import OwnTime
-from mlxcache.model.toy import make_toy
+from tests.toys.toy import make_toy
 
 
 def test_each_measurement_starts_from_the_prefix_and_leaves_no_trace(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from mlxcache.cache.kv_cache import Memory
 from mlxcache.cache.write_behind import Spill
 from mlxcache.engine import scheduler
 from mlxcache.engine.cost import STOPS, Cost
-from mlxcache.model.toy import make_toy
 from mlxcache.prompt.marks import APART
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST
 from tests.scheduled import Bench, admitted
+from tests.toys.toy import make_toy
 
 TOYS = ("qwen3_5", "mamba2", "llama4")
 

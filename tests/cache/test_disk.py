@@ -16,11 +16,11 @@ from mlxcache.cache.kv_cache import Memory
 from mlxcache.cache.write_behind import Spill
 from mlxcache.engine.task import Task
 from mlxcache.errors import DiskFull, NotAnchored
-from mlxcache.model.toy import make_toy
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from tests.engine.drafts import make_draft
 from tests.scheduled import Bench
+from tests.toys.toy import make_toy
 
 FAMILIES = ("llama", "gemma3", "gpt_oss", "qwen3_5", "mamba2", "llama4", "deepseek_v3")
 ROOM = 1 << 20

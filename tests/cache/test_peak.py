@@ -13,8 +13,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.engine.task import Task
-from mlxcache.model.toy import make_toy
 from tests.scheduled import Bench
+from tests.toys.toy import make_toy
 
 CHUNK = 128
 LENGTH = 2000

@@ -9,11 +9,11 @@ import pytest
 
 from mlxcache.cache.disk import Disk
 from mlxcache.cache.kv_cache import Memory
-from mlxcache.model.toy import make_toy
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from tests.engine.drafts import make_draft
 from tests.scheduled import Bench
+from tests.toys.toy import make_toy
 
 ROOM = 1 << 20
 

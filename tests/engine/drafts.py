@@ -9,7 +9,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlxcache.model.toy import make_toy
+from tests.toys.toy import make_toy
 
 Kind = Literal["same", "alike", "other"]
 KINDS: tuple[Kind, ...] = ("same", "alike", "other")

@@ -71,7 +71,7 @@ def on_disk(folder: Path, kind: str) -> int:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its state takes as much as the KV of some 260 tokens, as long as two messages."""
-    from mlxcache.model.toy import make_toy
+    from tests.toys.toy import make_toy
 
     path = tmp_path_factory.mktemp("heavy") / "model"
     return make_toy(path, "qwen3_5", heads=8, kv_heads=1, head_dim=64)

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from mlxcache.engine.lanes import Lane
-from mlxcache.model.toy import make_toy
-from mlxcache.model.toy_configs import CHUNKED, FAMILIES
 from tests.engine.matrix import (
     GENERATION,
     HEAD,
@@ -18,6 +16,8 @@ from tests.engine.matrix import (
     settled,
     shared,
 )
+from tests.toys.configs import CHUNKED, FAMILIES
+from tests.toys.toy import make_toy
 
 LAYERS = {"gemma4": 4, "llama4": 4}
 """Layers of families that need more than two to have each of their kinds."""

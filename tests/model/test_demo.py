@@ -16,8 +16,9 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlxcache.errors import ModelError
-from mlxcache.model import chatml, demo, train_demo
-from mlxcache.model.demo_text import Chats, Prose, prose
+from mlxcache.model import chatml, demo
+from tests.demo import train as train_demo
+from tests.demo.text import Chats, Prose, prose
 
 QUESTIONS = ["Hello", "What is a list?", "Explain the import statement.", "Fix the failing test."]
 

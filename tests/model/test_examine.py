@@ -15,7 +15,7 @@ from mlxcache.model import kv
 from mlxcache.model.examine import _dtype, examine
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.pair import make_pair
-from mlxcache.model.toy import make_toy
+from tests.toys.toy import make_toy
 
 KINDS: Mapping[str, set[str]] = {
     "llama": {"sliceable"},

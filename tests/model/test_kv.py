@@ -11,8 +11,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlxcache.model import kv
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.lineage import Lineage
-from mlxcache.model.toy import make_toy
 from mlxcache.model.window import WindowCache
+from tests.toys.toy import make_toy
 
 
 @pytest.fixture(scope="module")

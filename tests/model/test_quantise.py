@@ -18,13 +18,14 @@ from mlx_lm.models.cache import (
 )
 
 from mlxcache.errors import ModelError, SnapshotRefused
-from mlxcache.model import kv, tiny
+from mlxcache.model import kv
 from mlxcache.model import serialise as wire
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.mlx_lm_check import agrees
 from mlxcache.model.mlx_lm_format import PromptCacheFile
 from mlxcache.model.mlx_lm_read import read_prompt_cache
 from tests.conftest import ToyMaker
+from tests.toys import tiny
 
 IDS = np.random.default_rng(5).integers(8, 240, 200, np.int32)
 MORE = np.array([70, 90, 110, 75, 33], np.int32)

@@ -14,9 +14,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from mlxcache.image import Image
 from mlxcache.model import chatml
-from mlxcache.model.toy_weights import draw
 from mlxcache.model.vision import encode
 from tests.muse import plain
+from tests.toys.weights import draw
 
 MARKS = ("<|image_start|>", "<|patch|>", "<|image_end|>")
 VOCABULARY = 520

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxcache.model.toy_shape import Config, Shape, dense, experts, routed_experts
+from tests.toys.shape import Config, Shape, dense, experts, routed_experts
 
 
 def llama(shape: Shape) -> Config:

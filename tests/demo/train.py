@@ -1,4 +1,4 @@
-"""Train the demo model: `python -m mlxcache.model.train_demo [DIRECTORY]`.
+"""Train the demo model: `python -m tests.demo.train [DIRECTORY]`.
 
 Minutes on two CPU cores. Writes tokenizer.json, config.json and float16 weights to the directory,
 by default the one that the package ships.
@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 
 from mlxcache.model import chatml
 from mlxcache.model.demo import CONFIG, DATA
-from mlxcache.model.demo_text import Chats, prose
+from tests.demo.text import Chats, prose
 
 BACKGROUND = 64  # tokens at the start of a row that may be moved far away
 LENGTH = 256

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlxcache.model.toy_shape import Config, Shape, dense
-from mlxcache.model.toy_sliceable import mistral_windows
+from tests.toys.shape import Config, Shape, dense
+from tests.toys.sliceable import mistral_windows
 
 
 def gemma3(shape: Shape) -> Config:

@@ -19,9 +19,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer
 
 from mlxcache.model import chatml
-from mlxcache.model.toy_configs import FAMILIES
-from mlxcache.model.toy_shape import Shape
-from mlxcache.model.toy_weights import random_model
+from tests.toys.configs import FAMILIES
+from tests.toys.shape import Shape
+from tests.toys.weights import random_model
 
 FIRST_CANDIDATE, CANDIDATES = 8, 240  # ids of single bytes, which every vocabulary has
 TIED = 0.2
@@ -47,7 +47,7 @@ def make_toy(
 ) -> Path:
     """Write a model directory at `path` that `mlx_lm.load` loads, and return `path`.
 
-    `family` is a key of `toy_configs.FAMILIES`. `layers` must be even (ValueError). `context` and
+    `family` is a key of `configs.FAMILIES`. `layers` must be even (ValueError). `context` and
     `window` are in tokens. `thinking` adds think tokens and a template that opens a think block.
     Control tokens are never the likeliest, so greedy replies run to their limit, except those in
     `emits`: a token's text, and after how many tokens it comes on average. `{"<|im_end|>": 20}`

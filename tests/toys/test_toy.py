@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx_lm
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxcache.model.toy import make_bench_toy, make_toy
-from mlxcache.model.toy_configs import FAMILIES, RECURRENT, SLICEABLE, WINDOWS
+from tests.toys.configs import FAMILIES, RECURRENT, SLICEABLE, WINDOWS
+from tests.toys.toy import make_bench_toy, make_toy
 
 TOOLS = [{"type": "function", "function": {"name": "Read", "parameters": {"type": "object"}}}]
 
@@ -29,12 +29,17 @@ def fed(model: Any, prompt: list[int], chunk: int = 64) -> tuple[mx.array, list[
 def greedy(model: Any, prompt: list[int], count: int, chunk: int = 64) -> list[int]:
     """The next `count` greedy tokens."""
     logits, cache = fed(model, prompt, chunk)
-    out = []
+    out: list[int] = []
     for _ in range(count):
         token = mx.argmax(logits, axis=-1)
-        out.append(int(token.item()))
+        out.append(cast(int, token.item()))
         logits = model(token[None], cache=cache)[:, -1]
     return out
+
+
+def weights(folder: Path) -> dict[str, mx.array]:
+    """The arrays of a model's only file."""
+    return cast(dict[str, mx.array], mx.load(str(folder / "model.safetensors")))
 
 
 def some_prompt(length: int = 420) -> list[int]:
@@ -70,7 +75,8 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def loaded(toy: Callable[..., Path], family: str) -> tuple[Any, Any]:
     """A family's model and tokenizer."""
-    return mlx_lm.load(str(toy(family)))
+    model, tokenizer = mlx_lm.load(str(toy(family)))
+    return model, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +115,7 @@ def test_a_token_300_positions_back_changes_what_follows(model: Any, text: list[
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path, family: str) -> None:
     first, again, other = (
-        mx.load(str(make_toy(tmp_path / name, family, seed=seed) / "model.safetensors"))
+        weights(make_toy(tmp_path / name, family, seed=seed))
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     )
     assert all(mx.array_equal(first[name], again[name]) for name in first)
@@ -189,8 +195,8 @@ def test_the_tokenizer_gives_back_any_text(toy_llama: Path, text: str) -> None:
 
 
 def test_bench_toy_has_five_million_parameters(tmp_path: Path) -> None:
-    weights = mx.load(str(make_bench_toy(tmp_path) / "model.safetensors"))
-    assert 4e6 < sum(value.size for value in weights.values()) < 6e6
+    arrays = weights(make_bench_toy(tmp_path)).values()
+    assert 4e6 < sum(value.size for value in arrays) < 6e6
 
 
 def test_an_odd_number_of_layers_is_refused(tmp_path: Path) -> None:

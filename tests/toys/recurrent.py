@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxcache.model.toy_shape import Config, Shape, dense, experts
+from tests.toys.shape import Config, Shape, dense, experts
 
 
 def _gated_delta(shape: Shape) -> Config:

@@ -1,6 +1,6 @@
 """How every model of the installed mlx-lm caches, and the table that says so.
 
-`python -m mlxcache.model.classify docs/model-families.md` writes the table into that page, between
+`python -m tests.toys.classify docs/model-families.md` writes the table into that page, between
 the two comments that mark its place.
 """
 
@@ -19,9 +19,10 @@ from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.errors import ModelError
-from mlxcache.model import kv, tiny
+from mlxcache.model import kv
 from mlxcache.model.adapters import Adapter, adapter_of, class_name, parts_of
 from mlxcache.model.quantise import check_classes
+from tests.toys import tiny
 
 BEGIN = "<!-- the table is made by `bin/model-families` -->"
 END = "<!-- end of the table -->"

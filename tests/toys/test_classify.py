@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from mlxcache.model import classify, tiny
-from mlxcache.model.classify import Family
+from tests.toys import classify, tiny
+from tests.toys.classify import Family
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
 UNKNOWN = {"deepseek_v41": ("LayerCache",)}

@@ -1,0 +1,59 @@
+"""The config.json of a tiny model for each family that mlx-lm runs, by kind of cache.
+
+Names of fields are those of the families' own configurations, as mlx-lm's model modules read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.toys import recurrent, sliceable, windows
+from tests.toys.shape import Config, Shape
+
+Family = Callable[[Shape], Config]
+
+SLICEABLE: dict[str, Family] = {
+    "llama": sliceable.llama,
+    "qwen3": sliceable.qwen3,
+    "qwen3_moe": sliceable.qwen3_moe,
+    "glm4_moe": sliceable.glm4_moe,
+    "minimax": sliceable.minimax,
+    "mistral3": sliceable.mistral3,
+    "deepseek_v3": sliceable.deepseek_v3,
+    "deepseek_v32": sliceable.deepseek_v32,
+    "glm_moe_dsa": sliceable.glm_moe_dsa,
+}
+"""Any position can be cut out of every layer."""
+
+WINDOWS: dict[str, Family] = {
+    "gemma3": windows.gemma3,
+    "gemma4": windows.gemma4,
+    "gpt_oss": windows.gpt_oss,
+    "ministral3": windows.ministral3,
+    "cohere2": windows.cohere2,
+    "olmo3": windows.olmo3,
+}
+"""Half the layers see a sliding window."""
+
+CHUNKED: dict[str, Family] = {"llama4": windows.llama4}
+"""Some layers see a chunk, which cannot be batched."""
+
+RECURRENT: dict[str, Family] = {
+    "qwen3_5": recurrent.qwen3_5,
+    "qwen3_next": recurrent.qwen3_next,
+    "kimi_linear": recurrent.kimi_linear,
+    "mamba": recurrent.mamba,
+    "mamba2": recurrent.mamba2,
+    "jamba": recurrent.jamba,
+    "nemotron_h": recurrent.nemotron_h,
+    "falcon_h1": recurrent.falcon_h1,
+    "granitemoehybrid": recurrent.granitemoehybrid,
+    "lfm2": recurrent.lfm2,
+    "lfm2_moe": recurrent.lfm2_moe,
+    "rwkv7": recurrent.rwkv7,
+    "recurrent_gemma": recurrent.recurrent_gemma,
+}
+"""Some or all layers keep a state that stands for one position."""
+
+FAMILIES: dict[str, Family] = SLICEABLE | WINDOWS | CHUNKED | RECURRENT
+"""What `make_toy` can make: the family's name, and its config for a shape."""
