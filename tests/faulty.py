@@ -88,7 +88,7 @@ def install(faults: Faults) -> None:
     from mlxcache.engine.scheduler import Scheduler
     from mlxcache.prompt.codec import Codec
     from mlxcache.prompt.template import Template
-    from mlxcache.store import save
+    from mlxcache.store import saving
 
     real = time.time
     time.time = lambda: real() + float(faults.on("clock") or 0)
@@ -114,7 +114,7 @@ def install(faults: Faults) -> None:
     wrap(Template, "render", breaks("template", OSError("no such macro")))
     wrap(Codec, "encode", breaks("tokenizer", Panic("no such byte")))
     wrap(Scheduler, "tick", die)
-    wrap(save, "write", disk)
+    wrap(saving, "write", disk)
     begin = Core.__init__
 
     def with_faults(core: Core, *args: Any) -> None:

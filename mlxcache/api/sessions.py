@@ -25,7 +25,7 @@ from mlxcache.store.database import translated
 if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook
     from mlxcache.sessions.mlx_lm_files import PromptCacheExport
-    from mlxcache.store.snapshot import Export
+    from mlxcache.store.snapshot_write import Export
 
 DEFAULT_LIMIT = 100
 RESTORE_SECONDS = 6 * 3600.0

@@ -14,8 +14,9 @@ from mlxcache.private import create
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.lock import alone
 from mlxcache.store.sessions import Sessions
-from mlxcache.store.snapshot import export, read_snapshot, restore
-from mlxcache.store.snapshot_check import format_of
+from mlxcache.store.snapshot_format import format_of
+from mlxcache.store.snapshot_read import read_snapshot, restore
+from mlxcache.store.snapshot_write import export
 from mlxcache.store.store import Store
 
 FOLDER = "store"

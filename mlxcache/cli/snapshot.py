@@ -114,7 +114,7 @@ _ARCHIVES = (
 
 def check_snapshot(file: Path) -> None:
     """Raises MlxcacheError, with what was expected and what was found, unless it is a snapshot."""
-    from mlxcache.store.snapshot_check import format_of  # noqa: PLC0415 - numpy takes a while
+    from mlxcache.store.snapshot_format import format_of  # noqa: PLC0415 - numpy takes a while
 
     try:
         format_of(file)
@@ -125,7 +125,7 @@ def check_snapshot(file: Path) -> None:
 
 
 def _describe_wrong(file: Path, error: SnapshotRefused) -> str:
-    from mlxcache.store.snapshot_info import FORMAT  # noqa: PLC0415 - as above
+    from mlxcache.store.snapshot_format import FORMAT  # noqa: PLC0415 - as above
 
     try:
         with file.open("rb") as opened:

@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlxcache.model import kv
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
-from mlxcache.store.session_figures import Gain, SessionFigures
+from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.types import RequestRecord
 
 PROBE = 128

@@ -16,7 +16,7 @@ from mlxcache.cache.kv_cache import Memory
 from mlxcache.cache.pressure import HELD_BACK
 from mlxcache.config.rules import RULES
 from mlxcache.engine.cost import Speed, gained
-from mlxcache.store.session_figures import Gain
+from mlxcache.store.session_rows import Gain
 from mlxcache.types import WARMING, Job, RequestRecord
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from mlxcache.sessions.book import SessionBook
 from mlxcache.sessions.files import sweep
 from mlxcache.sessions.journal import Served
 from mlxcache.sessions.mlx_lm_files import Submit
+from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.sessions import Sessions
-from mlxcache.store.temporary import TemporaryDatabase
 
 if TYPE_CHECKING:
     from mlxcache.engine.runtime import Core

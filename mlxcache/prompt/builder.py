@@ -38,7 +38,7 @@ from mlxcache.prompt.tokenizer import (
     tool_marks,
 )
 from mlxcache.prompt.traits import U, probe
-from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_rows import ReplyRow
 from mlxcache.types import Chat, Prompt
 
 log = logging.getLogger(__name__)

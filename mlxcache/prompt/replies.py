@@ -14,7 +14,7 @@ from mlxcache.lru import LRU
 from mlxcache.prompt.recent import Anchors
 from mlxcache.prompt.said import Read, Said
 from mlxcache.prompt.tokenizer import ChatTokenizer, thinking_marks, tool_marks
-from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_rows import ReplyRow
 from mlxcache.types import Prompt, Tokens
 
 LIMIT = 32 << 20

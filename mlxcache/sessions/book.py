@@ -22,10 +22,9 @@ from mlxcache.sessions.mlx_lm_files import Submit
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed
-from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.store.session_figures import Gain, SessionFigures
+from mlxcache.store.session_rows import Gain, ReplyRow, SessionFigures
 from mlxcache.store.sessions import Session, Sessions
-from mlxcache.store.snapshot_info import SessionInfo
+from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.store.store import Store
 from mlxcache.types import WARMING, Tokens
 

@@ -17,16 +17,9 @@ from mlxcache.sessions.mlx_lm_files import PromptCacheExport, Submit, compute, t
 from mlxcache.store.database import translated
 from mlxcache.store.lock import runs
 from mlxcache.store.sessions import new_id
-from mlxcache.store.snapshot import (
-    Export,
-    LeafInfo,
-    SessionInfo,
-    Snapshot,
-    export,
-    owned,
-    read_snapshot,
-    restore,
-)
+from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
+from mlxcache.store.snapshot_read import Snapshot, owned, read_snapshot, restore
+from mlxcache.store.snapshot_write import Export, export
 from mlxcache.store.store import FREE_FLOOR, Store
 
 if TYPE_CHECKING:

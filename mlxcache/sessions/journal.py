@@ -16,10 +16,9 @@ from typing import TypeVar
 from mlxcache.errors import Busy, NotReady, StoreError
 from mlxcache.store.database import Locked
 from mlxcache.store.leaves import anchor_of
-from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.store.session_figures import Gain
+from mlxcache.store.session_rows import Gain, ReplyRow
 from mlxcache.store.sessions import Sessions, Turn
-from mlxcache.store.snapshot import Spec
+from mlxcache.store.snapshot_format import Spec
 from mlxcache.store.store import Store
 from mlxcache.types import Job, Tokens
 

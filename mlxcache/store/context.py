@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from mlxcache.errors import StoreError, Vanished
-from mlxcache.store import index, quarantine
+from mlxcache.store import index
 from mlxcache.store.database import Database
+from mlxcache.store.eviction import Space
 from mlxcache.store.folder import Folder, remove
 from mlxcache.store.index import Row
-from mlxcache.store.owner import ProcessLock
-from mlxcache.store.space import Space
+from mlxcache.store.lock import ProcessLock
 
 USE_STEP_S = 1e-5
 """Seconds by which a use is at least later than the one before it; a float resolves these."""
@@ -115,7 +115,7 @@ class StoreContext:
             for row in rows:
                 path = self.folder.file(row.kind, row.digest)
                 if corrupt and row.id == id:
-                    quarantine.put(self.folder, path, self.space.limit)
+                    self.folder.set_aside(path, self.space.limit)
                 remove(path)
                 index.delete(connection, row)
         if corrupt:

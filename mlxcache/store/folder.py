@@ -1,8 +1,9 @@
-"""Where things are in the store's folder, how big they are, and how files come to be there."""
+"""Layout of the store's folder: paths, sizes, durable writes, and the quarantine."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,13 @@ KINDS = (RUN, CHECKPOINT)
 SUFFIX = ".safetensors"
 TEMP_SUFFIX = ".tmp"
 WRITE_BYTES = 8 << 20
-"""The most written by one call: the interpreter's lock is free during each."""
+"""Bytes written by one call at most: the interpreter's lock is free during each."""
+
+MOST_QUARANTINED = 8
+"""Files that quarantine holds at most."""
+
+QUARANTINE_PART = 8
+"""Quarantine takes at most one part in so many of the byte limit, besides its newest file."""
 
 
 class Folder:
@@ -74,6 +81,44 @@ class Folder:
         for top in (self.quarantine, self.locks):
             total += sum(blocks(entry) for entry in _entries(top))
         return total
+
+    def set_aside(self, path: Path, limit: int | None) -> None:
+        """Move a damaged file to quarantine, which then keeps to its part of `limit` bytes.
+
+        Nothing is moved if the file is gone. Raises OSError.
+        """
+        with suppress(FileNotFoundError):
+            os.rename(path, self.quarantine / f"{time.time_ns()}-{path.name}")
+        self.trim_quarantine(None if limit is None else limit // QUARANTINE_PART)
+
+    def trim_quarantine(self, limit: int | None, *, keep: int = 1) -> None:
+        """Remove the oldest quarantined files beyond the bounds; the newest `keep` stay."""
+        found = self.quarantined()
+        total = sum(size for _, size in found)
+        while len(found) > keep and (
+            len(found) > MOST_QUARANTINED or (limit is not None and total > limit)
+        ):
+            path, size = found.pop(0)
+            remove(path)
+            total -= size
+
+    def free_quarantine(self, need: int) -> int:
+        """Remove the oldest quarantined files until `need` bytes are freed; returns bytes freed."""
+        freed = 0
+        for path, size in self.quarantined():
+            if freed >= need:
+                break
+            remove(path)
+            freed += size
+        return freed
+
+    def quarantined(self) -> list[tuple[Path, int]]:
+        """Quarantined files and their bytes on disk, oldest first."""
+        try:
+            found = sorted(self.quarantine.iterdir())
+        except FileNotFoundError:
+            return []
+        return [(path, blocks(path)) for path in found]
 
     def log_bytes(self) -> int:
         """Bytes on disk of the index's log."""

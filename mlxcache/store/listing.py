@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlxcache.store.leaves import Leaf
-from mlxcache.store.session_figures import SessionFigures
-from mlxcache.store.session_rows import Session
+from mlxcache.store.session_rows import Session, SessionFigures
 
 Tier = Literal["ram", "disk", "both", "mixed"]
 NO_FIGURES = SessionFigures()

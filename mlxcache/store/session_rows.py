@@ -3,17 +3,171 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
 from mlxcache.errors import NotFound
 from mlxcache.store.leaves import Kind, Leaf, common, digest_of, digests_at, takes_over
-from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.store.session_figures import Gain
 from mlxcache.types import Tokens
+
+MOST_REPLIES = 8192
+"""Replies kept of all models; beyond them the oldest go."""
+
+REPLY_SCHEMA = """
+CREATE TABLE IF NOT EXISTS replies (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
+    namespace TEXT NOT NULL, digest BLOB NOT NULL, length INTEGER NOT NULL, tail TEXT NOT NULL,
+    history BLOB NOT NULL, ids BLOB NOT NULL, calls INTEGER NOT NULL,
+    thinking_open INTEGER NOT NULL, generic_tools INTEGER NOT NULL, stopped TEXT);
+CREATE INDEX IF NOT EXISTS replies_session ON replies (session);
+CREATE INDEX IF NOT EXISTS replies_namespace ON replies (namespace);
+"""
+_REPLY_FIELDS = "digest, length, tail, history, ids, calls, thinking_open, generic_tools, stopped"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplyRow:
+    """A reply's ids, shape (n,), and by what `prompt.replies` finds and reads it."""
+
+    digest: bytes
+    length: int
+    tail: str
+    history: bytes
+    ids: Tokens
+    calls: bool
+    thinking_open: bool
+    generic_tools: bool
+    stopped: str | None
+
+
+def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: ReplyRow) -> None:
+    """Add a session's reply; the oldest ones of all go where they are too many."""
+    ids = np.asarray(reply.ids, "<i4").tobytes()
+    row = (reply.digest, reply.length, reply.tail, reply.history, ids)
+    how = (reply.calls, reply.thinking_open, reply.generic_tools, reply.stopped)
+    made = db.execute(
+        f"INSERT INTO replies (session, namespace, {_REPLY_FIELDS}) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
+        (session, namespace, *row, *how),
+    )
+    db.execute("DELETE FROM replies WHERE id <= ?", ((made.lastrowid or 0) - MOST_REPLIES,))
+
+
+def read_replies(
+    db: sqlite3.Connection, namespace: str, after: int = 0, owner: str | None = None
+) -> tuple[list[ReplyRow], int]:
+    """The replies of a namespace that came after a row, the oldest first, and the last row now.
+
+    Those of one owner's sessions alone.
+    """
+    query = (
+        f"SELECT {_REPLY_FIELDS} FROM replies WHERE id > ? AND namespace = ?"
+        " AND session IN (SELECT id FROM sessions WHERE owner IS ?) ORDER BY id"
+    )
+    last = db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0]
+    found = [
+        ReplyRow(
+            *(digest, length, tail, history, np.frombuffer(ids, "<i4").astype(np.int32)),
+            *(bool(calls), bool(opened), bool(generic), stopped),
+        )
+        for digest, length, tail, history, ids, calls, opened, generic, stopped in db.execute(
+            query, (after, namespace, owner)
+        )
+    ]
+    return found, int(last)
+
+
+FIGURES_SCHEMA = """
+CREATE TABLE IF NOT EXISTS session_figures (
+    session TEXT PRIMARY KEY REFERENCES sessions (id) ON DELETE CASCADE,
+    requests INTEGER NOT NULL, first_tokens INTEGER NOT NULL, first_token_s REAL NOT NULL,
+    prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    restored_tokens INTEGER NOT NULL, fed_tokens INTEGER NOT NULL,
+    generated_tokens INTEGER NOT NULL, saved_tokens INTEGER NOT NULL, saved_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS prefill_paces (
+    namespace TEXT NOT NULL, range INTEGER NOT NULL, token_s REAL NOT NULL,
+    PRIMARY KEY (namespace, range)) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFigures:
+    """Sums over a session's requests; seconds and tokens.
+
+    `first_tokens` of the requests drew a token, after `first_token_s` in all. `saved_s` is what
+    computing `saved_tokens` of the cached ones would have taken: those for which the speed of
+    prefill was known.
+    """
+
+    requests: int = 0
+    first_tokens: int = 0
+    first_token_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    restored_tokens: int = 0
+    fed_tokens: int = 0
+    generated_tokens: int = 0
+    saved_tokens: int = 0
+    saved_s: float = 0.0
+
+    def as_object(self) -> dict[str, Any]:
+        """What the API shows: the average wait for a first token, null for what nobody knows."""
+        average = self.first_token_s / self.first_tokens if self.first_tokens else None
+        known = bool(self.saved_tokens) or not self.cached_tokens
+        return {
+            "requests": self.requests,
+            "first_token_s": None if average is None else round(average, 4),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "restored_tokens": self.restored_tokens,
+            "fed_tokens": self.fed_tokens,
+            "generated_tokens": self.generated_tokens,
+            "saved_s": round(self.saved_s, 3) if known else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """One request's figures, and seconds per token by range of positions as measured by then."""
+
+    figures: SessionFigures
+    paces: Mapping[int, float] = field(default_factory=dict)
+
+
+_FIGURES = tuple(one.name for one in fields(SessionFigures))
+_ADD_FIGURES = (
+    f"INSERT INTO session_figures (session, {', '.join(_FIGURES)})"
+    f" VALUES (:session, {', '.join(':' + name for name in _FIGURES)})"
+    f" ON CONFLICT (session) DO UPDATE SET "
+    + ", ".join(f"{name} = {name} + excluded.{name}" for name in _FIGURES)
+)
+
+
+def add_gain(db: sqlite3.Connection, session: str, namespace: str, gain: Gain) -> None:
+    """Add one request's figures to its session's, and note how fast prompts were computed."""
+    db.execute(_ADD_FIGURES, {"session": session, **asdict(gain.figures)})
+    db.executemany(
+        "INSERT INTO prefill_paces (namespace, range, token_s) VALUES (?, ?, ?)"
+        " ON CONFLICT (namespace, range) DO UPDATE SET token_s = excluded.token_s",
+        [(namespace, where, pace) for where, pace in gain.paces.items()],
+    )
+
+
+def read_figures(db: sqlite3.Connection, session: str) -> SessionFigures:
+    """A session's figures; zeros where there are none."""
+    query = f"SELECT {', '.join(_FIGURES)} FROM session_figures WHERE session = ?"
+    row = db.execute(query, (session,)).fetchone()
+    return SessionFigures(*row) if row is not None else SessionFigures()
+
+
+def read_paces(db: sqlite3.Connection, namespace: str) -> dict[int, float]:
+    """Seconds per token as measured last, by range of positions."""
+    query = "SELECT range, token_s FROM prefill_paces WHERE namespace = ?"
+    return dict(db.execute(query, (namespace,)).fetchall())
+
 
 MOST_SESSIONS = 10_000
 """Sessions kept; beyond them those go that were used least recently and are not pinned."""

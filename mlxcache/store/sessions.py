@@ -15,12 +15,11 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 
 from mlxcache.errors import BadRequest, NotFound
-from mlxcache.store import reply_rows, session_figures
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
 from mlxcache.store.leaves import Leaf, continued
-from mlxcache.store.session_rows import ANYBODY, Session, Turn
-from mlxcache.store.snapshot_info import LeafInfo, SessionInfo
+from mlxcache.store.session_rows import ANYBODY, ReplyRow, Session, SessionFigures, Turn
+from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
 from mlxcache.types import Tokens
 
 __all__ = ["ANYBODY", "Session", "Sessions", "Turn", "id_of", "new_id"]
@@ -48,8 +47,8 @@ class Sessions:
     def __init__(self, database: Database):
         self._database = database
         database.create(rows.SCHEMA)
-        database.create(reply_rows.SCHEMA)
-        database.create(session_figures.SCHEMA)
+        database.create(rows.REPLY_SCHEMA)
+        database.create(rows.FIGURES_SCHEMA)
         with database.write() as db:
             rows.create_owner(db)
 
@@ -84,15 +83,15 @@ class Sessions:
         with self._database.read() as db:
             return rows.leaves(db, "session = ?", (id,))
 
-    def figures(self, id: str) -> session_figures.SessionFigures:
+    def figures(self, id: str) -> SessionFigures:
         """What a session has gained so far."""
         with self._database.read() as db:
-            return session_figures.get(db, id)
+            return rows.read_figures(db, id)
 
     def paces(self, namespace: str) -> dict[int, float]:
         """Seconds that a prompt's token took as measured last, by range of positions."""
         with self._database.read() as db:
-            return session_figures.paces(db, namespace)
+            return rows.read_paces(db, namespace)
 
     def pinned(self) -> list[str]:
         """The ids of the pinned sessions."""
@@ -114,10 +113,10 @@ class Sessions:
 
     def replies(
         self, namespace: str, after: int = 0, owner: str | None = None
-    ) -> tuple[list[reply_rows.ReplyRow], int]:
+    ) -> tuple[list[ReplyRow], int]:
         """An owner's replies in a namespace after a row, the oldest first, and the last row now."""
         with self._database.read() as db:
-            return reply_rows.replies(db, namespace, after, owner)
+            return rows.read_replies(db, namespace, after, owner)
 
     # -- changing ----------------------------------------------------------------------------
 
@@ -136,9 +135,9 @@ class Sessions:
                 rows.trim_sessions(db)
             rows.write_leaf(db, turn, session, leaf)
             if turn.reply is not None:
-                reply_rows.insert(db, session, turn.namespace, turn.reply)
+                rows.insert_reply(db, session, turn.namespace, turn.reply)
             if turn.gain is not None:
-                session_figures.add(db, session, turn.namespace, turn.gain)
+                rows.add_gain(db, session, turn.namespace, turn.gain)
             db.execute(
                 "UPDATE sessions SET turns = turns + 1, last_used_at = max(last_used_at, ?),"
                 " client = coalesce(?, client), model = ? WHERE id = ?",

@@ -16,17 +16,9 @@ from xxhash import xxh3_64
 
 from mlxcache.errors import DiskFull, SnapshotRefused, StoreError
 from mlxcache.owner import own_ids
+from mlxcache.safetensors import Place
 from mlxcache.store.digests import BLOCK
-from mlxcache.store.safetensors import Place
-from mlxcache.store.snapshot_check import (
-    bounded_header,
-    check_model,
-    check_spec,
-    description_of,
-    leaf_ids,
-    tensors_of,
-)
-from mlxcache.store.snapshot_info import (
+from mlxcache.store.snapshot_format import (
     CHECKSUMS,
     TOKENS,
     Description,
@@ -34,7 +26,13 @@ from mlxcache.store.snapshot_info import (
     SessionInfo,
     Spec,
     block_seed,
+    bounded_header,
+    check_model,
+    check_spec,
+    description_of,
+    leaf_ids,
     state_name,
+    tensors_of,
     with_tokens,
 )
 from mlxcache.store.store import Store

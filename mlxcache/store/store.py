@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxcache.errors import Corrupt, Gone, StoreError
-from mlxcache.store import index, maintain, quarantine, save, verify
-from mlxcache.store.comeback import StoreReopener
+from mlxcache.safetensors import Malformed
+from mlxcache.store import index, maintenance
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import Database, translated
 from mlxcache.store.digests import Chains, root
-from mlxcache.store.finite import is_finite
+from mlxcache.store.eviction import Space
 from mlxcache.store.folder import CHECKPOINT, RUN, Folder
 from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
 from mlxcache.store.index import Row
+from mlxcache.store.kv_files import check_checkpoint, check_run, is_finite, opened, read_ahead
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held
-from mlxcache.store.maintain import Progress
-from mlxcache.store.owner import ProcessLock, opening
-from mlxcache.store.recover import open_database, recover
-from mlxcache.store.safetensors import Malformed
-from mlxcache.store.space import Space
-from mlxcache.store.tensors import Tensor
+from mlxcache.store.lock import ProcessLock, opening
+from mlxcache.store.maintenance import Progress
+from mlxcache.store.recovery import StoreReopener, open_database, recover
+from mlxcache.store.saving import save_checkpoint, save_run
+from mlxcache.tensor import Tensor
 from mlxcache.types import Tokens
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Store:
                     recover(context)
                     with database.read() as connection:
                         context.resume_clock(index.latest_use(connection))
-                    maintain.evict_excess(context)
+                    maintenance.evict_excess(context)
                     database.check_before(StoreReopener(context))
                 except BaseException:
                     lock.release()
@@ -141,19 +141,17 @@ class Store:
         if the file was evicted meanwhile, StoreError.
         """
         base = self._chains.of(ids[: piece.first]).whole[-1]
-        self._verify(
-            piece, lambda fd: verify.run_is(fd, self.namespace, base, piece, ids, late=late)
-        )
+        self._verify(piece, lambda fd: check_run(fd, self.namespace, base, piece, ids, late=late))
 
     def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
         """Read a checkpoint and check it against `saved`; raises as `verify` does."""
         position = saved.position
         digest = self._chains.of(ids[:position]).at(position)
-        self._verify(saved, lambda fd: verify.checkpoint_is(fd, self.namespace, digest, position))
+        self._verify(saved, lambda fd: check_checkpoint(fd, self.namespace, digest, position))
 
     def read_ahead(self, piece: Piece) -> None:
         """Ask the system to begin reading a file that will be verified soon. Does not block."""
-        verify.read_ahead(piece.path)
+        read_ahead(piece.path)
 
     def durable_tokens(self, found: Found) -> int:
         """Tokens of `found` that a server started now could continue from.
@@ -190,14 +188,14 @@ class Store:
         Raises NotAnchored if [0, start) is not on disk, DiskFull if no room can be made,
         StoreError, ValueError for shapes that do not fit.
         """
-        save.save_run(self._context, self._chains.of(ids), start, tensors, late)
+        save_run(self._context, self._chains.of(ids), start, tensors, late)
 
     def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
         """Save the state after `ids`; durable on return. Blocks for an fsync.
 
         Then thins out the checkpoints along the path; see `thinning`. Raises DiskFull, StoreError.
         """
-        save.save_checkpoint(self._context, self._chains.of(ids), tensors)
+        save_checkpoint(self._context, self._chains.of(ids), tensors)
 
     def make_room(self, nbytes: int) -> None:
         """Evict files until rows of `nbytes` in other tables fit. Raises DiskFull, StoreError."""
@@ -296,7 +294,7 @@ class Store:
             (pinned,) = connection.execute(
                 "SELECT ifnull(sum(disk), 0) FROM file WHERE id IN (SELECT file FROM pin)"
             ).fetchone()
-            quarantined = len(quarantine.entries(context.folder))
+            quarantined = len(context.folder.quarantined())
         runs, run_bytes = kinds.get(RUN, (0, 0))
         checkpoints, checkpoint_bytes = kinds.get(CHECKPOINT, (0, 0))
         return self._with_counts(
@@ -320,21 +318,21 @@ class Store:
 
         Raises StoreError, also if the store is closed meanwhile.
         """
-        return maintain.check(self._context, progress)
+        return maintenance.check(self._context, progress)
 
     def prune(self, limit: int | None = None, progress: Progress = lambda _, __: None) -> int:
         """Remove what `check` lists, and the quarantine; evict down to `limit`; bytes freed.
 
         Reads every file. A damaged index stays until the next start rebuilds it. Raises StoreError.
         """
-        return maintain.prune(self._context, limit, progress)
+        return maintenance.prune(self._context, limit, progress)
 
     def clear(self, *, pinned: bool = False) -> int:
         """Remove every file, pinned ones only if `pinned`; returns bytes freed.
 
         Raises StoreError.
         """
-        return maintain.clear(self._context, pinned)
+        return maintenance.clear(self._context, pinned)
 
     def _with_counts(self, **held: int) -> StoreStats:
         names = ("written_bytes", "written_tokens", "verified", "corrupt", "evicted")
@@ -355,7 +353,7 @@ class Store:
             if index.one(connection, "id = ? AND owner IS NULL", file.id) is None:
                 raise gone
         try:
-            with verify.opened(file.path) as fd:
+            with opened(file.path) as fd:
                 check(fd)
         except FileNotFoundError as error:
             self._context.remove_file(file.id, corrupt=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxcache.errors import StoreError
 from mlxcache.store.store import Store
-from mlxcache.store.tensors import Tensor
+from mlxcache.tensor import Tensor
 from mlxcache.types import Tokens
 
 log = logging.getLogger(__name__)

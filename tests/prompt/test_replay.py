@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from mlxcache.prompt.replies import Asked, Generated, Reading, Replies
 from mlxcache.prompt.said import Said
+from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
-from mlxcache.store.temporary import TemporaryDatabase
 from mlxcache.types import Chat
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES

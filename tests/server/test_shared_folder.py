@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxcache.store.comeback import GONE_S
+from mlxcache.store.recovery import GONE_S
 from tests.conftest import ToyMaker
 from tests.served import served
 from tests.server.api import Api, until, user, words

@@ -150,7 +150,7 @@ def opened(
 
 def _rows(path: Path, start: int, end: int) -> list[bytes]:
     raw = path.read_bytes()
-    from mlxcache.store.safetensors import parse
+    from mlxcache.safetensors import parse
 
     size = int.from_bytes(raw[:8], "little")
     header = parse(raw[8 : 8 + size], len(raw))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxcache.store.snapshot import LeafInfo, SessionInfo, Spec, export
+from mlxcache.store.snapshot_format import LeafInfo, SessionInfo, Spec
+from mlxcache.store.snapshot_write import export
 from mlxcache.store.store import Store
 from mlxcache.tensor import Tensor
 from mlxcache.types import Tokens
@@ -105,7 +106,7 @@ def file_rows(path: Path, name: str, first: int, last: int) -> bytes:
     """Rows [first, last) of a tensor of a run's file."""
     import os
 
-    from mlxcache.store.safetensors import read_header
+    from mlxcache.safetensors import read_header
 
     fd = os.open(path, os.O_RDONLY)
     try:

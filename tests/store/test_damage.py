@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.errors import Corrupt, Gone, NotAnchored, StoreError
+from mlxcache.safetensors import Malformed, parse, read_header
 from mlxcache.store import Store
 from mlxcache.store.digests import Chains
-from mlxcache.store.safetensors import Malformed, parse, read_header
-from mlxcache.store.verify import checkpoint_is, run_is
+from mlxcache.store.kv_files import check_checkpoint, check_run
 from tests.store.content import (
     NAMESPACE,
     assert_right,
@@ -50,7 +50,7 @@ def run_and_check(store):
     put(store, ids)
     (piece,) = store.find(ids).pieces
     root = Chains(NAMESPACE).of(ids).whole[0]
-    return piece.path, lambda fd: run_is(fd, NAMESPACE, root, piece, ids)
+    return piece.path, lambda fd: check_run(fd, NAMESPACE, root, piece, ids)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def checkpoint_and_check(store):
     store.write_checkpoint(ids, snapshot(ids))
     (saved,) = store.find(ids).checkpoints
     digest = Chains(NAMESPACE).of(ids).at(100)
-    return saved.path, lambda fd: checkpoint_is(fd, NAMESPACE, digest, 100)
+    return saved.path, lambda fd: check_checkpoint(fd, NAMESPACE, digest, 100)
 
 
 @pytest.fixture(params=["run", "checkpoint"])

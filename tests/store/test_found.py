@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxcache.store import index
-from mlxcache.store.evict import MOST_FOUND, victims
+from mlxcache.store.eviction import MOST_FOUND, victims
 from mlxcache.store.index import Row
 from tests.store.content import kv, opened, tokens
 

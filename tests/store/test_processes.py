@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxcache.store import folder as store_folder
-from mlxcache.store.owner import alive
+from mlxcache.store.lock import alive
 from tests.store.content import assert_right, files, opened, put, snapshot, tokens, turns
 from tests.store.soak import ROOT, soak
 
@@ -29,13 +29,13 @@ def test_what_is_durable_survives_kill_9_at_any_moment(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "step", ["folder.os.ftruncate", "folder.os.fsync", "folder.os.rename", "save._make_durable"]
+    "step", ["folder.os.ftruncate", "folder.os.fsync", "folder.os.rename", "saving._make_durable"]
 )
 def test_a_death_at_each_step_of_a_save_leaves_nothing(folder, step):
     """Before the file has its size, before it is durable, before its name, before its row."""
     ids = tokens(500)
     code = (
-        "import os\nfrom mlxcache.store import folder, save\n"
+        "import os\nfrom mlxcache.store import folder, saving\n"
         f"with opened(Path({str(folder)!r})) as store:\n"
         "    put(store, tokens(500)[:200])\n"
         f"    {step} = lambda *_, **__: os.kill(os.getpid(), 9)\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mlxcache.store.leaves import anchor_of
-from mlxcache.store.session_figures import Gain, SessionFigures
+from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.store.sessions import Sessions, Turn
 from tests.store.content import opened, tokens
 

@@ -8,12 +8,11 @@ import pytest
 
 from mlxcache.errors import BadRequest, NotFound
 from mlxcache.store import session_rows
-from mlxcache.store.database import Database
+from mlxcache.store.database import Database, TemporaryDatabase
 from mlxcache.store.leaves import anchor_of
-from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_rows import ReplyRow
 from mlxcache.store.sessions import Sessions, Turn, id_of
-from mlxcache.store.snapshot_info import LeafInfo, SessionInfo
-from mlxcache.store.temporary import TemporaryDatabase
+from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
 
 HEAD = list(range(1000, 1030))
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from mlxcache.errors import DiskFull, Gone, SnapshotRefused, StoreError
-from mlxcache.store import snapshot_check, snapshot_plan, snapshot_read
-from mlxcache.store.snapshot import Snapshot, export, format_of, read_snapshot, restore
+from mlxcache.store import snapshot_format, snapshot_read, snapshot_write
+from mlxcache.store.snapshot_format import format_of
+from mlxcache.store.snapshot_read import Snapshot, read_snapshot, restore
+from mlxcache.store.snapshot_write import export
 from tests.store.session_of import (
     NAMESPACE,
     SPEC,
@@ -115,7 +117,7 @@ def test_a_damaged_run_is_left_out(tmp_path: Path) -> None:
 def test_too_many_checkpoints_keep_the_first_and_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_plan, "MOST_STATES", 3)
+    monkeypatch.setattr(snapshot_write, "MOST_STATES", 3)
     ids = ids_of(300)
     save(store_in(tmp_path / "a"), ids, states=[64, 128, 192, 256, 300])
     snapshot = moved(tmp_path, session(ids))
@@ -191,10 +193,10 @@ def test_what_is_read_as_a_whole_is_bounded(
     ids = ids_of(100)
     save(store_in(tmp_path / "a"), ids, states=[100])
     path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
-    monkeypatch.setattr(snapshot_check, limit, {"_MOST_ROW": 91, "MOST_STATE_BYTES": 74}[limit])
+    monkeypatch.setattr(snapshot_format, limit, {"_MOST_ROW": 91, "MOST_STATE_BYTES": 74}[limit])
     with pytest.raises(SnapshotRefused):
         read_snapshot(path)
-    monkeypatch.setattr(snapshot_check, limit, {"_MOST_ROW": 92, "MOST_STATE_BYTES": 75}[limit])
+    monkeypatch.setattr(snapshot_format, limit, {"_MOST_ROW": 92, "MOST_STATE_BYTES": 75}[limit])
     assert read_snapshot(path)
 
 

@@ -16,7 +16,7 @@ from mlxcache.errors import DiskFull, NotAnchored, StoreError
 from mlxcache.store import Store, context, index
 from mlxcache.store import folder as store_folder
 from mlxcache.store.digests import Chains
-from mlxcache.store.evict import victims
+from mlxcache.store.eviction import victims
 from mlxcache.store.folder import Folder
 from mlxcache.store.index import Row
 from tests.sampler import Sampler

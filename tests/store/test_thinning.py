@@ -7,7 +7,7 @@ import pytest
 
 from mlxcache.store import Store
 from mlxcache.store.sessions import Sessions, Turn
-from mlxcache.store.tensors import Tensor
+from mlxcache.tensor import Tensor
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST, allowed
 from tests.store.content import (
     NAMESPACE,

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Collection, Sequence
 
 from mlxcache.store import index
-from mlxcache.store.evict import last_uses
+from mlxcache.store.eviction import last_uses
 from mlxcache.store.folder import CHECKPOINT
 from mlxcache.store.index import Match, Row
 from mlxcache.store.session_rows import along

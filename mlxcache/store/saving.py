@@ -9,16 +9,24 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mlxcache.errors import NotAnchored, StoreError
-from mlxcache.store import checksums, contents, index
+from mlxcache.safetensors import Header
+from mlxcache.store import index
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import translated
 from mlxcache.store.digests import BLOCK, Chain
 from mlxcache.store.folder import CHECKPOINT, RUN, remove, write
 from mlxcache.store.index import Match, Row
-from mlxcache.store.owner import alive
-from mlxcache.store.safetensors import Header
-from mlxcache.store.tensors import Tensor
-from mlxcache.store.thin import crowded, unneeded
+from mlxcache.store.kv_files import (
+    Checkpoint,
+    Run,
+    block_checksums,
+    checkpoint_header,
+    checksum_of,
+    run_header,
+)
+from mlxcache.store.lock import alive
+from mlxcache.store.thinning import crowded, unneeded
+from mlxcache.tensor import Tensor
 from mlxcache.types import Tokens
 
 WAIT_S = 30.0
@@ -124,10 +132,10 @@ def _draft_run(
     buffers = [tensor.bytes for tensor in tensors]
     tokens = chain.ids[start:]
     sums, late_sums = (
-        checksums.of_blocks([t.bytes for t in tensors if (t.name in late) is is_late], len(tokens))
+        block_checksums([t.bytes for t in tensors if (t.name in late) is is_late], len(tokens))
         for is_late in (False, True)
     )
-    words = contents.Run(
+    words = Run(
         _NO_HEADER,
         chain.namespace,
         base,
@@ -137,7 +145,7 @@ def _draft_run(
         late,
         tuple(late_sums) if late else (),
     )
-    header = contents.run_header(words, tensors)
+    header = run_header(words, tensors)
     row = _row(context, RUN, chain.at(stop), base, match.holder(start))
     row = replace(row, key=chain.at(min(start + BLOCK, stop)), start=start, stop=stop)
     return _Draft(row, [header, *buffers], tokens)
@@ -151,16 +159,16 @@ def _draft_checkpoint(
     digest = chain.at(position)
     buffers = [tensor.bytes for tensor in tensors]
     previous = match.checkpoints[-1] if match.checkpoints else None
-    words = contents.Checkpoint(
+    words = Checkpoint(
         header=_NO_HEADER,
         namespace=chain.namespace,
         digest=digest,
         base=base,
         position=position,
         previous=previous.digest if previous else b"",
-        checksum=checksums.of_whole(buffers),
+        checksum=checksum_of(buffers),
     )
-    header = contents.checkpoint_header(words, tensors)
+    header = checkpoint_header(words, tensors)
     row = _row(context, CHECKPOINT, digest, base, match.holder(position))
     row = replace(row, start=position, stop=position, previous=previous.id if previous else None)
     return _Draft(row, [header, *buffers])

@@ -7,15 +7,16 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import takewhile
 from pathlib import Path
 
-from mlxcache.store import index, quarantine, verify
+from mlxcache.safetensors import Malformed
+from mlxcache.store import index
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import translated
-from mlxcache.store.evict import victims
+from mlxcache.store.eviction import victims
 from mlxcache.store.folder import TEMP_SUFFIX, remove
 from mlxcache.store.found import Problem
 from mlxcache.store.index import Row
-from mlxcache.store.owner import alive
-from mlxcache.store.safetensors import Malformed
+from mlxcache.store.kv_files import check_whole
+from mlxcache.store.lock import alive
 
 Progress = Callable[[int, int], None]
 """Called with the files that were read and those there are to read."""
@@ -94,7 +95,7 @@ def _wrong(context: StoreContext, path: Path, row: Row, ids: Collection[int]) ->
     if row.parent is not None and row.parent not in ids:
         return "builds on a run that is not there"
     try:
-        verify.whole(path, row)
+        check_whole(path, row)
     except FileNotFoundError:
         with context.database.read() as connection:
             there = index.one(connection, "id = ?", row.id)
@@ -112,7 +113,7 @@ def prune(context: StoreContext, limit: int | None, progress: Progress) -> int:
             context.check_present()
             context.write_uses(connection)
             before = context.space.used(connection)
-            quarantine.trim(context.folder, 0, keep=0)
+            context.folder.trim_quarantine(0, keep=0)
             if limit is not None:
                 context.count("evicted", len(context.space.shrink(connection, limit)))
         return _freed(context, before)
@@ -124,7 +125,7 @@ def clear(context: StoreContext, pinned: bool) -> int:
         with context.database.write() as connection:
             context.check_present()
             before = context.space.used(connection)
-            quarantine.trim(context.folder, 0, keep=0)
+            context.folder.trim_quarantine(0, keep=0)
             kept = {id for (id,) in connection.execute("SELECT file FROM pin")}
             rows = index.rows(connection)
             every = victims(rows, sum(row.disk for row in rows) + 1, kept, partly=True) or []

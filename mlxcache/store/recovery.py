@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlxcache.errors import StoreError
-from mlxcache.store import index, quarantine
-from mlxcache.store.contents import read_checkpoint, read_run
+from mlxcache.errors import StoreError, Vanished
+from mlxcache.safetensors import Malformed
+from mlxcache.store import index
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import Database, translated
 from mlxcache.store.digests import extend, root
+from mlxcache.store.eviction import TOKEN_BYTES
 from mlxcache.store.folder import CHECKPOINT, RUN, SUFFIX, TEMP_SUFFIX, Folder, remove
 from mlxcache.store.index import Row
-from mlxcache.store.owner import alive
-from mlxcache.store.safetensors import Malformed
-from mlxcache.store.space import TOKEN_BYTES
-from mlxcache.store.verify import opened
+from mlxcache.store.kv_files import opened, read_checkpoint, read_run
+from mlxcache.store.lock import alive, opening
 from mlxcache.types import Tokens
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def open_database(folder: Folder, limit: int | None) -> Database:
             raise
         log.warning("%s is damaged; it is made again from the files: %s", folder.index, error)
     with translated(folder.index):
-        quarantine.put(folder, folder.index, limit)
+        folder.set_aside(folder.index, limit)
         _remove_logs(folder)
     return _open(folder)
 
@@ -167,7 +168,7 @@ def _adopt_all(
             found.append(_read(kind, path))
         except (Malformed, OSError) as error:
             log.warning("%s is set aside: %s.", path, error)
-            quarantine.put(context.folder, path, context.space.limit)
+            context.folder.set_aside(path, context.space.limit)
             context.count("corrupt")
     holders: dict[bytes, int] = {}
     for row in index.rows(connection, "kind = ?", RUN):
@@ -223,3 +224,53 @@ def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _St
     if row.kind == RUN:
         index.put_tokens(connection, id, stray.tokens)
         holders.update((digest, id) for digest in stray.digests)
+
+
+GONE_S = 1.0
+"""For how long a folder has to be gone: whoever removes it is not to find new files in it."""
+
+
+class StoreReopener:
+    """Called before each transaction of an open store; does nothing as long as all is there."""
+
+    def __init__(self, context: StoreContext):
+        self._context = context
+        self._turn = threading.RLock()
+        self._coming = False
+        self._missed_at: float | None = None
+
+    def __call__(self) -> None:
+        """Raises StoreError where the folder has vanished and cannot be made again."""
+        if self._context.database.is_there() and not self._coming:
+            self._missed_at = None
+            return
+        with self._turn:
+            if not self._context.database.is_there():
+                self._coming = True
+                try:
+                    self._come_back()
+                finally:
+                    self._coming = False
+        self._missed_at = None
+
+    def _come_back(self) -> None:
+        context = self._context
+        folder = context.folder
+        now = time.monotonic()
+        if self._missed_at is None:
+            self._missed_at = now
+        if now - self._missed_at < GONE_S and not folder.index.exists():
+            context.check_present()
+        with translated(folder.path):
+            context.database.check_open()
+            if not folder.may_be_made_again():
+                raise Vanished(f"{folder.path} has vanished with the disk that it was on.")
+            folder.make()
+            with opening(folder):
+                context.renew_lock()
+                context.database.renew()
+                with context.database.read() as connection:
+                    if not index.shapes() <= set(connection.execute(index.SHAPES)):
+                        raise StoreError(f"{folder.index} is not an index of this version.")
+                recover(context)
+        log.warning("%s had vanished: it is used again as it is there now", folder.path)

@@ -1,0 +1,399 @@
+"""What files of runs and checkpoints say of themselves, beside their tensors."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from xxhash import xxh3_64
+
+from mlxcache.safetensors import Header, Malformed, Place, compose, read_header
+from mlxcache.store.digests import BLOCK, DIGEST_BYTES, extend, partial
+from mlxcache.store.folder import CHECKPOINT, RUN
+from mlxcache.store.found import Piece
+from mlxcache.store.index import Row
+from mlxcache.tensor import Tensor
+from mlxcache.types import Tokens
+
+VERSION = "1"
+_CHECKSUM_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """A run's own words: `tokens` from position `start`, after the prefix of digest `base`.
+
+    `checksums` has 8 bytes per block, the last one perhaps partial. They leave out the tensors
+    named in `late`, which only positions soon after the run need, and which have `late_checksums`.
+    """
+
+    header: Header
+    namespace: str
+    base: bytes
+    start: int
+    tokens: Tokens
+    checksums: tuple[bytes, ...]
+    late: frozenset[str] = frozenset()
+    late_checksums: tuple[bytes, ...] = ()
+
+    @property
+    def digests(self) -> list[bytes]:
+        """The digests after each of its whole blocks."""
+        return extend(self.base, self.tokens)
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of the prefix that ends with it, by which its file is named."""
+        whole = len(self.tokens) // BLOCK
+        return partial([self.base, *self.digests][whole], self.tokens[whole * BLOCK :])
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint's own words: state after the `position` tokens of `digest`.
+
+    `base` is the digest of their whole blocks, `previous` that of the checkpoint before it on its
+    path when it was written, or empty.
+    """
+
+    header: Header
+    namespace: str
+    digest: bytes
+    base: bytes
+    position: int
+    previous: bytes
+    checksum: bytes
+
+
+def run_header(run: Run, tensors: Sequence[Tensor]) -> bytes:
+    """A run's bytes before its payload; its `header` does not matter."""
+    metadata = {
+        "format": f"mlxcache-{RUN}",
+        "version": VERSION,
+        "namespace": run.namespace,
+        "base": run.base.hex(),
+        "start": str(run.start),
+        "tokens": base64.b64encode(np.ascontiguousarray(run.tokens, "<i4").tobytes()).decode(),
+        "checksums": b"".join(run.checksums).hex(),
+        "late": " ".join(sorted(run.late)),
+        "late_checksums": b"".join(run.late_checksums).hex(),
+    }
+    return compose(metadata, tensors)
+
+
+def checkpoint_header(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> bytes:
+    """A checkpoint's bytes before its payload; its `header` does not matter."""
+    metadata = {
+        "format": f"mlxcache-{CHECKPOINT}",
+        "version": VERSION,
+        "namespace": checkpoint.namespace,
+        "digest": checkpoint.digest.hex(),
+        "base": checkpoint.base.hex(),
+        "position": str(checkpoint.position),
+        "previous": checkpoint.previous.hex(),
+        "checksum": checkpoint.checksum.hex(),
+    }
+    return compose(metadata, tensors)
+
+
+def read_run(fd: int) -> Run:
+    """What the open file says, checked as far as its header alone goes.
+
+    Raises Malformed where it is no run of ours, and OSError.
+    """
+    header = read_header(fd)
+    try:
+        _expect(header, RUN)
+        words = header.metadata
+        tokens = np.frombuffer(base64.b64decode(words["tokens"], validate=True), "<i4")
+        sums, late = _sums(words["checksums"]), _sums(words["late_checksums"])
+        run = Run(
+            header,
+            words["namespace"],
+            bytes.fromhex(words["base"]),
+            int(words["start"]),
+            tokens.astype(np.int32),
+            sums,
+            frozenset(words["late"].split()),
+            late,
+        )
+    except (KeyError, ValueError, binascii.Error) as error:
+        raise Malformed(f"its metadata is not a run's ({error})") from error
+    count = len(tokens)
+    if not count or run.start % BLOCK or run.start < 0 or len(run.base) != DIGEST_BYTES:
+        raise Malformed("its metadata is not a run's")
+    blocks = (count + BLOCK - 1) // BLOCK
+    if len(sums) != blocks or len(late) != (blocks if run.late else 0):
+        raise Malformed("it has not one checksum per block")
+    return run
+
+
+def _sums(text: str) -> tuple[bytes, ...]:
+    sums = bytes.fromhex(text)
+    return tuple(sums[at : at + 8] for at in range(0, len(sums), _CHECKSUM_BYTES))
+
+
+def read_checkpoint(fd: int) -> Checkpoint:
+    """As `read_run`, of a checkpoint."""
+    header = read_header(fd)
+    try:
+        _expect(header, CHECKPOINT)
+        words = header.metadata
+        checkpoint = Checkpoint(
+            header,
+            words["namespace"],
+            bytes.fromhex(words["digest"]),
+            bytes.fromhex(words["base"]),
+            int(words["position"]),
+            bytes.fromhex(words["previous"]),
+            bytes.fromhex(words["checksum"]),
+        )
+    except (KeyError, ValueError) as error:
+        raise Malformed(f"its metadata is not a checkpoint's ({error})") from error
+    if len(checkpoint.digest) != DIGEST_BYTES or checkpoint.position <= 0:
+        raise Malformed("its metadata is not a checkpoint's")
+    return checkpoint
+
+
+def _expect(header: Header, kind: str) -> None:
+    words = header.metadata
+    if words["format"] != f"mlxcache-{kind}" or words["version"] != VERSION:
+        raise Malformed(f"it is no {kind} of version {VERSION}")
+
+
+BUFFER_BYTES = 4 << 20
+_AHEAD = 16 << 20
+_PAUSE_BYTES = 1 << 20
+_PAUSE_S = 50e-6
+
+_mine = threading.local()
+
+
+def block_checksums(buffers: Sequence[memoryview], tokens: int) -> list[bytes]:
+    """A checksum per block of `tokens` tokens, the first axis of each of `buffers`.
+
+    A block's bytes are too few for xxhash to release the interpreter's lock, so this pauses every
+    now and then: else the MLX thread waits 5 ms each time it wants the lock back.
+    """
+    found, hashed = [], 0
+    for first in range(0, tokens, BLOCK):
+        state = xxh3_64()
+        last = min(first + BLOCK, tokens)
+        for buffer in buffers:
+            row = len(buffer) // tokens
+            state.update(buffer[first * row : last * row])
+            hashed += (last - first) * row
+            if hashed >= _PAUSE_BYTES:
+                time.sleep(_PAUSE_S)
+                hashed = 0
+        found.append(state.digest())
+    return found
+
+
+def checksum_of(buffers: Sequence[memoryview]) -> bytes:
+    """One checksum over all of `buffers`, in order."""
+    state = xxh3_64()
+    for buffer in buffers:
+        state.update(buffer)
+    return state.digest()
+
+
+def file_block_checksums(
+    fd: int, places: Iterable[Place], tokens: int, blocks: range
+) -> list[bytes]:
+    """Compute `block_checksums` of `blocks` over `places` of an open file of `tokens` tokens.
+
+    Raises Malformed where the file ends early or a tensor is not token-major, and OSError.
+    """
+    states = [xxh3_64() for _ in blocks]
+    for place, ahead in _with_ends(list(places)):
+        if not place.shape or place.shape[0] != tokens:
+            raise Malformed(f"tensor {place.name!r} is not one of {tokens} tokens")
+        row = place.nbytes // tokens
+        start = blocks.start * BLOCK * row
+        stop = min(blocks.stop * BLOCK, tokens) * row
+        end = place.offset + stop
+        more = ahead if stop - start == place.nbytes else end
+        for at, view in _chunks(fd, place.offset + start, end, more):
+            _update(states, BLOCK * row, at - place.offset - start, view)
+    return [state.digest() for state in states]
+
+
+def file_checksum(fd: int, header: Header) -> bytes:
+    """As `checksum_of`, read from a file."""
+    state = xxh3_64()
+    for place, ahead in _with_ends(header.places):
+        for _, view in _chunks(fd, place.offset, place.offset + place.nbytes, ahead):
+            state.update(view)
+    return state.digest()
+
+
+def _update(states: list[xxh3_64], size: int, at: int, view: memoryview) -> None:
+    """Give each block of `size` bytes its part of `view`, which begins `at` bytes into them."""
+    done = 0
+    while done < len(view):
+        index = (at + done) // size
+        end = min((index + 1) * size - at, len(view))
+        states[index].update(view[done:end])
+        done = end
+
+
+def _with_ends(places: Sequence[Place]) -> list[tuple[Place, int]]:
+    """Each place, and where the places that follow it without a gap end."""
+    found: list[tuple[Place, int]] = []
+    end = next_start = -1
+    for place in reversed(places):
+        end = end if place.offset + place.nbytes == next_start else place.offset + place.nbytes
+        next_start = place.offset
+        found.append((place, end))
+    return found[::-1]
+
+
+def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, memoryview]]:
+    """(offset, bytes) over [start, stop); the bytes are those of a buffer that is used again.
+
+    Up to `ahead` will be read next.
+    """
+    if not hasattr(_mine, "buffer"):
+        _mine.buffer = memoryview(bytearray(BUFFER_BYTES))
+    buffer: memoryview = _mine.buffer
+    file = io.FileIO(fd, closefd=False)
+    file.seek(start)
+    while start < stop:
+        if hasattr(os, "posix_fadvise"):  # so that the disk reads on while this part is hashed
+            os.posix_fadvise(fd, start, min(_AHEAD, ahead - start), os.POSIX_FADV_WILLNEED)
+        view = buffer[: min(BUFFER_BYTES, stop - start)]
+        count = file.readinto(view)
+        if not count:
+            raise Malformed("it ends too early")
+        yield start, view[:count]
+        start += count
+
+
+def check_run(
+    fd: int, namespace: str, base: bytes, piece: Piece, ids: Tokens, *, late: bool = True
+) -> None:
+    """Check that the open file has what is wanted of `piece`, the KV of `ids` after `base`.
+
+    Without `late`, its late tensors are not read.
+
+    Raises Malformed and OSError.
+    """
+    content = read_run(fd)
+    if content.namespace != namespace or content.base != base:
+        raise Malformed("it belongs to another prefix")
+    if (content.start, content.start + len(content.tokens)) != (piece.first, piece.last):
+        raise Malformed("it holds other positions")
+    wanted = slice(piece.start - piece.first, piece.end - piece.first)
+    if not np.array_equal(content.tokens[wanted], ids[piece.start : piece.end]):
+        raise Malformed("it holds other tokens")
+    blocks = range(wanted.start // BLOCK, (wanted.stop + BLOCK - 1) // BLOCK)
+    _blocks_are(fd, content, blocks, late)
+
+
+def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> None:
+    """Check that the open file is the state after the `position` tokens of `digest`.
+
+    Raises Malformed and OSError.
+    """
+    content = read_checkpoint(fd)
+    if content.namespace != namespace or content.digest != digest:
+        raise Malformed("it belongs to another prefix")
+    if content.position != position:
+        raise Malformed("it holds another position")
+    if file_checksum(fd, content.header) != content.checksum:
+        raise Malformed("its checksum is wrong")
+
+
+def check_whole(path: Path, row: Row) -> None:
+    """Check a whole file against its row; for any namespace. Raises Malformed and OSError."""
+    with opened(path) as fd:
+        if os.fstat(fd).st_size != row.nbytes:
+            raise Malformed("its size is not what the index says")
+        if row.kind == "run":
+            content = read_run(fd)
+            if (content.start, content.digest) != (row.start, row.digest):
+                raise Malformed("it is not the run that its name says")
+            blocks = range(len(content.checksums))
+            _blocks_are(fd, content, blocks, late=True)
+        else:
+            state = read_checkpoint(fd)
+            if (state.position, state.digest) != (row.start, row.digest):
+                raise Malformed("it is not the checkpoint that its name says")
+            if file_checksum(fd, state.header) != state.checksum:
+                raise Malformed("its checksum is wrong")
+
+
+def _blocks_are(fd: int, content: Run, blocks: range, late: bool) -> None:
+    """Raise Malformed unless each block has the checksum that its run gives."""
+    places = content.header.places
+    for names_late, sums in ((False, content.checksums), (True, content.late_checksums)):
+        wanted = [place for place in places if (place.name in content.late) is names_late]
+        if not names_late or (late and sums):
+            found = file_block_checksums(fd, wanted, len(content.tokens), blocks)
+            if tuple(found) != sums[blocks.start : blocks.stop]:
+                raise Malformed("a block's checksum is wrong")
+
+
+def read_ahead(path: Path) -> None:
+    """Have the system read a file while others are checked, where it takes such advice."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError), opened(path) as fd:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor to read `path` by. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+AT_ONCE = 4 << 20
+"""Bytes that are read together."""
+
+_EXPONENTS = {
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F32": ("<u4", 0x7F80_0000),
+    "F64": ("<u8", 0x7FF0_0000_0000_0000),
+}
+"""A float whose exponent has all bits set is no number: https://en.wikipedia.org/wiki/IEEE_754."""
+
+
+def is_finite(path: Path, row: int) -> bool:
+    """Whether row `row` of each of a run's tensors, and all behind it, are numbers.
+
+    False also where the file cannot be read.
+    """
+    try:
+        with opened(path) as fd:
+            return all(_finite(fd, place, row) for place in read_header(fd).places)
+    except (Malformed, OSError):
+        return False
+
+
+def _finite(fd: int, place: Place, row: int) -> bool:
+    """The same of one tensor, whose first axis is the run's tokens."""
+    if place.dtype not in _EXPONENTS or not place.nbytes:
+        return True
+    kind, bits = _EXPONENTS[place.dtype]
+    end = place.offset + place.nbytes
+    for at in range(place.offset + row * (place.nbytes // place.shape[0]), end, AT_ONCE):
+        raw = os.pread(fd, min(AT_ONCE, end - at), at)
+        values = np.frombuffer(raw, kind)
+        if np.any((values & values.dtype.type(bits)) == bits):
+            return False
+    return True
