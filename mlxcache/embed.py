@@ -22,8 +22,7 @@ from mlxcache.api.openai_reply import gather
 from mlxcache.api.openai_request import calls_wanted, check, max_tokens, sampling, stops, to_chat
 from mlxcache.api.openai_wire import ChatRequest
 from mlxcache.api.titles import title_of
-from mlxcache.config import Settings, load_settings
-from mlxcache.config.sources import READERS
+from mlxcache.config import SETTINGS, Settings, load_settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.stream import Stream
 from mlxcache.errors import ConfigError
@@ -60,9 +59,9 @@ class Model:
     """
 
     def __init__(self, model: str | None = None, **settings: Any):
-        unknown = sorted(set(settings) - set(READERS))
+        unknown = sorted(set(settings) - set(SETTINGS))
         if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}; there are {', '.join(READERS)}")
+            raise ConfigError(f"unknown setting {unknown[0]!r}; there are {', '.join(SETTINGS)}")
         nothing = {"MLXCACHE_CONFIG": os.devnull}
         self.settings: Settings = load_settings({"model": model, **settings}, nothing)
         self._engine = Engine(self.settings)

@@ -6,7 +6,7 @@ Nothing here imports MLX or Starlette. The names that other layers use:
 """
 
 from mlxcache.config.keys import Keys, read_keys
-from mlxcache.config.settings import Settings
+from mlxcache.config.settings import SETTINGS, Settings
 from mlxcache.config.sizes import (
     disk_limit,
     explain_auto,
@@ -19,6 +19,7 @@ from mlxcache.config.sizes import (
 from mlxcache.config.sources import default_config_path, load_settings, unknown_variables
 
 __all__ = [
+    "SETTINGS",
     "Keys",
     "Settings",
     "default_config_path",

@@ -1,23 +1,109 @@
-"""The settings of one server, checked on construction."""
+"""The settings of a server: one entry each, from its flag to its check.
+
+A field of `Settings` is the whole entry of a setting: type, default, reader and help. Its flag,
+variable and key follow from its name, and `SETTINGS` lists the entries. A new setting is one field.
+"""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import platformdirs
 
-from mlxcache.config.rules import RULES
+from mlxcache.config.rules import RULES, read_rules
 from mlxcache.config.sizes import read_size
+from mlxcache.config.values import (
+    NO_LIMIT,
+    check_size,
+    check_size_or_off,
+    read_files,
+    read_kv_bits,
+    read_level,
+    read_number,
+    read_origins,
+    read_path,
+    read_seconds,
+    read_secrets,
+    read_switch,
+    read_table,
+    read_text,
+)
 from mlxcache.errors import ConfigError
+
+ENV_PREFIX = "MLXCACHE_"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MOST_DRAFTED = 15
 """Tokens that may be drafted at once: with one more they are the shortest chunk of a prefill."""
+
+_MODEL, _MEMORY, _SERVER, _OTHER = "Model", "Memory and speed", "Server", "Other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting as users meet it.
+
+    `read`: turns a flag, variable or TOML value into the setting's value; raises ValueError,
+    TypeError or ConfigError. `panel`: the heading of its flag in --help. `metavar`: the name of its
+    value there, empty for a switch. `repeatable`: the flag may be given several times.
+    """
+
+    name: str
+    read: Callable[[object], Any]
+    panel: str
+    metavar: str
+    help: str
+    repeatable: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The flag, such as `--max-tokens`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable, such as `MLXCACHE_MAX_TOKENS`."""
+        return ENV_PREFIX + self.name.upper()
+
+
+def _setting(
+    panel: str,
+    default: object,
+    read: Callable[[object], object],
+    metavar: str,
+    help: str,
+    *,
+    shown: str | None = None,
+    repeatable: bool = False,
+    secret: bool = False,
+) -> Any:
+    """Make a field of `Settings`, whose metadata are the other fields of its `Setting`.
+
+    `default`: a value, or a function that makes it. `shown`: the default in the words of --help,
+    where it is neither text nor a number. `secret`: left out of the repr, which ends up in logs.
+    """
+    if shown is None and isinstance(default, str | int) and not isinstance(default, bool):
+        shown = str(default)
+    entry = {
+        "read": read,
+        "panel": panel,
+        "metavar": metavar,
+        "help": help if shown is None else f"{help} Default: {shown}.",
+        "repeatable": repeatable,
+    }
+    if callable(default):
+        return field(default_factory=default, repr=not secret, metadata=entry)
+    return field(default=default, repr=not secret, metadata=entry)
+
+
+def _switch(panel: str, help: str) -> Any:
+    """Make the field of a setting that is off by default and has a flag without a value."""
+    return _setting(panel, False, read_switch, "", help)
 
 
 def _cache_dir() -> Path:
@@ -26,56 +112,183 @@ def _cache_dir() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything `mlxcache serve` is told. Lengths are in tokens.
+    """All settings of `mlxcache serve`, in the order of its help. Lengths are in tokens.
 
-    `model`: a local path or a Hub id; None serves the built-in demo. `adapter`: the path of a
-    LoRA adapter. `draft_model`: a path or a Hub id; it drafts `num_draft_tokens` at once.
-    `ram`: see `ram_limit`; `disk`: see `disk_limit`. `context` None: as long as
-    the model allows.
-    `max_tokens`: what a request that names no limit gets; None is all that the context leaves.
-    `concurrency`: requests that compute at once; `queue`: how many more may wait.
-    `request_timeout`: seconds after which a request ends with an error; None: it may take any time.
-    `prefill_chunk`: the most prompt tokens computed in one step. `chat_template_args`: keyword
-    arguments for the model's chat template, which a request's own override.
-    `kv_bits`: 4 or 8 for keys and values in so many bits, from the first token on; None: as the
-    model computes them.
-    `warm`: files that `mlxcache warm` could take, computed at the start. `record`: a folder in
-    which the bodies of chat requests are kept, for `mlxcache explain`.
-    `canonicalise` switches rules by name, `no_canonicalise` switches all of them off.
-    `no_anticipate`: nothing is computed between requests.
-    `api_key` and `api_keys_file`: see `read_keys`. `insecure` lets the server listen beyond this
-    machine without a key. `allow_origin`: web pages that may ask, by their origins.
-    Raises ConfigError where values do not go together.
+    None stands for no limit, or for the default that the help names. `ram` and `disk` become bytes
+    in `ram_limit` and `disk_limit`, keys are gathered by `read_keys`. `canonicalise` holds only the
+    rules that were switched: see `rules`. Raises ConfigError where values contradict each other.
     """
 
-    model: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8081
-    cache_dir: Path = field(default_factory=_cache_dir)
-    ram: str | int = "auto"
-    disk: str | int = "auto"
-    context: int | None = None
-    max_tokens: int | None = None
-    concurrency: int = 8
-    queue: int = 64
-    request_timeout: float | None = None
-    prefill_chunk: int = 2048
-    api_key: tuple[str, ...] = field(default=(), repr=False)  # a repr ends up in logs
-    api_keys_file: Path | None = None
-    allow_origin: tuple[str, ...] = ()
-    insecure: bool = False
-    adapter: str | None = None
-    kv_bits: int | None = None
-    draft_model: str | None = None
-    num_draft_tokens: int = 3
-    chat_template_args: Mapping[str, Any] = field(default_factory=dict)
-    canonicalise: Mapping[str, bool] = field(default_factory=dict)
-    no_canonicalise: bool = False
-    no_anticipate: bool = False
-    trust_remote_code: bool = False
-    log_level: LogLevel = "info"
-    warm: tuple[Path, ...] = ()
-    record: Path | None = None
+    model: str | None = _setting(
+        _MODEL,
+        None,
+        read_text,
+        "PATH|HUB_ID",
+        "A model's folder, or its id on the Hugging Face Hub.",
+        shown="a built-in demo",
+    )
+    adapter: str | None = _setting(_MODEL, None, read_text, "PATH", "The folder of a LoRA adapter.")
+    draft_model: str | None = _setting(
+        _MODEL,
+        None,
+        read_text,
+        "PATH|HUB_ID",
+        "A small model with the same tokenizer, which drafts the other's tokens.",
+    )
+    num_draft_tokens: int = _setting(
+        _MODEL,
+        3,
+        read_number(1, MOST_DRAFTED, example=3),
+        "N",
+        "Tokens that the draft model drafts at once.",
+    )
+    chat_template_args: Mapping[str, Any] = _setting(
+        _MODEL,
+        dict,
+        read_table,
+        "JSON",
+        "For the chat template, such as '{\"enable_thinking\": false}'.",
+    )
+    trust_remote_code: bool = _switch(_MODEL, "Let the model's folder run its own Python code.")
+    ram: str | int = _setting(
+        _MEMORY,
+        "auto",
+        check_size,
+        "SIZE|PERCENT|auto",
+        "All memory beside the weights: 8GB, 25%, auto. A bare number is bytes.",
+    )
+    disk: str | int = _setting(
+        _MEMORY,
+        "auto",
+        check_size_or_off,
+        "SIZE|PERCENT|auto|off",
+        "Most that conversations may take on disk: 50GB, 10%, auto, off.",
+    )
+    context: int | None = _setting(
+        _MEMORY,
+        None,
+        read_number(16, NO_LIMIT, example=32768),
+        "N",
+        "Tokens in a prompt and its reply together.",
+        shown="the model's own",
+    )
+    max_tokens: int | None = _setting(
+        _MEMORY,
+        None,
+        read_number(1, NO_LIMIT, example=4096),
+        "N",
+        "Reply tokens where a request names none.",
+        shown="what the context leaves",
+    )
+    concurrency: int = _setting(
+        _MEMORY, 8, read_number(1, 256, example=8), "N", "Requests computed at once."
+    )
+    queue: int = _setting(
+        _MEMORY,
+        64,
+        read_number(0, 100_000, example=64),
+        "N",
+        "Requests that may wait; then the answer is 503.",
+    )
+    request_timeout: float | None = _setting(
+        _MEMORY,
+        None,
+        read_seconds,
+        "SECONDS",
+        "Most that a request may take, queue and all.",
+        shown="any time",
+    )
+    prefill_chunk: int = _setting(
+        _MEMORY,
+        2048,
+        read_number(16, 65536, example=2048),
+        "N",
+        "Most prompt tokens computed in one step.",
+    )
+    kv_bits: int | None = _setting(
+        _MEMORY,
+        None,
+        read_kv_bits,
+        "4|8",
+        "Keys and values in 4 or 8 bits each.",
+        shown="as the model computes them",
+    )
+    warm: tuple[Path, ...] = _setting(
+        _MEMORY,
+        (),
+        read_files,
+        "FILE",
+        "Compute a chat request or a system prompt at the start; may be given several times.",
+        repeatable=True,
+    )
+    no_anticipate: bool = _switch(
+        _MEMORY, "Compute nothing ahead of the next turn between requests."
+    )
+    host: str = _setting(_SERVER, "127.0.0.1", read_text, "HOST", "The address to listen on.")
+    port: int = _setting(
+        _SERVER,
+        8081,
+        read_number(0, 65535, example=8081),
+        "PORT",
+        "The port to listen on; 0 picks a free one.",
+    )
+    api_key: tuple[str, ...] = _setting(
+        _SERVER,
+        (),
+        read_secrets,
+        "KEY",
+        "Ask every client for this key. Safer in MLXCACHE_API_KEY than here. Given several times, "
+        "each key has sessions of its own.",
+        repeatable=True,
+        secret=True,
+    )
+    api_keys_file: Path | None = _setting(
+        _SERVER,
+        None,
+        read_path,
+        "FILE",
+        "Keys, each with sessions of its own: a line for each, KEY or NAME:KEY.",
+    )
+    allow_origin: tuple[str, ...] = _setting(
+        _SERVER,
+        (),
+        read_origins,
+        "ORIGIN",
+        "Let web pages of this origin in, such as http://localhost:3000; may be repeated.",
+        repeatable=True,
+    )
+    insecure: bool = _switch(_SERVER, "Listen beyond this machine without a key.")
+    cache_dir: Path = _setting(
+        _OTHER,
+        _cache_dir,
+        read_path,
+        "DIR",
+        "Where the server keeps its files.",
+        shown="the user's cache folder",
+    )
+    log_level: LogLevel = _setting(
+        _OTHER,
+        "info",
+        read_level,
+        "LEVEL",
+        "debug, info, warning or error; requests are logged with info.",
+    )
+    record: Path | None = _setting(
+        _OTHER,
+        None,
+        read_path,
+        "DIR",
+        "Keep the bodies of chat requests there, for mlxcache explain: all that was said.",
+    )
+    canonicalise: Mapping[str, bool] = _setting(
+        _OTHER,
+        dict,
+        read_rules,
+        "RULE=on|off",
+        "Switch a rule of canonicalisation; may be repeated.",
+        repeatable=True,
+    )
+    no_canonicalise: bool = _switch(_OTHER, "Render requests word for word, noise and all.")
 
     def __post_init__(self) -> None:
         read_size(self.ram)
@@ -94,14 +307,30 @@ class Settings:
 
     @property
     def rules(self) -> Mapping[str, bool]:
-        """Every rule of canonicalisation, and whether it is on."""
+        """Every rule of canonicalisation, mapped to true where it is on."""
         if self.no_canonicalise:
             return dict.fromkeys(RULES, False)
         return {**RULES, **self.canonicalise}
 
 
+SETTINGS: Mapping[str, Setting] = {
+    one.name: Setting(name=one.name, **one.metadata) for one in fields(Settings)
+}
+"""The entry of each setting by its name, which is its key in config.toml, in the order of help."""
+
+CONFIG = Setting(
+    name="config",
+    read=read_path,
+    panel=_OTHER,
+    metavar="FILE",
+    help="Settings in TOML; flags and variables win over it. "
+    "Default: config.toml in the user's configuration folder.",
+)
+"""The flag and variable of the file itself, which has no key in it."""
+
+
 def is_loopback(host: str) -> bool:
-    """Whether `host` reaches this machine only. A name other than localhost counts as outside."""
+    """Return true if `host` is an address of this machine only. Names except localhost are not."""
     if host == "localhost":
         return True
     try:

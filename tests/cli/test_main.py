@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from mlxcache import __version__
 from mlxcache.cli.main import app
-from mlxcache.config.sources import READERS
+from mlxcache.config import SETTINGS
 
 RUN = CliRunner()
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
@@ -46,7 +46,7 @@ def test_a_misspelt_variable_is_told_with_the_nearest_name():
 def test_help_shows_every_flag():
     """What can be set can be found."""
     shown = set(re.findall(r"--([a-z-]+)", RUN.invoke(app, ["serve", "--help"], env=WIDE).output))
-    assert {name.replace("_", "-") for name in READERS} <= shown
+    assert {name.replace("_", "-") for name in SETTINGS} <= shown
 
 
 def test_help_fits_a_terminal_of_80_columns():

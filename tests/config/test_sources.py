@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.config import Settings, load_settings, unknown_variables
-from mlxcache.config.sources import READERS
+from mlxcache.config import SETTINGS, Settings, load_settings, unknown_variables
 from mlxcache.errors import ConfigError
 
 
@@ -34,7 +33,7 @@ def test_every_source_wins_over_the_next(home):
 
 def test_every_setting_has_a_reader():
     """So each has its variable and its key."""
-    assert set(READERS) == set(Settings.__dataclass_fields__)
+    assert set(SETTINGS) == set(Settings.__dataclass_fields__)
 
 
 VALUES = {
@@ -72,7 +71,7 @@ OTHERS = {"MLXCACHE_MODEL": "org/name", "MLXCACHE_DRAFT_MODEL": "org/small"}
 """What some settings need beside them."""
 
 
-@pytest.mark.parametrize("name", sorted(READERS))
+@pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_every_setting_can_come_from_the_environment(home, name):
     """Text is turned into the setting's type."""
     text, value = VALUES[name]
@@ -80,7 +79,7 @@ def test_every_setting_can_come_from_the_environment(home, name):
     assert getattr(load_settings({}, environ), name) == value
 
 
-@pytest.mark.parametrize("name", sorted(READERS))
+@pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_every_setting_can_come_from_the_file(home, name):
     """TOML has types of its own; a table needs no JSON."""
     text, value = VALUES[name]
@@ -197,7 +196,7 @@ def test_files_to_warm_can_be_many_and_must_be_there(home):
 def test_unknown_variables_are_told_with_the_nearest_known():
     """Of ours alone; an empty one counts as not set."""
     environ = dict.fromkeys(("MLXCACHE_CONTEX", "MLXCACHE_CONFG", "MLXCACHE_WHATEVER"), "1")
-    known = {"MLXCACHE_" + name.upper(): "1" for name in (*READERS, "config", "more")}
+    known = {"MLXCACHE_" + name.upper(): "1" for name in (*SETTINGS, "config", "more")}
     others = {"MLX_LM_URL": "1", "PATH": "1", "MLXCACHE_PROT": ""}
     assert unknown_variables(environ | known | others, ["MLXCACHE_MORE"]) == [
         ("MLXCACHE_CONFG", "MLXCACHE_CONFIG"),

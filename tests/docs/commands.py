@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from mlxcache.cli.main import app
-from mlxcache.cli.serve import given
+from mlxcache.cli.options import given_flags
 from mlxcache.config import load_settings
 
 _HEREDOC = re.compile(r"<<-?\s*'?(\w+)'?.*?\n.*?^\1$", re.DOTALL | re.MULTILINE)
@@ -87,7 +87,7 @@ def check(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     """
     context = _parsed(arguments)
     if arguments[:1] == ["serve"]:
-        load_settings(given(context.params), variables, context.params["config"])
+        load_settings(given_flags(context.params), variables, context.params["config"])
 
 
 def _parsed(arguments: Sequence[str]) -> Any:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.config import load_settings, unknown_variables
-from mlxcache.config.sources import READERS
+from mlxcache.config import SETTINGS, load_settings, unknown_variables
 from tests.docs import commands, shell
 from tests.docs.blocks import BLOCKS, ROOT, Block, for_server, of
 
@@ -56,7 +55,7 @@ def test_every_block_is_of_a_kind_that_is_checked(block: Block) -> None:
         case "sh" | "python":
             assert block.reason in NOT_RUN or block.note in {"", *ELSEWHERE}
         case "toml":
-            assert set(tomllib.loads(block.code)) <= set(READERS)
+            assert set(tomllib.loads(block.code)) <= set(SETTINGS)
         case "json" | "yaml":
             assert block.note.startswith(("body of ", "answer of ", "settings of "))
         case "text":

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mlxcache.cli import options
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.doctor import clients, disk, machine, serving
 from mlxcache.cli.doctor.finding import Finding, worst
+from mlxcache.cli.options import Config, Flags, with_settings
 from mlxcache.cli.output import reporting
 from mlxcache.cli.progress import counting, moving
 from mlxcache.cli.show import print_json
@@ -32,8 +32,10 @@ Quick = Annotated[
 ]
 
 
+@with_settings(
+    "adapter", "draft_model", "kv_bits", "ram", "disk", "host", "port", "trust_remote_code"
+)
 def doctor(
-    ctx: typer.Context,
     *,
     model: Annotated[
         str | None,
@@ -42,15 +44,8 @@ def doctor(
             help="Say how this model caches, what conversations cost with it, and how many fit.",
         ),
     ] = None,
-    adapter: options.Adapter = None,
-    draft_model: options.DraftModel = None,
-    kv_bits: options.KvBits = None,
-    ram: options.Ram = None,
-    disk: options.Disk = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    trust_remote_code: options.TrustRemoteCode = None,
-    config: options.Config = None,
+    flags: Flags,
+    config: Config = None,
     cache_dir: CacheDir = None,
     quick: Quick = False,
     as_json: Json = False,
@@ -59,10 +54,9 @@ def doctor(
 
     Needs no server. Each WARN and FAIL comes with a remedy; exit status 1 if something fails.
     """
-    own = ("config", "quick", "as_json")
-    flags = {name: value for name, value in ctx.params.items() if name not in own}
     with reporting():
-        settings = load_settings(flags, os.environ, config)
+        given = {"model": model, "cache_dir": cache_dir, **flags}
+        settings = load_settings(given, os.environ, config)
         found = Examination(settings)
         found.run(quick=quick, shown=not as_json)
     if as_json:

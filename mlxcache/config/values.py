@@ -1,0 +1,160 @@
+"""Values of settings, read from a flag, an environment variable or a TOML value.
+
+Flags and variables are text; TOML has types of its own. Each function raises ValueError or
+ConfigError with the reason, to which the caller adds the name of the source.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlxcache.config.sizes import read_size
+from mlxcache.errors import ConfigError
+
+NO_LIMIT = 10**12
+"""An upper bound of `read_number` that error messages do not mention."""
+
+LONGEST_S = 30 * 86400.0
+"""Longest period in seconds that `read_seconds` accepts."""
+
+
+def read_text(value: object) -> str:
+    """Read a text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"must be a text, not {value!r}")
+    return value
+
+
+def read_secrets(value: object) -> tuple[str, ...]:
+    """Read a key or a list of keys, without duplicates. Errors do not repeat the value."""
+    given = value if isinstance(value, list | tuple) else [value]
+    return tuple(dict.fromkeys(_secret(one) for one in given))
+
+
+def _secret(value: object) -> str:
+    if not isinstance(value, str) or not value or not (value.isascii() and value.isprintable()):
+        raise ValueError("must be printable ASCII characters")
+    return value
+
+
+def read_origins(value: object) -> tuple[str, ...]:
+    """Read web origins, normalised as browsers send them; a text separates them by commas."""
+    given = value.split(",") if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"must be an origin or a list of origins, not {value!r}")
+    return tuple(dict.fromkeys(_origin(one) for one in given))
+
+
+def _origin(value: object) -> str:
+    text = str(value).strip().rstrip("/").lower()
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[a-z0-9._~%\[\]:-]+", text):
+        raise ValueError(
+            f"must be an origin such as http://localhost:3000, not {value!r} (each page is named: "
+            "there is no wildcard)"
+        )
+    return re.sub(r"^(http://.*):80$|^(https://.*):443$", lambda m: m[1] or m[2], text)
+
+
+def read_path(value: object) -> Path:
+    """Read a path and expand `~`. The path need not exist."""
+    return Path(value if isinstance(value, Path) else read_text(value)).expanduser()
+
+
+def read_files(value: object) -> tuple[Path, ...]:
+    """Read a list of existing files; a text separates them like PATH does (`os.pathsep`)."""
+    given = value.split(os.pathsep) if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"must be a file or a list of files, not {value!r}")
+    files = tuple(read_path(one) for one in given)
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"there is no file {file}")
+    return files
+
+
+def read_number(least: int, most: int, *, example: int) -> Callable[[object], int]:
+    """Make a reader of whole numbers from `least` to `most`, both included."""
+
+    def read(value: object) -> int:
+        try:
+            number = int(value) if isinstance(value, str | int) else None
+        except ValueError:
+            number = None
+        if number is None or isinstance(value, bool) or not least <= number <= most:
+            limits = f"from {least} to {most}" if most < NO_LIMIT else f"of at least {least}"
+            raise ValueError(f"must be a number {limits}, such as {example}, not {value!r}")
+        return number
+
+    return read
+
+
+def read_seconds(value: object) -> float:
+    """Read a period in seconds, above 0 and at most `LONGEST_S`."""
+    try:
+        seconds = float(value) if isinstance(value, str | int | float) else math.nan
+    except ValueError:
+        seconds = math.nan
+    if isinstance(value, bool) or not 0 < seconds <= LONGEST_S:
+        raise ValueError(f"must be a number of seconds above 0, such as 600, not {value!r}")
+    return seconds
+
+
+def read_kv_bits(value: object) -> int:
+    """Read the number of bits of a quantised KV cache: 4 or 8."""
+    if isinstance(value, bool) or str(value) not in ("4", "8"):
+        raise ValueError(f"must be 4 or 8, not {value!r}")
+    return int(str(value))
+
+
+def read_switch(value: object) -> bool:
+    """Read a boolean: true, yes, 1, false, no or 0, in any case."""
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    known = value if isinstance(value, bool) else words.get(str(value).lower())
+    if known is None:
+        raise ValueError(f"must be true or false, not {value!r}")
+    return known
+
+
+def check_size(value: object) -> str | int:
+    """Return a size as it was written, after `read_size` accepted it."""
+    if not isinstance(value, str | int):
+        raise ValueError(f"must be a size such as 8GB, 25% or auto, not {value!r}")
+    read_size(value)
+    return value
+
+
+def check_size_or_off(value: object) -> str | int:
+    """Return a size as it was written, or "off"; TOML's `false` is "off" too."""
+    if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
+        return "off"
+    try:
+        return check_size(value)
+    except ConfigError as error:
+        raise ValueError(f"{error}; or off, for none") from error
+
+
+def read_level(value: object) -> str:
+    """Read a log level, in any case."""
+    levels = ("debug", "info", "warning", "error")
+    if not isinstance(value, str) or value.lower() not in levels:
+        raise ValueError(f"must be one of {', '.join(levels)}, not {value!r}")
+    return value.lower()
+
+
+def read_table(value: object) -> Mapping[str, Any]:
+    """Read a TOML table, or a text with a JSON object."""
+    example = "'{\"enable_thinking\": false}'"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"must be a JSON object such as {example}: {error}") from error
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be a JSON object such as {example}")
+    return value
