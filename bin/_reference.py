@@ -19,11 +19,11 @@ import msgspec
 import typer
 from msgspec import inspect as types
 
-from mlxcache.api import anthropic_wire
 from mlxcache.api.app import create_app
-from mlxcache.api.openai_wire import Refused
 from mlxcache.bench.command import bench
 from mlxcache.cli.main import app
+from mlxcache.wire import anthropic_types
+from mlxcache.wire.openai_types import Refused
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTICE = "<!-- made by `bin/reference`: change the code, and run it again -->\n"
@@ -250,7 +250,7 @@ def _bounds(type_: Any) -> str:
 def _blocks() -> list[str]:
     """The blocks of Anthropic's messages, by their `type`."""
     rows = []
-    for name, struct in anthropic_wire._BLOCKS.items():
+    for name, struct in anthropic_types._BLOCKS.items():
         info: Any = types.type_info(struct)
         fields = (f"`{f.encode_name}`: {_type(f.type)}" for f in info.fields if f.name != "type")
         rows.append(f"| `{name}` | {'; '.join(fields)} |")

@@ -18,10 +18,6 @@ from typing import Any, Self
 import msgspec
 
 from mlxcache.api.http import decode
-from mlxcache.api.openai_reply import gather
-from mlxcache.api.openai_request import calls_wanted, check, max_tokens, sampling, stops, to_chat
-from mlxcache.api.openai_wire import ChatRequest
-from mlxcache.api.titles import title_of
 from mlxcache.config import SETTINGS, Settings, load_settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.stream import Stream
@@ -29,6 +25,10 @@ from mlxcache.errors import ConfigError
 from mlxcache.sessions.book import SessionBook
 from mlxcache.store.lock import serving
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
+from mlxcache.wire.openai_reply import gather
+from mlxcache.wire.openai_request import calls_wanted, check, max_tokens, sampling, stops, to_chat
+from mlxcache.wire.openai_types import ChatRequest
+from mlxcache.wire.titles import title_of
 
 URL = "http://127.0.0.1:0"
 """What other processes are told of this one: it uses the folder, and nobody can ask it."""

@@ -14,14 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlxcache.api import anthropic_wire as wire
 from mlxcache.api import http, sse
-from mlxcache.api.anthropic_chat import to_chat
-from mlxcache.api.anthropic_reply import Blocks, WireEvent, ending, message, usage
 from mlxcache.api.errors import anthropic_error
 from mlxcache.api.terms import terms
-from mlxcache.api.titles import title_of
 from mlxcache.types import Admitted, Finished, Job, Sampling, Text, Thinking, ToolCall
+from mlxcache.wire import anthropic_types as wire
+from mlxcache.wire.anthropic_reply import Blocks, WireEvent, ending, message, usage
+from mlxcache.wire.anthropic_request import to_chat
+from mlxcache.wire.titles import title_of
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Stream

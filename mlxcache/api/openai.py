@@ -12,8 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlxcache.api import openai_reply, openai_text
-from mlxcache.api import openai_request as wire
 from mlxcache.api.errors import openai_error
 from mlxcache.api.http import (
     Deps,
@@ -26,13 +24,15 @@ from mlxcache.api.http import (
     takes_images,
     while_connected,
 )
-from mlxcache.api.openai_reply import Frame, Reply, gather
-from mlxcache.api.openai_wire import ChatRequest, Generation, TextRequest
 from mlxcache.api.sse import Events, EventStream, Pulse, close, event, start
 from mlxcache.api.terms import terms
-from mlxcache.api.titles import title_of, title_of_text
 from mlxcache.errors import BadRequest
 from mlxcache.types import Job
+from mlxcache.wire import openai_reply, openai_text
+from mlxcache.wire import openai_request as wire
+from mlxcache.wire.openai_reply import Frame, Reply, gather
+from mlxcache.wire.openai_types import ChatRequest, Generation, TextRequest
+from mlxcache.wire.titles import title_of, title_of_text
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Stream

@@ -18,9 +18,9 @@ from starlette.routing import Route
 
 from mlxcache.api.http import Deps, decode, json_response, read, serving
 from mlxcache.api.receive import arriving, read_body
-from mlxcache.api.titles import clean
 from mlxcache.errors import BadRequest
 from mlxcache.store.database import translated
+from mlxcache.wire.titles import clean
 
 if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from mlxcache.api import anthropic_chat, anthropic_wire, openai_request
 from mlxcache.api.http import decode, new_request_id
-from mlxcache.api.openai_wire import ChatRequest
 from mlxcache.api.sse import finished_or_raise
 from mlxcache.errors import BadRequest
 from mlxcache.types import WARMING, Chat, Finished, Job, Prompt
+from mlxcache.wire import anthropic_request, anthropic_types, openai_request
+from mlxcache.wire.openai_types import ChatRequest
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
@@ -85,7 +85,9 @@ def _chat(request: dict[str, Any]) -> Chat:
     body = msgspec.json.encode(request)
     if is_anthropic(request):
         body = msgspec.json.encode({"model": "any", **request})
-        return anthropic_chat.to_chat(decode(anthropic_wire.Conversation, body), strict=False)[0]
+        return anthropic_request.to_chat(decode(anthropic_types.Conversation, body), strict=False)[
+            0
+        ]
     chat = decode(ChatRequest, body)
     openai_request.check(chat)
     return openai_request.to_chat(chat)

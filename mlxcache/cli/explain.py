@@ -70,8 +70,8 @@ def explain(
 
 def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """What `explain A.json B.json` says, as JSON has it. Raises MlxcacheError."""
-    from mlxcache.api.bodies import without_effect  # noqa: PLC0415
     from mlxcache.prompt.explain import Explainer  # noqa: PLC0415
+    from mlxcache.wire.chat_bodies import without_effect  # noqa: PLC0415
 
     builder = _builder(settings)
     sides = _side(builder, one), _side(builder, other)
@@ -169,8 +169,8 @@ def _builder(settings: Settings) -> PromptBuilder:
 
 
 def _side(builder: PromptBuilder, request: dict[str, Any]) -> Side:
-    from mlxcache.api.bodies import chat_of  # noqa: PLC0415
     from mlxcache.prompt.explain import Side  # noqa: PLC0415
+    from mlxcache.wire.chat_bodies import chat_of  # noqa: PLC0415
 
     prompt = builder.chat(chat_of(request), "explained")  # what rules remember, they remember by it
     return Side(prompt.source, prompt.ids)
@@ -198,7 +198,7 @@ def read_request(file: Path) -> dict[str, Any]:
     Raises MlxcacheError, with what was expected and what was found.
     """
     # Here and not above: msgspec and Starlette take a while.
-    from mlxcache.api.bodies import chat_of, read_body  # noqa: PLC0415
+    from mlxcache.wire.chat_bodies import chat_of, read_body  # noqa: PLC0415
 
     name = "The input" if str(file) == "-" else str(file)
     try:

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from mlxcache.api import anthropic_wire as wire
-from mlxcache.api.anthropic_chat import to_chat
 from mlxcache.types import Chat
+from mlxcache.wire import anthropic_types as wire
+from mlxcache.wire.anthropic_request import to_chat
 
 MARK = {"cache_control": {"type": "ephemeral"}}
 HELLO: Any = [{"role": "user", "content": "Hi there"}]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.api.thinking import sign
 from mlxcache.errors import BadRequest
 from mlxcache.types import Chat
+from mlxcache.wire.signatures import sign
 from tests.api.bodies import (
     MARK,
     SCHEMA,

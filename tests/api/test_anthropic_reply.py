@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.api.anthropic_reply import Blocks, ending, usage
-from mlxcache.api.thinking import recover
 from mlxcache.errors import GenerationFailed
 from mlxcache.types import Finished, Piece, Prompt, Text, Thinking, ToolCall
+from mlxcache.wire.anthropic_reply import Blocks, ending, usage
+from mlxcache.wire.signatures import recover
 
 PIECES = st.lists(
     st.one_of(

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlxcache.api import anthropic_wire as wire
-from mlxcache.api.anthropic_chat import to_chat
 from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.wire import anthropic_types as wire
+from mlxcache.wire.anthropic_request import to_chat
 from tests.api.bodies import (
     assistant,
     convert,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mlxcache.api.anthropic_tools import Toolbox
-from mlxcache.api.anthropic_wire import Tool
 from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.wire.anthropic_tools import Toolbox
+from mlxcache.wire.anthropic_types import Tool
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 

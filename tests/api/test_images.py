@@ -11,13 +11,14 @@ import httpx
 import msgspec
 import pytest
 
-from mlxcache.api import anthropic_wire, images
-from mlxcache.api.anthropic_chat import SHOWN_BELOW, to_chat
-from mlxcache.api.openai_request import to_chat as openai_chat
-from mlxcache.api.openai_wire import ChatRequest
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.image import Image
 from mlxcache.types import Chat
+from mlxcache.wire import anthropic_types as anthropic_wire
+from mlxcache.wire import images
+from mlxcache.wire.anthropic_request import SHOWN_BELOW, to_chat
+from mlxcache.wire.openai_request import to_chat as openai_chat
+from mlxcache.wire.openai_types import ChatRequest
 from tests.api.bodies import assistant, post, result, text, use, user
 from tests.api.conftest import INFO, FakeEngine
 from tests.api.openai_bodies import refused

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from mlxcache.api import anthropic_wire as wire
-from mlxcache.api.anthropic_chat import to_chat
-from mlxcache.api.keeping import of_retention
+from mlxcache.wire import anthropic_types as wire
+from mlxcache.wire.anthropic_request import to_chat
+from mlxcache.wire.retention import of_retention
 
 FIVE, HOUR = 300.0, 3600.0
 

@@ -6,7 +6,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxcache.api.thinking import recover, sign
+from mlxcache.wire.signatures import recover, sign
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8")))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlxcache.api.titles import LONGEST, title_of, title_of_text
 from mlxcache.image import Image
+from mlxcache.wire.titles import LONGEST, title_of, title_of_text
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mlxcache.api.bodies import chat_of
 from mlxcache.cli.main import app
 from mlxcache.config import Settings
 from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.wire.chat_bodies import chat_of
 from tests.prompt import kinds, templates
 
 command = importlib.import_module("mlxcache.cli.explain")

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from mlxcache.api.bodies import chat_of
 from mlxcache.cache.kv_cache import forget_all
 from mlxcache.engine import engine as engine_module
 from mlxcache.engine.engine import Engine
 from mlxcache.types import Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall
+from mlxcache.wire.chat_bodies import chat_of
 from tests.conftest import ToyMaker
 from tests.engine.running import settled, started
 from tests.prompt import families

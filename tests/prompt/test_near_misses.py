@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.api.bodies import chat_of
 from mlxcache.config.rules import RULES
 from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.wire.chat_bodies import chat_of
 from tests.prompt import kinds, templates
 
 SESSION = "5d5be120-4981-be7a-4112-0123456789ab"

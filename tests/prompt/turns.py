@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from mlxcache.api.anthropic_reply import Blocks
-from mlxcache.api.bodies import chat_of
-from mlxcache.api.openai_reply import Frame, Reply, completion
 from mlxcache.common_prefix import common_length
 from mlxcache.engine.anticipate import NEAR
 from mlxcache.prompt.ahead import continued
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
+from mlxcache.wire.anthropic_reply import Blocks
+from mlxcache.wire.chat_bodies import chat_of
+from mlxcache.wire.openai_reply import Frame, Reply, completion
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import Calls
 from tests.prompt.replaying import Served, resorted

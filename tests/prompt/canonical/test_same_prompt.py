@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from mlxcache.api import anthropic_chat, anthropic_wire, openai_request
 from mlxcache.api.http import decode
-from mlxcache.api.openai_wire import ChatRequest
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.canonical.cleared import CLEARED
 from mlxcache.types import Chat, ToolCall
+from mlxcache.wire import anthropic_request, anthropic_types, openai_request
+from mlxcache.wire.openai_types import ChatRequest
 from tests.api.bodies import MARK, result, text, tool, use, user
 from tests.prompt import kinds, templates
 
@@ -25,7 +25,7 @@ TOOLS = [tool("Read"), tool("Bash"), tool("Edit")]
 
 def anthropic(**body: Any) -> Chat:
     request = msgspec.json.encode({"model": "m", "messages": [user("hi")], **body})
-    return anthropic_chat.to_chat(decode(anthropic_wire.Conversation, request))[0]
+    return anthropic_request.to_chat(decode(anthropic_types.Conversation, request))[0]
 
 
 def openai(*messages: dict[str, Any]) -> Chat:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from mlxcache.api.http import decode
-from mlxcache.api.images import Inlet, Item, content
-from mlxcache.api.keeping import of_retention
-from mlxcache.api.openai_wire import (
+from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.types import Chat, Prompt, Sampling, Tokens
+from mlxcache.wire.images import Inlet, Item, content
+from mlxcache.wire.openai_types import (
     CalledFunction,
     ChatRequest,
     Generation,
@@ -23,8 +24,7 @@ from mlxcache.api.openai_wire import (
     TextRequest,
     Tool,
 )
-from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.types import Chat, Prompt, Sampling, Tokens
+from mlxcache.wire.retention import of_retention
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from mlxcache.api import anthropic_chat, anthropic_wire, openai_request
 from mlxcache.api.http import decode
-from mlxcache.api.openai_wire import ChatRequest
 from mlxcache.api.warm import is_anthropic
 from mlxcache.errors import BadRequest
 from mlxcache.types import Chat
+from mlxcache.wire import anthropic_request, anthropic_types, openai_request
+from mlxcache.wire.openai_types import ChatRequest
 
 _RENDERED = frozenset({"messages", "system", "tools"})
 _ARGUMENTS = frozenset({"thinking", "reasoning_effort", "enable_thinking", "chat_template_kwargs"})
@@ -37,7 +37,9 @@ def chat_of(request: dict[str, Any]) -> Chat:
     request = {"model": "any", **_without_images(request)}
     body = msgspec.json.encode(request)
     if is_anthropic(request):
-        return anthropic_chat.to_chat(decode(anthropic_wire.Conversation, body), strict=False)[0]
+        return anthropic_request.to_chat(decode(anthropic_types.Conversation, body), strict=False)[
+            0
+        ]
     return openai_request.to_chat(decode(ChatRequest, body))
 
 

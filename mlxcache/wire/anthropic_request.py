@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlxcache.api import anthropic_wire as wire
-from mlxcache.api.anthropic_text import Reader, blocks, join, marked_by
-from mlxcache.api.anthropic_tools import Function, Toolbox
-from mlxcache.api.images import Inlet, Item
-from mlxcache.api.images import content as joined
-from mlxcache.api.keeping import of_marks
-from mlxcache.api.thinking import recover
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import Chat
+from mlxcache.wire import anthropic_types as wire
+from mlxcache.wire.anthropic_text import Reader, blocks, join, marked_by
+from mlxcache.wire.anthropic_tools import Function, Toolbox
+from mlxcache.wire.images import Inlet, Item
+from mlxcache.wire.images import content as joined
+from mlxcache.wire.retention import of_marks
+from mlxcache.wire.signatures import recover
 
 ID_PREFIX = "toolu_"
 """What tool call ids begin with on this API; chats have them without."""

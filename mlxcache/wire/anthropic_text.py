@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from mlxcache.api import anthropic_wire as wire
-from mlxcache.api.anthropic_tools import Toolbox
-from mlxcache.api.images import Inlet, Item
 from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.wire import anthropic_types as wire
+from mlxcache.wire.anthropic_tools import Toolbox
+from mlxcache.wire.images import Inlet, Item
 
 
 class Reader:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlxcache.api.openai_reply import Frame, Reply, finish_reason, usage
 from mlxcache.api.sse import Events, Pulse, event, finished_or_raise, raw_event
 from mlxcache.types import Finished, Text, Thinking, TokenLogprob
+from mlxcache.wire.openai_reply import Frame, Reply, finish_reason, usage
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Stream

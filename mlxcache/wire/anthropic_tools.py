@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlxcache.api.anthropic_wire import Tool
 from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.wire.anthropic_types import Tool
 
 Function = Mapping[str, Any]
 """A tool as chat templates take it."""

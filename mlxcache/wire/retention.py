@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mlxcache.api import anthropic_wire as wire
+from mlxcache.wire import anthropic_types as wire
 
 MINUTES_5, HOUR, DAY = 300.0, 3600.0, 86_400.0
 
