@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import msgspec
 
-from mlxcache.api.http import decode
 from mlxcache.config import SETTINGS, Settings, load_settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.stream import Stream
@@ -25,6 +24,7 @@ from mlxcache.errors import ConfigError
 from mlxcache.sessions.book import SessionBook
 from mlxcache.store.lock import serving
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
+from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_reply import gather
 from mlxcache.wire.openai_request import calls_wanted, check, max_tokens, sampling, stops, to_chat
 from mlxcache.wire.openai_types import ChatRequest

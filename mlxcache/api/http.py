@@ -20,16 +20,14 @@ from starlette.responses import Response
 from mlxcache import typed
 from mlxcache.api.receive import read_body
 from mlxcache.api.record import Recorder
-from mlxcache.errors import BadRequest, ModelError, NotReady
+from mlxcache.errors import ModelError, NotReady
 from mlxcache.types import ModelInfo
+from mlxcache.wire.decode import decode
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
 
 T = TypeVar("T")
-
-MAX_DEPTH = 100
-"""Levels of nesting that a body may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,64 +82,6 @@ def new_request_id() -> str:
 def request_id(request: Request) -> str:
     """The id of this request: the engine's job id and the header of the response."""
     return str(request.scope["state"]["request_id"])
-
-
-def decode(type: type[T], body: bytes) -> T:
-    """The JSON `body` as a `type`.
-
-    Half of a surrogate pair, which JavaScript clients send when they cut a string inside an
-    emoji, becomes U+FFFD. Raises BadRequest, with `param` naming the field if there is one.
-    """
-    try:
-        try:
-            value = typed.decode(type, body)
-        except msgspec.DecodeError as error:
-            if isinstance(error, msgspec.ValidationError) or b"\\u" not in body:
-                raise
-            value = typed.decode(type, _SURROGATE.sub(_mended, body))
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `")
-        param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
-        where = f" (at `{param}`)" if param else ""
-        raise BadRequest(f"{message}{where}.", param=param) from error
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"The body is not valid JSON: {error}.") from error
-    except UnicodeDecodeError as error:
-        raise BadRequest(f"The body is not valid UTF-8: {error}.") from error
-    except RecursionError as error:
-        raise BadRequest("The body is nested too deeply.") from error
-    if not _shallow(value):
-        raise BadRequest(f"The body is nested more than {MAX_DEPTH} levels deep.")
-    return value
-
-
-def _shallow(value: object) -> bool:
-    """Whether what comes after, template engines among it, can recurse through `value`."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        below: list[object] = []
-        for node in level:
-            if isinstance(node, dict):
-                below.extend(node.values())
-            elif isinstance(node, list):
-                below.extend(node)
-            elif isinstance(node, msgspec.Struct):
-                below.extend(getattr(node, field) for field in node.__struct_fields__)
-        if not below:
-            return True
-        level = below
-    return False
-
-
-_SURROGATE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
-    re.DOTALL,
-)
-
-
-def _mended(match: re.Match[bytes]) -> bytes:
-    return b"\\ufffd" if match[1] else match[0]
 
 
 async def read(request: Request, type: type[T], deps: Deps) -> T:

@@ -16,10 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from mlxcache.api.http import Deps, decode, json_response, read, serving
+from mlxcache.api.http import Deps, json_response, read, serving
 from mlxcache.api.receive import arriving, read_body
 from mlxcache.errors import BadRequest
 from mlxcache.store.database import translated
+from mlxcache.wire.decode import decode
 from mlxcache.wire.titles import clean
 
 if TYPE_CHECKING:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from mlxcache.api.http import decode, new_request_id
+from mlxcache.api.http import new_request_id
 from mlxcache.api.sse import finished_or_raise
 from mlxcache.errors import BadRequest
 from mlxcache.types import WARMING, Chat, Finished, Job, Prompt
 from mlxcache.wire import anthropic_request, anthropic_types, openai_request
+from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_types import ChatRequest
 
 if TYPE_CHECKING:

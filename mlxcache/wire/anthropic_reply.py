@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from mlxcache import typed
-from mlxcache.api.http import decode
 from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, ToolCall
 from mlxcache.wire.anthropic_request import ID_PREFIX
+from mlxcache.wire.decode import decode
 from mlxcache.wire.signatures import sign
 
 WireEvent = dict[str, Any]

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from mlxcache.api.http import decode
 from mlxcache.api.warm import is_anthropic
 from mlxcache.errors import BadRequest
 from mlxcache.types import Chat
 from mlxcache.wire import anthropic_request, anthropic_types, openai_request
+from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_types import ChatRequest
 
 _RENDERED = frozenset({"messages", "system", "tools"})

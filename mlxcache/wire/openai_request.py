@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mlxcache.api.http import decode
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import Chat, Prompt, Sampling, Tokens
+from mlxcache.wire.decode import decode
 from mlxcache.wire.images import Inlet, Item, content
 from mlxcache.wire.openai_types import (
     CalledFunction,

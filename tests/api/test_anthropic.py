@@ -13,8 +13,9 @@ import httpx2
 import pytest
 
 from mlxcache.types import Text, Thinking, ToolCall
-from tests.api.bodies import HELLO, MARK, assistant, events, post, result, text, tool, use, user
 from tests.api.conftest import FakeEngine, reply
+from tests.api.messages import HELLO, events, post
+from tests.wire.anthropic_bodies import MARK, assistant, result, text, tool, use, user
 
 WEATHER: Any = tool("weather")
 CALL = ToolCall(0, "call_1", "weather", '{"city": "Oslo"}')

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from mlxcache.types import Chat, Thinking, ToolCall
-from tests.api.bodies import MARK, result, text, tool, user
 from tests.api.conftest import FakeEngine, reply
+from tests.wire.anthropic_bodies import MARK, result, text, tool, user
 
 SESSION = "7d0c2f5e-4a0e-4a5e-9d2b-0f7f6a1c3b2d"
 HEADERS = {

@@ -13,8 +13,9 @@ import pytest
 from mlxcache.api.http import ApiSettings
 from mlxcache.errors import ContextLengthExceeded, GenerationFailed, QueueFull
 from mlxcache.types import Text, Thinking
-from tests.api.bodies import HELLO, events, post, user
 from tests.api.conftest import FakeEngine, eventually, reply
+from tests.api.messages import HELLO, events, post
+from tests.wire.anthropic_bodies import user
 
 OMITTED: Any = {"type": "adaptive", "display": "omitted"}
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
-from mlxcache.api.http import client_name, decode, new_request_id, session_label
+from mlxcache.api.http import client_name, new_request_id, session_label
 from mlxcache.api.receive import read_body
-from mlxcache.errors import BadRequest, TooLarge
+from mlxcache.errors import TooLarge
 
 UUID = "0e2c1e36-6f0b-4c2e-9f5f-0a6c1b2d3e4f"
 
@@ -62,61 +59,6 @@ async def test_a_client_that_asks_first_is_told_before_it_sends() -> None:
 async def test_a_client_that_goes_away_while_sending_is_gone() -> None:
     with pytest.raises(ClientDisconnect):
         await read_body(request_of(b"ab", None), 4)
-
-
-class Item(msgspec.Struct):
-    count: int
-
-
-class Body(msgspec.Struct):
-    items: list[Item] = []
-    extra: Any = None
-
-
-def test_a_wrong_type_names_its_field() -> None:
-    with pytest.raises(BadRequest, match="Expected `int`, got `str`") as caught:
-        decode(Body, b'{"items": [{"count": 1}, {"count": "2"}]}')
-    assert caught.value.param == "items[1].count"
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b"", "not valid JSON"),
-        (b'{"items": [', "not valid JSON"),
-        (b'{"extra": "\xff"}', "not valid UTF-8"),
-        (b'{"extra": ' + b"[" * 100_000, "nested"),
-        (b'{"extra": ' + b"[" * 101 + b"]" * 101 + b"}", "nested"),
-        (b'{"extra": 1e999}', "out of range"),
-        (b"[]", "Expected `object`"),
-    ],
-)
-def test_what_is_no_such_value_is_a_bad_request(body: bytes, words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
-        decode(Body, body)
-
-
-def test_nesting_is_fine_up_to_the_limit() -> None:
-    assert decode(Body, b'{"extra": ' + b"[" * 98 + b"]" * 98 + b"}").extra
-
-
-@pytest.mark.parametrize(
-    ("escaped", "text"),
-    [
-        (rb"a\ud83db", "a\ufffdb"),
-        (rb"\ude00\ud83d\ude00", "\ufffd\U0001f600"),
-        (rb"\\ud83d \uD83D", "\\ud83d \ufffd"),
-        (rb"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
-        (rb"\"\ud83d\"", '"\ufffd"'),
-    ],
-)
-def test_half_a_surrogate_pair_becomes_the_replacement_character(escaped: bytes, text: str) -> None:
-    assert decode(Body, b'{"extra": "' + escaped + b'"}').extra == text
-
-
-@given(st.text())
-def test_every_text_survives(text: str) -> None:
-    assert decode(Body, msgspec.json.encode({"extra": text})).extra == text
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from mlxcache.api.http import decode
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.canonical.cleared import CLEARED
 from mlxcache.types import Chat, ToolCall
 from mlxcache.wire import anthropic_request, anthropic_types, openai_request
+from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_types import ChatRequest
-from tests.api.bodies import MARK, result, text, tool, use, user
 from tests.prompt import kinds, templates
+from tests.wire.anthropic_bodies import MARK, result, text, tool, use, user
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.329.0a8; cc_entrypoint=cli; cch={};"
 HEAD = "You are an agent.\n\nLong instructions."

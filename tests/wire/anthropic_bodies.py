@@ -1,11 +1,9 @@
-"""Messages bodies, the chats they are read as, and the events that come back."""
+"""Bodies of Anthropic's Messages API, and the chats that they become."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import httpx
 import msgspec
 
 from mlxcache.types import Chat
@@ -13,7 +11,6 @@ from mlxcache.wire import anthropic_types as wire
 from mlxcache.wire.anthropic_request import to_chat
 
 MARK = {"cache_control": {"type": "ephemeral"}}
-HELLO: Any = [{"role": "user", "content": "Hi there"}]
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 
 
@@ -42,7 +39,7 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
 
 
 def convert(body: dict[str, Any], *, strict: bool = True) -> tuple[Chat, tuple[Any, ...]]:
-    """The chat and the tools of a body as it comes off the wire."""
+    """Convert a body to its chat and its tools."""
     return to_chat(msgspec.convert(body, wire.Conversation), strict=strict)
 
 
@@ -52,19 +49,5 @@ def read(*messages: dict[str, Any], strict: bool = True, **body: Any) -> Chat:
 
 
 def rendered(chat: Chat) -> tuple[Any, ...]:
-    """All that a prompt is made of, apart from where its breakpoint lies."""
+    """Everything in a chat that reaches the prompt; the breakpoint does not."""
     return chat.messages, chat.tools, chat.template_args, chat.continue_final
-
-
-async def post(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
-    whole = {"model": "m", "max_tokens": 9, "messages": HELLO} | body
-    return await client.post("/v1/messages?beta=true", json=whole)
-
-
-def events(stream: str) -> list[tuple[str, dict[str, Any]]]:
-    """Each event's name and data."""
-    found = []
-    for chunk in stream.replace("\r\n", "\n").strip().split("\n\n"):
-        name, data = chunk.split("\n")
-        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return found

@@ -9,15 +9,7 @@ import pytest
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.wire import anthropic_types as wire
 from mlxcache.wire.anthropic_request import to_chat
-from tests.api.bodies import (
-    assistant,
-    convert,
-    read,
-    result,
-    text,
-    tool,
-    user,
-)
+from tests.wire.anthropic_bodies import assistant, convert, read, result, text, tool, user
 
 
 @pytest.mark.parametrize(

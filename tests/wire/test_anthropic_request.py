@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlxcache.errors import BadRequest
 from mlxcache.types import Chat
 from mlxcache.wire.signatures import sign
-from tests.api.bodies import (
+from tests.wire.anthropic_bodies import (
     MARK,
     SCHEMA,
     assistant,

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from mlxcache.errors import Unsupported
-from tests.api.bodies import (
-    read,
-    rendered,
-)
+from tests.wire.anthropic_bodies import read, rendered
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""JSON becomes a typed value or a BadRequest that names the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxcache.errors import BadRequest
+from mlxcache.wire.decode import decode
+
+
+class Item(msgspec.Struct):
+    count: int
+
+
+class Body(msgspec.Struct):
+    items: list[Item] = []
+    extra: Any = None
+
+
+def test_a_wrong_type_names_its_field() -> None:
+    with pytest.raises(BadRequest, match="Expected `int`, got `str`") as caught:
+        decode(Body, b'{"items": [{"count": 1}, {"count": "2"}]}')
+    assert caught.value.param == "items[1].count"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"items": [', "not valid JSON"),
+        (b'{"extra": "\xff"}', "not valid UTF-8"),
+        (b'{"extra": ' + b"[" * 100_000, "nested"),
+        (b'{"extra": ' + b"[" * 101 + b"]" * 101 + b"}", "nested"),
+        (b'{"extra": 1e999}', "out of range"),
+        (b"[]", "Expected `object`"),
+    ],
+)
+def test_what_is_no_such_value_is_a_bad_request(body: bytes, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        decode(Body, body)
+
+
+def test_nesting_is_fine_up_to_the_limit() -> None:
+    assert decode(Body, b'{"extra": ' + b"[" * 98 + b"]" * 98 + b"}").extra
+
+
+@pytest.mark.parametrize(
+    ("escaped", "text"),
+    [
+        (rb"a\ud83db", "a\ufffdb"),
+        (rb"\ude00\ud83d\ude00", "\ufffd\U0001f600"),
+        (rb"\\ud83d \uD83D", "\\ud83d \ufffd"),
+        (rb"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+        (rb"\"\ud83d\"", '"\ufffd"'),
+    ],
+)
+def test_half_a_surrogate_pair_becomes_the_replacement_character(escaped: bytes, text: str) -> None:
+    assert decode(Body, b'{"extra": "' + escaped + b'"}').extra == text
+
+
+@given(st.text())
+def test_every_text_survives(text: str) -> None:
+    assert decode(Body, msgspec.json.encode({"extra": text})).extra == text

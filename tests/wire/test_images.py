@@ -1,0 +1,145 @@
+"""Images in the bodies of both APIs: read where the model takes them, else refused by name."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Any
+
+import msgspec
+import pytest
+
+from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.image import Image
+from mlxcache.types import Chat
+from mlxcache.wire import anthropic_types, images
+from mlxcache.wire.anthropic_request import SHOWN_BELOW, to_chat
+from mlxcache.wire.openai_request import to_chat as openai_chat
+from mlxcache.wire.openai_types import ChatRequest
+from tests.wire.anthropic_bodies import assistant, result, text, use, user
+
+DATA = base64.b64encode(b"a picture").decode()
+SHOWN = Image(b"a picture", hashlib.sha256(b"a picture").digest())
+URL = f"data:image/png;base64,{DATA}"
+PART = {"type": "image_url", "image_url": {"url": URL}}
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+
+
+def openai(*messages: dict[str, Any], images: bool = True) -> Chat:
+    body = msgspec.convert({"messages": list(messages)}, ChatRequest)
+    return openai_chat(body, images=images)
+
+
+def anthropic(*messages: dict[str, Any], images: bool = True, **body: Any) -> Chat:
+    whole = {"model": "m", "messages": list(messages), **body}
+    return to_chat(msgspec.convert(whole, anthropic_types.Conversation), images=images)[0]
+
+
+class TestOpenAI:
+    @pytest.mark.parametrize(
+        "part",
+        [
+            PART,
+            {"type": "image_url", "image_url": URL},
+            {"type": "input_image", "image_url": URL},
+            {"type": "image", "image": URL},
+            {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
+            {"type": "image_url", "image_url": {"url": f"data:;base64,{DATA[:4]}\n{DATA[4:]}"}},
+        ],
+    )
+    def test_an_image_stands_between_its_texts(self, part: dict[str, Any]) -> None:
+        chat = openai({"role": "user", "content": [text("a"), text("b"), part, text("c")]})
+        assert chat.messages[0]["content"] == ["ab", SHOWN, "c"]
+
+    def test_texts_alone_are_one_text(self) -> None:
+        chat = openai({"role": "user", "content": [text("a"), text("b")]})
+        assert chat.messages[0]["content"] == "ab"
+
+    @pytest.mark.parametrize("role", ["system", "assistant", "tool"])
+    def test_only_a_person_shows_images(self, role: str) -> None:
+        with pytest.raises(Unsupported, match="image_url"):
+            openai({"role": role, "content": [PART]})
+
+    @pytest.mark.parametrize(
+        ("image", "said"),
+        [
+            ({"url": "https://example.com/a.png"}, "not fetched"),
+            ({"url": "file:///etc/passwd"}, "not fetched"),
+            ({"url": "data:image/png," + DATA}, "must be base64"),
+            ({"url": "data:image/png;base64"}, "must be base64"),
+            ({"url": "data:image/png;base64,"}, "not base64"),
+            ({"url": "data:image/png;base64,%%%"}, "not base64"),
+            ({"url": "data:image/png;base64,\u00e9"}, "not base64"),
+            ({"url": 5}, "needs its URL"),
+            ({}, "needs its URL"),
+            (None, "needs its URL"),
+            ([], "needs its URL"),
+        ],
+    )
+    def test_what_is_no_image_in_the_body_is_named(self, image: Any, said: str) -> None:
+        part = {"type": "image_url", "image_url": image}
+        with pytest.raises(BadRequest, match=said) as error:
+            openai({"role": "user", "content": [text("a"), part]})
+        assert error.value.param == "messages[0].content[1]"
+
+    def test_there_is_a_limit_to_their_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(images, "MAX_IMAGES", 3)
+        message = {"role": "user", "content": [PART, PART]}
+        assert len(openai({"role": "user", "content": [PART] * 3}).messages) == 1
+        with pytest.raises(BadRequest, match="at most 3 images"):
+            openai(message, assistant("b"), message)
+
+
+class TestAnthropic:
+    def test_an_image_stands_between_its_texts(self) -> None:
+        chat = anthropic(user("a", "b", BLOCK, "c"))
+        assert chat.messages[0]["content"] == ["a\n\nb", SHOWN, "c"]
+
+    def test_a_mark_on_an_image_counts(self) -> None:
+        marked = BLOCK | {"cache_control": {"type": "ephemeral"}}
+        assert anthropic(user("a", marked), assistant("b"), user("c")).breakpoint == 1
+
+    def test_a_result_keeps_its_text_and_its_images_follow_all_results(self) -> None:
+        chat = anthropic(
+            user("a"),
+            assistant(use("1"), use("2")),
+            user(result([text("one"), BLOCK], id="1"), result([BLOCK], id="2"), "And?"),
+        )
+        assert [m["role"] for m in chat.messages] == ["user", "assistant", "tool", "tool", "user"]
+        assert [m["content"] for m in chat.messages[2:]] == [
+            "one",
+            SHOWN_BELOW,
+            [SHOWN, SHOWN, "And?"],
+        ]
+
+    def test_a_turn_later_it_reads_the_same(self) -> None:
+        first = [user("a"), assistant(use("1")), user(result([BLOCK], id="1"))]
+        later = [*first, assistant("b"), user("c")]
+        before, after = anthropic(*first).messages, anthropic(*later).messages
+        assert list(after[: len(before)]) == list(before)
+
+    @pytest.mark.parametrize(
+        ("source", "said"),
+        [
+            ({"type": "url", "url": "https://example.com/a.png"}, "not fetched"),
+            ({"type": "file", "file_id": "f"}, "'file' is not supported"),
+            ({"type": "base64", "media_type": "image/png"}, "not base64"),
+            ({"type": "base64", "data": 7}, "not base64"),
+            (None, "'None' is not supported"),
+            ("x", "'None' is not supported"),
+        ],
+    )
+    def test_what_is_no_image_in_the_body_is_named(self, source: Any, said: str) -> None:
+        with pytest.raises(BadRequest, match=said) as error:
+            anthropic(user("a", {"type": "image", "source": source}))
+        assert error.value.param == "messages[0].content[1]"
+
+    @pytest.mark.parametrize("message", [assistant(BLOCK), user(BLOCK) | {"role": "system"}])
+    def test_an_image_stands_in_user_messages_alone(self, message: dict[str, Any]) -> None:
+        with pytest.raises(BadRequest, match="cannot stand here"):
+            anthropic(user("a"), message, user("b"))
+
+    def test_a_text_model_is_named_the_image(self) -> None:
+        for message in (user("a", BLOCK), user("a", result([BLOCK]))):
+            with pytest.raises(Unsupported, match="'image' is not supported"):
+                anthropic(message, images=False)
