@@ -25,9 +25,9 @@ from mlxcache.sessions.book import SessionBook
 from mlxcache.store.lock import serving
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
 from mlxcache.wire.decode import decode
-from mlxcache.wire.openai_reply import gather
 from mlxcache.wire.openai_request import calls_wanted, check, max_tokens, sampling, stops, to_chat
 from mlxcache.wire.openai_types import ChatRequest
+from mlxcache.wire.reply import gather_reply
 from mlxcache.wire.titles import title_of
 
 URL = "http://127.0.0.1:0"
@@ -112,7 +112,7 @@ class Model:
     ) -> Reply:
         """A whole reply to the conversation; see `stream` for the arguments and what is raised."""
         async with await self.stream(messages, session=session, **fields) as stream:
-            whole = await gather(stream)
+            whole = await gather_reply(stream)
         last = whole.last
         return Reply(
             whole.text,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,23 @@ from mlxcache.store.lock import InUse, alone
 from mlxcache.types import Finished
 
 HELLO = [{"role": "user", "content": "Say something about a cache. " * 20}]
+
+IMPORT_EMBED = """
+import sys
+import mlx_lm  # loads h11 by itself, with huggingface_hub's client for downloads
+before = set(sys.modules)
+import mlxcache.embed
+print(*sorted({"starlette", "sse_starlette", "uvicorn", "h11"} & (set(sys.modules) - before)))
+print(*sorted({"starlette", "sse_starlette", "uvicorn"} & set(sys.modules)))
+"""
+
+
+def test_importing_embed_loads_no_http_server():
+    """A program that embeds the engine has no use for one."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_EMBED], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == []
 
 
 def test_an_unknown_setting_is_an_error_that_names_it():

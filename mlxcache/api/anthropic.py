@@ -21,6 +21,7 @@ from mlxcache.types import Admitted, Finished, Job, Sampling, Text, Thinking, To
 from mlxcache.wire import anthropic_types as wire
 from mlxcache.wire.anthropic_reply import Blocks, WireEvent, ending, message, usage
 from mlxcache.wire.anthropic_request import to_chat
+from mlxcache.wire.reply import finished_or_raise
 from mlxcache.wire.titles import title_of
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ async def _whole(request: Request, body: wire.Request, deps: http.Deps) -> dict[
                 last = event
     finally:
         await sse.close(stream)
-    last = sse.finished_or_raise(last)
+    last = finished_or_raise(last)
     blocks.close()
     counts = usage(job.prompt, last.cached_tokens, last.generated_tokens)
     reply = message(_message_id(job), body.model, counts)
@@ -98,7 +99,7 @@ async def _events(
                 yield _event(item)
         elif isinstance(event, Finished):
             last = event
-    last = sse.finished_or_raise(last)
+    last = finished_or_raise(last)
     for item in blocks.close():
         yield _event(item)
     counts = usage(job.prompt, last.cached_tokens, last.generated_tokens)

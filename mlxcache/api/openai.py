@@ -24,14 +24,21 @@ from mlxcache.api.http import (
     takes_images,
     while_connected,
 )
-from mlxcache.api.sse import Events, EventStream, Pulse, close, event, start
+from mlxcache.api.sse import Events, EventStream, Pulse, close, event, raw_event, start
 from mlxcache.api.terms import terms
 from mlxcache.errors import BadRequest
 from mlxcache.types import Job
-from mlxcache.wire import openai_reply, openai_text
 from mlxcache.wire import openai_request as wire
-from mlxcache.wire.openai_reply import Frame, Reply, gather
+from mlxcache.wire.openai_reply import (
+    ChatChunks,
+    Chunks,
+    Envelope,
+    TextChunks,
+    chat_completion,
+    text_completion,
+)
 from mlxcache.wire.openai_types import ChatRequest, Generation, TextRequest
+from mlxcache.wire.reply import WholeReply, gather_reply
 from mlxcache.wire.titles import title_of, title_of_text
 
 if TYPE_CHECKING:
@@ -42,36 +49,26 @@ TEXT_MAX_TOKENS = 16
 
 
 class _Whole(Protocol):
-    def __call__(self, reply: Reply, frame: Frame, *, logprobs: bool) -> dict[str, Any]: ...
-
-
-class _Chunks(Protocol):
     def __call__(
-        self, stream: Stream, frame: Frame, pulse: Pulse, *, include_usage: bool, logprobs: bool
-    ) -> Events: ...
+        self, reply: WholeReply, envelope: Envelope, *, logprobs: bool
+    ) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What tells the two endpoints' replies apart."""
+    """How one endpoint names and shapes its replies."""
 
     id_prefix: str
     object: str
     chunk_object: str
     whole: _Whole
-    chunks: _Chunks
+    chunks: type[Chunks]
 
 
 CHAT = Endpoint(
-    "chatcmpl-",
-    "chat.completion",
-    "chat.completion.chunk",
-    openai_reply.completion,
-    openai_reply.chunks,
+    "chatcmpl-", "chat.completion", "chat.completion.chunk", chat_completion, ChatChunks
 )
-TEXT = Endpoint(
-    "cmpl-", "text_completion", "text_completion", openai_text.completion, openai_text.chunks
-)
+TEXT = Endpoint("cmpl-", "text_completion", "text_completion", text_completion, TextChunks)
 
 
 def routes(deps: Deps) -> list[Route]:
@@ -157,8 +154,8 @@ async def _answer(
     async def whole() -> dict[str, Any]:
         stream, logprobs = await begin()
         try:
-            frame = Frame(id, model, endpoint.object)
-            return endpoint.whole(await gather(stream), frame, logprobs=logprobs)
+            envelope = Envelope(id, model, endpoint.object)
+            return endpoint.whole(await gather_reply(stream), envelope, logprobs=logprobs)
         finally:
             await close(stream)
 
@@ -166,10 +163,25 @@ async def _answer(
         return json_response(await while_connected(request, whole()))
     stream, logprobs = await while_connected(request, begin())
     pulse = Pulse()
-    include_usage = bool(body.stream_options and body.stream_options.include_usage)
-    frame = Frame(id, model, endpoint.chunk_object)
-    events = endpoint.chunks(stream, frame, pulse, include_usage=include_usage, logprobs=logprobs)
+    chunks = endpoint.chunks(
+        Envelope(id, model, endpoint.chunk_object),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        logprobs=logprobs,
+    )
+    events = _events(stream, chunks, pulse)
     return EventStream(stream, events, deps.settings, ping=pulse.ping, on_error=_late_error)
+
+
+async def _events(stream: Stream, chunks: Chunks, pulse: Pulse) -> Events:
+    for chunk in chunks.begin():
+        yield event(chunk)
+    async for item in stream:
+        pulse.see(item)
+        for chunk in chunks.feed(item):
+            yield event(chunk)
+    for chunk in chunks.end():
+        yield event(chunk)
+    yield raw_event("[DONE]")
 
 
 def _late_error(error: Exception) -> Any:

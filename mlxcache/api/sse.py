@@ -18,8 +18,8 @@ from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
 from mlxcache.api.http import ApiSettings, Deps
-from mlxcache.errors import GenerationFailed, MlxcacheError, NotReady
-from mlxcache.types import Admitted, Event, Finished, Job, Progress
+from mlxcache.errors import MlxcacheError
+from mlxcache.types import Admitted, Event, Job, Progress
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Stream
@@ -92,19 +92,6 @@ async def start(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
     except BaseException:
         await close(stream)
         raise
-
-
-def finished_or_raise(last: Finished | None) -> Finished:
-    """`last` if the reply came to its own end.
-
-    Raises GenerationFailed if the model failed, and NotReady if the reply was cut short: a
-    client that left is not there to read it, so the server is stopping.
-    """
-    if last is not None and last.reason == "error":
-        raise GenerationFailed("The model failed while it was answering.")
-    if last is None or last.reason == "cancelled":
-        raise NotReady("The reply was cut short because the server is stopping.")
-    return last
 
 
 class EventStream(EventSourceResponse):

@@ -71,7 +71,7 @@ def explain(
 def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """What `explain A.json B.json` says, as JSON has it. Raises MlxcacheError."""
     from mlxcache.prompt.explain import Explainer  # noqa: PLC0415
-    from mlxcache.wire.chat_bodies import without_effect  # noqa: PLC0415
+    from mlxcache.wire.chat_bodies import differences_without_effect  # noqa: PLC0415
 
     builder = _builder(settings)
     sides = _side(builder, one), _side(builder, other)
@@ -104,7 +104,7 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
             }
             for rule, one in found.removed
         ],
-        "without_effect": without_effect(one, other),
+        "without_effect": differences_without_effect(one, other),
     }
 
 
@@ -170,9 +170,9 @@ def _builder(settings: Settings) -> PromptBuilder:
 
 def _side(builder: PromptBuilder, request: dict[str, Any]) -> Side:
     from mlxcache.prompt.explain import Side  # noqa: PLC0415
-    from mlxcache.wire.chat_bodies import chat_of  # noqa: PLC0415
+    from mlxcache.wire.chat_bodies import request_to_chat  # noqa: PLC0415
 
-    prompt = builder.chat(chat_of(request), "explained")  # what rules remember, they remember by it
+    prompt = builder.chat(request_to_chat(request), "explained")  # rules remember by session
     return Side(prompt.source, prompt.ids)
 
 
@@ -198,7 +198,7 @@ def read_request(file: Path) -> dict[str, Any]:
     Raises MlxcacheError, with what was expected and what was found.
     """
     # Here and not above: msgspec and Starlette take a while.
-    from mlxcache.wire.chat_bodies import chat_of, read_body  # noqa: PLC0415
+    from mlxcache.wire.chat_bodies import parse_chat_request, request_to_chat  # noqa: PLC0415
 
     name = "The input" if str(file) == "-" else str(file)
     try:
@@ -206,12 +206,12 @@ def read_request(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise MlxcacheError(f"{file} cannot be read: {error.strerror}.") from error
     try:
-        request = read_body(raw)
+        request = parse_chat_request(raw)
     except BadRequest as error:
         found = _describe_wrong(raw) or str(error).rstrip(".")
         raise MlxcacheError(f"{name} is no chat request: {found}. {_EXPECTED}") from error
     try:
-        chat_of(request)
+        request_to_chat(request)
     except BadRequest as error:
         raise MlxcacheError(f"{name} is no chat request that can be rendered: {error}") from error
     return request

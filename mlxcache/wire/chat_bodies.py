@@ -1,4 +1,7 @@
-"""A request body of either API on its own: what it would render, and what in it changes nothing."""
+"""Chat requests of either API, outside of an endpoint: detect the API, convert, compare.
+
+Recorded requests and prefixes to warm come as JSON without the path they were sent to.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from mlxcache.api.warm import is_anthropic
 from mlxcache.errors import BadRequest
 from mlxcache.types import Chat
 from mlxcache.wire import anthropic_request, anthropic_types, openai_request
@@ -16,12 +18,18 @@ from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_types import ChatRequest
 
 _RENDERED = frozenset({"messages", "system", "tools"})
-_ARGUMENTS = frozenset({"thinking", "reasoning_effort", "enable_thinking", "chat_template_kwargs"})
+_TEMPLATE_ARGS = frozenset(
+    {"thinking", "reasoning_effort", "enable_thinking", "chat_template_kwargs"}
+)
 _IMAGES = frozenset({"image", "image_url", "input_image"})
+_ANTHROPIC_BLOCKS = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking"})
+
+_OPENINGS = ("0", "x")
+"""Two first user messages without a common character: their prompts share exactly the head."""
 
 
-def read_body(body: bytes) -> dict[str, Any]:
-    """The JSON object that a chat request is. Raises BadRequest for anything else."""
+def parse_chat_request(body: bytes) -> dict[str, Any]:
+    """Parse a chat request. Raises BadRequest unless it is a JSON object with messages."""
     request = decode(dict[str, Any], body)
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -29,18 +37,65 @@ def read_body(body: bytes) -> dict[str, Any]:
     return request
 
 
-def chat_of(request: dict[str, Any]) -> Chat:
-    """The conversation of a request of either API, an image as a text that names its digest.
+def is_anthropic(request: dict[str, Any]) -> bool:
+    """Return True if a request can only be Anthropic's; one that fits both counts as OpenAI's."""
+    tools = request.get("tools") or []
+    if "system" in request or any(isinstance(t, dict) and "function" not in t for t in tools):
+        return True
+    contents = (m.get("content") for m in request["messages"] if isinstance(m, dict))
+    blocks = (block for content in contents if isinstance(content, list) for block in content)
+    return any(isinstance(b, dict) and b.get("type") in _ANTHROPIC_BLOCKS for b in blocks)
 
-    Raises BadRequest.
+
+def request_to_chat(request: dict[str, Any]) -> Chat:
+    """Convert a request of either API; an image becomes a text that holds its digest.
+
+    Fields that an endpoint would refuse are ignored. Raises BadRequest for a malformed message.
     """
-    request = {"model": "any", **_without_images(request)}
-    body = msgspec.json.encode(request)
+    return _to_chat({"model": "any", **_without_images(request)}, check=False)
+
+
+def chats_to_warm(body: bytes) -> list[Chat]:
+    """Convert what `POST /v1/cache/warm` takes: a chat request, or a system prompt as plain text.
+
+    A request without a user message gives two chats, whose first user messages differ: the common
+    beginning of their prompts is the prefix to warm. Raises BadRequest.
+    """
+    if not body.lstrip().startswith(b"{"):
+        try:
+            text = body.decode()
+        except UnicodeDecodeError as error:
+            raise BadRequest(f"A system prompt must be UTF-8: {error}.") from error
+        if not text.strip():
+            raise BadRequest("There is nothing to warm: the body is empty.")
+        request: dict[str, Any] = {"messages": [{"role": "system", "content": text}]}
+    else:
+        request = decode(dict[str, Any], body)
+    messages = request.get("messages") or []
+    if not isinstance(messages, list):
+        raise BadRequest("`messages` must be a list.", param="messages")
+    if any(isinstance(m, dict) and m.get("role") not in ("system", "developer") for m in messages):
+        return [_to_chat(request, check=True)]
+    if not (messages or request.get("system") or request.get("tools")):
+        raise BadRequest("There is nothing to warm: no messages, system prompt or tools.")
+    return [
+        _to_chat(
+            {**request, "messages": [*messages, {"role": "user", "content": opening}]}, check=True
+        )
+        for opening in _OPENINGS
+    ]
+
+
+def _to_chat(request: dict[str, Any], *, check: bool) -> Chat:
+    """Convert a request; `check`: refuse unsupported fields of OpenAI's."""
     if is_anthropic(request):
-        return anthropic_request.to_chat(decode(anthropic_types.Conversation, body), strict=False)[
-            0
-        ]
-    return openai_request.to_chat(decode(ChatRequest, body))
+        body = msgspec.json.encode({"model": "any", **request})
+        conversation = decode(anthropic_types.Conversation, body)
+        return anthropic_request.to_chat(conversation, strict=False)[0]
+    chat = decode(ChatRequest, msgspec.json.encode(request))
+    if check:
+        openai_request.check(chat)
+    return openai_request.to_chat(chat)
 
 
 def _without_images(value: Any) -> Any:
@@ -53,27 +108,27 @@ def _without_images(value: Any) -> Any:
     return [_without_images(item) for item in value] if isinstance(value, list) else value
 
 
-def without_effect(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """What differs between two requests and changes nothing in their prompts."""
-    keys = sorted({*one, *other} - _RENDERED - _ARGUMENTS)
+def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Name the differences between two requests that leave their prompts the same."""
+    keys = sorted({*one, *other} - _RENDERED - _TEMPLATE_ARGS)
     found = [key for key in keys if one.get(key) != other.get(key)]
-    return found + _forms(one, other)
+    return found + _differences_in_form(one, other)
 
 
-def _forms(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Of what both requests have: marks and forms in which the same was written differently."""
+def _differences_in_form(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Name cache marks that differ, and different spellings of the same message."""
     pairs = [(_head(one), _head(other))]
     pairs += list(zip(one["messages"], other["messages"], strict=False))
     found: list[str] = []
     for first, second in pairs:
         if first == second:
             continue
-        bare = _plain(first, marks=True), _plain(second, marks=True)
-        if bare[0] == bare[1]:
+        unmarked = _plain(first, marks_only=True), _plain(second, marks_only=True)
+        if unmarked[0] == unmarked[1]:
             found.append("cache_control")
         elif _plain(first) == _plain(second):
             found.append("the form of messages")
-            if _marked(first) != _marked(second):
+            if _has_mark(first) != _has_mark(second):
                 found.append("cache_control")
     return sorted(set(found))
 
@@ -82,24 +137,26 @@ def _head(request: dict[str, Any]) -> dict[str, Any]:
     return {key: request.get(key) for key in ("system", "tools")}
 
 
-def _marked(value: Any) -> bool:
+def _has_mark(value: Any) -> bool:
     return b'"cache_control"' in msgspec.json.encode(value)
 
 
-def _plain(value: Any, *, marks: bool = False) -> Any:
-    """`value` without cache_control and, unless only `marks` go, in one form: texts as strings,
-    arguments as objects."""
+def _plain(value: Any, *, marks_only: bool = False) -> Any:
+    """Remove cache_control and, unless `marks_only`, unify spellings.
+
+    A list of one text becomes a string, and arguments in JSON text become objects.
+    """
     if isinstance(value, list):
-        items = [_plain(item, marks=marks) for item in value]
+        items = [_plain(item, marks_only=marks_only) for item in value]
         texts = [i.get("text") for i in items if isinstance(i, dict) and i.get("type") == "text"]
-        if not marks and len(items) == len(texts) == 1:
+        if not marks_only and len(items) == len(texts) == 1:
             return texts[0]
         return items
     if not isinstance(value, dict):
         return value
-    made = {k: _plain(v, marks=marks) for k, v in value.items() if k != "cache_control"}
+    made = {k: _plain(v, marks_only=marks_only) for k, v in value.items() if k != "cache_control"}
     arguments = made.get("arguments")
-    if not marks and isinstance(arguments, str):
+    if not marks_only and isinstance(arguments, str):
         with suppress(msgspec.DecodeError):
             made["arguments"] = msgspec.json.decode(arguments)
     return made

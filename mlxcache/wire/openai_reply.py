@@ -1,6 +1,7 @@
-"""Chat completions, whole and in chunks.
+"""Engine events to the objects and chunks of OpenAI's chat and text completions.
 
-Source: https://platform.openai.com/docs/api-reference/chat/object and .../chat/streaming.
+Sources: https://platform.openai.com/docs/api-reference/chat/object, .../chat/streaming and
+.../completions/object.
 """
 
 from __future__ import annotations
@@ -8,29 +9,28 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from mlxcache import __version__
-from mlxcache.api.sse import Events, Pulse, event, finished_or_raise, raw_event
-from mlxcache.types import Finished, Text, Thinking, TokenLogprob, ToolCall
-
-if TYPE_CHECKING:
-    from mlxcache.engine.engine import Stream
+from mlxcache.types import Event, Finished, Text, Thinking, TokenLogprob, ToolCall
+from mlxcache.wire.reply import WholeReply, finished_or_raise
 
 FINGERPRINT = f"mlxcache-{__version__}"
 
+Payload = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """What all chunks of one reply have in common. `created` is in seconds since 1970."""
+class Envelope:
+    """Fields that all chunks of one reply share. `created` is in seconds since 1970."""
 
     id: str
     model: str
     object: str
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def around(self, **fields: Any) -> dict[str, Any]:
-        """A reply's object, or a chunk's."""
+    def wrap(self, **fields: Any) -> Payload:
+        """Build a reply object or a chunk from these fields and `fields`."""
         return {
             "id": self.id,
             "object": self.object,
@@ -41,40 +41,8 @@ class Frame:
         }
 
 
-@dataclass(slots=True)
-class Reply:
-    """All of a reply, gathered."""
-
-    last: Finished
-    text: str = ""
-    thinking: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-
-
-async def gather(stream: Stream) -> Reply:
-    """Read `stream` to its end. Raises what the stream raises, NotReady if it was cut short."""
-    text: list[str] = []
-    thinking: list[str] = []
-    calls: list[ToolCall] = []
-    logprobs: list[TokenLogprob] = []
-    last: Finished | None = None
-    async for item in stream:
-        match item:
-            case Text():
-                text.append(item.text)
-                logprobs += item.logprobs
-            case Thinking():
-                thinking.append(item.text)
-            case ToolCall():
-                calls.append(item)
-            case Finished():
-                last = item
-    return Reply(finished_or_raise(last), "".join(text), "".join(thinking), calls, logprobs)
-
-
-def usage(last: Finished) -> dict[str, Any]:
-    """Counts in tokens; `prompt_tokens` counts the cached ones too."""
+def count_usage(last: Finished) -> Payload:
+    """Build `usage`, in tokens; `prompt_tokens` includes the cached ones."""
     return {
         "prompt_tokens": last.prompt_tokens,
         "completion_tokens": last.generated_tokens,
@@ -84,15 +52,15 @@ def usage(last: Finished) -> dict[str, Any]:
     }
 
 
-def finish_reason(last: Finished, *, called: bool) -> str:
-    """`stop`, `length` or `tool_calls`."""
+def _finish_reason(last: Finished, *, called: bool) -> str:
+    """Return `stop`, `length` or `tool_calls`."""
     if last.reason == "length":
         return "length"
     return "tool_calls" if called or last.reason == "tool_calls" else "stop"
 
 
-def completion(reply: Reply, frame: Frame, *, logprobs: bool) -> dict[str, Any]:
-    """The body of a reply that is not streamed."""
+def chat_completion(reply: WholeReply, envelope: Envelope, *, logprobs: bool) -> Payload:
+    """Build the `chat.completion` object of a whole reply."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     if reply.thinking:
         message["reasoning_content"] = reply.thinking
@@ -104,43 +72,106 @@ def completion(reply: Reply, frame: Frame, *, logprobs: bool) -> dict[str, Any]:
     choice = {
         "index": 0,
         "message": message,
-        "logprobs": _logprobs(reply.logprobs) if logprobs else None,
-        "finish_reason": finish_reason(reply.last, called=bool(reply.calls)),
+        "logprobs": _chat_logprobs(reply.logprobs) if logprobs else None,
+        "finish_reason": _finish_reason(reply.last, called=bool(reply.calls)),
     }
-    return frame.around(choices=[choice], usage=usage(reply.last))
+    return envelope.wrap(choices=[choice], usage=count_usage(reply.last))
 
 
-async def chunks(
-    stream: Stream, frame: Frame, pulse: Pulse, *, include_usage: bool, logprobs: bool
-) -> Events:
-    """The reply as events, from the role to `[DONE]`."""
-    extra: dict[str, Any] = {"usage": None} if include_usage else {}
-    called = False
-    last: Finished | None = None
+def text_completion(reply: WholeReply, envelope: Envelope, *, logprobs: bool) -> Payload:
+    """Build the `text_completion` object of a whole reply; reasoning is part of its text."""
+    choice = {
+        "index": 0,
+        "text": reply.thinking + reply.text,
+        "logprobs": text_logprobs(reply.logprobs) if logprobs else None,
+        "finish_reason": _finish_reason(reply.last, called=False),
+    }
+    return envelope.wrap(choices=[choice], usage=count_usage(reply.last))
 
-    def chunk(delta: dict[str, Any], finish: str | None = None, probs: Any = None) -> Any:
-        choice = {"index": 0, "delta": delta, "logprobs": probs, "finish_reason": finish}
-        return event(frame.around(choices=[choice], **extra))
 
-    yield chunk({"role": "assistant", "content": ""})
-    async for item in stream:
-        pulse.see(item)
-        match item:
-            case Text(text, probs) if text or (logprobs and probs):
-                yield chunk({"content": text}, probs=_logprobs(probs) if logprobs else None)
+class Chunks:
+    """Chunks of one streamed reply: `begin`, then `feed` for each engine event, then `end`."""
+
+    _empty: ClassVar[Payload]
+
+    def __init__(self, envelope: Envelope, *, include_usage: bool, logprobs: bool):
+        self._envelope = envelope
+        self._include_usage = include_usage
+        self._logprobs = logprobs
+        self._called = False
+        self._last: Finished | None = None
+
+    def begin(self) -> list[Payload]:
+        """Return the chunks before the first token."""
+        return []
+
+    def feed(self, event: Event) -> list[Payload]:
+        """Return the chunks that `event` adds."""
+        raise NotImplementedError
+
+    def end(self) -> list[Payload]:
+        """Return the last chunks. Raises what `finished_or_raise` raises."""
+        last = finished_or_raise(self._last)
+        chunks = [self._chunk(self._empty, _finish_reason(last, called=self._called))]
+        if self._include_usage:
+            chunks.append(self._envelope.wrap(choices=[], usage=count_usage(last)))
+        return chunks
+
+    def _chunk(
+        self, content: dict[str, Any], finish: str | None = None, probs: Any = None
+    ) -> Payload:
+        extra: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        choice = {"index": 0, **content, "logprobs": probs, "finish_reason": finish}
+        return self._envelope.wrap(choices=[choice], **extra)
+
+
+class ChatChunks(Chunks):
+    """`chat.completion.chunk` objects."""
+
+    _empty: ClassVar[Payload] = {"delta": {}}
+
+    def begin(self) -> list[Payload]:
+        """Return the chunk that names the role."""
+        return [self._delta({"role": "assistant", "content": ""})]
+
+    def feed(self, event: Event) -> list[Payload]:
+        """Return the chunks that `event` adds."""
+        match event:
+            case Text(text, probs) if text or (self._logprobs and probs):
+                shown = _chat_logprobs(probs) if self._logprobs else None
+                return [self._delta({"content": text}, probs=shown)]
             case Thinking(text) if text:
-                yield chunk({"reasoning_content": text})
+                return [self._delta({"reasoning_content": text})]
             case ToolCall():
-                called = True
-                for delta in _call_deltas(item):
-                    yield chunk({"tool_calls": [delta]})
+                self._called = True
+                return [self._delta({"tool_calls": [delta]}) for delta in _call_deltas(event)]
             case Finished():
-                last = item
-    last = finished_or_raise(last)
-    yield chunk({}, finish_reason(last, called=called))
-    if include_usage:
-        yield event(frame.around(choices=[], usage=usage(last)))
-    yield raw_event("[DONE]")
+                self._last = event
+        return []
+
+    def _delta(self, delta: dict[str, Any], probs: Any = None) -> Payload:
+        return self._chunk({"delta": delta}, probs=probs)
+
+
+class TextChunks(Chunks):
+    """`text_completion` objects, a piece of text each."""
+
+    _empty: ClassVar[Payload] = {"text": ""}
+    _offset = 0
+
+    def feed(self, event: Event) -> list[Payload]:
+        """Return the chunks that `event` adds."""
+        match event:
+            case Text(text, probs) if text or (self._logprobs and probs):
+                shown = text_logprobs(probs, self._offset) if self._logprobs else None
+                self._offset += len(text)
+                return [self._chunk({"text": text}, probs=shown)]
+            case Thinking(text) if text:
+                self._offset += len(text)
+                return [self._chunk({"text": text})]
+            case Finished():
+                self._last = event
+        return []
 
 
 def _function(call: ToolCall) -> dict[str, str]:
@@ -155,7 +186,7 @@ def _call_deltas(call: ToolCall) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     content = [
         _logprob(t.token, t.logprob)
         | {"top_logprobs": [_logprob(token, value) for token, _, value in t.top]}
@@ -165,6 +196,20 @@ def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def _logprob(token: str, logprob: float) -> dict[str, Any]:
-    """A token that is part of a character is shown as U+FFFD, which its bytes are not."""
+    # A token that holds part of a character is shown as U+FFFD, whose bytes are not the token's.
     raw = None if "\ufffd" in token else list(token.encode())
     return {"token": token, "logprob": max(logprob, -9999.0), "bytes": raw}
+
+
+def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any]:
+    """Build the parallel lists of text completions; `offset` is the text's start, in characters."""
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.token)
+    return {
+        "tokens": [t.token for t in tokens],
+        "token_logprobs": [max(t.logprob, -9999.0) for t in tokens],
+        "top_logprobs": [{token: max(p, -9999.0) for token, _, p in t.top} for t in tokens],
+        "text_offset": offsets,
+    }

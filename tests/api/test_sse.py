@@ -12,9 +12,9 @@ import pytest
 from sse_starlette.event import ServerSentEvent
 
 from mlxcache.api.http import ApiSettings, Deps
-from mlxcache.api.sse import EventStream, Pulse, comment, event, finished_or_raise, raw_event, start
-from mlxcache.errors import GenerationFailed, NotReady
-from mlxcache.types import Admitted, Finished, Job, Progress, Prompt, Text, Thinking
+from mlxcache.api.sse import EventStream, Pulse, comment, event, raw_event, start
+from mlxcache.errors import GenerationFailed
+from mlxcache.types import Admitted, Job, Progress, Prompt, Text, Thinking
 from tests.api.conftest import FakeEngine, FakeStream, reply, soon
 
 SETTINGS = ApiSettings()
@@ -181,13 +181,3 @@ def test_events_are_one_line_of_json_each() -> None:
     (line,) = event({"a": f"1{ends}2"}).encode().decode().splitlines()[:-1]
     assert json.loads(line.removeprefix("data: ")) == {"a": f"1{ends}2"}
     assert event({}, name="ping").encode() == b"event: ping\ndata: {}\n\n"
-
-
-@pytest.mark.parametrize(
-    ("reason", "error"), [("cancelled", NotReady), ("error", GenerationFailed)]
-)
-def test_an_end_that_is_no_end_raises(reason: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        finished_or_raise(Finished(reason, 1, 0, 0, 0))
-    with pytest.raises(NotReady):
-        finished_or_raise(None)

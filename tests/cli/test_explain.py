@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from mlxcache.cli.main import app
 from mlxcache.config import Settings
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.wire.chat_bodies import chat_of
+from mlxcache.wire.chat_bodies import request_to_chat
 from tests.prompt import kinds, templates
 
 command = importlib.import_module("mlxcache.cli.explain")
@@ -543,7 +543,7 @@ def test_the_demo_needs_no_server_and_no_weights():
     """What is used where no model is named."""
     from mlxcache.model.tokenizer_only import tokenizer_of
 
-    prompt = PromptBuilder(tokenizer_of(None)).chat(chat_of(first()))
+    prompt = PromptBuilder(tokenizer_of(None)).chat(request_to_chat(first()))
     assert prompt.source.tokenised.text.startswith("<|im_start|>system\n")
 
 

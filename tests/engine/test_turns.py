@@ -17,7 +17,7 @@ from mlxcache.cache.kv_cache import forget_all
 from mlxcache.engine import engine as engine_module
 from mlxcache.engine.engine import Engine
 from mlxcache.types import Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall
-from mlxcache.wire.chat_bodies import chat_of
+from mlxcache.wire.chat_bodies import request_to_chat
 from tests.conftest import ToyMaker
 from tests.engine.running import settled, started
 from tests.prompt import families
@@ -68,7 +68,7 @@ class Live(Client):
 
         `warm` gets the tokens that were fed beside what is new.
         """
-        chat = chat_of(self.body)
+        chat = request_to_chat(self.body)
         self.prompt = await self.engine.render(chat, session="s")
         ScriptedCore.lines = [("", self.writes(*reply))] if reply else []
         record = await self.run(self.prompt, tokens)
@@ -81,7 +81,7 @@ class Live(Client):
     async def run(self, prompt: Prompt, tokens: int) -> RequestRecord:
         self.number += 1
         id = f"req_{self.number}"
-        tools = tuple(chat_of(self.body).tools)
+        tools = tuple(request_to_chat(self.body).tools)
         job = Job(id, prompt, max_tokens=tokens, tools=tools, session="s", api=self.api)
         events = [event async for event in await self.engine.submit(job)]
         self.pieces: Sequence[Piece] = [

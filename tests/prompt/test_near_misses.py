@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxcache.config.rules import RULES
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.wire.chat_bodies import chat_of
+from mlxcache.wire.chat_bodies import request_to_chat
 from tests.prompt import kinds, templates
 
 SESSION = "5d5be120-4981-be7a-4112-0123456789ab"
@@ -92,7 +92,7 @@ def test_texts_reach_the_model_word_for_word(
 ) -> None:
     """Messages of a person, and results of tools but for the session's own UUID."""
     made = builder(most=most)
-    prompt = made.chat(chat_of(body(asked, "I look.", result, again)))
+    prompt = made.chat(request_to_chat(body(asked, "I look.", result, again)))
     text = made.decode(prompt.ids)
     assert NOISE[0] not in text.split("You help.")[0]
     at = text.find(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant")

@@ -15,8 +15,9 @@ from mlxcache.engine.anticipate import NEAR
 from mlxcache.prompt.ahead import continued
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
 from mlxcache.wire.anthropic_reply import Blocks
-from mlxcache.wire.chat_bodies import chat_of
-from mlxcache.wire.openai_reply import Frame, Reply, completion
+from mlxcache.wire.chat_bodies import request_to_chat
+from mlxcache.wire.openai_reply import Envelope, chat_completion
+from mlxcache.wire.reply import WholeReply
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import Calls
 from tests.prompt.replaying import Served, resorted
@@ -119,13 +120,13 @@ class Client:
             if not self.thoughts:
                 content = [block for block in content if block["type"] != "thinking"]
             return {"role": "assistant", "content": content}
-        reply = Reply(
+        reply = WholeReply(
             Finished("stop", 0, 0, 0, 0),
             "".join(p.text for p in pieces if isinstance(p, Text)),
             "".join(p.text for p in pieces if isinstance(p, Thinking)),
             [p for p in pieces if isinstance(p, ToolCall)],
         )
-        made = completion(reply, Frame("c", "m", "chat.completion"), logprobs=False)
+        made = chat_completion(reply, Envelope("c", "m", "chat.completion"), logprobs=False)
         message: Body = made["choices"][0]["message"]
         for call in message.get("tool_calls", ()):
             arguments = resorted(json.loads(call["function"]["arguments"]))
@@ -155,7 +156,7 @@ class Talk(Client):
 
     def ask(self, stop: Sequence[str] = ()) -> Prompt:
         """The prompt of what the client has sent."""
-        self.prompt = self.model.builder.chat(chat_of(self.body), "s", stop)
+        self.prompt = self.model.builder.chat(request_to_chat(self.body), "s", stop)
         return self.prompt
 
     def fed(self, *, ahead: bool, recurrent: bool = False) -> int:
@@ -168,7 +169,7 @@ class Talk(Client):
         self, raw: str, *, reason: FinishReason = "stop", stop: Sequence[str] = ()
     ) -> list[Piece]:
         """The model's answer to the last prompt, which the client takes into the history."""
-        prompt, chat = self.prompt, chat_of(self.body)
+        prompt, chat = self.prompt, request_to_chat(self.body)
         ids = self.model.ids(raw)
         pieces, out = self.model.pieces(prompt, ids, chat.tools, reason=reason, stop=stop)
         all_of_it = np.concatenate([prompt.ids, np.asarray(out, np.int32)])
