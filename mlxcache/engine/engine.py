@@ -128,9 +128,10 @@ class Engine:
             await ready
             core = self._core
             assert core is not None
-            self._book = await open_book(core, self.settings, self.submit)
-            self._builders = Builders(maker(core, self.settings, self._book))
+            self._builders = Builders(maker(core, self.settings))
             builder = self._builders.of(None)
+            learn = self._builders.learn
+            self._book = await open_book(core, self.settings, self.submit, learn)
             self._losses = Losses(builder, lambda: core.cost.rate, self._book.booked)
             if not self.settings.no_anticipate:
                 scheduler = core.scheduler

@@ -11,6 +11,7 @@ from mlxcache.sessions.book import SessionBook
 from mlxcache.sessions.files import sweep
 from mlxcache.sessions.journal import Served
 from mlxcache.sessions.mlx_lm_files import Submit
+from mlxcache.sessions.reply_feed import Learn
 from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.sessions import Sessions
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from mlxcache.engine.runtime import Core
 
 
-async def open_book(core: Core, settings: Settings, submit: Submit) -> SessionBook:
+async def open_book(core: Core, settings: Settings, submit: Submit, learn: Learn) -> SessionBook:
     """The sessions of a loaded model: in its store's database, else in one that is never written.
 
     Raises StoreError.
@@ -35,6 +36,8 @@ async def open_book(core: Core, settings: Settings, submit: Submit) -> SessionBo
     await asyncio.to_thread(sweep, settings.cache_dir / "incoming")
     incoming = settings.cache_dir / "incoming"
     decode = core.loaded.tokenizer.decode
-    return SessionBook(
-        sessions, served, core, submit, incoming=incoming, store=store, decode=decode
+    book = SessionBook(
+        sessions, served, core, submit, incoming=incoming, store=store, decode=decode, learn=learn
     )
+    await book.open()
+    return book

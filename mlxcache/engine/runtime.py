@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -43,12 +43,11 @@ from mlxcache.model.load import Loaded
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.model.sampling import make_processors, make_sampler, top_logprobs
 from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.prompt.replies import Replies
+from mlxcache.store.session_rows import ReplyRow
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.types import Prompt
-
-if TYPE_CHECKING:
-    from mlxcache.sessions.book import SessionBook
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -84,23 +83,20 @@ def demo_spec(settings: Settings) -> load.ModelSpec:
     )
 
 
-def maker(
-    core: Core, settings: Settings, book: SessionBook
-) -> Callable[[str | None], PromptBuilder]:
-    """What makes builders for the model that is served."""
+def maker(core: Core, settings: Settings) -> Callable[[Replies], PromptBuilder]:
+    """A function that makes builders for the model that is served."""
 
-    def made(owner: str | None) -> PromptBuilder:
+    def made(replies: Replies) -> PromptBuilder:
         loaded = core.loaded
-        builder = PromptBuilder(
+        return PromptBuilder(
             loaded.tokenizer,
             settings.chat_template_args,
             core.info.context_length,
             loaded.vision if core.images else None,
             settings.rules,
             read=reader(loaded.tokenizer),
+            replies=replies,
         )
-        builder.others = partial(book.replies, owner)
-        return builder
 
     return made
 
@@ -112,17 +108,25 @@ class Builders:
     them, and tokenises faster what it knows: with one for all, that would tell of others' sessions.
     """
 
-    def __init__(self, make: Callable[[str | None], PromptBuilder]):
+    def __init__(self, make: Callable[[Replies], PromptBuilder]):
         self._make = make
         self._lock = Lock()
+        self._replies: defaultdict[str | None, Replies] = defaultdict(Replies)
         self._made: dict[str | None, PromptBuilder] = {}
 
     def of(self, owner: str | None) -> PromptBuilder:
         """An owner's builder. Making one takes tens of milliseconds."""
         with self._lock:
             if owner not in self._made:
-                self._made[owner] = self._make(owner)
+                self._made[owner] = self._make(self._replies[owner])
             return self._made[owner]
+
+    def learn(self, rows: Mapping[str | None, Sequence[ReplyRow]]) -> None:
+        """Remember replies that other servers or earlier runs wrote, by owner."""
+        for owner, replies in rows.items():
+            with self._lock:
+                known = self._replies[owner]
+            known.learn(replies)
 
 
 LEAST_CONTEXT = 512

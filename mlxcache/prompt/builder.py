@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from mlxcache.prompt.recent import (
 )
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.replay import Replay, Replayed
-from mlxcache.prompt.replies import Asked, Generated, Reading
+from mlxcache.prompt.replies import Asked, Generated, Reading, Replies
 from mlxcache.prompt.said import Read
 from mlxcache.prompt.splices import place
 from mlxcache.prompt.template import Template, check_arguments, too_deep
@@ -38,7 +38,6 @@ from mlxcache.prompt.tokenizer import (
     tool_marks,
 )
 from mlxcache.prompt.traits import U, probe
-from mlxcache.store.session_rows import ReplyRow
 from mlxcache.types import Chat, Prompt
 
 log = logging.getLogger(__name__)
@@ -56,13 +55,11 @@ class PromptBuilder:
     many times longer; what is a little too long is for others to refuse. `pictures`: what the model
     has for images, if it takes any; `takes_images` tells whether its template does, too.
     `rules`: which rules of canonicalisation are on, where not those that are on by themselves.
-    `read`: reads a reply's ids, if there are any to be put in again.
-    `others`: the replies, not asked for before, of other processes that have the same KV.
+    `read`: reads a reply's ids, if there are any to be put in again. `replies`: those known
+    already, and a place for new ones; others may add to it meanwhile.
     `incremental`: only what changed since a session's last turn is tokenised.
     Raises ConfigError where `template_args` are not for the template, or break it.
     """
-
-    others: Callable[[], Iterable[ReplyRow]] = tuple
 
     def __init__(
         self,
@@ -73,6 +70,7 @@ class PromptBuilder:
         rules: Mapping[str, bool] | None = None,
         *,
         read: Read | None = None,
+        replies: Replies | None = None,
     ):
         args = dict(template_args or {})
         self._context, self._decode = context, tokenizer._tokenizer.decode
@@ -96,8 +94,9 @@ class PromptBuilder:
         self._tokeniser.incremental = self.incremental
         self._replay: Replay | None = None
         if read is not None and self.incremental:
+            known = Replies() if replies is None else replies
             reading = Reading(tokenizer, read, anchors, pictures.token_id if pictures else None)
-            self._replay = Replay(reading, self._codec, self._renderer, escape.steady)
+            self._replay = Replay(reading, self._codec, self._renderer, escape.steady, known)
         self.canonicaliser = Canonicaliser(rules, self._replay.thought if self._replay else None)
         if not self.incremental:
             log.warning(
@@ -120,7 +119,6 @@ class PromptBuilder:
         for a conversation that cannot be rendered, ContextLengthExceeded for one that is far too
         long, GenerationFailed if the template breaks.
         """
-        self._recall()
         return self._chat(chat, session, stop)
 
     def ahead(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
@@ -216,12 +214,6 @@ class PromptBuilder:
         """Keep a reply, to be put in where it comes back. Any thread; returns at once."""
         if self._replay is not None and reply is not None:
             self._replay.replies.put(reply)
-
-    def _recall(self) -> None:
-        """Remember what other processes did since the last time, in that order."""
-        if self._replay is not None:
-            for row in self.others():
-                self.remember(Generated.of_row(row))
 
     def reach(self, source: Source, leading: int) -> int:
         """How many tokens of a prompt stand before its message `leading`, or before its reply."""

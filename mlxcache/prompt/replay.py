@@ -70,9 +70,14 @@ class Replay:
     """
 
     def __init__(
-        self, reading: Reading, codec: Codec, renderer: Renderer, steady: Callable[[str], str]
+        self,
+        reading: Reading,
+        codec: Codec,
+        renderer: Renderer,
+        steady: Callable[[str], str],
+        replies: Replies,
     ):
-        self.replies = Replies()
+        self.replies = replies
         self._reading, self._anchors = reading, reading.anchors
         self._codec, self._steady = codec, steady
         self._closer = learn_closer(renderer, reading.anchors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -229,6 +229,11 @@ class Replies:
                 for gone in evicted:
                     self._forget(gone)
             self._places = None
+
+    def learn(self, rows: Iterable[ReplyRow]) -> None:
+        """Remember replies that an earlier run or another server wrote, oldest first."""
+        for row in rows:
+            self.put(Generated.of_row(row))
 
     def _forget(self, reply: Generated) -> None:
         history = reply.asked.history

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,10 +18,11 @@ from mlxcache.owner import OWNER
 from mlxcache.sessions.files import Portable
 from mlxcache.sessions.journal import Booking, Served
 from mlxcache.sessions.mlx_lm_files import Submit
+from mlxcache.sessions.reply_feed import Learn, ReplyFeed
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed
-from mlxcache.store.session_rows import Gain, ReplyRow, SessionFigures
+from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.store.store import Store
@@ -44,7 +44,7 @@ class SessionBook:
     """The sessions of one engine. Call everything but `ended` from the event loop.
 
     `store` None: nothing is on disk. `portable`: sessions as files. `incoming`: where those wait
-    that are being received. `decode`: a text for token ids.
+    that are being received. `decode`: a text for token ids. `learn`: see `ReplyFeed`.
     What is asked for is answered after the turns booked before, where that does not take long.
     """
 
@@ -58,6 +58,7 @@ class SessionBook:
         incoming: Path,
         store: Store | None = None,
         decode: Callable[[Sequence[int]], str],
+        learn: Learn,
     ):
         self.decode = decode
         self.namespace = model.namespace
@@ -68,9 +69,13 @@ class SessionBook:
         self._calls = Calls(core.scheduler.inbox)
         self._booking = Booking(sessions, model, store)
         self._checking = asyncio.Lock()
-        self._asking = threading.Lock()
-        self._asked: dict[str | None, int] = {}
+        self._replies = ReplyFeed(sessions, store, learn) if store is not None else None
         self.portable = Portable(self, model, submit, incoming)
+
+    async def open(self) -> None:
+        """Pass on the replies on disk, now and as others write them. Before the first request."""
+        if self._replies is not None:
+            await asyncio.to_thread(self._replies.start)
 
     @property
     def count(self) -> int:
@@ -86,21 +91,6 @@ class SessionBook:
             ids = ids[:-1]  # the last token was drawn and not fed: nothing is cached for it
         reply = task.generated()
         self._booking.turn(task.job, ids, time.time(), reply.row if reply else None, gain)
-
-    def replies(self, owner: str | None) -> list[ReplyRow]:
-        """An owner's replies on disk that this was not asked for before, other servers' too, the
-        oldest first; none where the disk is in trouble, told elsewhere. In any thread; blocks."""
-        if self.store is None:
-            return []
-        with self._asking:
-            try:
-                found, self._asked[owner] = self._sessions.replies(
-                    self.namespace, self._asked.get(owner, 0), owner
-                )
-            except StoreError as error:
-                log.debug("replies on disk cannot be read: %s", error)
-                return []
-        return found
 
     def booked(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
         """The tokens that `ids` shares with each leaf of the label's sessions, and whether that was
@@ -291,5 +281,7 @@ class SessionBook:
 
     def close(self) -> None:
         """Book what was handed over, for a bounded time, and end. From any thread; blocks."""
+        if self._replies is not None:
+            self._replies.close()
         if left := self._booking.close():
             log.warning("%d turns could not be entered into the table of sessions in time", left)

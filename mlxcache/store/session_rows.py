@@ -57,27 +57,28 @@ def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: Re
 
 
 def read_replies(
-    db: sqlite3.Connection, namespace: str, after: int = 0, owner: str | None = None
-) -> tuple[list[ReplyRow], int]:
-    """The replies of a namespace that came after a row, the oldest first, and the last row now.
+    db: sqlite3.Connection, namespace: str, after: int = 0
+) -> tuple[dict[str | None, list[ReplyRow]], int]:
+    """The replies of a namespace with a row id above `after`, and the highest row id now.
 
-    Those of one owner's sessions alone.
+    By the owner of their session, oldest first.
     """
+    last = int(db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0])
+    found: dict[str | None, list[ReplyRow]] = {}
+    if last <= after:
+        return found, last
     query = (
-        f"SELECT {_REPLY_FIELDS} FROM replies WHERE id > ? AND namespace = ?"
-        " AND session IN (SELECT id FROM sessions WHERE owner IS ?) ORDER BY id"
+        f"SELECT (SELECT owner FROM sessions WHERE sessions.id = session), {_REPLY_FIELDS}"
+        " FROM replies WHERE id > ? AND namespace = ? ORDER BY id"
     )
-    last = db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0]
-    found = [
-        ReplyRow(
-            *(digest, length, tail, history, np.frombuffer(ids, "<i4").astype(np.int32)),
-            *(bool(calls), bool(opened), bool(generic), stopped),
-        )
-        for digest, length, tail, history, ids, calls, opened, generic, stopped in db.execute(
-            query, (after, namespace, owner)
-        )
-    ]
-    return found, int(last)
+    for owner, digest, length, tail, history, ids, *flags, stopped in db.execute(
+        query, (after, namespace)
+    ):
+        calls, opened, generic = map(bool, flags)
+        tokens = np.frombuffer(ids, "<i4").astype(np.int32)
+        row = ReplyRow(digest, length, tail, history, tokens, calls, opened, generic, stopped)
+        found.setdefault(owner, []).append(row)
+    return found, last
 
 
 FIGURES_SCHEMA = """

@@ -112,11 +112,14 @@ class Sessions:
             return rows.ids(db, leaf)
 
     def replies(
-        self, namespace: str, after: int = 0, owner: str | None = None
-    ) -> tuple[list[ReplyRow], int]:
-        """An owner's replies in a namespace after a row, the oldest first, and the last row now."""
+        self, namespace: str, after: int = 0
+    ) -> tuple[dict[str | None, list[ReplyRow]], int]:
+        """The replies of a namespace with a row id above `after`, and the highest row id now.
+
+        By owner, oldest first.
+        """
         with self._database.read() as db:
-            return rows.read_replies(db, namespace, after, owner)
+            return rows.read_replies(db, namespace, after)
 
     # -- changing ----------------------------------------------------------------------------
 

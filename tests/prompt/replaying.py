@@ -12,7 +12,7 @@ import numpy as np
 from mlxcache.common_prefix import common_length
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.replies import generated
+from mlxcache.prompt.replies import Replies, generated
 from mlxcache.types import Chat, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
 from tests.prompt import families
 from tests.prompt.chats import TOOLS
@@ -27,7 +27,10 @@ class Served:
     def __init__(self, name: str, rules: Mapping[str, bool] | None = None, seed: int = 0):
         self.family = FAMILIES[name]
         self.tokenizer = families.tokenizer(name)
-        self.builder = PromptBuilder(self.tokenizer, rules=rules, read=reader(self.tokenizer))
+        self.replies = Replies()
+        self.builder = PromptBuilder(
+            self.tokenizer, rules=rules, read=reader(self.tokenizer), replies=self.replies
+        )
         self._random = random.Random(seed)
 
     def asked(self, messages: Sequence[Message], tools: Sequence[Any] = TOOLS) -> Prompt:

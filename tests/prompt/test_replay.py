@@ -306,12 +306,11 @@ def test_what_was_written_before_a_restart_is_put_in() -> None:
     messages = [*start, without_thinking(reply), *results(reply)]
     other = Served("qwen3")
     assert other.asked(messages).rules == ()
-    other.builder.others = lambda: sessions.replies("another")[0]
-    assert other.asked(messages).rules == ()
+    assert sessions.replies("another")[0] == {}
     found, last = sessions.replies("ns")
-    assert sessions.replies("ns", last) == ([], last)
-    other.builder.others = lambda: found
+    assert sessions.replies("ns", last) == ({}, last)
+    other.replies.learn(found[None])
     assert other.asked(messages).ids.tolist() == served.asked(messages).ids.tolist()
     assert other.asked(messages).rules == ("thinking", "replay")
     sessions.clear()
-    assert sessions.replies("ns")[0] == []
+    assert sessions.replies("ns")[0] == {}

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mlxcache.sessions.reply_feed import REFRESH_S
 from mlxcache.store.recovery import GONE_S
 from tests.conftest import ToyMaker
 from tests.served import served
@@ -97,6 +98,21 @@ def test_each_finds_what_the_other_committed(begin: Begin) -> None:
         assert (found["talk"]["turns"], found["else"]["turns"]) == (4, 1)
         assert found["talk"]["durable_tokens"] == found["talk"]["tokens"]
     assert_sound(one)
+
+
+def test_a_reply_of_one_is_replayed_by_the_others(begin: Begin) -> None:
+    """A server that runs meanwhile learns it in the background, a new one at its start.
+
+    A toy's tokens are never those that its text would be encoded to.
+    """
+    one = begin("one", "llama")
+    begin("two", "llama")
+    messages, _ = turn(one, "replay", [], words(70, 60))
+    until_durable(one, "replay")
+    time.sleep(2 * REFRESH_S)
+    for number, name in enumerate(("two", "new")):
+        _, record = turn(begin(name, "llama"), "replay", messages, words(71 + number, 9))
+        assert "replay" in record["canonicalised"]
 
 
 def test_a_server_that_is_killed_leaves_the_other_its_work(begin: Begin) -> None:
