@@ -54,6 +54,11 @@ class Reply:
         return self.prompt_tokens - self.cached_tokens
 
     @property
+    def conversation_tokens(self) -> int:
+        """Tokens of prompt and reply that have KV: the last generated one is never fed."""
+        return (self.prompt_tokens or 0) + self.generated_tokens - 1
+
+    @property
     def decode_rate(self) -> float | None:
         """Tokens per second after the first; None for fewer than two."""
         span = self.last_s - self.first_s

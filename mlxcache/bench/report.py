@@ -131,24 +131,6 @@ def overhead(results: Results) -> dict[str, float]:
     return {name: value for name, value in parts.items() if value is not None}
 
 
-def show_figures(console: Console, title: str, figures: Mapping[str, Any]) -> None:
-    """Print single figures by their names, which tell their units; lists are left out."""
-    table = table_of(title, "figure")
-    table.add_column("median", justify="right")
-    for name, value in figures.items():
-        if not isinstance(value, list):
-            table.add_row(name, _figure(name, value))
-    console.print(table)
-
-
-def _figure(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if "bytes" in name:
-        return megabytes(value) + ("/s" if name.endswith("_s") else "")
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
 def show_checks(console: Console, checks: Sequence[Check]) -> None:
     """Print each bound, and whether it holds."""
     table = table_of("Bounds", "bound")

@@ -13,7 +13,6 @@ from mlxcache.bench import report
 from mlxcache.bench.checks import Check
 from mlxcache.bench.client import Client, Refused, Reply
 from mlxcache.bench.measure import by, middle
-from mlxcache.bench.memory import size
 from mlxcache.bench.process import OURS, Lives, NotStarted
 from mlxcache.bench.scenarios import Visit
 
@@ -106,7 +105,7 @@ def _round(lives: Lives, visit: Visit) -> Round:
         prompt_tokens=again.prompt_tokens,
         cached_tokens=cached,
         restored_tokens=_restored(talk.client, again),
-        lost_tokens=None if cached is None else size(cold) - cached,
+        lost_tokens=None if cached is None else cold.conversation_tokens - cached,
     )
 
 

@@ -1,27 +1,14 @@
-"""A byte-level BPE tokenizer and a ChatML template with tools, for models made on the spot.
-
-The text it is trained on is what any Python installation has: the language reference behind
-`help()`, and the standard library's own sources.
-"""
+"""The ChatML template with tools of the built-in demo model, and the files that carry it."""
 
 from __future__ import annotations
 
 import json
-import sysconfig
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
-from pydoc_data import topics
 from typing import Any
-
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
-CONTROL = (END_OF_TEXT, TURN_START, TURN_END)
-MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-THINK_MARKS = ("<think>", "</think>")
 
 TEMPLATE = """\
 {%- set ns = namespace(query=-1, first=0) -%}
@@ -84,44 +71,6 @@ def template(*, thinking: bool) -> str:
     message is left out, as reasoning models' templates do.
     """
     return TEMPLATE.replace("THINKS", "true" if thinking else "false")
-
-
-def reference_texts() -> Iterator[str]:
-    """The Python language reference by topic: about 450 kB of English."""
-    for name in sorted(topics.topics):
-        yield topics.topics[name]
-
-
-def library_sources() -> Iterator[str]:
-    """The source text of the standard library's top-level modules: about 4.5 MB."""
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        yield path.read_text(encoding="utf-8", errors="replace")
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int, *, thinking: bool) -> Tokenizer:
-    """A byte-level BPE over `texts`, of at most `vocab_size` tokens with the special ones."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    marks = MARKS + (THINK_MARKS if thinking else ())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(marks),
-        special_tokens=list(CONTROL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in marks])
-    return tokenizer
-
-
-@lru_cache(maxsize=8)
-def toy_tokenizer(vocab_size: int, thinking: bool) -> str:
-    """The tokenizer.json of a toy; the larger vocabularies also learn from sources. Seconds."""
-    texts = list(reference_texts())
-    if vocab_size > 8192:
-        texts += library_sources()
-    return train_tokenizer(texts, vocab_size, thinking=thinking).to_str()
 
 
 def write_tokenizer(directory: Path, tokenizer: str, *, context: int, thinking: bool) -> None:

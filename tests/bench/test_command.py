@@ -8,24 +8,31 @@ from pathlib import Path
 from subprocess import CompletedProcess, run
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from mlxcache.bench.models import light
+from mlxcache.bench import command
+from mlxcache.bench.checks import Check
+from mlxcache.bench.run import Bench
+from mlxcache.model.demo import DEMO_ID
 from tests.bench.test_process import FAKE
+from tests.proofs.models import light
+
+BENCH = (sys.executable, "-m", "mlxcache.cli.main", "bench")
 
 
-def bench(*args: str) -> CompletedProcess[str]:
+def bench(*args: str, program: tuple[str, ...] = BENCH) -> CompletedProcess[str]:
     """A run in a process of its own."""
-    command = [sys.executable, "-m", "mlxcache.bench", *args]
+    command = [*program, *args]
     return run(command, check=False, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.slow
 def test_servers_are_measured_beside_each_other_and_gone_after(tmp_path: Path) -> None:
-    """Two servers, two scenarios, a memory check: figures, ratios and bounds in the file."""
+    """Two servers, one scenario: figures, ratios and bounds in the file."""
     model, file = light(tmp_path / "model"), tmp_path / "out.json"
     args = ["--model", str(model), "--tokens", "512", "--runs", "1", "--json", str(file)]
-    args += ["--only", "warm", "--only", "shared_system"]
+    args += ["--only", "warm"]
     args += ["--against", f"fake={sys.executable} {FAKE} {{port}} {{model}}"]
     done = bench(*args)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,74 +44,45 @@ def test_servers_are_measured_beside_each_other_and_gone_after(tmp_path: Path) -
         assert warm["medians"][name]["cached_tokens"] > 512
         assert warm["ratios"].keys() == {"mlx_lm.server", "fake"}
     assert found["overhead"].keys() >= {"render_s", "prefill_s", "the model's own time"}
-    assert found["memory"]["shared_system"]["reused_tokens"] >= 4000
     names = " ".join(check["name"] for check in found["checks"])
     assert "mlx_lm.server" in names
     assert "less the model's own time" in names
+
+
+@pytest.mark.slow
+def test_the_demo_model_is_measured_where_none_is_named(tmp_path: Path) -> None:
+    """Cold, warm and restored, with what the wheel alone has."""
+    file = tmp_path / "out.json"
+    args = ["--tokens", "600", "--runs", "1", "--no-mlx-lm", "--json", str(file)]
+    done = bench(*args, "--only", "cold", "--only", "warm", "--only", "restart")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    assert found["model"] == DEMO_ID
+    assert found["failures"] == []
+    cold, warm = (found["scenarios"][name]["medians"]["mlxcache"] for name in ("cold", "warm"))
+    assert cold["cached_tokens"] == 0
+    assert warm["cached_tokens"] >= 600
+    (taken,) = found["restart"]["restart"]["rounds"]["mlxcache"]
+    assert taken["restored_tokens"] >= 600
 
 
 def test_asserting_fails_where_a_bound_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit status 1 with --assert, 0 without; wrong usage is 2."""
-    import typer
 
-    from mlxcache.bench import command
-    from mlxcache.bench.checks import Check
-
-    def broken(bench: command.Bench) -> None:
+    def broken(bench: Bench, *_: object) -> None:
         bench.checks.append(Check("never", 2.0, 1.0))
 
-    monkeypatch.setattr(command.Bench, "run", broken)
+    monkeypatch.setattr(Bench, "speed", broken)
+    monkeypatch.setattr(Bench, "restart", broken)
     app = typer.Typer()
     app.command()(command.bench)
-    runner = CliRunner()
-    assert runner.invoke(app, []).exit_code == 0
-    assert runner.invoke(app, ["--assert"]).exit_code == 1
-    assert runner.invoke(app, ["--only", "nothing"]).exit_code == 2
-    assert runner.invoke(app, ["--against", "nothing"]).exit_code == 2
-
-
-@pytest.mark.slow
-def test_a_family_is_measured_beside_mlx_lm_server(tmp_path: Path) -> None:
-    """On a recurrent model: what a branch feeds is counted at both, and compared."""
-    file = tmp_path / "out.json"
-    done = bench(
-        *("--family", "qwen3_5", "--tokens", "512", "--runs", "1", "--reply", "4"),
-        *("--only", "grown", "--only", "branched", "--json", str(file)),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(file.read_text())["families"]["qwen3_5"]
-    assert found["failures"] == []
-    branch = found["scenarios"]["branched"]
-    fed = {name: medians["fed_tokens"] for name, medians in branch["medians"].items()}
-    assert 0 < fed["mlxcache"] < fed["mlx_lm.server"]
-    ratio = branch["ratios"]["mlx_lm.server"]["fed_tokens"]
-    assert ratio == pytest.approx(fed["mlxcache"] / fed["mlx_lm.server"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["--family", "qwen9"], "qwen3_5"),
-        (["--family", "llama", "--model", "x"], "leave out --model"),
-        (["--family", "llama", "--only", "restart"], "returned"),
-    ],
-)
-def test_a_family_goes_with_no_model_and_with_scenarios_alone(
-    arguments: list[str], word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What does not go together is wrong usage, and the error names what would."""
-    import typer
-
-    from mlxcache.bench import command
-
-    monkeypatch.setattr(command.Bench, "run", lambda bench: pytest.fail("it ran"))
-    app = typer.Typer()
-    app.command()(command.bench)
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert result.exit_code == 2
-    assert word in result.output
+    runner, model = CliRunner(), ["--model", str(tmp_path)]
+    assert runner.invoke(app, model).exit_code == 0
+    assert runner.invoke(app, [*model, "--assert"]).exit_code == 1
+    assert runner.invoke(app, [*model, "--only", "nothing"]).exit_code == 2
+    assert runner.invoke(app, [*model, "--against", "nothing"]).exit_code == 2
 
 
 def test_a_model_that_is_not_there_is_a_sentence_and_exit_status_1() -> None:

@@ -11,14 +11,13 @@ import pytest
 
 from mlxcache.bench import process, restart
 from mlxcache.bench.client import Client
-from mlxcache.bench.models import for_speed, recurrent, windowed
 from mlxcache.bench.process import OURS, THEIRS, Lives, NotStarted
 from mlxcache.bench.restart import Round, Rounds
 from mlxcache.bench.scenarios import Visit
-from mlxcache.bench.text import Filler
 from tests.bench.test_command import bench
 from tests.bench.test_process import fake
 from tests.bench.test_scenarios import Words
+from tests.proofs.models import for_speed, recurrent
 
 
 @pytest.fixture
@@ -127,15 +126,3 @@ def test_our_server_goes_on_from_disk(make: object, tmp_path: Path) -> None:
     (taken,) = json.loads(file.read_text())["restart"]["restart"]["rounds"][OURS]
     assert taken["restored_tokens"] >= 700
     assert taken["cached_tokens"] < taken["prompt_tokens"]
-
-
-def test_the_models_speak_in_characters_that_come_back_alone(tmp_path: Path) -> None:
-    """Only they have a row in the head that is not zero, whatever the family calls it."""
-    import mlx.core as mx
-
-    for make in (windowed, recurrent):
-        weights = mx.load(str(make(tmp_path / make.__name__) / "model.safetensors"))
-        (head,) = (weights[name] for name in weights if name.endswith("lm_head.weight"))
-        rows = int((mx.abs(head).sum(axis=1) > 0).sum())
-        assert 10 < rows < 100
-        assert Filler(tmp_path / make.__name__).text(10, "a")

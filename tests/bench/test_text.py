@@ -1,16 +1,14 @@
-"""Filler text, and the toy whose replies come back as they were."""
+"""Filler text has the length asked for, and is the same for the same seed."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
-from mlxcache.bench.models import lonely
 from mlxcache.bench.text import Filler
-from mlxcache.model.chatml import toy_tokenizer
+from tests.toys.tokenizer import toy_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +28,3 @@ def test_text_has_the_tokens_asked_for_and_follows_from_its_seed(folder: Path) -
         assert text == Filler(folder).text(tokens, "one")
     one, two = (tokenizer.encode(filler.text(64, seed)).ids for seed in ("one", "two"))
     assert one[:8] != two[:8]
-
-
-def test_lonely_characters_come_back_as_the_tokens_they_were(folder: Path) -> None:
-    """Any two of them in a row, and so any text of them, is encoded one by one."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    letters = lonely(tokenizer.get_vocab())
-    assert len(letters) > 10
-    text = "".join(itertools.chain(*itertools.product(letters, repeat=2)))
-    assert tokenizer.encode(text, add_special_tokens=False).tokens == list(text)

@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 from mlxcache.model import chatml
 from mlxcache.model.demo import CONFIG, DATA
 from tests.demo.text import Chats, prose
+from tests.toys.tokenizer import library_sources, train_tokenizer
 
 BACKGROUND = 64  # tokens at the start of a row that may be moved far away
 LENGTH = 256
@@ -55,9 +56,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     paragraphs = prose()
-    sources = list(chatml.library_sources())
+    sources = list(library_sources())
     texts = [text for _, text in paragraphs] + [source[:4000] for source in sources]
-    tokenizer = chatml.train_tokenizer(texts, CONFIG["vocab_size"], thinking=False)
+    tokenizer = train_tokenizer(texts, CONFIG["vocab_size"], thinking=False)
     chats = Chats(paragraphs, sources, options.seed)
     model = train(tokenizer, chats, options.steps, options.seed)
     save(model, tokenizer, options.directory)

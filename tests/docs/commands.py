@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mlxcache.config import load_settings
 
 _HEREDOC = re.compile(r"<<-?\s*'?(\w+)'?.*?\n.*?^\1$", re.DOTALL | re.MULTILINE)
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
-_SCRIPTS = {"bin/serve": ("serve",), "bin/bench": ("bench",), "bin/mlxcache": ()}
+_SCRIPTS = {"bin/serve": ("serve",), "bin/bench": ("bin/bench",), "bin/mlxcache": ()}
 
 
 class _Source(io.StringIO):
@@ -92,26 +92,36 @@ def check(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
 
 def _parsed(arguments: Sequence[str]) -> Any:
     """The innermost context of a parsed command."""
+    if arguments[:1] == ["bin/bench"]:
+        from tests.proofs.command import bench as proofs
+
+        return _inner(proofs).make_context("bin/bench", _plain(arguments[1:]))
     command: Any = typer.main.get_command(app)
-    rest = [argument for argument in arguments if argument not in ("--help", "-h")]
+    rest = _plain(arguments)
     context: Any = None
     name = "mlxcache"
     while True:
         context = command.make_context(name, list(rest), parent=context)
         if name == "bench":
-            return _bench().make_context(name, rest, parent=context.parent)
+            # the outer command has no flags: it is made before MLX is imported
+            from mlxcache.bench.command import bench
+
+            return _inner(bench).make_context(name, rest, parent=context.parent)
         left = [*getattr(context, "_protected_args", []), *context.args]
         if not hasattr(command, "resolve_command") or not left:
             return context
         name, command, rest = command.resolve_command(context, left)
 
 
-def _bench() -> Any:
-    """The inner command, which has the flags: the outer one is made before MLX is imported."""
-    from mlxcache.bench.command import bench
+def _plain(arguments: Sequence[str]) -> list[str]:
+    """`arguments` without a call of help."""
+    return [argument for argument in arguments if argument not in ("--help", "-h")]
 
+
+def _inner(function: Callable[..., None]) -> Any:
+    """A function's command line."""
     inner = typer.Typer(add_completion=False)
-    inner.command()(bench)
+    inner.command()(function)
     return typer.main.get_command(inner)
 
 

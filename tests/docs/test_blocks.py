@@ -18,8 +18,8 @@ from tests.docs import commands, shell
 from tests.docs.blocks import BLOCKS, ROOT, Block, for_server, of
 
 NOT_RUN = {
-    "it takes minutes": "its flags are parsed; tests/bench runs the scenarios small",
-    "it takes a long time": "its flags are parsed; tests/bench runs the scenarios small",
+    "it takes minutes": "its flags are parsed; tests/bench and tests/proofs run them small",
+    "it takes a long time": "its flags are parsed; tests/bench and tests/proofs run them small",
     "it installs other servers": "its flags are parsed",
     "the suite would run itself": "its scripts are there",
     "it starts a client": "its flags are parsed; test_newcomer and tests/cli launch stand-ins",

@@ -16,9 +16,10 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlxcache.errors import ModelError
-from mlxcache.model import chatml, demo
+from mlxcache.model import demo
 from tests.demo import train as train_demo
 from tests.demo.text import Chats, Prose, prose
+from tests.toys.tokenizer import train_tokenizer
 
 QUESTIONS = ["Hello", "What is a list?", "Explain the import statement.", "Fix the failing test."]
 
@@ -152,7 +153,7 @@ def test_what_the_script_saves_is_what_the_demo_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paragraphs: Prose
 ) -> None:
     texts = [text for _, text in paragraphs]
-    tokenizer = chatml.train_tokenizer(texts, demo.CONFIG["vocab_size"], thinking=False)
+    tokenizer = train_tokenizer(texts, demo.CONFIG["vocab_size"], thinking=False)
     trained = train_demo.train(tokenizer, Chats(paragraphs, texts, seed=0), steps=3, seed=0)
     train_demo.save(trained, tokenizer, tmp_path / "data")
     monkeypatch.setattr(demo, "DATA", tmp_path / "data")

@@ -16,9 +16,10 @@ from mlxcache.image import Image
 from mlxcache.model import chatml
 from mlxcache.model.vision import encode
 from tests.muse import plain
+from tests.toys.tokenizer import CONTROL, MARKS, toy_tokenizer
 from tests.toys.weights import draw
 
-MARKS = ("<|image_start|>", "<|patch|>", "<|image_end|>")
+IMAGE_MARKS = ("<|image_start|>", "<|patch|>", "<|image_end|>")
 VOCABULARY = 520
 _LINE = "message.content + '<|im_end|>\\n' -}}\n{%- endif -%}"
 _PARTS = """'' -}}
@@ -35,8 +36,8 @@ _PARTS = """'' -}}
 def make_muse(path: Path) -> Path:
     """Write the model's folder at `path` and return it. Windows of 64 tokens in half of the layers;
     an image has a token for each 28 x 28 pixels."""
-    tokenizer = Tokenizer.from_str(chatml.toy_tokenizer(512, False))
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
+    tokenizer = Tokenizer.from_str(toy_tokenizer(512, False))
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in IMAGE_MARKS])
     config = _config(tokenizer)
     model = plain.Model(plain.ModelArgs.from_dict(config))
     parameters = sorted(tree_flatten(model.parameters()))
@@ -45,7 +46,7 @@ def make_muse(path: Path) -> Path:
         (name, draw(name, value, key)) for (name, value), key in zip(parameters, keys, strict=True)
     )
     head = drawn["lm_head.weight"]
-    controls = [tokenizer.token_to_id(t) for t in chatml.CONTROL + chatml.MARKS + MARKS]
+    controls = [tokenizer.token_to_id(t) for t in CONTROL + MARKS + IMAGE_MARKS]
     head[mx.array([*controls, *range(tokenizer.get_vocab_size(), VOCABULARY)])] = 0.0
     path.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(path / "model.safetensors"), drawn, metadata={"format": "mlx"})

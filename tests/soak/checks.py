@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from mlxcache.bench import crash
 from mlxcache.config.footprint import footprint
+from tests.proofs import crash
 from tests.soak import wire
 from tests.soak.ledger import Ledger, Sample, Sessions
 from tests.soak.life import ROOM, ROOM_SHARE, Life, Rest

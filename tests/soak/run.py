@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlxcache.bench import models
 from mlxcache.bench.text import Filler
+from tests.proofs import models
 from tests.soak import checks, wire
 from tests.soak.agent import Agent
 from tests.soak.ledger import Ledger, Sessions

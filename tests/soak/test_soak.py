@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxcache.bench import models
+from tests.proofs import models
 from tests.soak import checks, ills
 from tests.soak.ledger import Ledger, Sessions
 from tests.soak.life import Flags, Life

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from mlxcache.model import chatml
 from tests.toys.configs import FAMILIES
 from tests.toys.shape import Shape
+from tests.toys.tokenizer import CONTROL, MARKS, THINK_MARKS, toy_tokenizer
 from tests.toys.weights import random_model
 
 FIRST_CANDIDATE, CANDIDATES = 8, 240  # ids of single bytes, which every vocabulary has
@@ -59,7 +60,7 @@ def make_toy(
         vocab_size, hidden, layers, heads, kv_heads, head_dim, intermediate or 2 * hidden,
         context, window,
     )  # fmt: skip
-    tokenizer = chatml.toy_tokenizer(vocab_size, thinking)
+    tokenizer = toy_tokenizer(vocab_size, thinking)
     ids = Tokenizer.from_str(tokenizer)
     config = FAMILIES[family](shape) | {"eos_token_id": ids.token_to_id(chatml.TURN_END)}
     model = random_model(config, seed)
@@ -100,8 +101,8 @@ def _shape_head(model: nn.Module, ids: Tokenizer, emits: Mapping[str, int]) -> N
         if name.endswith(end)
     )
     head = parameters[name]
-    silent = [_token_id(ids, token) for token in chatml.CONTROL + chatml.MARKS]
-    silent += [row for row in map(ids.token_to_id, chatml.THINK_MARKS) if row is not None]
+    silent = [_token_id(ids, token) for token in CONTROL + MARKS]
+    silent += [row for row in map(ids.token_to_id, THINK_MARKS) if row is not None]
     silent += range(ids.get_vocab_size(), head.shape[0])
     rows = mx.array(silent)
     head[rows] = 0.0 if name.endswith("lm_head.weight") else TIED * head[rows]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mlxcache.bench.checks import Check
-from mlxcache.bench.inside import Inside, running_inside
 from mlxcache.bench.measure import middle
-from mlxcache.bench.memory import Held
 from mlxcache.store.folder import write
+from tests.proofs.inside import Inside, running_inside
+from tests.proofs.memory import Held
 
 TOTAL_BYTES = 1_000_000_000
 LEAST = 0.9

@@ -10,9 +10,9 @@ from typing import Any
 
 from mlxcache.bench.checks import Check
 from mlxcache.bench.client import Client, Refused
-from mlxcache.bench.memory import Held, Watch, watching
 from mlxcache.bench.process import Server
 from mlxcache.bench.text import Filler
+from tests.proofs.memory import Held, Watch, watching
 
 RAM = "200MB"
 RAM_BYTES = 200_000_000

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench import pagecache, restore_speed, write_beside
-from mlxcache.bench.models import light, recurrent
-from mlxcache.bench.pagecache import drop, read
+from tests.proofs import pagecache, restore_speed, write_beside
+from tests.proofs.models import light, recurrent
+from tests.proofs.pagecache import drop, read
 
 TOTAL = 12_000_000
 

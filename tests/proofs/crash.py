@@ -1,6 +1,6 @@
 """kill -9 at random moments under load, and what must hold after each.
 
-`python -m mlxcache.bench.crash --kills 200` takes about 20 minutes; exit status 1 on a violation.
+`python -m tests.proofs.crash --kills 200` takes about 20 minutes; exit status 1 on a violation.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Annotated, Any
 
 import typer
 
-from mlxcache.bench import models
 from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.process import Lives, NotStarted, ours
 from mlxcache.bench.text import Filler
 from mlxcache.errors import NotFound, StoreError
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
+from tests.proofs import models
 
 TALKERS, TURNS = 3, 6
 FIRST_TOKENS, TURN_TOKENS, REPLY_TOKENS = 400, 60, 24

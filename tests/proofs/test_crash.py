@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench.crash import OTHER_FILES, Proof, look
+from tests.proofs.crash import OTHER_FILES, Proof, look
 
 
 @pytest.mark.slow
@@ -57,5 +57,5 @@ def test_a_store_that_does_not_open_is_a_violation(tmp_path: Path) -> None:
 
 def test_wrong_usage_is_exit_status_2() -> None:
     """No kills are no proof."""
-    command = [sys.executable, "-m", "mlxcache.bench.crash", "--kills", "0"]
+    command = [sys.executable, "-m", "tests.proofs.crash", "--kills", "0"]
     assert subprocess.run(command, check=False, capture_output=True).returncode == 2

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxcache.bench import pagecache
 from mlxcache.bench.checks import Check
-from mlxcache.bench.inside import Inside, drained, running_inside
 from mlxcache.bench.measure import middle
-from mlxcache.bench.memory import Held
 from mlxcache.types import Tokens
+from tests.proofs import pagecache
+from tests.proofs.inside import Inside, drained, running_inside
+from tests.proofs.memory import Held
 
 TOTAL_BYTES = 1_100_000_000
 """Of all files together."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from mlxcache.bench.checks import Check
 from mlxcache.bench.client import Client, Refused
-from mlxcache.bench.memory import SAMPLE_S, Held
 from mlxcache.bench.process import Server
 from mlxcache.bench.text import Filler
+from tests.proofs.memory import SAMPLE_S, Held
 
 LONG_TOKENS, SHORT_TOKENS, TALK_TOKENS = 60_000, 200, 300
 REPLY, TIMES = 200, 4

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxcache.bench.checks import Check
-from mlxcache.bench.client import Client, Refused, Reply
+from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.process import Server
 from mlxcache.bench.text import Filler
 
@@ -81,11 +81,6 @@ class Held:
     checks: Sequence[Check]
 
 
-def size(reply: Reply) -> int:
-    """Tokens that a reply's conversation has; the last one generated is never fed. At least 0."""
-    return (reply.prompt_tokens or 0) + reply.generated_tokens - 1
-
-
 def shared_system(server: Server, filler: Filler, kv_bytes: float) -> Held:
     """Eight conversations under one system prompt of 4,000 tokens hold it once. Raises Refused."""
     system = {"role": "system", "content": filler.text(SHARED_TOKENS, "shared")}
@@ -95,7 +90,8 @@ def shared_system(server: Server, filler: Filler, kv_bytes: float) -> Held:
     ]
     figures: dict[str, Any] = server.client.get("/v1/cache")
     used = figures["ram"]["used_bytes"]
-    apart = size(replies[0]) + sum(size(reply) - SHARED_TOKENS for reply in replies[1:])
+    apart = sum(reply.conversation_tokens for reply in replies)
+    apart -= SHARED_TOKENS * (len(replies) - 1)
     reused = min((reply.cached_tokens or 0) for reply in replies[1:])
     return Held(
         {"used_bytes": used, "segments": figures["segments"], "reused_tokens": reused},
@@ -122,7 +118,7 @@ def joined(server: Server, filler: Filler, kv_bytes: float, tokens: int = JOINED
         replies = [guest.result() for guest in guests]
         beside = not host.done()
         replies.append(host.result())
-    total = sum(map(size, replies)) * kv_bytes
+    total = sum(reply.conversation_tokens for reply in replies) * kv_bytes
     return Held(
         {
             "held_bytes": watch.held,

@@ -1,0 +1,169 @@
+"""One run of the benchmark: servers started, scenarios played, figures printed, bounds checked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from mlxcache.bench import checks, report, restart
+from mlxcache.bench.checks import Check
+from mlxcache.bench.client import Client, Refused
+from mlxcache.bench.measure import Plan, Results, play
+from mlxcache.bench.own import NoOwnTime, OwnTime, measuring
+from mlxcache.bench.process import Launch, Lives, NotStarted, Server, ours, running
+from mlxcache.bench.scenarios import Visit
+from mlxcache.bench.text import Filler
+from mlxcache.errors import MlxcacheError
+
+FAILURES = (NotStarted, NoOwnTime, MlxcacheError, Refused, OSError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Sizes of a run, and the servers measured beside this one.
+
+    `tokens`: prompt tokens of a conversation's first turn. `runs`: repetitions. `wait_s` bounds a
+    server's start, in seconds. `keep`: see `Plan`.
+    """
+
+    tokens: int
+    runs: int
+    reply_tokens: int
+    launches: Sequence[Launch]
+    wait_s: float
+    keep: bool = False
+
+
+@dataclass(slots=True)
+class Bench:
+    """Measurements of one run, with their figures (`found`) and bounds (`checks`).
+
+    Each method starts the servers that it needs, blocks until they have ended, and raises one of
+    FAILURES. `folder` receives logs and cache directories.
+    """
+
+    options: Options
+    folder: Path
+    console: Console
+    checks: list[Check] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def speed(self, model: Path, names: Sequence[str]) -> None:
+        """Play the scenarios `names` at every server, beside the model's own time."""
+        with measuring(model, self.folder) as own:
+            results, servers = self._played(model, "speed", names, own)
+        if own is None:
+            results.failures.append(f"{model} cannot be measured by itself")
+        report.show(self.console, results, servers)
+        self.found |= report.as_json(results, servers)
+        self._hold(results)
+
+    def family(self, model: Path, names: Sequence[str], family: str) -> None:
+        """Play the scenarios `names` at every server; the figures are listed under `family`."""
+        results, servers = self._played(model, family, names, None)
+        report.show(self.console, results, servers, family)
+        self.found.setdefault("families", {})[family] = report.as_json(results, servers)
+        self._hold(results, f"{family}: ")
+
+    def restart(self, model: Path, name: str = "restart") -> None:
+        """Kill every server after a reply and start it again; see `restart.play`."""
+        options, filler = self.options, Filler(model)
+        launches = [self.ours(name), *options.launches]
+        with ExitStack() as stack, self.console.status(name) as status:
+            lives = [Lives(one, model, self.folder, options.wait_s) for one in launches]
+            for one in lives:
+                stack.callback(one.end)
+
+            def visit(client: Client, run: int) -> Visit:
+                seed = f"{self.folder.name}/{name}/{run}"
+                return Visit(client, filler, options.tokens, options.reply_tokens, seed)
+
+            rounds = restart.play(lives, options.runs, visit, status.update)
+        restart.show(self.console, rounds, name)
+        self.found.setdefault("restart", {})[name] = restart.as_json(rounds)
+        self.checks += restart.checks(rounds)
+
+    def ours(self, name: str, *extra: str) -> Launch:
+        """This server with `extra` flags, and a cache directory named after `name`."""
+        return ours(self.folder / f"cache-{name}", *extra)
+
+    def _played(
+        self, model: Path, name: str, scenarios: Sequence[str], own: OwnTime | None
+    ) -> tuple[Results, list[Server]]:
+        """Results of `scenarios` at all servers; the servers have ended."""
+        filler, options = Filler(model), self.options
+        launches = [self.ours(name), *options.launches]
+        with ExitStack() as stack, self.console.status("starting the servers") as status:
+            servers = [
+                stack.enter_context(running(one, model, self.folder, options.wait_s))
+                for one in launches
+            ]
+
+            def visit(server: Server, run: int) -> Visit:
+                seed = f"{self.folder.name}/{run}"  # new text in each run: caches persist on disk
+                return Visit(server.client, filler, options.tokens, options.reply_tokens, seed)
+
+            plan = Plan(scenarios, options.runs, visit, status.update, options.keep)
+            return play(servers, plan, own), servers
+
+    def _hold(self, results: Results, prefix: str = "") -> None:
+        others = [one.name for one in self.options.launches]
+        found = [*checks.answered(results), *checks.speed(results, others)]
+        self.checks += [replace(check, name=f"{prefix}{check.name}") for check in found]
+
+
+def conduct(
+    measure: Callable[[Bench], None],
+    options: Options,
+    model: str,
+    json_file: Path | None,
+    strict: bool,
+) -> None:
+    """Run `measure`, print its figures and bounds, and write all of it to `json_file`.
+
+    `model` is the name under which the figures are filed. Exits with status 1 on one of FAILURES,
+    and with `strict` where a bound is broken.
+    """
+    console = report.wide_console()
+    with _scratch() as folder:
+        run = Bench(options, folder, console)
+        run.found |= {"machine": report.machine(), "model": model}
+        run.found |= {"tokens": options.tokens, "runs": options.runs}
+        try:
+            measure(run)
+        except FAILURES as error:
+            console.print(str(error), style="red", markup=False)
+            sys.exit(1)
+        run.found["checks"] = report.checks_json(run.checks)
+        report.show_checks(console, run.checks)
+    if json_file is not None:
+        json_file.write_text(json.dumps(run.found, indent=1), encoding="utf-8")
+    if strict and not all(check.ok for check in run.checks):
+        sys.exit(1)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A temporary folder; SIGTERM raises KeyboardInterrupt, so that no server outlives the run."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    folder = Path(tempfile.mkdtemp(prefix="mlxcache-bench-"))
+    try:
+        yield folder
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        shutil.rmtree(folder, ignore_errors=True)
