@@ -20,10 +20,8 @@ from mlxcache.prompt.marks import APART
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.types import TokenLogprob
+from tests.rounding import rounding
 from tests.scheduled import Bench, admitted
-
-TOLERANCE = 1e-4
-"""By how much a float32 log-probability may differ from a cold one."""
 
 RAM = 1 << 28
 PENDING = 1 << 20
@@ -221,9 +219,10 @@ class Family(Bench):
         cold = self.cold_logprobs(task.ids.tolist(), task.out)
         warm = np.stack(self.said[task.record.id])
         worst = np.abs(warm - cold).max(axis=-1)
-        assert worst.max() <= TOLERANCE, f"log-probabilities differ by {worst.tolist()}"
+        tolerance = rounding(cold)
+        assert worst.max() <= tolerance, f"log-probabilities differ by {worst.tolist()}"
         drawn = cold[np.arange(len(task.out)), task.out]
-        assert (drawn >= cold.max(axis=-1) - TOLERANCE).all()
+        assert (drawn >= cold.max(axis=-1) - tolerance).all()
 
     def cold_logprobs(self, ids: list[int], out: list[int]) -> Logprobs:
         """Of each token of `out`, by mlx-lm's own cache, shape (len(out), vocabulary)."""

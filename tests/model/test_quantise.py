@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mlxcache.model.mlx_lm_format import PromptCacheFile
 from mlxcache.model.mlx_lm_read import read_prompt_cache
 from tests.conftest import ToyMaker
 from tests.toys import tiny
+from tests.rounding import rounding
 
 IDS = np.random.default_rng(5).integers(8, 240, 200, np.int32)
 MORE = np.array([70, 90, 110, 75, 33], np.int32)
@@ -45,25 +47,56 @@ def lineage(layout: kv.Layout) -> Lineage:
     return made
 
 
-@pytest.mark.parametrize(
-    ("family", "tolerance"), [("llama", 1e-4), ("qwen3_5", 1e-4), ("falcon_h1", 0.05)]
-)
+def quantised(caches: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Keys and values of each layer as they are read, and the size of a step at each place."""
+    found = []
+    for cache in kv.flatten(caches):
+        if isinstance(cache, QuantizedKVCache):
+            for parts in (cache.keys, cache.values):
+                packed, scales, biases = (part[..., : cache.offset, :] for part in parts)
+                read = mx.dequantize(packed, scales, biases, cache.group_size, cache.bits)
+                steps = np.repeat(np.abs(np.array(scales)), cache.group_size, -1)
+                found.append((np.array(read), steps))
+    return found
+
+
+def moved(made: Any, expected: Any) -> float:
+    """The part of all keys and values that stand on another step; none is further than the next.
+
+    Half a step more than one is allowed, because the step itself follows from what was quantised.
+    """
+    parts = [
+        np.abs(mine - theirs) / step
+        for (mine, _), (theirs, step) in zip(quantised(made), quantised(expected), strict=True)
+    ]
+    steps = np.concatenate([part.ravel() for part in parts])
+    assert steps.max() <= 1.5
+    return float((steps > 0.5).mean())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "falcon_h1"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_logits_do_not_depend_on_the_chunks(
-    toy: ToyMaker, family: str, tolerance: float, bits: int
-) -> None:
+def test_logits_do_not_depend_on_the_chunks(toy: ToyMaker, family: str, bits: int) -> None:
     """And are those of mlx-lm, with caches that were quantised from the start.
 
-    In falcon_h1, the scan before the attention rounds otherwise with other chunks, by about 1e-6.
-    Now and then that is enough for a key to be quantised to the step beside.
+    Sums of other chunks round otherwise, by about 1e-6, and with some libraries that is enough for
+    a few keys to be quantised to the next step, and for more in the layers behind. Quantising
+    changes each key by up to half a step, its mean square is a twelfth of a step's: a part `m` of
+    them that differ by a step may change the logits by sqrt(12 m) of what quantising changes.
     """
     model = mlx_lm.load(str(toy(family)))[0]
     layout = kv.survey(model, kv_bits=bits)
     caches = layout.make()
     assert {c.bits for c in kv.flatten(caches) if isinstance(c, QuantizedKVCache)} == {bits}
     expected = model(mx.array(IDS)[None], cache=caches)[0, -1]
+    plain = model(mx.array(IDS)[None], cache=kv.survey(model).make())[0, -1]
+    error = mx.abs(expected - plain).max().item()
     for chunk in (16, 64, len(IDS)):
-        made = fed(model, lineage(layout), IDS, chunk)
+        line = lineage(layout)
+        made = fed(model, line, IDS, chunk)
+        part = moved(line.caches, caches)
+        assert part < 0.1
+        tolerance = rounding(expected) + error * math.sqrt(12 * part)
         assert mx.allclose(made, expected, rtol=0, atol=tolerance).item()
 
 
@@ -97,7 +130,8 @@ def test_a_quantised_lineage_rebuilt_from_parts_goes_on_like_the_whole(
     again.append(wire.row_major(wire.load_run(path, layout, mx.cpu), 0, 80), 80)
     again.append_span((tail, 120, 150))
     again.restore(state)
-    assert mx.allclose(fed(model, again, IDS[150:], 50), expected, rtol=0, atol=1e-4).item()
+    made = fed(model, again, IDS[150:], 50)
+    assert mx.allclose(made, expected, rtol=0, atol=rounding(expected)).item()
 
 
 def test_bytes_shrink_and_namespaces_differ(toy_llama: Path) -> None:
