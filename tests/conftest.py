@@ -30,6 +30,9 @@ FIRST_FAMILIES = ("llama", "qwen3_5", "gemma3")
 QUICK = FIRST_FAMILIES[:2]
 """Where a test takes both of these, the third is slow, too."""
 
+SLOW_TIMEOUT_S = 1800
+"""Time limit of a test that is marked `slow`, unless it is marked with a limit of its own."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs on a first family too is slow on the others; the matrix alone takes all of them.
@@ -52,6 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         first = quick[item.function]
         if first >= set(QUICK) or (first and not families & first):
             item.add_marker(pytest.mark.slow)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ def ledger() -> Ledger:
     return Ledger(lambda line: None)
 
 
+@pytest.mark.timeout(900)
 def test_two_minutes_under_agents_faults_and_kills(tmp_path: Path) -> None:
     """Servers of one family under two agents: killed, harmed and cleared, and nothing is wrong."""
     lines: list[str] = []
