@@ -14,8 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxcache.model import kv
 from mlxcache.model import serialise as wire
 from mlxcache.model.lineage import Lineage
-from tests.toys import tiny
 from tests.rounding import rounding
+from tests.toys import tiny
 
 NAMES = (
     "baichuan_m1",  # a convolution's state and a window in one layer

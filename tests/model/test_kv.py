@@ -12,8 +12,8 @@ from mlxcache.model import kv
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.window import WindowCache
-from tests.toys.toy import make_toy
 from tests.rounding import rounding
+from tests.toys.toy import make_toy
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from mlxcache.model.mlx_lm_check import agrees
 from mlxcache.model.mlx_lm_format import PromptCacheFile
 from mlxcache.model.mlx_lm_read import read_prompt_cache
 from tests.conftest import ToyMaker
-from tests.toys import tiny
 from tests.rounding import rounding
+from tests.toys import tiny
 
 IDS = np.random.default_rng(5).integers(8, 240, 200, np.int32)
 MORE = np.array([70, 90, 110, 75, 33], np.int32)
