@@ -1,4 +1,4 @@
-"""What the settings of coding agents say. They are read here, and never written."""
+"""Settings files of coding agents: their places and contents. Only read, never written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, with comments if it has some; empty where there is no file.
+    """Read a JSON object that may have comments and trailing commas; {} if there is no file.
 
     Raises ValueError.
     """
@@ -35,12 +35,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def claude_folder(environ: Mapping[str, str], home: Path) -> Path:
-    """Where Claude Code keeps what is the user's."""
+    """The user's configuration folder of Claude Code."""
     return Path(environ.get("CLAUDE_CONFIG_DIR") or home / ".claude")
 
 
 def claude_env(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that settings of Claude Code set, which win over the environment.
+    """Variables set by Claude Code's `settings`; they win over the environment.
 
     Raises ValueError.
     """
@@ -51,7 +51,7 @@ def claude_env(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def opencode_files(environ: Mapping[str, str], home: Path, cwd: Path) -> list[Path]:
-    """Where OpenCode looks for settings, those that win last; they need not be there.
+    """Paths where OpenCode looks for settings, in increasing priority; files may be missing.
 
     Source: https://opencode.ai/docs/config.
     """

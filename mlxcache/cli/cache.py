@@ -1,4 +1,4 @@
-"""`mlxcache cache`: figures, a check of the files, and making room."""
+"""`mlxcache cache`: figures of the cache, verification of its files, pruning and clearing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,39 @@ from mlxcache.config import format_size, parse_size
 from mlxcache.errors import ConfigError
 
 app = typer.Typer(
-    help="Figures of the cache, a check of its files, and making room.",
+    help="Show figures of the cache, verify its files, prune and clear it.",
     no_args_is_help=True,
     add_completion=False,
 )
+
+_GROUPS = (
+    ("Memory", ("ram", "active_bytes", "reserved_bytes", "mlx", "pressure")),
+    ("Memory budget, by kind", ("ram kinds",)),
+    ("Disk", ("disk", "pending_bytes", "restores")),
+    ("Disk, by kind", ("disk kinds",)),
+    ("Prefix tree", ("sessions", "tree_tokens", "segments", "checkpoints", "bytes_per_token")),
+    ("Requests", ("requests", "queue", "saved")),
+    ("Tokens", ("tokens", "anticipated")),
+    ("Evictions from RAM", ("evictions",)),
+    ("Requests canonicalised, by rule", ("canonicalised",)),
+)
+"""Headings, each with the keys of `GET /v1/cache` shown below it.
+
+If the first key's value is an object, its figures are not prefixed with the key's name.
+"""
+
+_LABELS = {
+    "active": "in use by requests",
+    "ram_withheld": "withheld",
+    "mlx_active": "MLX active",
+    "mlx_pool": "MLX pool",
+    "disk_written_per_cached_token": "bytes written per cached token",
+    "pending": "pending writes",
+    "tree_tokens": "tokens",
+}
+"""Labels of figures whose key is not clear enough as a label."""
+
+Line = tuple[str, str]
 
 
 @app.command()
@@ -29,7 +58,7 @@ def stats(
     *,
     as_json: Json = False,
 ) -> None:
-    """Show what the cache holds, and what it was good for."""
+    """Show what the cache holds and how much it was reused."""
     found = where.stats()
     if as_json:
         show.print_json(found)
@@ -44,19 +73,22 @@ def check(
     *,
     as_json: Json = False,
 ) -> None:
-    """Read every file on disk and verify it; exit status 1 if something is wrong.
+    """Read every file on disk and verify it; exit status 1 if one is damaged.
 
-    Nothing is changed, and a server may run meanwhile.
+    Changes nothing; a server may run at the same time.
     """
     with counting("reading the files") as progress:
         problems = where.check(progress)
     if as_json:
         show.print_json({"object": "list", "data": problems})
     elif problems:
-        show.table((("file", "left"), ("what is wrong", "left")), map(_problem, problems))
-        console().print("mlxcache cache prune removes them; what is needed is computed again.")
+        rows = ((one["path"], one["what"]) for one in problems)
+        show.print_table((("file", "left"), ("problem", "left")), rows)
+        console().print(
+            "Remove them with `mlxcache cache prune`; their tokens are computed again when needed."
+        )
     else:
-        console().print(f"All files {where} are as they should be.")
+        console().print(f"All files {where} are intact.")
     if problems:
         raise typer.Exit(1)
 
@@ -68,12 +100,12 @@ def prune(
     *,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="SIZE", help="Evict what is beyond it, such as 5GB."),
+        typer.Option("--to", metavar="SIZE", help="Then evict down to SIZE, such as 5GB."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read every file, remove what is damaged and, with --to, what was used least recently."""
-    limit = None if to is None else _bytes(to)
+    """Verify every file, remove damaged ones and, with --to, those used least recently."""
+    limit = None if to is None else _parse_limit(to)
     with counting("reading the files") as progress:
         found = where.prune(limit, progress)
     if as_json:
@@ -92,7 +124,7 @@ def clear(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove all sessions and all that is cached, in RAM and on disk; pinned ones stay on disk."""
+    """Remove all sessions and cached tokens, in RAM and on disk; pinned sessions stay on disk."""
     found = where.clear(pinned=pinned)
     if as_json:
         show.print_json(found)
@@ -102,7 +134,7 @@ def clear(
         console().print(f"Removed {sessions}, freed {freed} on disk")
 
 
-def _bytes(text: str) -> int:
+def _parse_limit(text: str) -> int:
     wrong = ConfigError(f"--to must be a size such as 512MB or 8GB, not {text!r}")
     try:
         size = parse_size(text, total=0)
@@ -113,41 +145,9 @@ def _bytes(text: str) -> int:
     return size
 
 
-def _problem(problem: dict[str, str]) -> tuple[str, str]:
-    return problem["path"], problem["what"]
-
-
-_GROUPS = (
-    ("Memory", ("ram", "active_bytes", "reserved_bytes", "mlx", "pressure")),
-    ("Memory budget, by what it is for", ("ram kinds",)),
-    ("Disk", ("disk", "pending_bytes", "restores")),
-    ("Disk, by what is there", ("disk kinds",)),
-    ("Prefix tree", ("sessions", "tree_tokens", "segments", "checkpoints", "bytes_per_token")),
-    ("Requests", ("requests", "queue", "saved")),
-    ("Tokens", ("tokens", "anticipated")),
-    ("Evictions from RAM", ("evictions",)),
-    ("Canonicalised, in so many requests", ("canonicalised",)),
-)
-"""Headings with what stands below them. A table that comes first is what its heading names."""
-
-_WORDS = {
-    "active": "in use by requests",
-    "reserved": "set aside",
-    "ram_withheld": "given up",
-    "mlx_active": "MLX holds",
-    "mlx_pool": "MLX pool",
-    "disk_written_per_cached_token": "bytes written per cached token",
-    "pending": "on its way to disk",
-    "tree_tokens": "tokens",
-}
-"""Where a figure's name alone says too little below its heading."""
-
-Line = tuple[str, str]
-
-
 def print_figures(figures: Mapping[str, Any]) -> None:
-    """Print all of `figures`; what no heading is known for comes last."""
-    groups = list(_grouped(figures))
+    """Print the figures of `GET /v1/cache` under headings; unknown keys come last."""
+    groups = list(_group_lines(figures))
     width = max((len(name) for _, lines in groups for name, _ in lines), default=0)
     out = console()
     for number, (heading, lines) in enumerate(groups):
@@ -156,8 +156,8 @@ def print_figures(figures: Mapping[str, Any]) -> None:
             out.print(f"  {name:<{width}}  {value}".rstrip())
 
 
-def _grouped(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]:
-    """Each heading that has something below it."""
+def _group_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]:
+    """Headings with their lines; headings without lines are omitted."""
     figures = dict(figures)
     for tier in ("ram", "disk"):
         if kinds := figures.get(tier, {}).get("kinds"):
@@ -169,40 +169,40 @@ def _grouped(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]:
             line
             for number, key in enumerate(keys)
             if key in figures
-            for line in _lines(key, figures[key], headed=not number and heading != "Other")
+            for line in _figure_lines(key, figures[key], headed=not number and heading != "Other")
         ]
         if lines:
             yield heading, lines
 
 
-def _lines(key: str, value: Any, *, headed: bool) -> list[Line]:
-    """A figure as lines; a table that is `headed` goes without its own name."""
+def _figure_lines(key: str, value: Any, *, headed: bool) -> list[Line]:
+    """Lines of one figure; with `headed`, those of an object are not prefixed with `key`."""
     if not isinstance(value, Mapping):
-        return [(_name(key), _told(key, value))]
+        return [(_label(key), _format_value(key, value))]
     if key == "canonicalised":
         value = {rule: count for rule, count in value.items() if count}
-        return [(_name(rule), str(n)) for rule, n in value.items()] or [("none", "")]
+        return [(_label(rule), str(n)) for rule, n in value.items()] or [("none", "")]
     if key.endswith(" kinds"):
-        return [(_name(kind), format_size(size)) for kind, size in value.items()]
+        return [(_label(kind), format_size(size)) for kind, size in value.items()]
     lines: list[Line] = []
-    prefix = "" if headed else f"{_name(key)} "
+    prefix = "" if headed else f"{_label(key)} "
     for name, one in value.items():
         if name == "kinds" or (name == "limit_bytes" and "used_bytes" in value):
-            continue  # they stand below a heading of their own, and beside what is used
-        told = _told(name, one)
+            continue  # kinds have their own heading; the limit is printed beside the used bytes
+        text = _format_value(name, one)
         if name == "used_bytes" and value.get("limit_bytes"):
-            told += f" of {_told(name, value['limit_bytes'])}"
-        named = _WORDS.get(f"{key}_{name.removesuffix('_bytes')}")
-        lines.append((named or f"{prefix}{_name(name)}", told))
+            text += f" of {_format_value(name, value['limit_bytes'])}"
+        label = _LABELS.get(f"{key}_{name.removesuffix('_bytes')}")
+        lines.append((label or f"{prefix}{_label(name)}", text))
     return lines
 
 
-def _name(key: str) -> str:
+def _label(key: str) -> str:
     short = key.removesuffix("_bytes")
-    return _WORDS.get(short) or short.replace("_", " ")
+    return _LABELS.get(short) or short.replace("_", " ")
 
 
-def _told(key: str, value: Any) -> str:
+def _format_value(key: str, value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,4 +1,7 @@
-"""`mlxcache explain`: where two requests part and why; what in one is likely to change."""
+"""`mlxcache explain`: why two prompts differ, or what in one request is likely to change.
+
+The command reads requests from files, explains them without weights, and prints the result.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,43 @@ if TYPE_CHECKING:
     from mlxcache.prompt.builder import PromptBuilder
     from mlxcache.prompt.explain import Explanation, Side
 
+_EXPECTED = (
+    "Expected the JSON body of a chat request, of OpenAI's chat completions or Anthropic's "
+    "messages: an object with a list `messages`, such as `mlxcache serve --record DIR` writes."
+)
+_SHOWN_CHARS = 40
+_MAX_KEYS = 5
+
+# Checked in this order.
+_OTHER_BODIES = (
+    ("choices", "like a server's response"),
+    ("error", "like a server's response"),
+    ("input", "like a request of OpenAI's responses API"),
+    ("prompt", "like a text completion request"),
+)
+"""Keys of other JSON bodies, each with what it suggests."""
+
+_WIDTH = 80
+_EXCERPT = 64
+_MAX_FINDINGS = 20
+"""Maximum findings of an audit to list."""
+
+_REASONS = {
+    "edited": "history was changed",
+    "system_changed": "a system message was changed",
+    "tools_changed": "the tools were changed",
+    "template_drift": "the same history is rendered differently",
+}
+
 
 def _file(help: str) -> Any:
     return typer.Argument(metavar="FILE", exists=True, dir_okay=False, allow_dash=True, help=help)
 
 
 def explain(
-    first: Annotated[Path, _file("A chat request as JSON, of either API; - is the input.")],
+    first: Annotated[Path, _file("A chat request as JSON, of either API; - reads standard input.")],
     second: Annotated[
-        Path | None, _file("The request that came after it. Without one: an audit of the first.")
+        Path | None, _file("The request that followed it. Omitted: audit the first.")
     ] = None,
     *,
     model: Annotated[
@@ -41,20 +72,20 @@ def explain(
         typer.Option(
             metavar="PATH|HUB_ID",
             show_default=False,
-            help="Whose template and tokenizer to use; no weights are read. Default: the settings' "
-            "or the built-in demo's, whose counts of tokens are only estimates for other models.",
+            help="Model whose chat template and tokenizer to use; no weights are read. Default: "
+            "the configured model, else the built-in demo, whose token counts are estimates.",
         ),
     ] = None,
     no_canonicalise: Annotated[
         bool | None,
-        typer.Option("--no-canonicalise", metavar="", help="As if the server took no noise out."),
+        typer.Option("--no-canonicalise", metavar="", help="Apply no canonicalisation rules."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Tell where two requests part, why, and what that costs; or audit one.
+    """Explain where two requests differ, why, and what that costs; or audit one request.
 
-    The requests are bodies as clients send them, such as `serve --record DIR` keeps. Needs no
-    server.
+    The files are request bodies as clients send them, such as `serve --record DIR` writes. Needs
+    no server.
     """
     with reporting():
         flags = {"model": model, "no_canonicalise": no_canonicalise}
@@ -69,21 +100,21 @@ def explain(
 
 
 def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """What `explain A.json B.json` says, as JSON has it. Raises MlxcacheError."""
+    """Return the JSON object of `explain A.json B.json`. Raises MlxcacheError."""
     from mlxcache.prompt.explain import Explainer  # noqa: PLC0415
     from mlxcache.wire.chat_bodies import differences_without_effect  # noqa: PLC0415
 
     builder = _builder(settings)
     sides = _side(builder, one), _side(builder, other)
-    found = Explainer(builder.reach, builder.decode).explain(*sides)
+    explained = Explainer(builder.reach, builder.decode).explain(*sides)
     old, new = (len(side.ids) for side in sides)
     return {
         "object": "explanation",
-        **_counted(settings),
+        **_model_object(settings),
         "prompt_tokens": {"first": old, "second": new},
-        "shared_tokens": found.at_token,
-        "new_tokens": new - max(found.at_token, found.new_from),
-        "lost": _lost(found),
+        "shared_tokens": explained.at_token,
+        "new_tokens": new - max(explained.at_token, explained.new_from),
+        "lost": _lost_object(explained),
         "later": [
             {
                 "where": one.where,
@@ -92,7 +123,7 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
                 "before": one.before,
                 "after": one.after,
             }
-            for one in found.later
+            for one in explained.later
         ],
         "removed": [
             {
@@ -102,29 +133,29 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
                 "before": one.before,
                 "after": one.after,
             }
-            for rule, one in found.removed
+            for rule, one in explained.removed
         ],
         "without_effect": differences_without_effect(one, other),
     }
 
 
-def _lost(found: Explanation) -> dict[str, Any] | None:
-    if found.reason is None:
+def _lost_object(explained: Explanation) -> dict[str, Any] | None:
+    if explained.reason is None:
         return None
     return {
-        "at_token": found.at_token,
-        "reason": found.reason,
-        "cause": found.cause,
-        "where": found.where,
-        "lost_tokens": found.lost_tokens,
-        "before": found.before,
-        "after": found.after,
-        "advice": found.advice,
+        "at_token": explained.at_token,
+        "reason": explained.reason,
+        "cause": explained.cause,
+        "where": explained.where,
+        "lost_tokens": explained.lost_tokens,
+        "before": explained.before,
+        "after": explained.after,
+        "advice": explained.advice,
     }
 
 
 def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """What `explain A.json` says, as JSON has it. Raises MlxcacheError."""
+    """Return the JSON object of `explain A.json`. Raises MlxcacheError."""
     from mlxcache.prompt.audit import audit  # noqa: PLC0415
 
     builder = _builder(settings)
@@ -137,7 +168,7 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
     )
     return {
         "object": "audit",
-        **_counted(settings),
+        **_model_object(settings),
         "prompt_tokens": len(side.ids),
         "data": [
             {
@@ -156,7 +187,7 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
     }
 
 
-def _counted(settings: Settings) -> dict[str, Any]:
+def _model_object(settings: Settings) -> dict[str, Any]:
     return {"model": settings.model or "mlxcache-demo", "estimated": settings.model is None}
 
 
@@ -176,31 +207,15 @@ def _side(builder: PromptBuilder, request: dict[str, Any]) -> Side:
     return Side(prompt.source, prompt.ids)
 
 
-_EXPECTED = (
-    "Expected is the JSON body of a chat request, of OpenAI's chat completions or Anthropic's "
-    "messages: an object with a list `messages`, such as `mlxcache serve --record DIR` keeps."
-)
-_SHOWN_CHARS = 40
-_MOST_KEYS = 5
-
-# In the order in which they are looked for.
-_OTHERS = (
-    ("choices", "as a server's answer has, and not a request"),
-    ("error", "as a server's answer has, and not a request"),
-    ("input", "as a request of OpenAI's responses API has"),
-    ("prompt", "as a text completion has"),
-)
-
-
 def read_request(file: Path) -> dict[str, Any]:
-    """The chat request in `file`, or in the input for `-`.
+    """Read a chat request from `file`, or from standard input for `-`.
 
-    Raises MlxcacheError, with what was expected and what was found.
+    Raises MlxcacheError, saying what was expected and what was found.
     """
-    # Here and not above: msgspec and Starlette take a while.
+    # Here and not above: importing msgspec takes a while, and --help needs none of it.
     from mlxcache.wire.chat_bodies import parse_chat_request, request_to_chat  # noqa: PLC0415
 
-    name = "The input" if str(file) == "-" else str(file)
+    name = "Standard input" if str(file) == "-" else str(file)
     try:
         raw = typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
@@ -209,22 +224,22 @@ def read_request(file: Path) -> dict[str, Any]:
         request = parse_chat_request(raw)
     except BadRequest as error:
         found = _describe_wrong(raw) or str(error).rstrip(".")
-        raise MlxcacheError(f"{name} is no chat request: {found}. {_EXPECTED}") from error
+        raise MlxcacheError(f"{name} is not a chat request: {found}. {_EXPECTED}") from error
     try:
         request_to_chat(request)
     except BadRequest as error:
-        raise MlxcacheError(f"{name} is no chat request that can be rendered: {error}") from error
+        raise MlxcacheError(f"{name} is a chat request that cannot be rendered: {error}") from error
     return request
 
 
 def _describe_wrong(raw: bytes) -> str | None:
-    """What a file that is no request is, for a person; None where nothing seems wrong."""
+    """Describe the content of a file that is not a request; None if it looks like one."""
     if not raw.strip():
         return "it is empty"
     try:
         text = raw.decode()
     except UnicodeDecodeError:
-        return f"it is no text, but {len(raw):,} bytes of something else"
+        return f"it is not UTF-8 text, but {len(raw):,} bytes of another format"
     try:
         value = json.loads(text)
     except RecursionError:
@@ -232,8 +247,8 @@ def _describe_wrong(raw: bytes) -> str | None:
     except ValueError as error:
         lines = _count_values(text)
         if lines > 1:
-            return f"it has {lines:,} JSON values, one a line; put one of them into a file"
-        return f"it is no JSON ({error}), and begins with {_shortened(text.strip())!r}"
+            return f"it has {lines:,} JSON values, one per line; put one of them into a file"
+        return f"it is not JSON ({error}) and begins with {_shortened(text.strip())!r}"
     return _describe_object(value) if isinstance(value, dict) else f"it is {_describe_kind(value)}"
 
 
@@ -243,29 +258,29 @@ def _describe_object(value: dict[str, Any]) -> str | None:
         if isinstance(messages, list):
             return None if messages else "its `messages` is empty"
         return f"its `messages` is {_describe_kind(messages)}"
-    for key, why in _OTHERS:
+    for key, why in _OTHER_BODIES:
         if key in value:
             return f"it has `{key}` and no `messages`, {why}"
     for key, below in value.items():
         if isinstance(below, dict) and isinstance(below.get("messages"), list):
-            return f"`messages` is below `{_shortened(key)}`; put what is there into a file"
+            return f"`messages` is inside `{_shortened(key)}`; put that object into a file"
     if not value:
         return "it is an empty object"
-    names = ", ".join(f"`{_shortened(key)}`" for key in list(value)[:_MOST_KEYS])
-    more = f" and {len(value) - _MOST_KEYS} more" if len(value) > _MOST_KEYS else ""
-    return f"it is an object without `messages`, which has {names}{more}"
+    names = ", ".join(f"`{_shortened(key)}`" for key in list(value)[:_MAX_KEYS])
+    more = f" and {len(value) - _MAX_KEYS} more" if len(value) > _MAX_KEYS else ""
+    return f"it is an object without `messages`, with {names}{more}"
 
 
 def _describe_kind(value: object) -> str:
     if isinstance(value, str):
         return f"the JSON text {_shortened(value)!r}"
     if isinstance(value, list):
-        return f"a JSON list of {len(value):,}"
+        return f"a JSON list of length {len(value):,}"
     return "a JSON object" if isinstance(value, dict) else f"the JSON value {json.dumps(value)}"
 
 
 def _count_values(text: str) -> int:
-    """How many JSON values there are, one a line; 0 where a line is none."""
+    """Number of JSON values in `text`, one per line; 0 if any line is not JSON."""
     lines = [line for line in text.splitlines() if line.strip()]
     try:
         for line in lines:
@@ -279,28 +294,15 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
-_WIDTH = 80
-_EXCERPT = 64
-_MOST = 20
-"""Findings of an audit that are listed."""
-
-_REASONS = {
-    "edited": "history was changed",
-    "system_changed": "a system message was changed",
-    "tools_changed": "the tools were changed",
-    "template_drift": "the same history is rendered differently",
-}
-
-
 def print_pair(found: Mapping[str, Any]) -> None:
-    """Two requests: where they part, why, and what to do."""
+    """Print the result of `explain_pair`: the first difference, its cause, and advice."""
     out, lost = _console(), found["lost"]
     total = found["prompt_tokens"]["second"]
     if lost is None:
         shared = min(found["shared_tokens"], total)
         out.print(Text("Nothing is lost.", "bold green"))
         out.print(
-            f"The second request goes on with the first: {shared:,} tokens are reused, "
+            f"The second request continues the first: {shared:,} tokens are reused, "
             f"{total - shared:,} are new."
         )
     else:
@@ -315,13 +317,13 @@ def print_pair(found: Mapping[str, Any]) -> None:
         _row(out, "removed", rule)
     if found["without_effect"]:
         _row(out, "no effect", Text(", ".join(found["without_effect"])))
-    _counts(out, found)
+    _print_estimated(out, found)
 
 
 def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
     out.print(
         Text.assemble(
-            ("Parts", "bold red"),
+            ("Differs", "bold red"),
             f" at token {lost['at_token']:,} of {total:,}: ",
             f"{_REASONS[lost['reason']]}, ",
             (lost["cause"], "bold"),
@@ -336,25 +338,25 @@ def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
     _row(out, "before", _marked(before, same, end, "bold red"))
     _row(out, "now", _marked(after, same, end, "bold green"))
     again = f"{lost['lost_tokens']:,} tokens are computed again"
-    _row(out, "lost", Text(again if lost["lost_tokens"] else "nothing that comes again"))
+    _row(out, "lost", Text(again if lost["lost_tokens"] else "no tokens that could be reused"))
     if lost["lost_tokens"]:
         _row(out, "to do", Text(lost["advice"]))
 
 
 def print_audit(found: Mapping[str, Any]) -> None:
-    """One request: what is likely to change, and what stands behind it."""
+    """Print the result of `audit_one`: what is likely to change, and the tokens behind it."""
     out, total = _console(), found["prompt_tokens"]
     data = [one for one in found["data"] if one["rule"] is None]
     removed = [one for one in found["data"] if one["rule"] is not None]
     if not data:
-        out.print(Text("Nothing in it looks as if it would change.", "bold green"))
-        out.print(f"{total:,} tokens; tools, system text and reminders were looked at.")
+        out.print(Text("Nothing was found that is likely to change.", "bold green"))
+        out.print(f"{total:,} tokens; tools, system text and reminders were checked.")
         _print_removed(out, removed)
-        _counts(out, found)
+        _print_estimated(out, found)
         return
     things = "1 thing" if len(data) == 1 else f"{len(data)} things"
     out.print(Text.assemble((things, "bold yellow"), f" likely to change in {total:,} tokens:"))
-    for one in data[:_MOST]:
+    for one in data[:_MAX_FINDINGS]:
         at = "not rendered" if one["at_token"] is None else f"token {one['at_token']:,}"
         out.print(
             Text.assemble(
@@ -364,13 +366,13 @@ def print_audit(found: Mapping[str, Any]) -> None:
             )
         )
         _row(out, "", Text(_escaped(one["excerpt"])[:_EXCERPT], "cyan"))
-    if len(data) > _MOST:
-        out.print(f"and {len(data) - _MOST} more: --json lists them.")
-    for cause in dict.fromkeys(one["cause"] for one in data[:_MOST]):
+    if len(data) > _MAX_FINDINGS:
+        out.print(f"and {len(data) - _MAX_FINDINGS} more: use --json to list them.")
+    for cause in dict.fromkeys(one["cause"] for one in data[:_MAX_FINDINGS]):
         advice = next(one["advice"] for one in data if one["cause"] == cause)
         _row(out, "to do", Text.assemble((f"{cause}: ", "bold"), advice))
     _print_removed(out, removed)
-    _counts(out, found)
+    _print_estimated(out, found)
 
 
 def _print_removed(out: Console, removed: Sequence[Mapping[str, Any]]) -> None:
@@ -394,7 +396,7 @@ def _row(out: Console, name: str, text: Text) -> None:
 
 
 def _marked(text: str, start: int, end: int, style: str) -> Text:
-    """A text that differs from another but for `start` characters in front and `end` behind."""
+    """Style `text` except for its first `start` and last `end` characters, and shorten it."""
     shown = Text(text)
     shown.stylize(style, start, len(text) - end)
     return shown[: _EXCERPT * 2]
@@ -407,16 +409,13 @@ def _shared_chars(one: str, other: str) -> int:
 
 
 def _escaped(text: str) -> str:
-    """A text on one line, with what is not seen written out."""
+    """Put a text on one line, with backslash escapes for unprintable characters."""
     shown = text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     shown = shown.replace("\t", "\\t")
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in shown)
 
 
-def _counts(out: Console, found: Mapping[str, Sequence[Any]]) -> None:
+def _print_estimated(out: Console, found: Mapping[str, Any]) -> None:
     if found["estimated"]:
-        out.print(
-            Text(
-                "Tokens are the built-in demo's, an estimate: name your model with --model.", "dim"
-            )
-        )
+        text = "Token counts are estimates by the built-in demo's tokenizer: set --model."
+        out.print(Text(text, "dim"))

@@ -1,4 +1,4 @@
-"""The cache folder without a server: what commands use where none runs."""
+"""The cache folder without a server: what commands use if none runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from mlxcache.store.snapshot_write import export
 from mlxcache.store.store import Store
 
 FOLDER = "store"
-"""Of the disk tier, in the cache folder."""
+"""Name of the disk tier's folder, in the cache folder."""
 
 
 class Offline:
-    """Sessions and files below `cache_dir`. Changing them takes the folder's lock, alone."""
+    """Sessions and files in `cache_dir`.
+
+    Methods are those of `Remote`. Those that change something hold the folder's lock exclusively.
+    """
 
     def __init__(self, cache_dir: Path):
         self.cache_dir = cache_dir
@@ -35,43 +38,43 @@ class Offline:
     # -- sessions ----------------------------------------------------------------------------
 
     def sessions(self) -> list[dict[str, Any]]:
-        """All sessions, those used last first."""
+        """List all sessions, most recently used first."""
         if not self._exists():
             return []
         with self._open() as (store, sessions):
             rows = sessions.all()
-            return [_listed(store, sessions, row.id).as_object() for row in rows]
+            return [_listing(store, sessions, row.id).as_object() for row in rows]
 
     def computing(self) -> int:
-        """None is: no server runs."""
+        """Number of requests that run or wait: 0, for no server runs."""
         return 0
 
     def session(self, id: str) -> dict[str, Any]:
-        """One session with its leaves."""
+        """Return one session with its leaves. Raises NotFound."""
         with self._open() as (store, sessions):
-            return _listed(store, sessions, id).as_object(leaves=True)
+            return _listing(store, sessions, id).as_object(leaves=True)
 
     def patch(self, id: str, **changes: Any) -> dict[str, Any]:
-        """Change `name` or `pinned`."""
+        """Change `name` or `pinned` of a session, and return it."""
         with alone(self.cache_dir), self._open() as (store, sessions):
             sessions.update(id, **changes)
             if "pinned" in changes:
                 store.pin_session(sessions, id, pinned=changes["pinned"])
-            return _listed(store, sessions, id).as_object()
+            return _listing(store, sessions, id).as_object()
 
     def delete(self, id: str) -> None:
-        """Remove a session, and the files that no other needs."""
+        """Remove a session, and the files that no other session uses."""
         with alone(self.cache_dir), self._open() as (store, sessions):
             store.delete_session(sessions, id)
 
     def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
-        """A new session that goes on from `id`."""
+        """Make a session that continues `id`, from its first `at_tokens` tokens or all."""
         with alone(self.cache_dir), self._open() as (store, sessions):
             made = sessions.fork(id, time.time(), name, at_tokens)
-            return _listed(store, sessions, made).as_object()
+            return _listing(store, sessions, made).as_object()
 
     def snapshot(self, id: str, path: Path, format: str, progress: Progress) -> int:
-        """Write a session to the file at `path`; its size in bytes."""
+        """Write a session to the file at `path` and return its size in bytes."""
         if format != "mlxcache":
             raise MlxcacheError(f"--format {format} needs a server with the model: start one.")
         done = 0
@@ -88,20 +91,22 @@ class Offline:
     def restore(
         self, path: Path, name: str | None, prompt: str | None, progress: Progress
     ) -> dict[str, Any]:
-        """Take in the snapshot at `path`, for whichever model it is of."""
+        """Import the snapshot at `path`, of any model, and return the new session."""
         if prompt is not None:
-            raise MlxcacheError("--prompt is for mlx-lm's files, which need a server: start one.")
+            raise MlxcacheError(
+                "--prompt is for prompt caches of mlx-lm, which only a server imports: start one."
+            )
         if format_of(path) == "mlx-lm":
-            raise MlxcacheError("This is a file of mlx-lm's, which needs a server: start one.")
+            raise MlxcacheError("Only a server imports prompt caches of mlx-lm: start one.")
         checked = read_snapshot(path)
         with alone(self.cache_dir), self._open(make=True) as (store, sessions):
             info = restore(store.for_namespace(checked.session.namespace), checked, progress)
-            return _listed(store, sessions, sessions.adopt(info, time.time(), name)).as_object()
+            return _listing(store, sessions, sessions.adopt(info, time.time(), name)).as_object()
 
     # -- the cache ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Figures of the disk tier; there is no other without a server."""
+        """Figures of the disk tier, the only tier without a server."""
         if not self._exists():
             return {"disk": {"used_bytes": 0, "limit_bytes": None, "files": 0}, "sessions": 0}
         with self._open() as (store, sessions):
@@ -117,21 +122,21 @@ class Offline:
             return {"disk": disk, "sessions": sessions.count()}
 
     def check(self, progress: Progress) -> list[dict[str, str]]:
-        """What is wrong with the files, each read as a whole; nothing is changed."""
+        """Read every file and return the problems found; changes nothing."""
         if not self._exists():
             return []
         with self._open() as (store, _):
             return [{"path": str(one.path), "what": one.what} for one in store.check(progress)]
 
     def prune(self, limit: int | None, progress: Progress) -> dict[str, Any]:
-        """Remove damaged files, and what is beyond `limit` bytes."""
+        """Remove damaged files, then evict down to `limit` bytes on disk."""
         if not self._exists():
             return {"freed_bytes": 0}
         with alone(self.cache_dir), self._open() as (store, _):
             return {"freed_bytes": store.prune(limit, progress)}
 
     def clear(self, *, pinned: bool) -> dict[str, Any]:
-        """Remove sessions and files, pinned ones only if `pinned`."""
+        """Remove all sessions and files; those of pinned sessions only if `pinned`."""
         if not self._exists():
             return {"sessions": 0, "freed_bytes": 0}
         with alone(self.cache_dir), self._open() as (store, sessions):
@@ -154,7 +159,7 @@ class Offline:
             store.close()
 
 
-def _listed(store: Store, sessions: Sessions, id: str) -> Listed:
+def _listing(store: Store, sessions: Sessions, id: str) -> Listed:
     session, leaves = sessions.get(id), sessions.leaves(id)
     held = store.for_namespace(session.namespace).measure_leaves(leaves)
     return Listed(session, tuple(leaves), Held.nothing(leaves), held, sessions.figures(id))

@@ -1,4 +1,4 @@
-"""A running server, as commands use it."""
+"""Client of a running server, for the commands."""
 
 from __future__ import annotations
 
@@ -18,48 +18,53 @@ from mlxcache.private import create
 from mlxcache.types import WARMING
 
 ANSWER_S = 3.0
-"""How long a server may take to say that it is there."""
+"""Timeout in seconds to connect, and to answer `GET /health`."""
 
 PART_BYTES = 1 << 20
 _HEADER = "X-Mlxcache-Request"
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes, tokens or files done and those to do in all."""
+"""Called with the bytes, tokens or files done and the total."""
 
 _POLL_S = 0.5
 
 
 class NoServer(MlxcacheError):
-    """Nothing answers where a server was looked for, or it is no mlxcache."""
+    """No mlxcache server answers at an address."""
 
 
 def proxied(url: str) -> bool:
-    """Whether a proxy of the environment may be in between: none is on the way to this machine."""
+    """Return True if proxies set in the environment apply to `url`: not for this machine."""
     return not is_loopback(httpx.URL(url).host)
 
 
 class Remote:
-    """The server at `url`. What it refuses is raised as MlxcacheError, with its own words."""
+    """Client of the server at `url`.
+
+    Every request blocks. An error response raises MlxcacheError with the server's message, NotFound
+    for 404; NoServer is raised if the server does not answer. Progress callbacks run in the calling
+    thread.
+    """
 
     def __init__(self, url: str, api_key: str | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # a model may compute for minutes before it answers
+        # no read timeout: a model may compute for minutes before it answers
         timeout = httpx.Timeout(None, connect=ANSWER_S)
         try:
             self._http = httpx.Client(
                 base_url=self.url, headers=headers, timeout=timeout, trust_env=proxied(self.url)
             )
         except (httpx.InvalidURL, ValueError) as error:
-            raise NoServer(f"{url!r} is no address of a server: {error}") from error
+            raise NoServer(f"{url!r} is not a server address: {error}") from error
 
     def __str__(self) -> str:
         return f"of the server at {self.url}"
 
     def answers(self) -> bool:
-        """Whether an mlxcache server is there, also one that is still loading its model.
+        """Return True if an mlxcache server answers, also one that is loading its model.
 
-        The key is not sent: something else may listen there.
+        The key is not sent, because another program may listen at the address.
         """
         try:
             request = self._http.build_request("GET", "/health", timeout=ANSWER_S)
@@ -71,21 +76,21 @@ class Remote:
     # -- sessions ----------------------------------------------------------------------------
 
     def sessions(self) -> list[dict[str, Any]]:
-        """All sessions, those used last first."""
+        """List all sessions, most recently used first."""
         found: list[dict[str, Any]] = self._json("GET", "/v1/sessions?limit=999999999")["data"]
         return found
 
     def computing(self) -> int:
-        """How many requests there are of which sessions may come."""
+        """Number of requests that run or wait and may become sessions."""
         found = self._json("GET", "/v1/requests")["data"]
         return sum(bool(one["progress"]) and one["api"] != WARMING for one in found)
 
     def session(self, id: str) -> dict[str, Any]:
-        """One session with its leaves."""
+        """Return one session with its leaves. Raises NotFound."""
         return self._json("GET", _path(id))
 
     def patch(self, id: str, **changes: Any) -> dict[str, Any]:
-        """Change `name` or `pinned`."""
+        """Change `name` or `pinned` of a session, and return it."""
         return self._json("PATCH", _path(id), json=changes)
 
     def delete(self, id: str) -> None:
@@ -93,12 +98,12 @@ class Remote:
         self._json("DELETE", _path(id))
 
     def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
-        """A new session that goes on from `id`."""
+        """Make a session that continues `id`, from its first `at_tokens` tokens or all."""
         body = {"name": name, "at_tokens": at_tokens}
         return self._json("POST", f"{_path(id)}/fork", json=body)
 
     def snapshot(self, id: str, path: Path, format: str, progress: Progress) -> int:
-        """Write a session to the file at `path`; its size in bytes."""
+        """Write a session to the file at `path` and return its size in bytes."""
         done = 0
         with (
             self._request("GET", f"{_path(id)}/snapshot", params={"format": format}) as response,
@@ -110,13 +115,19 @@ class Remote:
                 done += len(part)
                 progress(done, total)
         if done < total:
-            raise MlxcacheError("The server broke off; its log says why.")
+            raise MlxcacheError(
+                f"The server sent {done:,} of {total:,} bytes and closed the connection: see its "
+                "log."
+            )
         return done
 
     def restore(
         self, path: Path, name: str | None, prompt: str | None, progress: Progress
     ) -> dict[str, Any]:
-        """Take in the snapshot at `path`, or mlx-lm's prompt cache that was made of `prompt`."""
+        """Import a snapshot, or a prompt cache of mlx-lm computed from `prompt`.
+
+        Returns the new session.
+        """
         total, head = path.stat().st_size, (prompt or "").encode()
         params = {"name": name} if name else {}
         if head:
@@ -142,7 +153,10 @@ class Remote:
     # -- the cache ---------------------------------------------------------------------------
 
     def warm(self, body: bytes, progress: Progress) -> dict[str, Any]:
-        """Compute a prefix ahead of use; the tokens so far are asked for meanwhile."""
+        """Compute a prefix ahead of its first use; `body` is a chat request or a system prompt.
+
+        Progress is polled from `GET /v1/requests` every half second, in tokens.
+        """
         before = {one["id"] for one in self._warmed()}
         with ThreadPoolExecutor(1) as pool:
             warmed = pool.submit(self._json, "POST", "/v1/cache/warm", content=body)
@@ -153,32 +167,32 @@ class Remote:
             return warmed.result()
 
     def _warmed(self) -> list[dict[str, Any]]:
-        """Recent requests of this kind."""
+        """Recent warm requests."""
         found = self._json("GET", "/v1/requests")["data"]
         return [one for one in found if one["api"] == WARMING]
 
     def stats(self) -> dict[str, Any]:
-        """The cache's figures."""
+        """Figures of the cache, as `GET /v1/cache` returns them."""
         return self._json("GET", "/v1/cache")
 
     def check(self, _: Progress) -> list[dict[str, str]]:
-        """What is wrong with the server's files, read whole; nothing is told meanwhile."""
+        """Have the server read all its files and return the problems found; no progress."""
         found: list[dict[str, str]] = self._json("GET", "/v1/cache/check")["data"]
         return found
 
     def prune(self, limit: int | None, _: Progress) -> dict[str, Any]:
-        """Remove damaged files, and what is beyond `limit` bytes on disk."""
+        """Remove damaged files, then evict down to `limit` bytes on disk; no progress."""
         params = {} if limit is None else {"limit_bytes": str(limit)}
         return self._json("POST", "/v1/cache/prune", params=params)
 
     def clear(self, *, pinned: bool) -> dict[str, Any]:
-        """Empty both tiers."""
+        """Clear both tiers; pinned sessions only if `pinned`."""
         return self._json("DELETE", "/v1/cache", params={"pinned": "true" if pinned else "false"})
 
-    # -- what goes on ------------------------------------------------------------------------
+    # -- live updates ------------------------------------------------------------------------
 
     def live(self, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """What the server tells of `parts`, now and whenever it changes, until it ends."""
+        """Yield (part, body) now and after each change, until the server ends the stream."""
         name = ""
         with self._request("GET", "/v1/live", params={"parts": ",".join(parts)}) as response:
             for line in response.iter_lines():
@@ -201,7 +215,7 @@ class Remote:
             with self._http.stream(method, path, **more) as response:
                 if response.is_error:
                     response.read()
-                    raise _refusal(response)
+                    raise _error_of(response)
                 yield response
         except httpx.TransportError as error:
             raise NoServer(f"The server at {self.url} does not answer: {error}.") from error
@@ -211,10 +225,10 @@ def _path(id: str) -> str:
     return f"/v1/sessions/{quote(id, safe='')}"
 
 
-def _refusal(response: httpx.Response) -> MlxcacheError:
+def _error_of(response: httpx.Response) -> MlxcacheError:
     message = f"The server answered with status {response.status_code}."
     with suppress(ValueError, KeyError, TypeError):
         message = str(response.json()["error"]["message"])
     if response.status_code == 401:
-        message += " Give it with --api-key or in MLXCACHE_API_KEY."
+        message += " Set --api-key or MLXCACHE_API_KEY."
     return (NotFound if response.status_code == 404 else MlxcacheError)(message)

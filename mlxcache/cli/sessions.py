@@ -1,8 +1,8 @@
-"""`mlxcache sessions`: what there is to go on with, and what to call it."""
+"""`mlxcache sessions`: list, show, pin, rename, fork and remove sessions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +21,7 @@ app = typer.Typer(
 Id = Annotated[
     str,
     typer.Argument(
-        metavar="ID", help="A session's id, the beginning of one, or its name or title."
+        metavar="ID", help="A session's id, the start of its id, its name or its title."
     ),
 ]
 
@@ -48,7 +48,7 @@ def sessions(
 ) -> None:
     """List, show, pin, rename, fork and remove sessions, with a running server or without.
 
-    Without a command: the list.
+    Without a command, list them.
     """
     ctx.obj = (url, api_key, cache_dir)
     if ctx.invoked_subcommand is None:
@@ -62,14 +62,14 @@ def list_sessions(
     *,
     as_json: Json = False,
 ) -> None:
-    """List all sessions, those used last first."""
+    """List all sessions, most recently used first."""
     found = where.sessions()
     if as_json:
         show.print_json({"object": "list", "data": found})
     elif found:
-        show.table(_COLUMNS, map(_row, found), cut=1)
+        print_sessions(found)
     else:
-        console().print(show.no_sessions(where.computing(), str(where)))
+        console().print(show.no_sessions_text(where.computing(), str(where)))
 
 
 @app.command("show")
@@ -81,11 +81,11 @@ def show_session(
     as_json: Json = False,
 ) -> None:
     """Show one session with its leaves: the main conversation and its agents'."""
-    found = where.session(find(where.sessions(), id))
+    found = where.session(find_session(where.sessions(), id))
     if as_json:
         show.print_json(found)
     else:
-        _print(found)
+        _print_session(found)
 
 
 @app.command()
@@ -96,8 +96,8 @@ def pin(
     *,
     as_json: Json = False,
 ) -> None:
-    """Keep a session: it is evicted last."""
-    _change(where, id, "Pinned", as_json=as_json, pinned=True)
+    """Pin a session, so that it is evicted last."""
+    _patch_session(where, id, "Pinned", as_json=as_json, pinned=True)
 
 
 @app.command()
@@ -108,8 +108,8 @@ def unpin(
     *,
     as_json: Json = False,
 ) -> None:
-    """Let a session be evicted like any other."""
-    _change(where, id, "Not pinned any more", as_json=as_json, pinned=False)
+    """Unpin a session, so that it is evicted like any other."""
+    _patch_session(where, id, "Unpinned", as_json=as_json, pinned=False)
 
 
 @app.command()
@@ -117,12 +117,12 @@ def unpin(
 def rename(
     where: Where,
     id: Id,
-    name: Annotated[str, typer.Argument(metavar="NAME", help='The new name; "" for none.')],
+    name: Annotated[str, typer.Argument(metavar="NAME", help='The new name; "" removes it.')],
     *,
     as_json: Json = False,
 ) -> None:
     """Give a session a name."""
-    _change(where, id, "Renamed", as_json=as_json, name=name)
+    _patch_session(where, id, "Renamed", as_json=as_json, name=name)
 
 
 @app.command()
@@ -131,19 +131,21 @@ def fork(
     where: Where,
     id: Id,
     *,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="The new one's name.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the new session.")
+    ] = None,
     at: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", min=1, help="Where to part; at the end unless given."),
+        typer.Option(metavar="TOKENS", min=1, help="Number of tokens to keep. Default: all."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a new session that goes on from this one. Its id serves as X-Session-Id."""
+    """Make a new session that continues this one. Send its id as X-Session-Id."""
     sessions = where.sessions()
-    found = find(sessions, id)
+    found = find_session(sessions, id)
     tokens = next(one["tokens"] for one in sessions if one["id"] == found)
     if at is not None and at > tokens:
-        raise MlxcacheError(f"--at must be from 1 to {tokens}, which {found} has, not {at}.")
+        raise MlxcacheError(f"--at must be from 1 to {tokens}, the tokens of {found}, not {at}.")
     made = where.fork(found, name, at)
     if as_json:
         show.print_json(made)
@@ -159,8 +161,8 @@ def rm(
     *,
     as_json: Json = False,
 ) -> None:
-    """Remove a session, with all that no other session needs."""
-    found = find(where.sessions(), id)
+    """Remove a session and its cached tokens, except those that other sessions share."""
+    found = find_session(where.sessions(), id)
     where.delete(found)
     if as_json:
         show.print_json({"id": found, "deleted": True})
@@ -168,11 +170,11 @@ def rm(
         console().print(f"Removed: {found}")
 
 
-def find(sessions: list[dict[str, Any]], text: str) -> str:
-    """The id that `text` stands for: an id, a name, the beginning of an id, a title or a label.
+def find_session(sessions: list[dict[str, Any]], text: str) -> str:
+    """Return the id of the session that `text` names.
 
-    What comes first here counts, and all but an id only where one session alone has it. Raises
-    NotFound.
+    Tried in this order: an id, a name, the start of an id, a title or label. Raises NotFound if
+    none matches or if the first way that matches finds several sessions.
     """
     ways: tuple[Callable[[dict[str, Any]], bool], ...] = (
         lambda one: one["id"] == text,
@@ -185,51 +187,58 @@ def find(sessions: list[dict[str, Any]], text: str) -> str:
         if len(found) == 1:
             return found[0]
         if found:
-            raise NotFound(f"{text!r} may be any of {_some(found)}: give the id.")
-    raise NotFound(f"No session has the id, name or title {text!r}; see mlxcache sessions.")
+            raise NotFound(f"{text!r} matches several sessions: {_join_some(found)}. Give the id.")
+    raise NotFound(f"No session has the id, name or title {text!r}: see `mlxcache sessions`.")
 
 
-def _some(ids: list[str], most: int = 5) -> str:
+def print_sessions(sessions: Iterable[dict[str, Any]]) -> None:
+    """Print a table of sessions, one per line; long names are shortened to fit the terminal."""
+    show.print_table(_COLUMNS, map(_session_row, sessions), cut=1)
+
+
+def _join_some(ids: list[str], most: int = 5) -> str:
     more = len(ids) - most
     return ", ".join(ids[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def _change(where: Where, id: str, done: str, *, as_json: bool, **changes: Any) -> None:
-    changed = where.patch(find(where.sessions(), id), **changes)
+def _patch_session(where: Where, id: str, done: str, *, as_json: bool, **changes: Any) -> None:
+    changed = where.patch(find_session(where.sessions(), id), **changes)
     if as_json:
         show.print_json(changed)
         return
-    console().print(f"{done}: {changed['id']} {show.name_of(changed)}".rstrip())
+    console().print(f"{done}: {changed['id']} {show.session_name(changed)}".rstrip())
 
 
-def _row(one: dict[str, Any]) -> tuple[str, ...]:
+def _session_row(one: dict[str, Any]) -> tuple[str, ...]:
     return (
         one["id"],
-        show.name_of(one),
+        show.session_name(one),
         f"{one['tokens']:,}",
-        show.size(one["ram_bytes"]),
-        show.size(one["disk_bytes"]),
+        show.format_size_or_dash(one["ram_bytes"]),
+        show.format_size_or_dash(one["disk_bytes"]),
         one["tier"] or "-",
         "yes" if one["pinned"] else "",
-        show.age(one["last_used_at"]),
+        show.format_age(one["last_used_at"]),
     )
 
 
-def _gained(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a session's requests found and saved; what nobody knows is left out."""
+def _request_facts(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of a session's request figures; unknown figures are omitted."""
     if not figures["requests"]:
         return []
-    told = [("requests", f"{figures['requests']:,}")]
+    facts = [("requests", f"{figures['requests']:,}")]
     if figures["first_token_s"] is not None:
-        told.append(("first token", f"after {show.duration(figures['first_token_s'])} on average"))
-    told.append(("reused", show.reuse(figures)))
+        facts.append(
+            ("first token", f"after {show.format_duration(figures['first_token_s'])} on average")
+        )
+    facts.append(("reused", show.format_reuse(figures)))
     if figures["saved_s"] is not None:
-        told.append(("time saved", show.duration(figures["saved_s"])))
-    return told
+        facts.append(("time saved", show.format_duration(figures["saved_s"])))
+    return facts
 
 
-def _print(one: dict[str, Any]) -> None:
-    show.facts(
+def _print_session(one: dict[str, Any]) -> None:
+    show.print_facts(
         (
             ("id", one["id"]),
             ("name", one["name"] or "-"),
@@ -240,18 +249,18 @@ def _print(one: dict[str, Any]) -> None:
             ("client", one["client"] or "-"),
             ("tokens", f"{one['tokens']:,}, of which {one['durable_tokens']:,} are durable"),
             ("turns", f"{one['turns']:,}"),
-            *_gained(one["figures"]),
-            ("RAM", show.size(one["ram_bytes"])),
-            ("disk", show.size(one["disk_bytes"])),
+            *_request_facts(one["figures"]),
+            ("RAM", show.format_size_or_dash(one["ram_bytes"])),
+            ("disk", show.format_size_or_dash(one["disk_bytes"])),
             ("tier", one["tier"] or "-"),
             ("pinned", "yes" if one["pinned"] else "no"),
-            ("created", show.moment(one["created_at"])),
-            ("last used", show.moment(one["last_used_at"])),
+            ("created", show.format_time(one["created_at"])),
+            ("last used", show.format_time(one["last_used_at"])),
         )
     )
     columns = (("leaf", "left"), ("tokens", "right"), ("in RAM", "right"), ("durable", "right"))
     print()
-    show.table(
+    show.print_table(
         (*columns, ("turns", "right"), ("last used", "right")),
         (
             (
@@ -260,7 +269,7 @@ def _print(one: dict[str, Any]) -> None:
                 f"{leaf['ram_tokens']:,}",
                 f"{leaf['durable_tokens']:,}",
                 f"{leaf['turns']:,}",
-                show.age(leaf["last_used_at"]),
+                show.format_age(leaf["last_used_at"]),
             )
             for leaf in one["leaves"]
         ),

@@ -1,4 +1,4 @@
-"""Tables for people, JSON for programs."""
+"""Printing of command results: tables and sentences for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from mlxcache.config import format_size
 if TYPE_CHECKING:
     from mlxcache.engine.metrics import Tally
 
-
 _PIPE_WIDTH = 240
-"""Columns of a table that goes to a file or a pipe, so that nothing is cut off."""
+"""Width in columns of a table written to a file or a pipe: wide enough that nothing is cut."""
 
-_LEAST_CUT = 10
-"""Columns that a text keeps at least when it is cut for a narrow terminal."""
+_MIN_CUT_WIDTH = 10
+"""Minimum width in columns of the column that is shortened on a narrow terminal."""
 
-_ROOMY = 24
-"""Where less than this would remain of it, columns stand closer together."""
+_MIN_GAP_WIDTH = 24
+"""If the shortened column would be narrower than this, the gap between columns is 1, not 2."""
 
 _AGES = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
 def print_json(value: Any) -> None:
-    """`value` as JSON on the standard output."""
+    """Print `value` as JSON on the standard output; control characters are escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     print(UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def table(
+def print_table(
     columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], *, cut: int | None = None
 ) -> None:
-    """Print rows under `columns`: each a heading and how it is justified; no headings, no line.
+    """Print rows under `columns`, pairs of a heading and `left` or `right`.
 
-    Where a line is wider than the terminal, column `cut` gives way; no other is ever shortened, so
-    that ids can be copied.
+    The heading line is omitted if all headings are empty. On a terminal narrower than the table,
+    column number `cut` is shortened; no other column is, so that ids can be copied.
     """
     cells = ([visible(cell).replace("\n", " ") for cell in row] for row in rows)
     lines = [[heading for heading, _ in columns], *cells]
@@ -53,9 +52,9 @@ def table(
     gap, gaps = 2, len(widths) - 1
     if cut is not None:
         left = room - sum(widths) + widths[cut]  # for that column and the gaps
-        if left - gap * gaps < min(widths[cut], _ROOMY):
+        if left - gap * gaps < min(widths[cut], _MIN_GAP_WIDTH):
             gap = 1
-        widths[cut] = min(widths[cut], max(_LEAST_CUT, left - gap * gaps))
+        widths[cut] = min(widths[cut], max(_MIN_CUT_WIDTH, left - gap * gaps))
     made = Table(
         box=None,
         padding=(0, gap, 0, 0),
@@ -71,33 +70,66 @@ def table(
     Console(highlight=False, markup=False, width=full).print(made)
 
 
-def facts(pairs: Iterable[tuple[str, str]]) -> None:
-    """Print names with their values, one per line."""
-    table((("", "left"), ("", "left")), pairs)
+def print_facts(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print names with their values, one pair per line."""
+    print_table((("", "left"), ("", "left")), pairs)
 
 
-def no_sessions(computed: int, where: str = "") -> str:
-    """What is said instead of a list, of requests that run or wait how many there are."""
+def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally) -> None:
+    """Print requests, mean times to the first token, reuse and saved time of a server's run.
+
+    `figures` is the body of `GET /v1/cache`; it must count at least one request.
+    """
+    requests, saved = figures["requests"], figures["saved"]
+    tokens = {f"{name}_tokens": count for name, count in figures["tokens"].items()}
+    kinds = [
+        f"{requests[kind]:,} {kind}" for kind in ("cold", "warm", "restored") if requests[kind]
+    ]
+    waits = [
+        f"{format_duration(times.average)} {kind}"
+        for kind, times in tally.first_token.items()
+        if times.average is not None
+    ]
+    lines = [("Requests", f"{requests['total']:,} ({', '.join(kinds)})")]
+    if waits:
+        lines.append(("First token", f"after {', '.join(waits)}, on average"))
+    lines.append(("Reused", format_reuse(tokens)))
+    if saved["tokens"]:
+        least = "at least " if saved["tokens"] < tokens["cached_tokens"] else ""
+        lines.append(("Time saved", f"{least}{format_duration(saved['seconds'])}"))
+    console.print(Text("\nThis run", "bold"))
+    for name, value in lines:
+        console.print(f"{name:<12} {value}")
+
+
+def no_sessions_text(computing: int, where: str = "") -> str:
+    """Sentence to print instead of an empty session list.
+
+    `computing`: requests that run or wait and may become sessions. `where`: the server or folder.
+    """
     place = f" ({where})" if where else ""
-    if not computed:
+    if not computing:
         return f"There are no sessions yet{place}."
-    if computed == 1:
-        return f"The first one is being computed{place}: it is listed once its reply is there."
-    return f"The first ones are being computed{place}: each is listed once a reply of it is there."
+    if computing == 1:
+        return f"The first session is being computed{place}. It is listed when its reply is done."
+    return (
+        f"The first sessions are being computed{place}. Each is listed when its first reply is "
+        "done."
+    )
 
 
-def name_of(session: dict[str, Any]) -> str:
-    """What to call a session: its name, else its title, else its label."""
+def session_name(session: dict[str, Any]) -> str:
+    """Display name of a session: its name, else its title, else its label, else a dash."""
     return visible(str(session["name"] or session["title"] or session["label"] or "-"))
 
 
-def size(nbytes: int | None) -> str:
-    """Bytes for a person; none are a dash."""
+def format_size_or_dash(nbytes: int | None) -> str:
+    """Format a size in bytes; 0 and None are a dash."""
     return format_size(nbytes) if nbytes else "-"
 
 
-def duration(seconds: float) -> str:
-    """How long something took, to three digits or so."""
+def format_duration(seconds: float) -> str:
+    """Format a duration with about three significant digits."""
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -106,17 +138,19 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def reuse(tokens: Mapping[str, int]) -> str:
-    """How much of the prompts was not computed; of `prompt_tokens`, `cached_tokens` and
-    `restored_tokens`."""
+def format_reuse(tokens: Mapping[str, int]) -> str:
+    """Format the reused part of prompts.
+
+    `tokens` has `prompt_tokens`, `cached_tokens` and `restored_tokens`.
+    """
     prompt, cached, restored = (tokens[f"{x}_tokens"] for x in ("prompt", "cached", "restored"))
     share = f" ({cached / prompt:.0%})" if prompt else ""
     disk = f", {restored:,} of them from disk" if restored else ""
     return f"{cached:,} of {prompt:,} prompt tokens{share}{disk}"
 
 
-def age(at: float) -> str:
-    """How long ago `at` (seconds since 1970) was."""
+def format_age(at: float) -> str:
+    """Format the time passed since `at`, in seconds since 1970, in its largest unit."""
     passed = max(0.0, time.time() - at)
     for seconds, unit in _AGES:
         if passed >= seconds:
@@ -124,33 +158,6 @@ def age(at: float) -> str:
     return "now"
 
 
-def moment(at: float) -> str:
-    """`at` (seconds since 1970) as this machine's clock and calendar have it."""
+def format_time(at: float) -> str:
+    """Format `at`, in seconds since 1970, as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-
-
-def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally) -> None:
-    """Print requests, waiting times, what was reused and the time that this saved.
-
-    `figures` are what `GET /v1/cache` says, of a run that had requests.
-    """
-    requests, saved = figures["requests"], figures["saved"]
-    tokens = {f"{name}_tokens": count for name, count in figures["tokens"].items()}
-    kinds = [
-        f"{requests[kind]:,} {kind}" for kind in ("cold", "warm", "restored") if requests[kind]
-    ]
-    waits = [
-        f"{duration(times.average)} {kind}"
-        for kind, times in tally.first_token.items()
-        if times.average is not None
-    ]
-    lines = [("Requests", f"{requests['total']:,} ({', '.join(kinds)})")]
-    if waits:
-        lines.append(("First token", f"after {', '.join(waits)}, on average"))
-    lines.append(("Reused", reuse(tokens)))
-    if saved["tokens"]:
-        least = "at least " if saved["tokens"] < tokens["cached_tokens"] else ""
-        lines.append(("Time saved", f"{least}{duration(saved['seconds'])}"))
-    console.print(Text("\nThis run", "bold"))
-    for name, value in lines:
-        console.print(f"{name:<12} {value}")

@@ -1,4 +1,4 @@
-"""`mlxcache snapshot` and `mlxcache restore`: a session as a file, and back."""
+"""`mlxcache snapshot` and `mlxcache restore`: export a session to a file, import it from one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,31 @@ import typer
 from mlxcache.cli import show
 from mlxcache.cli.output import console
 from mlxcache.cli.progress import moving
-from mlxcache.cli.sessions import Id, find
+from mlxcache.cli.sessions import Id, find_session
 from mlxcache.cli.target import Json, Where, located
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError, MlxcacheError, SnapshotRefused
 
+_EXPECTED = (
+    "Expected a file written by `mlxcache snapshot ID -o FILE` or by mlx-lm's "
+    "`mlx_lm.cache_prompt`."
+)
+_HEAD = 4096
+_SHOWN_CHARS = 40
+_LENGTH = 8  # bytes of the length field before a safetensors header
+_OFFSETS = b'"data_offsets"'  # a key of each tensor in a safetensors header
+
+_ARCHIVES = (
+    (b"\x1f\x8b", "gzip"),
+    (b"PK\x03\x04", "zip"),
+    (b"BZh", "bzip2"),
+    (b"\xfd7zXZ", "xz"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+)
+
 
 class Format(StrEnum):
-    """Whose file it is to be."""
+    """Format of an exported file."""
 
     MLXCACHE = "mlxcache"
     MLX_LM = "mlx-lm"
@@ -36,14 +53,14 @@ def snapshot(
     ],
     format: Annotated[
         Format,
-        typer.Option(help="mlx-lm: for mlx_lm.generate --prompt-cache-file."),
+        typer.Option(help="mlx-lm writes a file for mlx_lm.generate --prompt-cache-file."),
     ] = Format.MLXCACHE,
     as_json: Json = False,
 ) -> None:
-    """Write a session to one file, to go on with it elsewhere."""
+    """Write a session to one file, to continue it on another machine or server."""
     if str(output) == "-":
-        raise ConfigError("--output must be a file: a snapshot cannot go to the standard output")
-    found = find(where.sessions(), id)
+        raise ConfigError("--output must be a file: a snapshot cannot go to standard output")
+    found = find_session(where.sessions(), id)
     part = output.with_name(f".{output.name}.part")
     try:
         with moving("writing") as progress:
@@ -70,19 +87,19 @@ def restore(
     ],
     *,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What to call the session.")
+        str | None, typer.Option(metavar="NAME", help="Name of the new session.")
     ] = None,
     prompt: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="What mlx_lm.cache_prompt made the file of, as text or a JSON list of token ids; "
-            "- is the input. Needs a server.",
+            help="The prompt given to mlx_lm.cache_prompt, as text or a JSON list of token ids; "
+            "- reads standard input. Needs a server.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Import a session from a snapshot, or from a file of mlx-lm's; its next turn is warm."""
+    """Import a session from a snapshot or a prompt cache of mlx-lm; its next turn is warm."""
     check_snapshot(file)
     if prompt == "-":
         prompt = typer.get_text_stream("stdin").read()
@@ -94,37 +111,23 @@ def restore(
         console().print(f"Imported {made['tokens']:,} tokens: {made['id']}")
 
 
-_EXPECTED = (
-    "Expected is a file that `mlxcache snapshot ID -o FILE` wrote, or mlx-lm's "
-    "`mlx_lm.cache_prompt`."
-)
-_HEAD = 4096
-_SHOWN_CHARS = 40
-_LENGTH = 8  # bytes that say how long the header is
-_OFFSETS = b'"data_offsets"'  # of each tensor there is
-
-_ARCHIVES = (
-    (b"\x1f\x8b", "gzip"),
-    (b"PK\x03\x04", "zip"),
-    (b"BZh", "bzip2"),
-    (b"\xfd7zXZ", "xz"),
-    (b"\x28\xb5\x2f\xfd", "zstd"),
-)
-
-
 def check_snapshot(file: Path) -> None:
-    """Raises MlxcacheError, with what was expected and what was found, unless it is a snapshot."""
+    """Check that `file` is a snapshot or a prompt cache of mlx-lm, by reading its header.
+
+    Raises MlxcacheError, saying what was expected and what was found.
+    """
     from mlxcache.store.snapshot_format import format_of  # noqa: PLC0415 - numpy takes a while
 
     try:
         format_of(file)
     except SnapshotRefused as error:
         raise MlxcacheError(
-            f"{file} is no snapshot: {_describe_wrong(file, error)}. {_EXPECTED}"
+            f"{file} is not a snapshot: {_describe_wrong(file, error)}. {_EXPECTED}"
         ) from error
 
 
 def _describe_wrong(file: Path, error: SnapshotRefused) -> str:
+    """Describe a file that was refused with `error`, from its first bytes and its size."""
     from mlxcache.store.snapshot_format import FORMAT  # noqa: PLC0415 - as above
 
     try:
@@ -137,19 +140,20 @@ def _describe_wrong(file: Path, error: SnapshotRefused) -> str:
         return "it is empty"
     for start, name in _ARCHIVES:
         if head.startswith(start):
-            return f"it is packed with {name}; unpack it first"
+            return f"it is compressed with {name}; unpack it first"
     if f'"{FORMAT}"'.encode() in head[_LENGTH:]:
-        return f"it is a snapshot, but cut off or damaged. {str(error).rstrip('.')}"
+        return f"it is a truncated or damaged snapshot. {str(error).rstrip('.')}"
     if _OFFSETS in head[_LENGTH:]:
         why = str(error).rstrip(".")
-        return f"it is a safetensors file of something else, such as weights, or cut off. {why}"
+        return f"it is a safetensors file of another kind, such as weights, or truncated. {why}"
     text = _printable_start(head)
     if text is not None:
-        return f"it is a text, which begins with {text[:_SHOWN_CHARS]!r}"
-    return f"it is {format_size(size)} of something else"
+        return f"it is a text that begins with {text!r}"
+    return f"it is {format_size(size)} of an unknown format"
 
 
 def _printable_start(head: bytes) -> str | None:
+    """First characters of `head` if it is printable UTF-8 text, else None."""
     try:
         text = head.decode(errors="strict" if len(head) < _HEAD else "ignore").strip()
     except UnicodeDecodeError:

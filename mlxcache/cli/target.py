@@ -1,4 +1,7 @@
-"""Where a command goes: to the server that runs, or to the cache folder if none does."""
+"""Target of a command: the running server, else the cache folder.
+
+Options --url, --api-key and --cache-dir, and the rule that picks the target from them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ Url = Annotated[
         metavar="URL",
         rich_help_panel=_PANEL,
         show_default=False,
-        help=f"The server; also {URL_VARIABLE}. Default: the one that runs here.",
+        help=f"The server; also {URL_VARIABLE}. Default: the one running on this machine.",
     ),
 ]
 ApiKey = Annotated[
@@ -39,7 +42,7 @@ ApiKey = Annotated[
         metavar="KEY",
         rich_help_panel=_PANEL,
         show_default=False,
-        help="The server's key. Safer in MLXCACHE_API_KEY than here.",
+        help="The server's key. Safer in MLXCACHE_API_KEY than on the command line.",
     ),
 ]
 CacheDir = Annotated[
@@ -48,24 +51,25 @@ CacheDir = Annotated[
         metavar="DIR",
         rich_help_panel=_PANEL,
         show_default=False,
-        help="The cache folder, where no server runs; also MLXCACHE_CACHE_DIR. "
+        help="The cache folder, if no server runs; also MLXCACHE_CACHE_DIR. "
         "Default: the user's cache folder.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")]
 
 
-def server(url: str | None, api_key: str | None, cache_dir: Path | None = None) -> Remote:
-    """The running server. Raises NoServer where none is found, ConfigError for wrong settings.
+def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = None) -> Remote:
+    """Find the running server; blocks until it answers or a short timeout passes.
 
-    By `url`, else the one that serves from `cache_dir`. With neither: by MLXCACHE_URL, else the one
-    that serves from the usual folder, else the usual address.
+    The server at `url`, else the one that uses `cache_dir`. With neither: the one that MLXCACHE_URL
+    names, else one that uses the configured folder, else one at the configured address. Raises
+    NoServer if none answers, ConfigError for wrong settings.
     """
     from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - httpx takes a while
     from mlxcache.store.lock import servers  # noqa: PLC0415
 
     settings = load_settings({"cache_dir": cache_dir, "api_key": api_key}, os.environ)
-    asked = _asked(url, cache_dir)
+    asked = _named_url(url, cache_dir)
     if asked and "://" not in asked:
         raise ConfigError(f"--url must be an address such as http://127.0.0.1:8081, not {asked!r}")
     urls = [asked] if asked else [one.url for one in servers(settings.cache_dir)]
@@ -78,37 +82,32 @@ def server(url: str | None, api_key: str | None, cache_dir: Path | None = None) 
     if asked:
         named = "--url" if url else URL_VARIABLE
         raise NoServer(
-            f"No mlxcache server answers at {asked}, which {named} names: start one there, or "
-            f"leave {named} out."
+            f"No mlxcache server answers at {asked}, set by {named}: start one there, or "
+            f"remove {named}."
         )
     where = f"at {urls[-1]}" if urls else f"from {settings.cache_dir}"
-    raise NoServer(f"No server serves {where}: start one with mlxcache serve, or name it by --url.")
+    raise NoServer(f"No server runs {where}: start one with `mlxcache serve`, or set --url.")
 
 
-def _asked(url: str | None, cache_dir: Path | None) -> str | None:
-    """The address that a person gave: by flag, or by variable where no flag names a folder."""
+def _named_url(url: str | None, cache_dir: Path | None) -> str | None:
+    """The address set by --url, or by the variable if --cache-dir is absent."""
     return url or (os.environ.get(URL_VARIABLE) if cache_dir is None else None) or None
 
 
-def target(url: str | None, api_key: str | None, cache_dir: Path | None) -> Remote | Offline:
-    """The running server, else the cache folder as it lies on disk.
+def find_target(url: str | None, api_key: str | None, cache_dir: Path | None) -> Remote | Offline:
+    """Find the running server, else open the cache folder.
 
-    Raises NoServer where a server was named, by --url or MLXCACHE_URL, and does not answer.
+    Raises NoServer if --url or MLXCACHE_URL names a server that does not answer.
     """
     from mlxcache.cli.offline import Offline  # noqa: PLC0415
     from mlxcache.cli.remote import NoServer  # noqa: PLC0415
 
     try:
-        return server(url, api_key, cache_dir)
+        return find_server(url, api_key, cache_dir)
     except NoServer:
-        if _asked(url, cache_dir):
+        if _named_url(url, cache_dir):
             raise
-    return Offline(folder(cache_dir))
-
-
-def folder(cache_dir: Path | None) -> Path:
-    """The cache folder. Raises ConfigError."""
-    return load_settings({"cache_dir": cache_dir}, os.environ).cache_dir
+    return Offline(load_settings({"cache_dir": cache_dir}, os.environ).cache_dir)
 
 
 Where = Any
@@ -116,9 +115,10 @@ Where = Any
 
 
 def located(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes --url, --api-key and --cache-dir, and is given `where` they lead.
+    """Decorate a command: replace its parameter `where` by --url, --api-key and --cache-dir.
 
-    Options of its group count where it has none of its own. What it raises is reported.
+    The wrapper calls `command` with the target that `find_target` finds. Options of the command
+    win over those of its group. Errors are reported by `reporting`.
     """
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)
@@ -138,13 +138,13 @@ def located(command: Callable[..., None]) -> Callable[..., None]:
     def run(
         ctx: typer.Context, url: Any = None, api_key: Any = None, cache_dir: Any = None, **own: Any
     ) -> None:
-        before = ctx.obj or (None, None, None)
+        group = ctx.obj or (None, None, None)
         chosen = (
             theirs if mine is None else mine
-            for mine, theirs in zip((url, api_key, cache_dir), before, strict=True)
+            for mine, theirs in zip((url, api_key, cache_dir), group, strict=True)
         )
         with reporting():
-            command(target(*chosen), **own)
+            command(find_target(*chosen), **own)
 
     run.__signature__ = signature.replace(parameters=[*parameters, context, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in (*parameters, context, *added)}

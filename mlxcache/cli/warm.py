@@ -10,7 +10,7 @@ import typer
 from mlxcache.cli import show
 from mlxcache.cli.output import console, reporting
 from mlxcache.cli.progress import counting
-from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, server
+from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, find_server
 from mlxcache.errors import MlxcacheError
 
 
@@ -36,7 +36,7 @@ def warm(
     Needs a running server.
     """
     with reporting():
-        target, body = server(url, api_key, cache_dir), read_warm(file)
+        target, body = find_server(url, api_key, cache_dir), read_warm(file)
         with counting("computing, in tokens") as progress:
             found = target.warm(body, progress)
         if as_json:

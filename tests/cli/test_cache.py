@@ -1,4 +1,4 @@
-"""`mlxcache cache stats` for people: every figure once, below a heading."""
+"""`mlxcache cache stats` as text: every figure once, under a heading."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIGURES = {
 
 
 def printed(figures: dict[str, object], capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
-    """Lines by the heading above them."""
+    """Printed lines by heading."""
     print_figures(figures)
     groups: dict[str, list[str]] = {}
     for line in capsys.readouterr().out.splitlines():
@@ -39,30 +39,30 @@ def printed(figures: dict[str, object], capsys: pytest.CaptureFixture[str]) -> d
     return groups
 
 
-def test_figures_stand_below_headings(capsys: pytest.CaptureFixture[str]):
-    """With units, and what is used beside its limit."""
+def test_figures_are_printed_under_headings(capsys: pytest.CaptureFixture[str]):
+    """Figures have units; used bytes are followed by their limit."""
     found = printed(FIGURES, capsys)
     assert found == {
         "Memory": [
-            *("used 26 MB of 600 MB", "given up 5 MB", "buffer limit -"),
-            *("in use by requests 170 KB", "set aside 112.5 MB", "pressure level normal"),
+            *("used 26 MB of 600 MB", "withheld 5 MB", "buffer limit -"),
+            *("in use by requests 170 KB", "reserved 112.5 MB", "pressure level normal"),
         ],
-        "Memory budget, by what it is for": ["pool 37.5 MB", "kv 196.6 KB"],
-        "Disk": ["used 340 KB", "state ok", "on its way to disk 42 KB"],
-        "Disk, by what is there": ["index 311 KB"],
+        "Memory budget, by kind": ["pool 37.5 MB", "kv 196.6 KB"],
+        "Disk": ["used 340 KB", "state ok", "pending writes 42 KB"],
+        "Disk, by kind": ["index 311 KB"],
         "Prefix tree": ["sessions 1,234"],
         "Requests": [
             *("total 3", "warm 2", "restored 0", "cold 1"),
             *("saved tokens 900", "saved seconds 1.5"),
         ],
-        "Canonicalised, in so many requests": ["git status 7"],
+        "Requests canonicalised, by rule": ["git status 7"],
         "Other": ["news size 5 KB", "news more 6"],
     }
 
 
-def test_a_folder_without_a_server_has_its_own_few(capsys: pytest.CaptureFixture[str]):
-    """No heading stands alone, and rules that did nothing are one line."""
+def test_headings_without_figures_are_omitted(capsys: pytest.CaptureFixture[str]):
+    """Canonicalisation rules that changed no request are summed up as `none`."""
     found = printed({"disk": {"used_bytes": 5}, "sessions": 0}, capsys)
     assert found == {"Disk": ["used 5 bytes"], "Prefix tree": ["sessions 0"]}
     found = printed({"canonicalised": {"date": 0}}, capsys)
-    assert found == {"Canonicalised, in so many requests": ["none"]}
+    assert found == {"Requests canonicalised, by rule": ["none"]}

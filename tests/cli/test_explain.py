@@ -518,9 +518,9 @@ def test_programs_get_json(files):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("[]", "Expected is"),
-        ("{", "it is no JSON"),
-        ('{"prompt": "x"}', "no chat request"),
+        ("[]", "Expected the JSON body"),
+        ("{", "it is not JSON"),
+        ('{"prompt": "x"}', "not a chat request"),
         ('{"messages": [{"role": "user", "content": [{"type": "nonsense"}]}]}', "nonsense"),
     ],
 )

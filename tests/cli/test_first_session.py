@@ -50,8 +50,8 @@ WARMS: dict[str, Any] = {"api": "warm", "progress": {"phase": "prefill"}}
     [
         ([], "no sessions yet"),
         ([OVER, WARMS], "no sessions yet"),
-        ([RUNS, WARMS], "The first one is being computed"),
-        ([RUNS, OVER, RUNS], "The first ones are being computed"),
+        ([RUNS, WARMS], "The first session is being computed"),
+        ([RUNS, OVER, RUNS], "The first sessions are being computed"),
     ],
 )
 def test_a_session_to_come_is_told_of(

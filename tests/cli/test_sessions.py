@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from mlxcache.cli.main import app
 from mlxcache.cli.remote import NoServer, Remote
-from mlxcache.cli.target import server as find_server
+from mlxcache.cli.target import find_server
 from mlxcache.errors import ConfigError
 from mlxcache.store.lock import serving
 from tests.served import Served, served
@@ -296,7 +296,7 @@ def test_figures_are_shown_and_files_are_checked(
     assert re.search(r"^Disk\n  used +[\d.]+ [KMG]B", printed, re.MULTILINE)
     if "ram" in figures:  # of a server
         assert re.search(r"^  index +[\d.]+ [KM]B$", printed, re.MULTILINE)
-    assert "as they should be" in call("cache", "check", *where).output
+    assert "are intact" in call("cache", "check", *where).output
     assert json.loads(call("cache", "check", "--json", *where).output) == {
         "object": "list",
         "data": [],

@@ -21,7 +21,7 @@ def _terminal(monkeypatch):
 def printed(capsys, monkeypatch, name, width):
     monkeypatch.setenv("COLUMNS", str(width))
     row = {"id": ID, "name": name, "tokens": "1,234,567", "last used": "12 min ago"}
-    show.table(COLUMNS, [[row[heading] for heading, _ in COLUMNS]], cut=1)
+    show.print_table(COLUMNS, [[row[heading] for heading, _ in COLUMNS]], cut=1)
     output = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     head, line = (one.rstrip() for one in output.splitlines())
     return head, line
@@ -62,5 +62,5 @@ def test_a_terminal_narrower_than_the_figures_breaks_lines_and_loses_nothing(cap
 def test_facts_are_never_cut(capsys, monkeypatch):
     """A namespace is there to be compared."""
     monkeypatch.setenv("COLUMNS", "30")
-    show.facts([("namespace", "0123456789abcdef" * 4)])
+    show.print_facts([("namespace", "0123456789abcdef" * 4)])
     assert capsys.readouterr().out.rstrip() == "namespace  " + "0123456789abcdef" * 4

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees: bars, whole commands, tables of 80 columns, JSON everywhere."""
+"""Terminal output: progress bars, tables of 80 columns, unbroken commands, and JSON on request."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mlxcache.cli import progress
-from mlxcache.cli.doctor.command import _show_findings
+from mlxcache.cli.doctor.command import print_findings
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.cli.main import app
 from mlxcache.cli.remote import Remote
-from mlxcache.cli.sessions import _COLUMNS, _row
-from mlxcache.cli.show import table
+from mlxcache.cli.sessions import print_sessions
 from mlxcache.cli.welcome import welcome
 from mlxcache.config import load_settings
 from mlxcache.errors import ConfigError
@@ -30,7 +29,7 @@ from mlxcache.model.demo import DEMO_NOTICE
 from mlxcache.types import ModelInfo
 
 QUIET = {"serve", "bench"}
-"""Commands whose output is no answer: a log, and figures that have a format of their own."""
+"""Commands without --json: one logs, the other has an output format of its own."""
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -47,14 +46,14 @@ COMMANDS = commands(typer.main.get_command(app))
 
 
 @pytest.mark.parametrize("path", [path for path in COMMANDS if path[0] not in QUIET], ids=" ".join)
-def test_every_command_that_answers_can_answer_in_json(path: tuple[str, ...]) -> None:
-    """For programs."""
+def test_every_command_that_prints_a_result_takes_json(path: tuple[str, ...]) -> None:
+    """Programs read the result as JSON."""
     assert any("--json" in parameter.opts for parameter in COMMANDS[path].params)
 
 
 @pytest.mark.parametrize("path", list(COMMANDS), ids=" ".join)
 def test_every_command_takes_the_short_flag_for_help(path: tuple[str, ...]) -> None:
-    """And its help fits 80 columns."""
+    """The help fits 80 columns."""
     result = CliRunner().invoke(app, [*path, "-h"], env={"COLUMNS": "80", "NO_COLOR": "1"})
     assert result.exit_code == 0
     assert "Usage" in result.output
@@ -62,7 +61,7 @@ def test_every_command_takes_the_short_flag_for_help(path: tuple[str, ...]) -> N
 
 
 def test_completion_can_be_installed() -> None:
-    """For the shells that typer knows."""
+    """The installed completion completes the names of clients."""
     result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"})
     assert "--install-completion" in result.output
     result = CliRunner().invoke(
@@ -74,7 +73,7 @@ def test_completion_can_be_installed() -> None:
 def test_the_longest_sessions_fit_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name gives way, and ids and figures are whole."""
+    """The name is shortened; ids and figures are not."""
     for name, value in (("COLUMNS", "80"), ("FORCE_COLOR", "1"), ("NO_COLOR", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TERM", "xterm")
@@ -88,7 +87,7 @@ def test_the_longest_sessions_fit_80_columns(
         "pinned": True,
         "last_used_at": time.time() - 3599,
     }
-    table(_COLUMNS, [_row(one)], cut=1)
+    print_sessions([one])
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
     for whole in ("ses_0123456789ab", "1,234,567", "123.4 GB", "999.9 MB", "mixed", "59 min ago"):
@@ -96,10 +95,10 @@ def test_the_longest_sessions_fit_80_columns(
 
 
 def test_remedies_and_notices_are_never_broken_or_boxed() -> None:
-    """What is to be copied stands whole on a line, at any width."""
+    """Text meant for copying stays on one line at any width."""
     remedy = f"pip install --force-reinstall {'x' * 100} {'y' * 100}"
     console = Console(file=io.StringIO(), width=60)
-    _show_findings(console, [Finding("a", "ok", "well"), Finding("bb", "warn", "w " * 60, remedy)])
+    print_findings(console, [Finding("a", "ok", "well"), Finding("bb", "warn", "w " * 60, remedy)])
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert remedy in [line.strip() for line in lines]
@@ -113,8 +112,8 @@ def test_remedies_and_notices_are_never_broken_or_boxed() -> None:
     assert set(DEMO_NOTICE.splitlines()) <= set(shown)
 
 
-def test_bars_are_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a pipe nothing is written; at a terminal what is done and what there is."""
+def test_bars_are_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar shows the amount done and the total; a pipe gets nothing."""
     for terminal in (False, True):
         out = Console(file=io.StringIO(), force_terminal=terminal, width=80)
         monkeypatch.setattr(progress, "console", lambda *, stderr, out=out: out)
@@ -130,7 +129,7 @@ def test_bars_are_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Slow(BaseHTTPRequestHandler):
-    """A server that warms for as long as nobody has asked how far it is."""
+    """A server whose warm request ends once its progress was requested."""
 
     asked: ClassVar = threading.Event()
 
@@ -156,11 +155,11 @@ class Slow(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: the output is pytest's."""
+        """Log nothing."""
 
 
-def test_warming_tells_how_far_it_is() -> None:
-    """The tokens of the request that came with it, and of no other."""
+def test_warming_reports_its_progress() -> None:
+    """Progress is that of the new warm request, not of an earlier one."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         server.count = 0  # type: ignore[attr-defined]
         many = threading.Thread(target=server.serve_forever)
@@ -177,8 +176,8 @@ def test_warming_tells_how_far_it_is() -> None:
     assert set(steps) == {(28, 70)}
 
 
-def test_drafted_tokens_need_a_draft(tmp_path: Path) -> None:
-    """A flag that would do nothing is an error, wherever it comes from."""
+def test_drafted_tokens_need_a_draft_model(tmp_path: Path) -> None:
+    """The setting without a draft model is an error, from the environment and from a file."""
     with pytest.raises(ConfigError, match="--draft-model"):
         load_settings({"num_draft_tokens": "4"}, {}, None)
     file = tmp_path / "config.toml"

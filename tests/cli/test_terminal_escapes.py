@@ -33,13 +33,13 @@ def test_tables_and_errors(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     session = {"name": None, "title": EVIL, "label": None}
-    show.table((("name", "left"),), [[EVIL]], cut=0)
+    show.print_table((("name", "left"),), [[EVIL]], cut=0)
     harmless(capsys.readouterr().out)
-    show.facts((("client", f"{EVIL}\nid  ses_1"),))
+    show.print_facts((("client", f"{EVIL}\nid  ses_1"),))
     told = capsys.readouterr().out
     harmless(told)
     assert len(told.strip().splitlines()) == 1
-    harmless(show.name_of(session))
+    harmless(show.session_name(session))
     show.print_json([EVIL])
     told = capsys.readouterr().out
     assert not any(order in told for order in ORDERS)

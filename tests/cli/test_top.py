@@ -185,7 +185,7 @@ def test_memory_that_was_given_up_is_told():
 def test_a_first_session_that_is_computed_is_told_of():
     """And warming a prefix makes none."""
     text = "\n".join(lines(seen(request(1, "prefill", 9_000), sessions=[])))
-    assert "The first one is being computed" in text
+    assert "The first session is being computed" in text
     assert "no sessions yet" not in text
     for rows in ([], [request(1, "prefill", 9_000, api="warm")], [request(1)]):
         assert "no sessions yet" in "\n".join(lines(seen(*rows, sessions=[])))

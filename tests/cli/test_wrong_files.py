@@ -1,4 +1,4 @@
-"""A file that is not what a command takes: what was expected, and what was found."""
+"""Files of the wrong kind: the error says what was expected and what was found."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESSAGES = '{"messages": [{"role": "user", "content": "Hello."}]}'
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody serves, and there is no cache folder."""
+    """No server runs, and there is no cache folder."""
     for name in ("MLXCACHE_URL", "MLXCACHE_API_KEY", "MLXCACHE_MODEL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLXCACHE_CACHE_DIR", str(tmp_path / "unused"))
@@ -36,47 +36,47 @@ def run(*arguments: str | Path) -> Result:
     ("content", "says"),
     [
         (b" \n", "it is empty"),
-        (b"\x00\xff\xfe", "it is no text, but 3 bytes of something else"),
-        (b"hello world", "it is no JSON (Expecting value: line 1 column 1 (char 0)), and begins"),
-        (b"{", "it is no JSON"),
-        (f"{MESSAGES}\n{MESSAGES}\n".encode(), "it has 2 JSON values, one a line"),
-        (b"[1, 2]", "it is a JSON list of 2"),
+        (b"\x00\xff\xfe", "it is not UTF-8 text, but 3 bytes of another format"),
+        (b"hello world", "it is not JSON (Expecting value: line 1 column 1 (char 0)) and begins"),
+        (b"{", "it is not JSON"),
+        (f"{MESSAGES}\n{MESSAGES}\n".encode(), "it has 2 JSON values, one per line"),
+        (b"[1, 2]", "it is a JSON list of length 2"),
         (b'"abc"', "it is the JSON text 'abc'"),
         (b"null", "it is the JSON value null"),
         (b"{}", "it is an empty object"),
-        (b'{"a": 1, "b": 2}', "it is an object without `messages`, which has `a`, `b`"),
+        (b'{"a": 1, "b": 2}', "it is an object without `messages`, with `a`, `b`"),
         (json.dumps(dict.fromkeys("abcdefg")).encode(), "`e` and 2 more"),
-        (b'{"prompt": "x"}', "it has `prompt` and no `messages`, as a text completion has"),
-        (b'{"input": "x"}', "as a request of OpenAI's responses API has"),
-        (b'{"id": "c", "choices": []}', "as a server's answer has"),
+        (b'{"prompt": "x"}', "it has `prompt` and no `messages`, like a text completion request"),
+        (b'{"input": "x"}', "like a request of OpenAI's responses API"),
+        (b'{"id": "c", "choices": []}', "like a server's response"),
         (b'{"messages": "hi"}', "its `messages` is the JSON text 'hi'"),
         (b'{"messages": {}}', "its `messages` is a JSON object"),
         (b'{"messages": []}', "its `messages` is empty"),
-        (f'{{"body": {MESSAGES}}}'.encode(), "`messages` is below `body`"),
+        (f'{{"body": {MESSAGES}}}'.encode(), "`messages` is inside `body`"),
         (b'{"messages": [NaN]}', "JSON is malformed"),
         (b"[" * 100_000, "JSON"),
     ],
 )
-def test_what_is_no_request_is_named_and_what_a_request_is(
+def test_a_file_that_is_not_a_request_is_described(
     tmp_path: Path, content: bytes, says: str
 ) -> None:
     file = tmp_path / "file.json"
     file.write_bytes(content)
     told = run("explain", file).stderr
-    assert f"Error: {file} is no chat request: " in told
+    assert f"Error: {file} is not a chat request: " in told
     assert says in told
-    assert "Expected is the JSON body of a chat request" in told
+    assert "Expected the JSON body of a chat request" in told
     assert "mlxcache serve --record DIR" in told
     assert len(told) < len(str(file)) + 500
 
 
-def test_of_two_requests_the_wrong_one_is_named(tmp_path: Path) -> None:
-    """Also where it is a request that no template could take."""
+def test_the_error_names_the_wrong_one_of_two_files(tmp_path: Path) -> None:
+    """Also for a request that cannot be rendered."""
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(MESSAGES)
     bad.write_text('{"messages": [{"role": "usr", "content": "x"}]}')
     told = run("explain", good, bad).stderr
-    assert f"{bad} is no chat request that can be rendered: " in told
+    assert f"{bad} is a chat request that cannot be rendered: " in told
     assert "'usr' (at `messages[0].role`)" in told
 
 
@@ -85,7 +85,7 @@ def safetensors(file: Path) -> None:
 
 
 def cut(file: Path) -> None:
-    """A snapshot without its end, as a copy that broke off leaves it."""
+    """Write a snapshot that lacks its last bytes, as an interrupted copy leaves it."""
     header = json.dumps(
         {
             "__metadata__": {"format": "mlxcache-snapshot", "version": "1"},
@@ -99,18 +99,18 @@ def cut(file: Path) -> None:
     ("content", "says"),
     [
         (b"", "it is empty"),
-        (b"hello world", "it is a text, which begins with 'hello world'"),
-        (MESSAGES.encode() * 200, 'it is a text, which begins with \'{"messages"'),
-        (gzip.compress(b"x", mtime=0), "it is packed with gzip; unpack it first"),
-        (bytes(range(256)) * 40, "it is 10.2 KB of something else"),
-        (safetensors, "it is a safetensors file of something else"),
-        (cut, "it is a snapshot, but cut off or damaged"),
+        (b"hello world", "it is a text that begins with 'hello world'"),
+        (MESSAGES.encode() * 200, 'it is a text that begins with \'{"messages"'),
+        (gzip.compress(b"x", mtime=0), "it is compressed with gzip; unpack it first"),
+        (bytes(range(256)) * 40, "it is 10.2 KB of an unknown format"),
+        (safetensors, "it is a safetensors file of another kind"),
+        (cut, "it is a truncated or damaged snapshot"),
     ],
 )
-def test_what_is_no_snapshot_is_named_and_what_a_snapshot_is(
+def test_a_file_that_is_not_a_snapshot_is_described(
     tmp_path: Path, content: object, says: str
 ) -> None:
-    """Before anything is sent or made."""
+    """The file is refused before anything is sent or written."""
     file = tmp_path / "file.safetensors"
     if isinstance(content, bytes):
         file.write_bytes(content)
@@ -118,13 +118,13 @@ def test_what_is_no_snapshot_is_named_and_what_a_snapshot_is(
         assert callable(content)
         content(file)
     told = run("restore", file).stderr
-    assert f"Error: {file} is no snapshot: " in told
+    assert f"Error: {file} is not a snapshot: " in told
     assert says in told
-    assert "Expected is a file that `mlxcache snapshot ID -o FILE` wrote" in told
+    assert "Expected a file written by `mlxcache snapshot ID -o FILE`" in told
     assert not (tmp_path / "unused").exists()
 
 
-def test_a_cut_snapshot_is_told_by_its_size(tmp_path: Path) -> None:
+def test_a_truncated_snapshot_is_refused_by_its_size(tmp_path: Path) -> None:
     cut(tmp_path / "x")
     told = run("restore", tmp_path / "x").stderr
     assert "bytes, not the " in told

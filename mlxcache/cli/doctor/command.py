@@ -172,12 +172,12 @@ class Examination:
         console = Console(highlight=False, markup=False)
         if not console.is_terminal or console.width > WIDTH:
             console = Console(highlight=False, markup=False, width=WIDTH)
-        _show_findings(console, self.findings)
+        print_findings(console, self.findings)
         if self.model is not None:
             _show_model(console, self.model, self.fit)
 
 
-def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
+def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     """A line or more for each; remedies are never broken, for commands are copied from them."""
     widest = max((len(one.name) for one in findings), default=0)
     for one in findings:

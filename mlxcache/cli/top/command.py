@@ -13,7 +13,7 @@ from rich.live import Live
 from mlxcache.cli import show
 from mlxcache.cli.output import reporting
 from mlxcache.cli.remote import Remote
-from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, server
+from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, find_server
 from mlxcache.cli.top.seen import News, Seen, watch
 from mlxcache.cli.top.view import view
 from mlxcache.errors import MlxcacheError
@@ -41,7 +41,7 @@ def top(
     Where the output is no terminal, and with --json, it is told once.
     """
     with reporting():
-        remote = server(url, api_key, cache_dir)
+        remote = find_server(url, api_key, cache_dir)
         out = Console(highlight=False, markup=False, emoji=False)
         if as_json or once or not out.is_terminal:
             _tell_once(remote, out, as_json=as_json)

@@ -31,7 +31,7 @@ def view(seen: Seen, url: str, *, width: int, height: int | None, now: float) ->
     """All of it, at most `width` columns wide; `height` None: as much as is worth reading."""
     running, recent, sessions = seen.running(), seen.recent(), seen.sessions or []
     rows = _rows(height, (len(running), len(recent), len(sessions)))
-    names = {one[key]: show.name_of(one) for one in sessions for key in ("id", "label")}
+    names = {one[key]: show.session_name(one) for one in sessions for key in ("id", "label")}
     parts: list[RenderableType] = [_head(seen, url), *_budgets(seen.cache)]
     if seen.server is None or seen.server["state"] == "ready":
         tables = (
@@ -160,7 +160,7 @@ def _totals(cache: Mapping[str, Any]) -> Text:
     if tokens["prompt"]:
         text += f"; {tokens['cached'] / tokens['prompt']:.0%} reused"
     if saved["tokens"]:
-        text += f", {show.duration(saved['seconds'])} saved"
+        text += f", {show.format_duration(saved['seconds'])} saved"
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
@@ -179,7 +179,7 @@ def _running(
         bar: RenderableType = ProgressBar(total, done, BAR) if phase == "prefill" else ""
         told = f"{done:,} of {total:,}" if phase == "prefill" else f"{done:,}"
         if phase == "queued":
-            told = f"for {show.duration(max(0.0, now - row['created_at']))}"
+            told = f"for {show.format_duration(max(0.0, now - row['created_at']))}"
         speed = seen.speed(row)
         rate = "-" if speed is None else f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
         table.add_row(_name(row, names), phase, bar, told, rate)
@@ -199,7 +199,7 @@ def _recent(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: 
             _count(row["restored_tokens"]),
             _count(row["fed_tokens"]),
             _count(row["generated_tokens"]),
-            "-" if first is None else show.duration(first),
+            "-" if first is None else show.format_duration(first),
             Text(_ENDS.get(end, end or "-"), "red" if row["error"] else ""),
         )
     return "Lately, in tokens", "No request yet.", table
@@ -212,15 +212,15 @@ def _sessions(
     table = _table(("name", *columns), width)
     for row in rows:
         table.add_row(
-            Text(show.name_of(row)),
+            Text(show.session_name(row)),
             f"{row['tokens']:,}",
-            show.size(row["ram_bytes"]),
-            show.size(row["disk_bytes"]),
+            show.format_size_or_dash(row["ram_bytes"]),
+            show.format_size_or_dash(row["disk_bytes"]),
             row["tier"] or "-",
-            show.age(row["last_used_at"]),
+            show.format_age(row["last_used_at"]),
         )
     computed = sum(one.get("api") != WARMING for one in running)
-    return "Sessions", show.no_sessions(computed), table
+    return "Sessions", show.no_sessions_text(computed), table
 
 
 def _table(columns: Sequence[str | tuple[str, int]], width: int) -> Table:
