@@ -21,6 +21,7 @@ from mlxcache.cli import show
 from mlxcache.cli.output import reporting
 from mlxcache.cli.progress import counting
 from mlxcache.cli.target import Json
+from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
 from mlxcache.errors import BadRequest, MlxcacheError
 
@@ -331,10 +332,10 @@ def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
         )
     )
     before, after = _escaped(lost["before"]), _escaped(lost["after"])
-    same = _shared_chars(before, after)
+    same = common_characters(before, after)
     _row(out, "where", Text(lost["where"]))
     most = min(len(before), len(after)) - same
-    end = _shared_chars(before[::-1][:most], after[::-1][:most])
+    end = common_characters(before[::-1][:most], after[::-1][:most])
     _row(out, "before", _marked(before, same, end, "bold red"))
     _row(out, "now", _marked(after, same, end, "bold green"))
     again = f"{lost['lost_tokens']:,} tokens are computed again"
@@ -400,12 +401,6 @@ def _marked(text: str, start: int, end: int, style: str) -> Text:
     shown = Text(text)
     shown.stylize(style, start, len(text) - end)
     return shown[: _EXCERPT * 2]
-
-
-def _shared_chars(one: str, other: str) -> int:
-    """Length of the longest common prefix of two texts."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _escaped(text: str) -> str:
