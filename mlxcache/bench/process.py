@@ -19,7 +19,7 @@ from typing import IO
 import psutil
 
 from mlxcache.bench.client import Client, Refused
-from mlxcache.config.footprint import footprint
+from mlxcache.config.memory import read_footprint
 
 SAMPLE_S = 0.05
 END_S = 10.0
@@ -78,7 +78,7 @@ def free_port() -> int:
 
 
 class Server:
-    """A running server. Memory is of the process and its children together: see `footprint`."""
+    """A running server. Memory is that of the process and its children: see `read_footprint`."""
 
     def __init__(
         self, launch: Launch, process: subprocess.Popen[bytes], client: Client, model: str = ""
@@ -122,7 +122,7 @@ class Server:
 
     def resident(self) -> int:
         """Bytes now; 0 once it is gone."""
-        return sum(footprint(process.pid) for process in self._tree)
+        return sum(read_footprint(process.pid) for process in self._tree)
 
     @property
     def weights_bytes(self) -> int:

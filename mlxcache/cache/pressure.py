@@ -13,9 +13,13 @@ import mlx.core as mx
 
 from mlxcache.cache.ram import Room
 from mlxcache.config import format_size
-from mlxcache.config.footprint import footprint
-from mlxcache.config.spare import give_back
-from mlxcache.config.strain import Level, Strain, strain
+from mlxcache.config.memory import (
+    MemoryPressure,
+    PressureLevel,
+    read_footprint,
+    read_pressure,
+    trim_heap,
+)
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -27,7 +31,7 @@ SPARE_S = 30.0
 """Seconds between two times that what nothing uses is given back to the system."""
 
 PARTS = 8
-MOST = {Level.WARNING: 4, Level.CRITICAL: 7}
+MOST = {PressureLevel.WARNING: 4, PressureLevel.CRITICAL: 7}
 """Of so many parts of the budget, those that are given up at most."""
 
 HELD_BACK = "withheld"
@@ -44,7 +48,7 @@ class Brake:
         self.parts = 0
         self._changed = self._felt = float("-inf")
 
-    def feel(self, level: Level, now: float) -> int:
+    def feel(self, level: PressureLevel, now: float) -> int:
         """The parts to give up from `now` on, in seconds of a monotonic clock."""
         if level:
             self._felt = now
@@ -61,7 +65,7 @@ class Brake:
 class Seen:
     """What the watch saw last. `expected`: what the process may take by the budget, in bytes."""
 
-    level: Level = Level.NORMAL
+    level: PressureLevel = PressureLevel.NORMAL
     footprint: int = 0
     most_footprint: int = 0
     expected: int = 0
@@ -82,9 +86,9 @@ class Pressure:
         *,
         base: int,
         weights: int,
-        look: Callable[[], Strain] = strain,
-        measure: Callable[[], int] = footprint,
-        give_back: Callable[[], object] = give_back,
+        look: Callable[[], MemoryPressure] = read_pressure,
+        measure: Callable[[], int] = read_footprint,
+        give_back: Callable[[], object] = trim_heap,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.seen = Seen(expected=base + weights + room.budget.limit)
@@ -123,8 +127,8 @@ class Pressure:
         seen.most_footprint = max(seen.most_footprint, seen.footprint)
         over = seen.footprint - seen.expected
         if over > self._slack and not found.level:
-            found = Strain(
-                Level.WARNING, f"this process takes {format_size(over)} more than it may"
+            found = MemoryPressure(
+                PressureLevel.WARNING, f"this process takes {format_size(over)} more than it may"
             )
         seen.level = found.level
         parts = self._brake.feel(found.level, now)

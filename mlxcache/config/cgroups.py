@@ -1,6 +1,7 @@
-"""The control groups that this process is in, which may allow it less than the machine has. Linux.
+"""Memory limits of the control groups of this process, which may be below the machine's memory.
 
-Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html and
+Linux only; other systems have no limits. Sources:
+https://docs.kernel.org/admin-guide/cgroup-v2.html and
 https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
 """
 
@@ -14,32 +15,33 @@ _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """The least bytes that any of the groups allows; None where there is no limit."""
-    limits = (number(folder / name) for folder in groups(root, own) for name in _LIMITS)
+    """Return the lowest memory limit of the groups, in bytes; None if there is no limit."""
+    limits = (_number(folder / name) for folder in memory_groups(root, own) for name in _LIMITS)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def memory_share(root: Path = ROOT, own: Path = OWN) -> float:
-    """How much of its limit the fullest group uses, from 0 to 1, without what can be given up.
+def memory_use(root: Path = ROOT, own: Path = OWN) -> float:
+    """Return the used part of the limit of the fullest group, from 0 to 1; 0 without a limit.
 
-    That is the page cache of files nobody has used lately. 0 where there is no limit.
+    The inactive page cache does not count as used: the kernel can reclaim it.
     """
-    return max(map(_share, groups(root, own)), default=0.0)
+    return max(map(_use, memory_groups(root, own)), default=0.0)
 
 
-def _share(folder: Path) -> float:
-    limits = [limit for name in _LIMITS if (limit := number(folder / name)) is not None]
-    used = number(folder / "memory.current") or number(folder / "memory.usage_in_bytes")
+def _use(folder: Path) -> float:
+    limits = [limit for name in _LIMITS if (limit := _number(folder / name)) is not None]
+    used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
     if not limits or not used:
         return 0.0
     idle = _field(folder / "memory.stat", "total_inactive_file", "inactive_file")
     return max(0, used - idle) / max(1, min(limits))
 
 
-def groups(root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
-    """The folders of this process's groups that account for memory, and of those above them.
+def memory_groups(root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
+    """Yield the folders of the memory groups of this process, and of the groups above them.
 
-    In a container its own group is at the root, whatever its path says.
+    `root`: where control groups are mounted; inside a container the process's group is mounted
+    there, whatever its path. `own`: the file that lists the process's groups.
     """
     yield from (root, root / "memory")
     try:
@@ -56,8 +58,8 @@ def groups(root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
             folder = folder.parent
 
 
-def number(path: Path) -> int | None:
-    """The number in a file; None where there is none, such as "max"."""
+def _number(path: Path) -> int | None:
+    """Read the number in a file; None if there is none, as in "max"."""
     try:
         found = int(path.read_text())
     except (OSError, ValueError):
@@ -66,7 +68,7 @@ def number(path: Path) -> int | None:
 
 
 def _field(path: Path, *names: str) -> int:
-    """The first of these fields of a file of names and numbers; 0 where there is none."""
+    """Read the first of `names` that a file of names and numbers has; 0 if it has none."""
     try:
         lines = dict(line.split(" ", 1) for line in path.read_text().splitlines())
         return next((int(lines[name]) for name in names if name in lines), 0)

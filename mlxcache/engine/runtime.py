@@ -28,7 +28,7 @@ from mlxcache.config import (
     memory_for,
     ram_limit,
 )
-from mlxcache.config.footprint import footprint
+from mlxcache.config.memory import read_footprint
 from mlxcache.engine import cost, images
 from mlxcache.engine.admission import Turns
 from mlxcache.engine.decoder import Drawn, Row
@@ -267,7 +267,7 @@ class Core:
         self.pressure = Pressure(
             self.memory.room,
             self.scheduler.inbox.put,
-            base=max(0, footprint() - held),
+            base=max(0, read_footprint() - held),
             weights=self.loaded.info.weights_bytes,
         )
         self.pressure.start()

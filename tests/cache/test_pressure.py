@@ -20,13 +20,13 @@ from mlxcache.cache.pressure import (
     hold_back,
 )
 from mlxcache.cache.ram import Handles
-from mlxcache.config.strain import CALM, Level, Strain
+from mlxcache.config.memory import NO_PRESSURE, MemoryPressure, PressureLevel
 from mlxcache.tree.budget import Budget
 from tests.engine.test_prefill import Clock
 from tests.scheduled import Bench
 
 RAM = 40_000_000
-SHORT = Strain(Level.WARNING, "somebody says so")
+SHORT = MemoryPressure(PressureLevel.WARNING, "somebody says so")
 
 
 def filled(path: Path, conversations: int = 12, ram: int = RAM) -> Bench:
@@ -42,26 +42,26 @@ def filled(path: Path, conversations: int = 12, ram: int = RAM) -> Bench:
 def test_it_goes_down_in_steps_and_comes_back_later() -> None:
     brake, now, said = Brake(), 0.0, []
     while now < 3 * STEP_S:
-        said.append(brake.feel(Level.WARNING, now))
+        said.append(brake.feel(PressureLevel.WARNING, now))
         now += 1
     assert said == [1] * 5 + [2] * 5 + [3] * 5
-    assert [brake.feel(Level.NORMAL, now + i) for i in range(int(CALM_S) - 2)] == [3] * 28
-    assert brake.feel(Level.NORMAL, now + CALM_S) == 2
-    assert brake.feel(Level.NORMAL, now + CALM_S + 1) == 2
-    assert brake.feel(Level.NORMAL, now + 2 * CALM_S) == 1
+    assert [brake.feel(PressureLevel.NORMAL, now + i) for i in range(int(CALM_S) - 2)] == [3] * 28
+    assert brake.feel(PressureLevel.NORMAL, now + CALM_S) == 2
+    assert brake.feel(PressureLevel.NORMAL, now + CALM_S + 1) == 2
+    assert brake.feel(PressureLevel.NORMAL, now + 2 * CALM_S) == 1
 
 
 def test_what_comes_and_goes_holds_it_down() -> None:
     """Or the cache would breathe with every wave."""
     brake = Brake()
-    waves = [brake.feel(Level(int(now) % 20 == 0), now) for now in np.arange(0.0, 300.0)]
+    waves = [brake.feel(PressureLevel(int(now) % 20 == 0), now) for now in np.arange(0.0, 300.0)]
     assert waves == sorted(waves)
     assert waves[-1] == PARTS // 2
 
 
 def test_a_critical_machine_leaves_an_eighth() -> None:
     brake = Brake()
-    assert max(brake.feel(Level.CRITICAL, now) for now in np.arange(0.0, 60.0)) == 7
+    assert max(brake.feel(PressureLevel.CRITICAL, now) for now in np.arange(0.0, 60.0)) == 7
 
 
 def test_the_cache_shrinks_at_once_and_grows_again(
@@ -86,7 +86,7 @@ def test_the_cache_shrinks_at_once_and_grows_again(
     assert all("somebody says so" in message for message in caplog.messages)
     assert watch.figures()["level"] == "warning"
     bench.ask(range(20, 220), tokens=4)
-    strain = CALM
+    strain = NO_PRESSURE
     for _ in range(int(5 * CALM_S)):
         clock.wait(1.0)
         watch.step()
@@ -100,13 +100,13 @@ def test_a_process_that_takes_more_than_it_may_gives_some_up(toy_paths: dict[str
     taken, clock = 10**9, Clock()
     watch = Pressure(
         bench.memory.room, lambda action: action(), base=10**9, weights=10**9,
-        look=lambda: CALM, measure=lambda: taken, clock=clock,
+        look=lambda: NO_PRESSURE, measure=lambda: taken, clock=clock,
     )  # fmt: skip
     watch.step()
-    assert watch.seen.level is Level.NORMAL
+    assert watch.seen.level is PressureLevel.NORMAL
     taken = watch.seen.expected + 300 * 2**20
     watch.step()
-    assert watch.seen.level is Level.WARNING
+    assert watch.seen.level is PressureLevel.WARNING
     assert bench.memory.budget.by_kind()[HELD_BACK] > 0
 
 
@@ -115,7 +115,7 @@ def test_what_nothing_uses_goes_back_to_the_system(toy_paths: dict[str, Path]) -
     bench, clock = Bench(toy_paths["llama"]), Clock()
     given: list[float] = []
     watch = Pressure(
-        bench.memory.room, lambda action: action(), base=0, weights=0, look=lambda: CALM,
+        bench.memory.room, lambda action: action(), base=0, weights=0, look=lambda: NO_PRESSURE,
         measure=lambda: 1, give_back=lambda: given.append(clock()), clock=clock,
     )  # fmt: skip
     for _ in range(95):

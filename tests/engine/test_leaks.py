@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mlxcache.config import Settings
-from mlxcache.config.footprint import footprint
+from mlxcache.config.memory import read_footprint
 from mlxcache.engine.engine import Engine
 from mlxcache.types import Finished, Job, Prompt
 
@@ -57,7 +57,7 @@ async def figures(engine: Engine) -> dict[str, Any]:
         "files": process.num_fds(),
         "threads": threading.active_count(),
         "live": len(engine._live),
-        "process": footprint(),
+        "process": read_footprint(),
     }
 
 

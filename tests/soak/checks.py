@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from mlxcache.config.footprint import footprint
+from mlxcache.config.memory import read_footprint
 from tests.proofs import crash
 from tests.soak import wire
 from tests.soak.ledger import Ledger, Sample, Sessions
@@ -150,7 +150,7 @@ def rest(life: Life, began: float) -> Rest:
     assert life.server is not None
     process = psutil.Process(life.server.pid)
     held = process.num_fds(), process.num_threads()
-    return Rest(time.monotonic() - began, footprint(life.server.pid), *held)
+    return Rest(time.monotonic() - began, read_footprint(life.server.pid), *held)
 
 
 def at_a_quarter(rests: Sequence[Rest]) -> Rest:

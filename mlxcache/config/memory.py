@@ -1,0 +1,216 @@
+"""Memory as the operating system sees it: pressure, a process's footprint, unused heap.
+
+Limits of control groups stand in `mlxcache.config.cgroups`. Functions that take paths or `ask` are
+the implementations for one system, with the files and calls they read as arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from mlxcache.config.cgroups import OWN, ROOT, memory_groups, memory_use
+
+# -- pressure ----------------------------------------------------------------------------------
+
+SOME_STALLED, ALL_STALLED = 10.0, 5.0
+"""Percent of the last 10 s in which some, or all, tasks waited for memory: from here a warning.
+
+Four times as much is critical. Source: https://docs.kernel.org/accounting/psi.html
+"""
+
+WARNING_USE, CRITICAL_USE = 0.93, 0.97
+"""Used parts of a control group's limit, or of the machine's memory."""
+
+_MAC_LEVEL = "kern.memorystatus_vm_pressure_level"
+
+
+class PressureLevel(IntEnum):
+    """The three levels of memory pressure that macOS has."""
+
+    NORMAL = 0
+    WARNING = 1
+    CRITICAL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPressure:
+    """A level of memory pressure, and the observation that it comes from."""
+
+    level: PressureLevel
+    why: str = ""
+
+
+NO_PRESSURE = MemoryPressure(PressureLevel.NORMAL)
+
+
+def read_pressure() -> MemoryPressure:
+    """Read the memory pressure of this machine, on Linux also of this process's control groups."""
+    return read_mac_pressure() if sys.platform == "darwin" else read_linux_pressure()
+
+
+def read_mac_pressure(ask: Callable[[str], int | None] | None = None) -> MemoryPressure:
+    """Read the kernel's pressure level: 1 is normal, 2 a warning, 4 critical.
+
+    Source: https://developer.apple.com/documentation/dispatch/dispatchsource/memorypressureevent
+    """
+    number = (ask or _sysctl)(_MAC_LEVEL)
+    levels = {2: PressureLevel.WARNING, 4: PressureLevel.CRITICAL}
+    level = levels.get(number or 1, PressureLevel.NORMAL)
+    if level is PressureLevel.NORMAL:
+        return NO_PRESSURE
+    return MemoryPressure(level, f"macOS reports memory pressure {number}")
+
+
+def read_linux_pressure(
+    root: Path = ROOT,
+    own: Path = OWN,
+    stalls: Path = Path("/proc/pressure/memory"),
+    free: Callable[[], float] | None = None,
+) -> MemoryPressure:
+    """Derive the highest level from the time lost waiting for memory and from memory in use.
+
+    `root` and `own` as in `memory_groups`; `stalls`: the machine's PSI file; `free`: returns the
+    available part of the machine's memory, from 0 to 1.
+    """
+    found = [NO_PRESSURE]
+    files = [stalls, *(folder / "memory.pressure" for folder in memory_groups(root, own))]
+    for path in files:
+        some, full = _averages(path)
+        share = max(some / SOME_STALLED, full / ALL_STALLED)
+        if share >= 1:
+            level = PressureLevel.CRITICAL if share >= 4 else PressureLevel.WARNING
+            found.append(MemoryPressure(level, f"{path}: {some:g}% stalled"))
+    used = (
+        ("the control group's limit", memory_use(root, own)),
+        ("the machine's memory", 1.0 - (free or _free)()),
+    )
+    for what, share in used:
+        if share >= WARNING_USE:
+            level = PressureLevel.CRITICAL if share >= CRITICAL_USE else PressureLevel.WARNING
+            found.append(MemoryPressure(level, f"{share:.0%} of {what} is used"))
+    return max(found, key=lambda one: one.level)
+
+
+def _averages(path: Path) -> tuple[float, float]:
+    """Read `some avg10` and `full avg10` of a PSI file, in percent; zeros if it is not readable."""
+    found = {"some": 0.0, "full": 0.0}
+    try:
+        for line in path.read_text().splitlines():
+            kind, first, *_ = line.split()
+            found[kind] = float(first.removeprefix("avg10="))
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return found["some"], found["full"]
+
+
+def _free() -> float:
+    memory = psutil.virtual_memory()
+    return float(memory.available / memory.total)
+
+
+def _sysctl(name: str) -> int | None:
+    """Read an integer of the macOS kernel; None if it has none of that name."""
+    value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    try:
+        library = ctypes.CDLL(ctypes.util.find_library("c"))
+        failed = library.sysctlbyname(
+            name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
+        )
+    except (OSError, AttributeError):
+        return None
+    return None if failed else value.value
+
+
+# -- the footprint of a process ----------------------------------------------------------------
+
+_PHYS_FOOTPRINT = 72
+"""Offset of `ri_phys_footprint` in `struct rusage_info_v0`, after a UUID and seven counts.
+
+Source: https://github.com/apple-oss-distributions/xnu/blob/main/bsd/sys/resource.h
+"""
+
+_INFO_BYTES = 96
+
+
+def read_footprint(pid: int | None = None) -> int:
+    """Read the bytes of memory that process `pid`, by default this one, occupies.
+
+    On macOS the physical footprint, which Activity Monitor shows and which includes Metal's
+    buffers; elsewhere the resident set. 0 if the process has ended or may not be inspected.
+    """
+    pid = os.getpid() if pid is None else pid
+    if sys.platform == "darwin":
+        found = read_physical_footprint(pid)
+        if found is not None:
+            return found
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def read_physical_footprint(
+    pid: int, ask: Callable[[int, int, ctypes.Array[ctypes.c_char]], int] | None = None
+) -> int | None:
+    """Read `ri_phys_footprint` of a process on macOS, in bytes; None if it is not available.
+
+    `ask` is `proc_pid_rusage`: it takes a pid, the flavour 0, and a buffer to fill.
+    """
+    ask = ask or _proc_pid_rusage()
+    buffer = ctypes.create_string_buffer(_INFO_BYTES)
+    if ask is None or ask(pid, 0, buffer) != 0:
+        return None
+    found = int.from_bytes(buffer.raw[_PHYS_FOOTPRINT : _PHYS_FOOTPRINT + 8], sys.byteorder)
+    return found or None
+
+
+def _proc_pid_rusage() -> Callable[[int, int, ctypes.Array[ctypes.c_char]], int] | None:
+    try:
+        return ctypes.CDLL(ctypes.util.find_library("proc") or "libproc.dylib").proc_pid_rusage
+    except (OSError, AttributeError):
+        return None
+
+
+# -- unused heap -------------------------------------------------------------------------------
+
+
+def trim_heap() -> bool:
+    """Return unused heap pages to the operating system; blocks for about 2 ms.
+
+    Threads that allocate in parallel leave holes in the heap, tens of megabytes in a server that
+    runs for hours. Returns false if the C library has no such call.
+    """
+    call = heap_trimmer()
+    if call is None:
+        return False
+    call()
+    return True
+
+
+@cache
+def heap_trimmer() -> Callable[[], object] | None:
+    """Find `malloc_trim` of glibc, or `malloc_zone_pressure_relief` on macOS.
+
+    Sources: https://man7.org/linux/man-pages/man3/malloc_trim.3.html,
+    https://github.com/apple-oss-distributions/libmalloc/blob/main/include/malloc/malloc.h
+    """
+    try:
+        library = ctypes.CDLL(ctypes.util.find_library("c") if sys.platform == "darwin" else None)
+        if sys.platform == "darwin":
+            relieve = library.malloc_zone_pressure_relief
+            relieve.restype = ctypes.c_size_t
+            return lambda: relieve(None, ctypes.c_size_t(0))
+        trim = library.malloc_trim
+    except (OSError, AttributeError):
+        return None
+    return lambda: trim(ctypes.c_size_t(0))
