@@ -20,7 +20,7 @@
         ├── Corrupt             a file is damaged, or not what it should be
         ├── Gone                a file was evicted meanwhile
         ├── Vanished            the folder is gone; it is made again in a moment
-        ├── NotAnchored         the prefix that a run builds on is not on disk
+        ├── PrefixNotStored     the prefix that a run builds on is not on disk
         └── DiskFull            no room: the cap, the floor of free space, or the device
 
 `api.errors` maps each to its status and to each API's own shape.
@@ -129,7 +129,7 @@ class Vanished(StoreError):
     retry_after = 2.0
 
 
-class NotAnchored(StoreError):
+class PrefixNotStored(StoreError):
     """The prefix that a run builds on is not on disk: write from further up."""
 
 

@@ -55,7 +55,7 @@ SHAPES: Mapping[type[errors.MlxcacheError], Shape] = {
     errors.Corrupt: Shape(500, "server_error", "api_error", "corrupt"),
     errors.Gone: Shape(503, "server_error", "overloaded_error", "gone"),
     errors.Vanished: Shape(503, "server_error", "overloaded_error", "vanished"),
-    errors.NotAnchored: Shape(500, "server_error", "api_error", "store_error"),
+    errors.PrefixNotStored: Shape(500, "server_error", "api_error", "store_error"),
     errors.DiskFull: Shape(507, "server_error", "api_error", "disk_full"),
 }
 """Every class of `mlxcache.errors`, each by name: nothing is inherited silently."""

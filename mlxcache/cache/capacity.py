@@ -15,7 +15,7 @@ from mlxcache.cache.write_behind import RUN_BYTES, RUN_TOKENS
 from mlxcache.config import format_size
 from mlxcache.model.kv import Layout
 from mlxcache.store.digests import BLOCK
-from mlxcache.tree.thinning import BUDGET_SHARE, allowed, spared
+from mlxcache.tree.thinning import BUDGET_SHARE, allowed, checkpoints_to_drop
 
 MIN_TRANSIENT = 16 << 20
 
@@ -169,7 +169,9 @@ def _most(layout: Layout, tokens: int, limit: int) -> int:
 
 
 def _kept(layout: Layout, positions: set[int], tokens: int, limit: int) -> set[int]:
-    return positions - set(spared(sorted(positions), tokens, _most(layout, tokens, limit)))
+    return positions - set(
+        checkpoints_to_drop(sorted(positions), tokens, _most(layout, tokens, limit))
+    )
 
 
 def _run_bytes(layout: Layout, tokens: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlxcache.prompt.marks import APART
 from mlxcache.tree.prefix_tree import Node
-from mlxcache.tree.thinning import spared
+from mlxcache.tree.thinning import checkpoints_to_drop
 
 SPACING = 4000
 """Tokens between the checkpoints of a long run that no mark divides."""
@@ -32,7 +32,7 @@ def stops(
             chosen.append(at)
     if most is not None:
         kept = {*marks[:1], *marks[-1:], min(parted, last)}
-        gone = set(spared(chosen, length, most + 1, kept=kept))
+        gone = set(checkpoints_to_drop(chosen, length, most + 1, kept=kept))
         chosen = [at for at in chosen if at not in gone]
     return tuple(chosen[1:])
 
@@ -61,14 +61,14 @@ class Trail:
         """Where they are, ascending, in tokens."""
         return [node.end for node in self.nodes]
 
-    def spared(
+    def checkpoints_to_drop(
         self, end: int, most: int, *, coming: Sequence[int] = (), worth: float = float("inf")
     ) -> list[Node]:
-        """Those to drop, in order, of a path of `end` tokens: see `coverage.spared`.
+        """Those to drop, in order, of a path of `end` tokens: see `checkpoints_to_drop`.
 
         `coming`: positions after these at which there will be more.
         """
         at = {node.end: node for node in self.nodes}
         positions = sorted({*at, *coming})
-        gone = spared(positions, end, most, parted=self.parted, worth=worth)
+        gone = checkpoints_to_drop(positions, end, most, parted=self.parted, worth=worth)
         return [at[one] for one in gone if one in at]

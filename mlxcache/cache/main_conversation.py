@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxcache.store.leaves import SETTLED_TURNS, TINY_SHARE, anchor_of, digest_of
+from mlxcache.store.leaves import SETTLED_TURNS, TINY_SHARE, conversation_key_tokens, digest_of
 from mlxcache.tree.prefix_tree import Node
 from mlxcache.types import WARMING, Job, Tokens
 
@@ -34,7 +34,7 @@ class Claim:
         """That of a request."""
         prompt, marks = job.prompt, job.prompt.marks
         return cls(
-            anchor=anchor_of(marks, len(prompt.ids)) if marks else None,
+            anchor=conversation_key_tokens(marks, len(prompt.ids)) if marks else None,
             head=marks[0] if len(marks) > 1 else 0,
             label=None if job.api == WARMING else job.session,
             keeps=prompt.keeps,

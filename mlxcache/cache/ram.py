@@ -182,7 +182,7 @@ class Room:
     def _thin(self, leaf: Node, needed: int, worth: float) -> int:
         """Drop checkpoints on the path to `leaf`, until `needed` bytes are; returns the bytes."""
         freed = 0
-        for node in Trail.to(leaf).spared(leaf.end, 0, worth=worth):
+        for node in Trail.to(leaf).checkpoints_to_drop(leaf.end, 0, worth=worth):
             if not node.locks and freed < needed:
                 freed += self._drop(node)
         return freed
@@ -306,7 +306,7 @@ class Room:
         return node.locks <= 1 or node.locks - self.writing(node) <= 1
 
     def _superseded(self, node: Node, end: int, most: int) -> list[Node]:
-        return Trail.to(node).spared(end, most, coming=[node.end])
+        return Trail.to(node).checkpoints_to_drop(end, most, coming=[node.end])
 
     def _kind(self, name: str) -> int:
         return self.budget.by_kind().get(name, 0)

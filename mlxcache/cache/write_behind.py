@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mlxcache.errors import NotAnchored, StoreError
+from mlxcache.errors import PrefixNotStored, StoreError
 from mlxcache.model import serialise as wire
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Span
@@ -27,7 +27,7 @@ from mlxcache.store.found import Found
 from mlxcache.store.writer import Job, Writer
 from mlxcache.tensor import Tensor
 from mlxcache.tree.prefix_tree import Node, PrefixTree
-from mlxcache.tree.thinning import allowed, spared
+from mlxcache.tree.thinning import allowed, checkpoints_to_drop
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
@@ -180,7 +180,7 @@ class Spill:
         lacking = _lacking([at for at, _ in self.wanted if at <= len(self.ids)], there)
         size, kv_bytes = layout.checkpoint_bytes, len(self.ids) * layout.bytes_per_token
         most = allowed(kv_bytes, size, limit) // max(1, size)
-        gone = spared(sorted({*there, *lacking}), len(self.ids), most)
+        gone = checkpoints_to_drop(sorted({*there, *lacking}), len(self.ids), most)
         self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in gone]
         self.looked = True
 
@@ -413,7 +413,7 @@ class Persist:
             if self.refused.failing:
                 log.warning("the disk tier works again")
             self.refused.worked()
-        elif isinstance(error, NotAnchored):
+        elif isinstance(error, PrefixNotStored):
             path.stop(lost=True)
         else:
             self._suspend(error)

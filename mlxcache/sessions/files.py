@@ -100,7 +100,9 @@ class Portable:
                 raise (refused if prompt is None else error) from error
             await compute(self._submit, ids)
             ids = own_ids(ids, owner)
-            leaf = LeafInfo(ids, prompt_tokens=len(ids), anchor=len(ids), last_used_at=time.time())
+            leaf = LeafInfo(
+                ids, prompt_tokens=len(ids), key_tokens=len(ids), last_used_at=time.time()
+            )
             model = self._model
             info = SessionInfo(
                 new_id(), model.namespace, model.name, (leaf,), created_at=time.time()

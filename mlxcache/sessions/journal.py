@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from mlxcache.errors import Busy, NotReady, StoreError
 from mlxcache.store.database import Locked
-from mlxcache.store.leaves import anchor_of
+from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.session_rows import Gain, ReplyRow
 from mlxcache.store.sessions import Sessions, Turn
 from mlxcache.store.snapshot_format import Spec
@@ -101,7 +101,7 @@ class Booking:
             model=self._model.name,
             ids=ids,
             prompt_tokens=prompt,
-            anchor=anchor_of(marks, prompt),
+            key_tokens=conversation_key_tokens(marks, prompt),
             head=marks[0] if len(marks) > 1 else 0,
             at=at,
             label=job.session,

@@ -1,4 +1,4 @@
-"""Which leaf a request belongs to: rules over token ids alone, with no database behind them."""
+"""Rules that assign a request to a leaf of a session, over token ids alone."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from typing import Literal
 
 import numpy as np
 
+from mlxcache.common_prefix import common_length
 from mlxcache.types import Tokens
 
 Kind = Literal["main", "agent"]
 
 SETTLED_TURNS = 8
-"""Turns after which a conversation begun later, under the same head, is what a session is about."""
+"""Turns after which a later conversation with the same head becomes the main one."""
 
 TINY_SHARE = 4
-"""A first request this many times shorter than a later one was a side request: a title, a probe."""
+"""A first request shorter than a later one by this factor was a side request: a title, a probe."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
     """One conversation of a session: `ids` is the newest prompt with its reply, int32, (n,).
 
-    `prompt_tokens` of them are the prompt. `anchor`: how many tokens a prompt must share with it
-    to continue it. `turns`: finished requests. `last_used_at`: seconds since 1970.
+    `prompt_tokens` of them are the prompt. `key_tokens`: length of its conversation key, the
+    leading tokens that a prompt must share to continue it. `turns`: finished requests.
+    `last_used_at`: seconds since 1970.
     """
 
     id: int
@@ -33,28 +35,28 @@ class Leaf:
     kind: Kind
     ids: Tokens
     prompt_tokens: int
-    anchor: int
+    key_tokens: int
     turns: int
     last_used_at: float
 
 
-def anchor_of(marks: Sequence[int], prompt_tokens: int) -> int:
-    """How many of a prompt's tokens make it this conversation and no other.
+def conversation_key_tokens(marks: Sequence[int], prompt_tokens: int) -> int:
+    """Length of a prompt's conversation key: the leading tokens that tell it from all others.
 
-    The head (tools and system, up to the first mark) is every conversation's, and so are the
-    tokens that open the first message; the message itself, up to the second mark, is not. A
-    prompt with one mark has no head, only that message.
+    Conversations share the head (tools and system, up to the first mark) and the tokens that open
+    the first message, but not that message, which ends at the second mark. A prompt with one mark
+    has no head and only that message.
     """
     return next(iter(marks[1:2] or marks[:1]), prompt_tokens)
 
 
 def digest_of(ids: Tokens) -> bytes:
-    """What stands for exactly these tokens: 16 bytes."""
+    """BLAKE2b digest of exactly these tokens, 16 bytes."""
     return hashlib.blake2b(_raw(ids), digest_size=16).digest()
 
 
 def digests_at(ids: Tokens, lengths: Iterable[int]) -> dict[int, bytes]:
-    """The digest of each of these prefixes of `ids`, by its length; too long ones are left out."""
+    """Digests of prefixes of `ids`, by length; lengths beyond `ids` are left out."""
     hasher, at, found = hashlib.blake2b(digest_size=16), 0, {}
     for length in sorted(set(lengths)):
         if length <= len(ids):
@@ -67,39 +69,33 @@ def _raw(ids: Tokens) -> bytes:
     return np.ascontiguousarray(ids, "<i4").tobytes()
 
 
-def common(a: Tokens, b: Tokens) -> int:
-    """The number of leading tokens in which the two agree."""
-    size = min(len(a), len(b))
-    differ = np.flatnonzero(a[:size] != b[:size])
-    return int(differ[0]) if len(differ) else size
+def find_continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:
+    """Find the leaf that a request with `ids` continues; None if it begins a conversation.
 
-
-def continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:
-    """The leaf that a request with `ids` goes on with, or None: it begins a conversation.
-
-    The one with the longest common prefix, at least its anchor. Of equals one that is contained
-    whole, so that a fork and what it was forked from go their own ways; then the oldest.
+    The leaf with the longest common prefix that covers its conversation key. Of equals, one that
+    `ids` contains whole, so that a fork and its source continue apart; then the oldest.
     """
     best, rank = None, (0, False, 0)
     for leaf in leaves:
-        shared = common(ids, leaf.ids)
-        if shared >= leaf.anchor and (key := (shared, shared == len(leaf.ids), -leaf.id)) > rank:
-            best, rank = leaf, key
+        shared = common_length(ids, leaf.ids)
+        order = (shared, shared == len(leaf.ids), -leaf.id)
+        if shared >= leaf.key_tokens and order > rank:
+            best, rank = leaf, order
     return best
 
 
-def takes_over(leaf: Leaf, main: Leaf, head: int, *, first: bool = False) -> bool:
-    """Whether `leaf`, just used, is from now on what its session is about, and not `main`.
+def replaces_main(leaf: Leaf, main: Leaf, head: int, *, first: bool = False) -> bool:
+    """Decide if `leaf`, just used, replaces `main` as the main conversation of its session.
 
-    The first leaf is the main one, unless it was a side request that came before the conversation.
-    After a compaction the same agent (`head` tokens of tools and system are shared) goes on under
-    a new prefix; if it was a sub-agent and the older leaf goes on after all, that is main again.
-    `first`: it is the session's first and goes on with a longer prompt, so it was no side request.
+    The first leaf is the main one, unless it was a side request before the conversation. After a
+    compaction an agent continues under a new prefix that shares its `head` tokens of tools and
+    system; if that was a sub-agent and the older leaf continues after all, the older is main again.
+    `first`: the leaf is the session's first and got a longer prompt, so it was no side request.
     """
     if first:
         return True
     if main.turns <= 1 and len(main.ids) * TINY_SHARE < len(leaf.ids):
         return True
-    if not head or common(leaf.ids, main.ids) < head:
+    if not head or common_length(leaf.ids, main.ids) < head:
         return False
     return leaf.id < main.id or (leaf.turns >= SETTLED_TURNS and leaf.turns > main.turns)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mlxcache.errors import NotAnchored, StoreError
+from mlxcache.errors import PrefixNotStored, StoreError
 from mlxcache.safetensors import Header
 from mlxcache.store import index
 from mlxcache.store.context import StoreContext
@@ -76,7 +76,7 @@ def save_run(
 
     def draft(match: Match) -> _Draft | None:
         if match.length < start:
-            raise NotAnchored(f"of the {start} tokens before a run, {match.length} are on disk")
+            raise PrefixNotStored(f"of the {start} tokens before a run, {match.length} are on disk")
         if match.length >= length:
             return None
         return _draft_run(
@@ -285,7 +285,7 @@ def _make_durable(
         "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?", (size, context.now(), id)
     )
     if not changed.rowcount:
-        raise NotAnchored("what a run builds on was found damaged while it was written")
+        raise PrefixNotStored("what a run builds on was found damaged while it was written")
     if made.tokens is not None:
         index.put_tokens(connection, id, made.tokens)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mlxcache.common_prefix import common_length
 from mlxcache.errors import NotFound
-from mlxcache.store.leaves import Kind, Leaf, common, digest_of, digests_at, takes_over
+from mlxcache.store.leaves import Kind, Leaf, digest_of, digests_at, replaces_main
 from mlxcache.types import Tokens
 
 MOST_REPLIES = 8192
@@ -232,7 +233,7 @@ class Session:
 class Turn:
     """A finished request. `ids` are its prompt (`prompt_tokens` of them) and its reply.
 
-    `head`: tokens of tools and system; `anchor`: see `leaves.anchor_of`.
+    `head`: tokens of tools and system; `key_tokens`: see `leaves.conversation_key_tokens`.
     `reply`: as it is found again. `gain`: what its cached prefix was good for.
     """
 
@@ -240,7 +241,7 @@ class Turn:
     model: str
     ids: Tokens
     prompt_tokens: int
-    anchor: int
+    key_tokens: int
     head: int
     at: float
     label: str | None = None
@@ -275,8 +276,8 @@ def leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[
 
 
 def _leaf(db: sqlite3.Connection, row: tuple[Any, ...]) -> Leaf:
-    id, session, kind, prompt, anchor, turns, used = row
-    return Leaf(id, session, kind, ids(db, id), prompt, anchor, turns, used)
+    id, session, kind, prompt, key, turns, used = row
+    return Leaf(id, session, kind, ids(db, id), prompt, key, turns, used)
 
 
 def ids(db: sqlite3.Connection, leaf: int) -> Tokens:
@@ -326,15 +327,15 @@ def labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
 
 
 def candidates(db: sqlite3.Connection, turn: Turn, session: str | None) -> Iterator[Leaf]:
-    """The leaves, of one session or of all, whose anchor is how `turn` begins."""
+    """Yield the leaves, of one session or of all, whose conversation key `turn` begins with."""
     where, who = ("session", session) if session else ("namespace", turn.namespace)
-    anchors = db.execute(f"SELECT DISTINCT anchor FROM leaves WHERE {where} = ?", (who,))
-    for anchor, digest in digests_at(turn.ids, (n for (n,) in anchors.fetchall())).items():
+    keys = db.execute(f"SELECT DISTINCT anchor FROM leaves WHERE {where} = ?", (who,))
+    for key, digest in digests_at(turn.ids, (n for (n,) in keys.fetchall())).items():
         newest = (
             f"id IN (SELECT id FROM leaves WHERE {where} = ? AND anchor = ? AND digest = ?"
             " ORDER BY last_used_at DESC LIMIT ?)"
         )
-        yield from leaves(db, newest, (who, anchor, digest, MOST_LEAVES))
+        yield from leaves(db, newest, (who, key, digest, MOST_LEAVES))
 
 
 def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | None) -> None:
@@ -342,7 +343,7 @@ def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | No
     main = next(iter(leaves(db, "session = ? AND kind = 'main'", (session,))), None)
     if leaf is None:
         kind: Kind = "agent" if main else "main"
-        made = Leaf(0, session, kind, turn.ids, turn.prompt_tokens, turn.anchor, 1, turn.at)
+        made = Leaf(0, session, kind, turn.ids, turn.prompt_tokens, turn.key_tokens, 1, turn.at)
         now = insert_leaf(db, turn.namespace, made)
         _trim_leaves(db, session)
     else:
@@ -351,9 +352,9 @@ def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | No
             "UPDATE leaves SET prompt_tokens = ?, turns = ?, last_used_at = ? WHERE id = ?",
             (turn.prompt_tokens, now.turns, turn.at, now.id),
         )
-        _write_ids(db, now.id, turn.ids, common(leaf.ids, turn.ids), len(leaf.ids))
+        _write_ids(db, now.id, turn.ids, common_length(leaf.ids, turn.ids), len(leaf.ids))
     first = leaf is not None and turn.prompt_tokens > leaf.prompt_tokens and _is_first(db, leaf)
-    if main and main.id != now.id and takes_over(now, main, turn.head, first=first):
+    if main and main.id != now.id and replaces_main(now, main, turn.head, first=first):
         db.execute("UPDATE leaves SET kind = 'agent' WHERE id = ?", (main.id,))
         db.execute("UPDATE leaves SET kind = 'main' WHERE id = ?", (now.id,))
         db.execute("UPDATE sessions SET title = NULL WHERE id = ?", (session,))
@@ -371,17 +372,17 @@ def _is_first(db: sqlite3.Connection, leaf: Leaf) -> bool:
 
 def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
     """Put in a new leaf, whose `id` counts for nothing; returns it with its own."""
-    anchor = min(leaf.anchor, len(leaf.ids))
-    digest = digest_of(leaf.ids[:anchor])
+    key = min(leaf.key_tokens, len(leaf.ids))
+    digest = digest_of(leaf.ids[:key])
     row = db.execute(
         "INSERT INTO leaves (session, namespace, kind, prompt_tokens, anchor, digest, turns,"
         " last_used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         (
             *(leaf.session, namespace, leaf.kind, leaf.prompt_tokens),
-            *(anchor, digest, leaf.turns, leaf.last_used_at),
+            *(key, digest, leaf.turns, leaf.last_used_at),
         ),
     )
-    made = replace(leaf, id=int(row.lastrowid or 0), anchor=anchor)
+    made = replace(leaf, id=int(row.lastrowid or 0), key_tokens=key)
     _write_ids(db, made.id, made.ids, 0, 0)
     return made
 
@@ -405,7 +406,7 @@ def shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
     rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
     for (raw,) in rows:
         part = np.frombuffer(raw, "<i4")
-        same = common(part, ids[most:])
+        same = common_length(part, ids[most:])
         most += same
         if same < len(part):
             break
@@ -417,11 +418,11 @@ def along(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[int]:
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
         return []
     query = "SELECT DISTINCT anchor FROM leaves WHERE namespace = ?"
-    anchors = [anchor for (anchor,) in db.execute(query, (namespace,))]
+    keys = [key for (key,) in db.execute(query, (namespace,))]
     found: list[int] = []
-    for anchor, digest in digests_at(ids, anchors).items():
+    for key, digest in digests_at(ids, keys).items():
         same = "SELECT id FROM leaves WHERE namespace = ? AND anchor = ? AND digest = ?"
-        leaf_ids = db.execute(same, (namespace, anchor, digest)).fetchall()
+        leaf_ids = db.execute(same, (namespace, key, digest)).fetchall()
         found += [shared(db, leaf, ids) for (leaf,) in leaf_ids]
     return found
 

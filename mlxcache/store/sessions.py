@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from mlxcache.errors import BadRequest, NotFound
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
-from mlxcache.store.leaves import Leaf, continued
+from mlxcache.store.leaves import Leaf, find_continued
 from mlxcache.store.session_rows import ANYBODY, ReplyRow, Session, SessionFigures, Turn
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
 from mlxcache.types import Tokens
@@ -129,7 +129,7 @@ class Sessions:
             session = rows.labelled(db, turn)
             leaf = None
             if session is not None or turn.label is None:
-                leaf = continued(turn.ids, rows.candidates(db, turn, session))
+                leaf = find_continued(turn.ids, rows.candidates(db, turn, session))
             if leaf is not None:
                 session = leaf.session
             if session is None:

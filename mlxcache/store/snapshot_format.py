@@ -50,14 +50,14 @@ Time = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 class LeafInfo:
     """One conversation of a session: `ids` is its newest prompt with the reply, int32, (n,).
 
-    `prompt_tokens` of them are the prompt; `anchor`: how many a prompt must share with it to
+    `prompt_tokens` of them are the prompt; `key_tokens`: how many a prompt must share with it to
     continue it. `last_used_at`: seconds since 1970.
     """
 
     ids: Tokens
     kind: Literal["main", "agent"] = "main"
     prompt_tokens: int = 0
-    anchor: int = 0
+    key_tokens: int = 0
     turns: int = 0
     last_used_at: float = 0.0
 
@@ -105,7 +105,7 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
     rows: Count
     kind: Literal["main", "agent"]
     prompt_tokens: Count
-    anchor: Count
+    key_tokens: Count = msgspec.field(name="anchor")
     turns: Count
     last_used_at: Time
 
@@ -168,7 +168,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
             created_at=self.created_at,
             last_used_at=self.last_used_at,
             leaves=tuple(
-                LeafInfo(NO_TOKENS, x.kind, x.prompt_tokens, x.anchor, x.turns, x.last_used_at)
+                LeafInfo(NO_TOKENS, x.kind, x.prompt_tokens, x.key_tokens, x.turns, x.last_used_at)
                 for x in self.leaves
             ),
         )
@@ -180,7 +180,7 @@ def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
     shared = 0 if leaf.parent is None else lengths[leaf.parent] if leaf.parent < index else -1
     if leaf.start > shared or leaf.start % 64 or leaf.rows > leaf.tokens or length > MOST_TOKENS:
         raise SnapshotRefused(f"Leaf {index} of the snapshot contradicts itself.")
-    if leaf.prompt_tokens > length or leaf.anchor > length or not leaf.tokens:
+    if leaf.prompt_tokens > length or leaf.key_tokens > length or not leaf.tokens:
         raise SnapshotRefused(f"Leaf {index} of the snapshot contradicts itself.")
     return length
 

@@ -11,12 +11,12 @@ import numpy as np
 from xxhash import xxh3_64
 
 import mlxcache
+from mlxcache.common_prefix import common_length
 from mlxcache.errors import Corrupt, Gone, StoreError
 from mlxcache.owner import plain_ids
 from mlxcache.safetensors import Header, Malformed, Place, compose, read_header
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found, Piece, Saved
-from mlxcache.store.leaves import common
 from mlxcache.store.snapshot_format import (
     CHECKSUMS,
     FORMAT,
@@ -75,7 +75,7 @@ class Own:
             rows=self.rows,
             kind=info.kind,
             prompt_tokens=min(info.prompt_tokens, len(info.ids)),
-            anchor=min(info.anchor, len(info.ids)),
+            key_tokens=min(info.key_tokens, len(info.ids)),
             turns=info.turns,
             last_used_at=info.last_used_at,
         )
@@ -128,12 +128,12 @@ def _verified(store: Store, ids: Tokens, sound: set[tuple[Path, int, int]]) -> F
 
 
 def _own(leaf: LeafInfo, found: Found, before: list[Own]) -> Own:
-    shares = [common(leaf.ids, other.info.ids) for other in before]
+    shares = [common_length(leaf.ids, other.info.ids) for other in before]
     shared = max(shares, default=0)
     start = min(shared, len(leaf.ids) - 1) // BLOCK * BLOCK
     parent = shares.index(shared) if start else None
-    anchored = parent is None or before[parent].end >= start
-    rows = max(0, found.length - start) if anchored else 0
+    joined = parent is None or before[parent].end >= start
+    rows = max(0, found.length - start) if joined else 0
     return Own(
         parent,
         start,

@@ -185,7 +185,7 @@ class Store:
         `start` is a multiple of 64; the first axis of each tensor is those tokens. Blocks already
         on disk are left out, and nothing is written if all are. `late` names tensors of sliding
         windows, which only positions soon after these tokens need: `verify` can leave them out.
-        Raises NotAnchored if [0, start) is not on disk, DiskFull if no room can be made,
+        Raises PrefixNotStored if [0, start) is not on disk, DiskFull if no room can be made,
         StoreError, ValueError for shapes that do not fit.
         """
         save_run(self._context, self._chains.of(ids), start, tensors, late)

@@ -10,7 +10,7 @@ from mlxcache.store.eviction import last_uses
 from mlxcache.store.folder import CHECKPOINT
 from mlxcache.store.index import Match, Row
 from mlxcache.store.session_rows import along
-from mlxcache.tree.thinning import BUDGET_SHARE, NEWEST, allowed, spared
+from mlxcache.tree.thinning import BUDGET_SHARE, NEWEST, allowed, checkpoints_to_drop
 from mlxcache.types import Tokens
 
 LEFT_TOKENS = 1024
@@ -26,7 +26,7 @@ def unneeded(
     """The checkpoints along `ids` that are not worth their bytes, in a folder of `limit` bytes.
 
     First ends of replies beside the path go, such as those with a thought that the next prompt
-    leaves out; then those of the path itself: see `coverage.spared`. The newest of other paths
+    leaves out; then those of the path itself: see `checkpoints_to_drop`. The newest of other paths
     stay, and that at which a leaf of a session has its last one: a turn's files are there before
     the turn is booked, and a fork may lag behind for good.
     """
@@ -44,7 +44,7 @@ def unneeded(
     gone = [row for row in left[:-LEFT] if row.previous not in last][:excess]
     positions = [row.start for row in path]
     parted = {row.start for row in path if len(_followers(connection, row.id)) > 1}
-    spare = spared(positions, max(match.length, positions[-1]), most, parted=parted)
+    spare = checkpoints_to_drop(positions, max(match.length, positions[-1]), most, parted=parted)
     away = {row.id for row in gone}
     return gone + [
         row

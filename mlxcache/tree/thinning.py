@@ -1,9 +1,9 @@
-"""Which checkpoints of a path are worth their bytes. The same rule for RAM, disk and prefill.
+"""Choice of the checkpoints of a path to drop: one rule for RAM, disk and prefill.
 
-An edit far back has everything after it fed again, so a restart a little before it costs next to
-nothing more; near the end every message counts. What a checkpoint is worth is therefore the gap
-that it would leave, as a share of what is fed anyway by a restart there. Dropping the one that is
-worth least again and again leaves gaps that grow with the distance to the end.
+An edit far back makes everything after it be fed again, so a restart a little before it costs
+little more; near the end every message counts. A checkpoint's worth is therefore the gap that its
+removal would leave, as a share of what a restart there feeds anyway. Removing the least worthy one
+repeatedly leaves gaps that grow with the distance to the end.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
 NEWEST = 4
-"""Checkpoints at a path's end that stay: of a turn's two messages, and of the turn before."""
+"""Checkpoints at a path's end that stay: those of two turns with two messages each."""
 
 FEWEST = 8
-"""Checkpoints that each path may have, however large they are."""
+"""Checkpoints that each path may have regardless of their size."""
 
-PARTED = 8.0
-"""By how much a place where paths part already counts more: others will part there too."""
+BRANCH_WEIGHT = 8.0
+"""Factor on the worth of a position where paths branch: later ones will branch there too."""
 
 BUDGET_SHARE = 0.5
-"""The share of a tier's bytes that all checkpoints together may take."""
+"""Share of a tier's bytes that all checkpoints together may take."""
 
 PATH_SHARE = 1 / 64
-"""The share of a tier's bytes that one path's may take beyond what its length allows."""
+"""Share of a tier's bytes that one path's checkpoints may take beyond what its length allows."""
 
 
 def allowed(kv_bytes: int, checkpoint_bytes: int, limit: int) -> int:
     """Bytes that the checkpoints of one path may take in a tier of `limit` bytes.
 
-    A few checkpoints, and as much again as its KV takes: so they grow with the path's tokens.
+    A few checkpoints plus the bytes of its KV, so the allowance grows with the path's tokens.
     """
     return FEWEST * checkpoint_bytes + kv_bytes + int(limit * PATH_SHARE)
 
 
-def spared(
+def checkpoints_to_drop(
     positions: Sequence[int],
     end: int,
     most: int,
@@ -44,11 +44,11 @@ def spared(
     parted: Collection[int] = (),
     worth: float = float("inf"),
 ) -> list[int]:
-    """Those of `positions` to drop, in order, so that at most `most` are left.
+    """Choose the positions to drop, in order, so that at most `most` are left.
 
-    `positions` ascend, in tokens, on a path that ends at `end`. The first stays (the head's), so do
-    the newest 4 and those in `kept`; of the others none that is worth `worth` or more goes, even if
-    more than `most` are left then. `parted`: where other paths leave this one.
+    `positions` ascend, in tokens, on a path that ends at `end`. The first stays (the head's), and
+    so do the newest 4 and those in `kept`; of the others only those worth less than `worth` are
+    dropped, even if more than `most` are left then. `parted`: positions where other paths branch.
     """
     count, last = len(positions), len(positions) - NEWEST
     before = [i - 1 for i in range(count)]
@@ -57,7 +57,7 @@ def spared(
     def value(i: int) -> float:
         following = positions[after[i]]
         gap = (following - positions[before[i]]) / max(1, end - following)
-        return gap * PARTED if positions[i] in parted else gap
+        return gap * BRANCH_WEIGHT if positions[i] in parted else gap
 
     heap = [(value(i), i) for i in range(1, last) if positions[i] not in kept]
     heapify(heap)
@@ -65,7 +65,7 @@ def spared(
     while heap and count - len(gone) > most:
         was, i = heappop(heap)
         now = value(i)
-        if now > was:  # one beside it went
+        if now > was:  # a neighbour was dropped meanwhile
             heappush(heap, (now, i))
         elif now >= worth:
             break

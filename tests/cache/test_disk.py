@@ -15,7 +15,7 @@ from mlxcache.cache.disk import Disk
 from mlxcache.cache.kv_cache import Memory
 from mlxcache.cache.write_behind import Spill
 from mlxcache.engine.task import Task
-from mlxcache.errors import DiskFull, NotAnchored
+from mlxcache.errors import DiskFull, PrefixNotStored
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from tests.engine.drafts import make_draft
@@ -443,7 +443,7 @@ def test_a_path_whose_runs_find_no_beginning_is_begun_again_once_for_all_of_them
         paths.extend([*disk.persist._handed, *disk.persist._queue])
         if paths[0].tries == 0:
             refused += 1
-            raise NotAnchored("what a run builds on is gone")
+            raise PrefixNotStored("what a run builds on is gone")
         write(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(disk.store, "write_run", lacking)

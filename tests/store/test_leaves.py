@@ -6,12 +6,11 @@ import pytest
 from mlxcache.store.leaves import (
     SETTLED_TURNS,
     Leaf,
-    anchor_of,
-    common,
-    continued,
+    conversation_key_tokens,
     digest_of,
     digests_at,
-    takes_over,
+    find_continued,
+    replaces_main,
 )
 
 
@@ -21,42 +20,42 @@ def ids(*parts):
     return np.concatenate(arrays).astype(np.int32)
 
 
-def leaf(tokens, *, id=1, anchor=10, turns=1, kind="main"):
-    return Leaf(id, "ses_1", kind, tokens, len(tokens), anchor, turns, 0.0)
+def leaf(tokens, *, id=1, key=10, turns=1, kind="main"):
+    return Leaf(id, "ses_1", kind, tokens, len(tokens), key, turns, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("marks", "anchor"),
+    ("marks", "key"),
     [((), 50), ((40,), 40), ((10, 40), 40), ((10, 20, 30, 40), 20)],
 )
-def test_the_anchor_covers_the_first_message_after_the_head(marks, anchor):
+def test_the_conversation_key_covers_the_first_message_after_the_head(marks, key):
     """The head alone is shared by conversations that have nothing to do with each other."""
-    assert anchor_of(marks, 50) == anchor
+    assert conversation_key_tokens(marks, 50) == key
 
 
 def test_a_request_continues_the_leaf_it_shares_most_with():
-    """At least its anchor; less is another conversation under the same head."""
+    """At least its conversation key; less is another conversation under the same head."""
     short, long = leaf(ids((0, 20)), id=1), leaf(ids((0, 30), (900, 5)), id=2)
-    assert continued(ids((0, 30), (500, 5)), [short, long]) is long
-    assert continued(ids((0, 9), (500, 50)), [short, long]) is None
-    assert continued(ids((0, 5)), [short, long]) is None
+    assert find_continued(ids((0, 30), (500, 5)), [short, long]) is long
+    assert find_continued(ids((0, 9), (500, 50)), [short, long]) is None
+    assert find_continued(ids((0, 5)), [short, long]) is None
 
 
 def test_a_fork_and_its_origin_go_their_own_ways():
     """Equal ones: the older first, then the one that the request contains whole."""
     origin, fork = leaf(ids((0, 20)), id=1), leaf(ids((0, 20)), id=2)
-    assert continued(ids((0, 25)), [fork, origin]) is origin
+    assert find_continued(ids((0, 25)), [fork, origin]) is origin
     origin = leaf(ids((0, 25)), id=1)
-    assert continued(ids((0, 20), (700, 5)), [origin, fork]) is fork
+    assert find_continued(ids((0, 20), (700, 5)), [origin, fork]) is fork
 
 
 def test_a_side_request_that_came_first_is_not_the_main_leaf():
     """A title of 20 tokens before a conversation of 200, but not one that was gone on with."""
     title, talk = leaf(ids((0, 20))), leaf(ids((500, 200)), id=2)
-    assert takes_over(talk, title, 0)
-    assert not takes_over(talk, leaf(ids((0, 20)), turns=2), 0)
-    assert not takes_over(talk, leaf(ids((0, 80))), 0)
-    assert not takes_over(title, talk, 0)
+    assert replaces_main(talk, title, 0)
+    assert not replaces_main(talk, leaf(ids((0, 20)), turns=2), 0)
+    assert not replaces_main(talk, leaf(ids((0, 80))), 0)
+    assert not replaces_main(title, talk, 0)
 
 
 def test_after_a_compaction_the_new_prefix_becomes_the_main_one():
@@ -65,10 +64,10 @@ def test_after_a_compaction_the_new_prefix_becomes_the_main_one():
     late = leaf(ids((0, 100), (600, 50)), id=2, turns=SETTLED_TURNS)
     early = leaf(ids((0, 100), (600, 50)), id=2, turns=SETTLED_TURNS - 1)
     other = leaf(ids((900, 150)), id=2, turns=SETTLED_TURNS)
-    assert takes_over(late, main, 100)
-    assert not takes_over(early, main, 100)
-    assert not takes_over(other, main, 100)
-    assert takes_over(leaf(ids((0, 100), (300, 110)), id=1, turns=6), late, 100)
+    assert replaces_main(late, main, 100)
+    assert not replaces_main(early, main, 100)
+    assert not replaces_main(other, main, 100)
+    assert replaces_main(leaf(ids((0, 100), (300, 110)), id=1, turns=6), late, 100)
 
 
 def test_digests_of_prefixes_are_those_of_the_tokens_alone():
@@ -77,10 +76,3 @@ def test_digests_of_prefixes_are_those_of_the_tokens_alone():
     found = digests_at(tokens, [64, 3, 100, 101])
     assert found == {n: digest_of(tokens[:n]) for n in (3, 64, 100)}
     assert digest_of(tokens[:64]) != digest_of(tokens[1:65])
-
-
-def test_common_counts_leading_tokens():
-    """Up to the shorter one's end."""
-    assert common(ids((0, 5)), ids((0, 9))) == 5
-    assert common(ids((0, 5)), ids((1, 5))) == 0
-    assert common(ids((0, 5)), ids((0, 3), (9, 9))) == 3

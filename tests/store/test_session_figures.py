@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mlxcache.store.leaves import anchor_of
+from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.store.sessions import Sessions, Turn
 from tests.store.content import opened, tokens
@@ -21,9 +21,9 @@ def sessions(folder) -> Iterator[Sessions]:
 def turn(sessions: Sessions, label: str, owner: str | None = None, **figures: float) -> str:
     gain = Gain(SessionFigures(requests=1, **figures), {0: 0.25, 2: 0.5})  # type: ignore[arg-type]
     ids = tokens(100)
-    anchor = anchor_of((), 90)
+    key = conversation_key_tokens((), 90)
     return sessions.turn(
-        Turn("space", "model", ids, 90, anchor, 0, 1.0, label=label, owner=owner, gain=gain)
+        Turn("space", "model", ids, 90, key, 0, 1.0, label=label, owner=owner, gain=gain)
     )
 
 

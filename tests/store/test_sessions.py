@@ -9,7 +9,7 @@ import pytest
 from mlxcache.errors import BadRequest, NotFound
 from mlxcache.store import session_rows
 from mlxcache.store.database import Database, TemporaryDatabase
-from mlxcache.store.leaves import anchor_of
+from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.session_rows import ReplyRow
 from mlxcache.store.sessions import Sessions, Turn, id_of
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
@@ -29,8 +29,8 @@ def turn(text, reply=(1, 2, 3), *, head=HEAD, first=8, namespace="n", at=1.0, **
     ids = np.array([*head, *text, *reply], np.int32)
     marks = [len(head), len(head) + first] if head else [first]
     prompt = len(head) + len(text)
-    anchor, at_head = anchor_of(marks, prompt), len(head)
-    return Turn(namespace, "model", ids, prompt, anchor, at_head, at, **more)
+    key, at_head = conversation_key_tokens(marks, prompt), len(head)
+    return Turn(namespace, "model", ids, prompt, key, at_head, at, **more)
 
 
 def talk(start, count=20):
@@ -237,7 +237,7 @@ def test_a_temporary_database_leaves_no_file(tmp_path, monkeypatch):
 
 
 def from_file(id, **more):
-    leaf = LeafInfo(np.array([*HEAD, *talk(0)], np.int32), prompt_tokens=40, anchor=40)
+    leaf = LeafInfo(np.array([*HEAD, *talk(0)], np.int32), prompt_tokens=40, key_tokens=40)
     return SessionInfo(id, "n", "model", (leaf,), **more)
 
 

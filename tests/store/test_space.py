@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.errors import DiskFull, NotAnchored, StoreError
+from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.store import Store, context, index
 from mlxcache.store import folder as store_folder
 from mlxcache.store.digests import Chains
@@ -41,7 +41,7 @@ def fill(store: Store, seeds: range, count: int = 3000, row: int = 20) -> None:
     """Conversations with a checkpoint each; one whose beginning another evicts is given up."""
     for seed in seeds:
         ids = tokens(count, seed)
-        with suppress(NotAnchored):
+        with suppress(PrefixNotStored):
             turns(store, ids, count // 2, count, row=row)
             store.write_checkpoint(ids, snapshot(ids))
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from mlxcache.errors import Gone, NotAnchored, StoreError
+from mlxcache.errors import Gone, PrefixNotStored, StoreError
 from mlxcache.store import Store, Tensor
 from mlxcache.store.digests import Chains
 from tests.store.content import (
@@ -88,10 +88,10 @@ def test_what_is_there_is_not_written_again(store, folder):
 def test_a_run_without_its_prefix_is_refused(store):
     """Else it could never be reached."""
     ids = tokens(300)
-    with pytest.raises(NotAnchored):
+    with pytest.raises(PrefixNotStored):
         put(store, ids, 128)
     put(store, ids[:100])
-    with pytest.raises(NotAnchored):
+    with pytest.raises(PrefixNotStored):
         put(store, ids, 128)
     put(store, ids, 64)
     assert assert_right(store, ids).length == 300

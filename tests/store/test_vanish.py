@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlxcache.errors import DiskFull, StoreError, Vanished
-from mlxcache.store.leaves import anchor_of
+from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.sessions import Sessions, Turn
 from tests.store.content import assert_right, opened, put, snapshot, tokens, turns
 
@@ -47,7 +47,7 @@ def test_a_removed_folder_is_made_again(folder):
         assert sessions.all() == []
         put(one, ids)
         one.write_checkpoint(ids, snapshot(ids))
-        turn = Turn("model-a", "a", ids, 900, anchor_of((), 900), 0, 1.0, label="x")
+        turn = Turn("model-a", "a", ids, 900, conversation_key_tokens((), 900), 0, 1.0, label="x")
         sessions.turn(turn)
         for store in (one, two):
             assert assert_right(store, ids).length == 1000

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from mlxcache.errors import DiskFull, NotAnchored, StoreError
+from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.store import Job, Store, Writer
 from tests.store.content import assert_right, kv, snapshot, tokens
 
@@ -105,7 +105,7 @@ def test_an_error_is_reported_and_the_next_job_is_written(writer, store, report,
     writer.offer(Job(ids, 0, kv(ids), 10, "right"))
     assert writer.flush(10) == 0
     (_, first), (_, second), (_, third) = report.told
-    assert isinstance(first, NotAnchored)
+    assert isinstance(first, PrefixNotStored)
     assert type(second) is StoreError
     assert third is None
     assert "ZeroDivisionError" in caplog.text

@@ -7,7 +7,7 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.tree.thinning import FEWEST, NEWEST, allowed, spared
+from mlxcache.tree.thinning import FEWEST, NEWEST, allowed, checkpoints_to_drop
 
 PATHS = st.lists(st.integers(1, 3000), min_size=1, max_size=80).map(
     lambda steps: list(accumulate(steps))
@@ -28,7 +28,7 @@ def test_what_is_to_stay_stays(path, most, data):
     """The first, the newest, the asked for; as many go as it takes, and no more."""
     kept = data.draw(st.sets(st.sampled_from(path)))
     parted = data.draw(st.sets(st.sampled_from(path)))
-    gone = spared(path, path[-1], most, kept=kept, parted=parted)
+    gone = checkpoints_to_drop(path, path[-1], most, kept=kept, parted=parted)
     left = [at for at in path if at not in gone]
     assert len(set(gone)) == len(gone)
     assert set(gone) <= set(path)
@@ -44,7 +44,7 @@ def test_each_that_goes_is_worth_least(path, most, end):
     """Against the definition, step by step."""
     end += path[-1]
     left = list(path)
-    for at in spared(path, end, most):
+    for at in checkpoints_to_drop(path, end, most):
         costs = {
             here: (after - before) / max(1, end - after)
             for before, here, after in zip(left, left[1:], left[2:], strict=False)
@@ -58,7 +58,7 @@ def test_each_that_goes_is_worth_least(path, most, end):
 @given(path=PATHS, worth=st.floats(0.01, 2.0))
 def test_what_is_worth_enough_stays(path, worth):
     """Without a limit in number, the rest covers the path so well as that."""
-    gone = spared(path, path[-1], 0, worth=worth)
+    gone = checkpoints_to_drop(path, path[-1], 0, worth=worth)
     left = [at for at in path if at not in gone]
     assert worst(left, gone, path[-1]) < worth
     threes = zip(left[:-NEWEST], left[1:-NEWEST], left[2:], strict=False)
@@ -68,7 +68,7 @@ def test_what_is_worth_enough_stays(path, worth):
 def test_where_paths_part_counts_more():
     """Of two that would be worth the same."""
     path = list(range(100, 2100, 100))
-    plain, parting = (spared(path, 2000, 8, parted=parted) for parted in ((), (500,)))
+    plain, parting = (checkpoints_to_drop(path, 2000, 8, parted=parted) for parted in ((), (500,)))
     assert 500 in plain
     assert 500 not in parting
 
@@ -83,7 +83,7 @@ def test_a_growing_conversation_stays_covered():
         every.append(end)
         held.append(end)
         most = allowed(end * kv, size, limit) // size
-        gone = spared(held, end, most)
+        gone = checkpoints_to_drop(held, end, most)
         held = [at for at in held if at not in gone]
         assert len(held) <= max(most, NEWEST + 1)
         assert held[0] == 500
