@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from mlxcache.cli.launch.background import Background, empty_log, free_port
 from mlxcache.cli.main import app
 from mlxcache.store.lock import serving
-from tests.served import Served, served
+from tests.served import Served, default_signals, served
 
 SECONDS = 60.0
 CLIENT = """#!/bin/sh
@@ -200,18 +200,13 @@ def test_a_log_that_a_server_still_writes_is_left_to_it(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def _hears_hangups() -> None:
-    """Also where this suite is run by nohup."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 def started_launch(*arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "mlxcache.cli.main", "launch", "claude", *arguments]
     return subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
-        preexec_fn=_hears_hangups,  # noqa: PLW1509 - it takes no lock
+        preexec_fn=default_signals,  # noqa: PLW1509 - it takes no lock
     )
 
 

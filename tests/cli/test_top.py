@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from mlxcache.cli.main import app
 from mlxcache.cli.top.seen import MOST_RECENT, Seen
 from mlxcache.cli.top.view import view
+from tests.served import default_signals
 
 NOW = 1_795_264_000.0
 SERVER = {"state": "ready", "version": "0.1.0", "model": {"id": "org/model"}, "stalled_s": 0}
@@ -359,7 +360,13 @@ def test_ctrl_c_ends_it_and_leaves_the_terminal_as_it_was(url):
     ours, theirs = pty.openpty()
     environ = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
     command = [sys.executable, "-m", "mlxcache.cli.main", "top", "--url", url, "--interval", "0.1"]
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environ) as process:
+    with subprocess.Popen(
+        command,
+        stdout=theirs,
+        stderr=theirs,
+        env=environ,
+        preexec_fn=default_signals,  # noqa: PLW1509 - it takes no lock
+    ) as process:
         os.close(theirs)
         output = b""
         try:
