@@ -1,7 +1,7 @@
 """Anticipation: when a reply is over, what the next turn begins with is rendered and computed.
 
 Templates drop or move thinking, and close turns in another way than the model did. Then the next
-prompt parts from what was computed, which is found out while nobody waits: see `prompt.ahead`.
+prompt parts from what was computed, which is found out while nobody waits: see `prompt.next_turn`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mlxcache.common_prefix import common_length
 from mlxcache.engine.prefill import Prefill
 from mlxcache.engine.task import Task, owned
 from mlxcache.errors import MlxcacheError
-from mlxcache.prompt.ahead import continued
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import Source
+from mlxcache.prompt.next_turn import continued
 from mlxcache.types import (
     WARMING,
     Event,

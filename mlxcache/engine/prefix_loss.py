@@ -14,10 +14,9 @@ import numpy as np
 
 from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.task import Task
+from mlxcache.prompt.advice import advice_for
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.explain import WORTH, Explainer, Explanation, Side
-from mlxcache.prompt.explain_advice import advice_for
-from mlxcache.prompt.explain_held import Candidate, Candidates, best
+from mlxcache.prompt.explain import WORTH, Candidate, Candidates, Explainer, Explanation, Side, best
 from mlxcache.types import WARMING, Admitted, Event, Job, Piece, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlxcache.prompt.audit_shapes import announced
+from mlxcache.prompt.advice import advice_for
+from mlxcache.prompt.differences import excerpt
 from mlxcache.prompt.explain import Source
-from mlxcache.prompt.explain_advice import advice_for
-from mlxcache.prompt.explain_text import excerpt
+from mlxcache.prompt.volatile import announced
 from mlxcache.types import Chat
 
 _MACHINE = re.compile(r"<(system-reminder|env|environment_context|context)>.*?</\1>", re.DOTALL)

@@ -9,24 +9,23 @@ from typing import Any
 
 from mlxcache.common_prefix import common_characters, common_length
 from mlxcache.errors import ContextLengthExceeded, MlxcacheError
-from mlxcache.prompt.ahead import following
 from mlxcache.prompt.canonical.canonicaliser import LONGER, Canonical, Canonicaliser
-from mlxcache.prompt.check import incremental_holds
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.explain import Source
 from mlxcache.prompt.images import Album, Pictures, with_images
-from mlxcache.prompt.marks import learn_openers, marks, wished
-from mlxcache.prompt.recent import (
+from mlxcache.prompt.incremental import (
     Anchors,
     Tokenised,
     Tokeniser,
+    incremental_holds,
+    place,
 )
+from mlxcache.prompt.marks import learn_openers, marks, wished
+from mlxcache.prompt.next_turn import following
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.replay import Replay, Replayed
-from mlxcache.prompt.replies import Asked, Generated, Reading, Replies
-from mlxcache.prompt.said import Read
-from mlxcache.prompt.splices import place
+from mlxcache.prompt.replies import Asked, Generated, Read, Reading, Replies
 from mlxcache.prompt.template import Template, check_arguments, too_deep
 from mlxcache.prompt.tokenizer import (
     Added,

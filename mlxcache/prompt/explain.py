@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxcache.common_prefix import common_characters, common_length
+from mlxcache.lru import LatestByGroup
+from mlxcache.prompt.advice import advice_for
 from mlxcache.prompt.canonical.canonicaliser import Canonical
-from mlxcache.prompt.explain_advice import advice_for
-from mlxcache.prompt.explain_chats import differences, first_new
-from mlxcache.prompt.explain_messages import Difference
-from mlxcache.prompt.recent import Tokenised
+from mlxcache.prompt.differences import Difference, differences, first_new, related
+from mlxcache.prompt.incremental import Tokenised
 from mlxcache.prompt.replies import Asked
 from mlxcache.types import Chat, Tokens
 
@@ -204,3 +204,69 @@ def _reasons(chat: Chat) -> list[Any]:
 def _squeezed(text: str) -> str:
     """A text without what templates and JSON change in it."""
     return re.sub(r"\\[nrtbf\"\\]|[\W_]", "", text)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A served prompt: `computed` tokens of it and its reply were in a cache when it ended."""
+
+    session: str | None
+    side: Side
+    computed: int
+    owner: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps alive."""
+        return self.side.source.nbytes + self.side.ids.nbytes
+
+
+class Candidates:
+    """The last `each` prompts of every session, `count` and `limit` bytes of all at most.
+
+    For one thread. What was kept first goes first.
+    """
+
+    def __init__(self, *, count: int = 64, each: int = 4, limit: int = 64 << 20):
+        self._held: LatestByGroup[tuple[str | None, str | None], Candidate] = LatestByGroup(
+            each=each, count=count, limit=limit, size=lambda one: one.nbytes
+        )
+
+    def add(self, new: Candidate) -> None:
+        """Keep a prompt, in the place of one of its session that it goes on with."""
+        ids, group = new.side.ids, (new.session, new.owner)
+        continued = [
+            one
+            for one in self._held.of(group)
+            if common_length(one.side.ids, ids) >= 0.75 * len(one.side.ids)
+        ]
+        self._held.add(group, new, replaced=continued)
+
+    def all(self) -> list[Candidate]:
+        """A copy of the list of them, for another thread."""
+        return [one for _, one in self._held.items()]
+
+    @staticmethod
+    def by_worth(
+        held: list[Candidate], session: str | None, ids: Tokens
+    ) -> list[tuple[Candidate, int]]:
+        """Candidates with the tokens that they share: the session's own first, then by these, then
+        the newest."""
+        found = [(one, common_length(one.side.ids, ids)) for one in reversed(held)]
+        return sorted(found, key=lambda pair: (pair[0].session != session, -pair[1]))
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all of them keep alive."""
+        return self._held.total
+
+
+def best(found: list[tuple[Candidate, int]], side: Side) -> Candidate | None:
+    """The first candidate that a prompt's conversation goes on with, or shares the head of."""
+    for candidate, _ in found:
+        if related(candidate.side.source.chat, side.source.chat):
+            return candidate
+    return None

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from mlxcache.errors import MlxcacheError
-from mlxcache.prompt.recent import Anchors, Tokenised
+from mlxcache.prompt.incremental import Anchors, Tokenised
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.template import Message
 from mlxcache.prompt.traits import A2, END, LONG_ID, NAME, R2, S2, U2, A, R, S, U

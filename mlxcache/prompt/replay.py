@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 
 from mlxcache.prompt.codec import Codec
+from mlxcache.prompt.incremental import Splice
 from mlxcache.prompt.marks import learn_closer
 from mlxcache.prompt.renderer import Renderer
-from mlxcache.prompt.replies import TAIL, Generated, Reading, Replies, Spoken
-from mlxcache.prompt.said import Said, Tools
-from mlxcache.prompt.splices import Splice
+from mlxcache.prompt.replies import TAIL, Generated, Reading, Replies, Said, Spoken, Tools
 from mlxcache.types import Tokens
 
 _LEAST_WINDOW = 4096

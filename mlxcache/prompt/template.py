@@ -10,7 +10,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from mlxcache.errors import BadRequest, ConfigError, GenerationFailed, MlxcacheError
-from mlxcache.prompt.bounded import bounded
+from mlxcache.prompt.time_limit import bounded
 from mlxcache.prompt.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)

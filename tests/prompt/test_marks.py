@@ -5,8 +5,8 @@ import pytest
 
 from mlxcache.common_prefix import common_length
 from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.prompt.incremental import Tokenised
 from mlxcache.prompt.marks import APART, marks, wished
-from mlxcache.prompt.recent import Tokenised
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
 from tests.prompt.chats import TOOLS, call, result

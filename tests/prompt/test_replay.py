@@ -11,8 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from mlxcache.prompt.replies import Asked, Generated, Reading, Replies
-from mlxcache.prompt.said import Said
+from mlxcache.prompt.replies import Asked, Generated, Reading, Replies, Said
 from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions

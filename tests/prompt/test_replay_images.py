@@ -11,8 +11,8 @@ import pytest
 from mlxcache.common_prefix import common_length
 from mlxcache.image import Image
 from mlxcache.model.output import reader
-from mlxcache.prompt.ahead import continued
 from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.prompt.next_turn import continued
 from mlxcache.types import Chat, Text, Thinking, ToolCall
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES

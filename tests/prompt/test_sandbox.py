@@ -10,8 +10,8 @@ import pytest
 
 from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.prompt import template as module
-from mlxcache.prompt.bounded import bounded
 from mlxcache.prompt.template import Template
+from mlxcache.prompt.time_limit import bounded
 from tests.prompt import kinds
 
 USER = {"role": "user", "content": "hi"}

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxcache.common_prefix import common_length
 from mlxcache.engine.anticipate import NEAR
-from mlxcache.prompt.ahead import continued
+from mlxcache.prompt.next_turn import continued
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
 from mlxcache.wire.anthropic_reply import Blocks
 from mlxcache.wire.chat_bodies import request_to_chat

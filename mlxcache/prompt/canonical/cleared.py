@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from mlxcache.lru import LRU
-from mlxcache.prompt.canonical.draft import Draft
-from mlxcache.prompt.canonical.history import History
+from mlxcache.prompt.canonical.draft import Draft, History
 
 CLEARED = "[Old tool result content cleared]"
 """What stands for a cleared result; the whole of it."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 
 from mlxcache.lru import LRU
-from mlxcache.prompt.canonical.draft import Draft
-from mlxcache.prompt.canonical.history import History
+from mlxcache.prompt.canonical.draft import Draft, History
 
 FIRST = re.compile(r"gitStatus: \S.*")
 _LINE = re.compile(

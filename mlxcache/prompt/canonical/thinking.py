@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlxcache.prompt.canonical.draft import Draft
-from mlxcache.prompt.canonical.history import History
+from mlxcache.prompt.canonical.draft import Draft, History
 
 Tools = Sequence[Mapping[str, Any]]
 Thought = Callable[[bytes, Mapping[str, Any], Tools], str]

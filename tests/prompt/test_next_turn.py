@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mlxcache.common_prefix import common_length
-from mlxcache.prompt.ahead import continued
 from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.prompt.next_turn import continued
 from mlxcache.types import Chat, Piece, Text, Thinking, ToolCall
 from tests.prompt import kinds, templates
 from tests.prompt.chats import TOOLS

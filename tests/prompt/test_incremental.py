@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.common_prefix import common_characters
-from mlxcache.prompt.check import incremental_holds
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
-from mlxcache.prompt.recent import (
+from mlxcache.prompt.incremental import (
     Anchors,
     Recent,
     Tokenised,
     Tokeniser,
+    incremental_holds,
 )
 from mlxcache.prompt.tokenizer import added_tokens, control_tokens
 from tests.prompt import kinds

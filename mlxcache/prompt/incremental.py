@@ -14,9 +14,65 @@ import numpy.typing as npt
 from mlxcache.common_prefix import common_characters
 from mlxcache.lru import LatestByGroup
 from mlxcache.prompt.codec import Codec
-from mlxcache.prompt.splices import Splice, parted, plain
 from mlxcache.prompt.tokenizer import Added, any_of
 from mlxcache.types import Tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Splice:
+    """The characters `start` to `end` of a text are `ids`, shape (n,), in place of `shown`.
+
+    `closing` is the text of the control token that the ids end with; empty where it is none.
+    """
+
+    start: int
+    end: int
+    shown: str
+    ids: Tokens
+    closing: str
+
+    def holds(self, char: int) -> bool:
+        """Whether a character is inside, its first one excepted."""
+        return self.start < char < self.end
+
+    def same(self, other: Splice) -> bool:
+        """Whether both put the same ids in the same place."""
+        return self.ids is other.ids and (self.start, self.end) == (other.start, other.end)
+
+
+def parted(a: Sequence[Splice], b: Sequence[Splice]) -> int:
+    """The character at which the first splice that only one has starts; at the end of all texts if
+    they are equal."""
+    for mine, theirs in zip(a, b, strict=False):
+        if not mine.same(theirs):
+            return min(mine.start, theirs.start)
+    rest = a[len(b) :] or b[len(a) :]
+    return rest[0].start if rest else sys.maxsize
+
+
+def plain(text: str, splices: Sequence[Splice]) -> str:
+    """A text as it was rendered, without its splices."""
+    if not splices:
+        return text
+    parts, at = [], 0
+    for splice in splices:
+        parts += [text[at : splice.start], splice.shown]
+        at = splice.end
+    return "".join((*parts, text[at:]))
+
+
+def place(char: int, splices: Sequence[Splice]) -> int:
+    """Where a character of the rendered text stands among the splices; in one, its start."""
+    moved = 0
+    for splice in splices:
+        start = splice.start - moved
+        if char <= start:
+            break
+        if char < start + len(splice.shown):
+            return splice.start
+        moved += splice.end - splice.start - len(splice.shown)
+    return char + moved
+
 
 log = logging.getLogger(__name__)
 Ints = npt.NDArray[np.int64]
@@ -271,3 +327,39 @@ class Recent:
     def nbytes(self) -> int:
         """Bytes that the remembered texts hold."""
         return self._held.total
+
+
+_PIECES = (
+    "user\nplain words here",
+    "\n",
+    "  two blanks before, two behind  ",
+    "def f(x):\n\treturn x  # 12345\n\n",
+    "1234567890",
+    "\u65e5\u672c\u8a9e \u00e9e\u0301 \U0001f980\U0001f469\u200d\U0001f4bb",
+    " ",
+    "\u0301combining first\r\n",
+    "<tag attr='1'>&amp;</tag> ...'s",
+)
+
+
+def incremental_holds(tokeniser: Tokeniser, controls: Sequence[Added], rendered: str) -> bool:
+    """Compare both ways on texts made of awkward pieces around control tokens.
+
+    `rendered` is a conversation as the template renders it; its control tokens come first.
+    """
+    inside = [token.text for token in controls if token.text in rendered]
+    others = [token.text for token in controls if token.text not in rendered]
+    for a, b in _pairs(inside[:12] + others[:4]):
+        text = rendered
+        for piece, token in zip(_PIECES, (a, b) * len(_PIECES), strict=False):
+            longer = text + piece + token + piece
+            old = tokeniser.full(text)
+            new = tokeniser.extend(old, common_characters(text, longer), longer)
+            if new is not None and new.ids.tolist() != tokeniser.full(longer).ids.tolist():
+                return False
+            text = longer
+    return True
+
+
+def _pairs(tokens: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip(tokens, [*tokens[1:], *tokens[:1]], strict=True))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.explain import Side
-from mlxcache.prompt.explain_chats import related
-from mlxcache.prompt.explain_held import Candidate, Candidates
+from mlxcache.prompt.differences import related
+from mlxcache.prompt.explain import Candidate, Candidates, Side
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
 
