@@ -1,4 +1,4 @@
-"""`mlxcache doctor`: each thing it looks at, good and bad, and the command as a whole."""
+"""`mlxcache doctor`: each check with good and bad input, and the whole command."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ MAC = Host(
 )
 
 
-def test_the_worst_finding_decides() -> None:
-    """A warning is no failure."""
+def test_the_overall_status_is_that_of_the_worst_finding() -> None:
+    """Without findings it is `ok`."""
     ok, warn, fail = (Finding("", status, "") for status in ("ok", "warn", "fail"))  # type: ignore[arg-type]
     assert [worst([]), worst([ok, warn]), worst([warn, fail, ok])] == ["ok", "warn", "fail"]
 
@@ -51,8 +51,8 @@ def test_the_worst_finding_decides() -> None:
         (replace(MAC, system="Linux", macos="", processor="x86_64"), "ok", None),
     ],
 )
-def test_the_system_is_one_that_mlx_runs_well_on(host: Host, status: str, word: str | None) -> None:
-    """Translated Pythons fail; old systems do not keep weights wired."""
+def test_the_system_is_checked_for_mlx(host: Host, status: str, word: str | None) -> None:
+    """A translated Python fails; a macOS too old to keep weights wired is a warning."""
     found = machine.examine_system(host)
     assert found.status == status
     assert word is None or word in str(found.remedy)
@@ -68,10 +68,10 @@ def test_the_system_is_one_that_mlx_runs_well_on(host: Host, status: str, word: 
         (5 * GB, 70 * GB, "fail", "smaller model"),
     ],
 )
-def test_memory_has_room_for_weights_and_budget(
+def test_memory_is_checked_for_weights_and_budget(
     ram: int, weights: int, status: str, word: str | None
 ) -> None:
-    """Else the remedy is a budget that would fit, or a smaller model."""
+    """If it is too small, the remedy is a budget that fits or a smaller model."""
     found = machine.examine_memory(MAC, ram, weights, "the model's")
     assert found.status == status
     assert word is None or word in str(found.remedy)
@@ -86,23 +86,23 @@ def test_memory_has_room_for_weights_and_budget(
         (replace(MAC, wired_mb=60000), 40 * GB, "warn", "iogpu.wired_limit_mb=0"),
     ],
 )
-def test_what_is_served_fits_what_metal_keeps(
+def test_weights_and_budget_are_checked_against_metals_limit(
     host: Host, needed: int, status: str, word: str | None
 ) -> None:
-    """A limit can be raised where the machine has the memory, and is not where it has not."""
+    """The remedy raises the limit only if the machine has the memory."""
     found = machine.examine_metal(host, needed - GB, GB)
     assert found is not None
     assert found.status == status
     assert word is None or word in str(found.remedy)
 
 
-def test_without_metal_nothing_is_said_of_it() -> None:
-    """On Linux there is no such limit."""
+def test_without_metal_its_limit_is_not_checked() -> None:
+    """Linux has no such limit."""
     assert machine.examine_metal(replace(MAC, working_set=None), 1, 1) is None
 
 
-def test_a_mac_tells_its_chip_and_limit() -> None:
-    """Elsewhere MLX names the processor."""
+def test_a_macs_chip_and_limit_are_read_from_the_kernel() -> None:
+    """On other systems MLX names the processor."""
     told = {"iogpu.wired_limit_mb": "57344", "machdep.cpu.brand_string": "Apple M1 Ultra"}
     found = machine.host(told.get)
     assert (found.chip, found.wired_mb) == ("Apple M1 Ultra", 57344)
@@ -112,8 +112,8 @@ def test_a_mac_tells_its_chip_and_limit() -> None:
     assert 0 < here.available <= here.total
 
 
-def test_versions_are_held_to_what_the_package_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is too old, and one that is missing, are told with the command that mends it."""
+def test_versions_are_checked_against_the_required_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy for an old or missing package is the command that installs it."""
     assert machine.examine_versions().status == "ok"
     monkeypatch.setattr(machine, "requires", lambda _: ["mlx-lm>=99", "mlx>=0.1", "other>=99"])
     found = machine.examine_versions()
@@ -127,15 +127,15 @@ def test_versions_are_held_to_what_the_package_asks_for(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("limit", "status"), [(256, "warn"), (4096, "ok"), (-1, "ok")])
-def test_a_server_may_open_enough_files(limit: int, status: str) -> None:
-    """A Mac's shells allow 256."""
+def test_the_limit_of_open_files_is_checked(limit: int, status: str) -> None:
+    """The limit of 256 that a Mac's shells set is a warning."""
     found = machine.examine_files(limit)
     assert found.status == status
     assert ("ulimit" in str(found.remedy)) == (status == "warn")
 
 
-def test_on_linux_a_slow_blas_is_told(tmp_path: Path) -> None:
-    """By what is loaded, not by what is installed; elsewhere it does not matter."""
+def test_on_linux_a_slow_blas_is_a_warning(tmp_path: Path) -> None:
+    """The loaded libraries count, not the installed ones; other systems are not checked."""
     maps, linux = tmp_path / "maps", replace(MAC, system="Linux", accelerated=False)
     maps.write_text("7f r-xp 00 fe:00 7 /usr/lib/libopenblas.so.0\n7f r-xp 00 0 0\n")
     found = machine.examine_blas(linux, maps)
@@ -148,8 +148,8 @@ def test_on_linux_a_slow_blas_is_told(tmp_path: Path) -> None:
     assert machine.examine_blas(MAC, maps) is None
 
 
-def test_the_cache_folder_is_writable_and_private(tmp_path: Path) -> None:
-    """One that is not there yet is fine where it can be made; looking makes nothing."""
+def test_the_cache_folder_must_be_writable_and_private(tmp_path: Path) -> None:
+    """A missing folder is fine if it can be made; the check does not make it."""
     folder = tmp_path / "cache"
     assert disk.examine_folder(folder).status == "ok"
     assert not folder.exists()
@@ -163,10 +163,10 @@ def test_the_cache_folder_is_writable_and_private(tmp_path: Path) -> None:
     assert disk.examine_folder(file / "below").status == "fail"
 
 
-def test_room_on_disk_is_what_the_server_would_take(
+def test_free_disk_space_is_compared_with_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As --disk has it; a disk that is nearly full is a warning."""
+    """The limit is that of --disk; a nearly full disk is a warning."""
     found = disk.examine_room(tmp_path, "50GB")
     assert found.figures["disk_bytes"] == 50 * GB
     assert "off" in disk.examine_room(tmp_path, "off").value
@@ -174,8 +174,8 @@ def test_room_on_disk_is_what_the_server_would_take(
     assert disk.examine_room(tmp_path, "50GB").status == "warn"
 
 
-def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    """Neither file nor folder stays, and steps lead up to the whole."""
+def test_measuring_the_disk_leaves_no_files(tmp_path: Path) -> None:
+    """No file or new folder is left, and progress ends at the total."""
     steps: list[tuple[int, int]] = []
     folder = tmp_path / "not" / "there"
     found = disk.examine_speed(folder, lambda *step: steps.append(step), 16 << 20)
@@ -187,10 +187,10 @@ def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert list((tmp_path / "kept").iterdir()) == []
 
 
-def test_a_slow_disk_is_a_warning_and_one_that_fails_a_failure(
+def test_a_slow_disk_is_a_warning_and_a_failing_disk_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the reason that the system gave."""
+    """The failure gives the system's reason."""
     monkeypatch.setattr(disk, "SLOW", 10**18)
     assert disk.examine_speed(tmp_path, lambda *_: None, 8 << 20).status == "warn"
 
@@ -216,8 +216,8 @@ def claude(home: Path, environ: dict[str, str], **rules: bool) -> dict[str, Find
     return {one.name.removeprefix("Claude Code, "): one for one in found}
 
 
-def test_without_agents_there_is_nothing_to_say(tmp_path: Path) -> None:
-    """No folder of theirs, no command on the path."""
+def test_without_agents_there_are_no_findings(tmp_path: Path) -> None:
+    """There is neither a settings folder nor a command on the path."""
     assert claude(tmp_path, {}) == {}
 
 
@@ -232,16 +232,16 @@ def test_without_agents_there_is_nothing_to_say(tmp_path: Path) -> None:
         ({"CLAUDE_CODE_ATTRIBUTION_HEADER": ""}, {}, "warn"),
     ],
 )
-def test_claude_codes_attribution_is_to_be_off(
+def test_claude_codes_attribution_must_be_off(
     environ: dict[str, str], env: dict[str, Any], status: str, tmp_path: Path
 ) -> None:
-    """By a variable or by its settings file."""
+    """A variable or the settings file turns it off."""
     settings_of(tmp_path, env)
     assert claude(tmp_path, environ)["attribution"].status == status
 
 
-def test_what_the_server_takes_out_of_prompts_is_no_harm(tmp_path: Path) -> None:
-    """As long as the rule is on."""
+def test_text_that_canonicalisation_removes_is_no_warning(tmp_path: Path) -> None:
+    """With the rule off it is one."""
     settings_of(tmp_path, {})
     assert claude(tmp_path, {}, attribution=True)["attribution"].status == "ok"
     assert claude(tmp_path, {}, attribution=False)["attribution"].status == "warn"
@@ -249,8 +249,8 @@ def test_what_the_server_takes_out_of_prompts_is_no_harm(tmp_path: Path) -> None
     assert claude(tmp_path, {}, git_status=True)["git status"].remedy is None
 
 
-def test_claude_codes_address_is_without_v1_and_with_a_context(tmp_path: Path) -> None:
-    """Only where it leads here: another server's settings are none of ours."""
+def test_claude_codes_address_must_lack_v1_and_have_a_context(tmp_path: Path) -> None:
+    """Addresses of other servers are not checked."""
     settings_of(tmp_path, {})
     base = "ANTHROPIC_BASE_URL"
     assert "address" not in claude(tmp_path, {base: "https://api.example.com/v1"})
@@ -261,8 +261,8 @@ def test_claude_codes_address_is_without_v1_and_with_a_context(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("base", ["http://localhost:port/", "http://[", "http://127.0.0.1:99999"])
-def test_an_address_that_is_none_is_not_this_servers(base: str, tmp_path: Path) -> None:
-    """Whoever reads it: the clients' settings may hold anything, and variables of their own."""
+def test_an_invalid_address_is_not_this_servers(base: str, tmp_path: Path) -> None:
+    """Settings of every client may contain any text, such as unexpanded variables."""
     assert "address" not in claude(tmp_path, {"ANTHROPIC_BASE_URL": base})
     (tmp_path / "opencode.json").write_text(
         json.dumps({"provider": {"m": {"options": {"baseURL": base}}}})
@@ -274,8 +274,8 @@ def test_an_address_that_is_none_is_not_this_servers(base: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"env": []}', "\udcff", "[" * 100_000])
-def test_a_settings_file_that_is_broken_is_told(text: str, tmp_path: Path) -> None:
-    """With its name, and no traceback."""
+def test_a_broken_settings_file_is_a_warning(text: str, tmp_path: Path) -> None:
+    """The warning names the file."""
     settings_of(tmp_path, {})
     file = tmp_path / ".claude" / "settings.json"
     file.write_bytes(text.encode(errors="surrogateescape"))
@@ -295,8 +295,10 @@ def test_a_settings_file_that_is_broken_is_told(text: str, tmp_path: Path) -> No
         ({"ANYCLAUDE_MODE": "mlx-lm", "MLX_LM_URL": "http://127.0.0.1:1234/v1"}, "warn"),
     ],
 )
-def test_anyclaude_asks_this_server(environ: dict[str, str], status: str, tmp_path: Path) -> None:
-    """In its mode for local servers, at an address with /v1, in either family of variables."""
+def test_anyclaude_must_use_this_server(
+    environ: dict[str, str], status: str, tmp_path: Path
+) -> None:
+    """It needs the mode for local servers and an address with /v1, in either variable."""
     (found,) = clients.examine_clients(
         environ,
         tmp_path,
@@ -314,22 +316,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_port_that_another_program_has_is_a_failure_that_names_it() -> None:
-    """Here this very process."""
+def test_a_port_in_use_is_a_failure_that_names_the_program() -> None:
+    """In this test the program is the test process itself."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         found = serving.examine_port(Settings(port=port), f"http://127.0.0.1:{port}")
         assert found.status == "fail"
-        if sys.platform == "linux":  # a Mac tells root alone
+        if sys.platform == "linux":  # on a Mac only root may list connections
             assert str(os.getpid()) in found.value
     assert serving.examine_port(Settings(port=free_port()), URL).status == "ok"
     assert serving.examine_port(Settings(port=0), URL).status == "ok"
 
 
 def doctor(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, with a home of its own."""
+    """Run the command in a new process, with `home` as its home."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLXCACHE_", "XDG_"))}
     environ = kept | {"HOME": str(home), "NO_COLOR": "1", "COLUMNS": "200"}
     command = [sys.executable, "-m", "mlxcache.cli.main", "doctor", *arguments]
@@ -339,13 +341,13 @@ def doctor(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def widest(output: str) -> int:
-    """Of all lines but remedies, which are whole at any width."""
+    """Width of the longest line, remedies apart."""
     remedy = re.compile(r" {6}\S")
     return max(len(line) for line in output.splitlines() if not remedy.match(line))
 
 
-def test_the_command_fits_80_columns_and_leaves_no_trace(tmp_path: Path) -> None:
-    """Neither a cache folder nor anything else in the user's home."""
+def test_the_command_fits_80_columns_and_writes_no_file(tmp_path: Path) -> None:
+    """The user's home is still empty after it."""
     done = doctor(tmp_path, "--quick", "--port", str(free_port()))
     assert done.returncode == 0, done.stdout + done.stderr
     assert widest(done.stdout) <= 80
@@ -355,7 +357,7 @@ def test_the_command_fits_80_columns_and_leaves_no_trace(tmp_path: Path) -> None
 
 
 def test_a_running_server_is_found_and_a_failure_is_status_1(toy: Any, tmp_path: Path) -> None:
-    """By the port, by the cache folder; as JSON; a model that is not there fails."""
+    """The server is found by its port and by its cache folder; a missing model is a failure."""
     with served("--model", str(toy("llama")), home=tmp_path) as server:
         port = server.url.rpartition(":")[2]
         done = doctor(tmp_path, "--quick", "--json", "--port", port, "--model", "/absent")
@@ -371,7 +373,7 @@ def test_a_running_server_is_found_and_a_failure_is_status_1(toy: Any, tmp_path:
 def test_a_model_is_shown_with_what_sessions_cost(
     family: str, toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its kinds of layers, both lengths, and what is possible; all within 80 columns."""
+    """The tables have the kinds of layers, both lengths and the options, within 80 columns."""
     settings = Settings(model=str(toy(family)), cache_dir=tmp_path, ram="1GB", disk="2GB")
     examination = Examination(settings)
     examination.run(quick=True, shown=False)
@@ -394,7 +396,7 @@ def test_a_model_is_shown_with_what_sessions_cost(
 
 
 def test_only_the_settings_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what lies in a home, beside OpenCode's: the rest may be secret."""
+    """No other file of Claude Code's folder is opened: they may be secret."""
     settings_of(tmp_path, {})
     (tmp_path / ".claude" / "history.jsonl").write_text("{}")
     opened: list[Path] = []
@@ -428,13 +430,13 @@ def test_only_the_settings_file_is_read(tmp_path: Path, monkeypatch: pytest.Monk
             None,
         ),
         ('{"compaction": {"prune": true}}', {}, "warn", "prune"),
-        ("{", {}, "warn", "mend it"),
+        ("{", {}, "warn", "fix it"),
     ],
 )
-def test_opencodes_settings_know_the_address_and_the_context(
+def test_opencodes_settings_must_have_the_address_and_the_context(
     text: str, rules: dict[str, bool], status: str, word: str | None, tmp_path: Path
 ) -> None:
-    """Also with comments, as OpenCode takes them; other providers are its own matter."""
+    """Settings may have comments; other providers are not checked."""
     other = '{"provider": {"o": {"options": {"baseURL": "https://elsewhere"}}}}'
     folder = tmp_path / ".config" / "opencode"
     folder.mkdir(parents=True)

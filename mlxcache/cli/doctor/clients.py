@@ -1,7 +1,7 @@
-"""Settings of coding agents that are known to break caching.
+"""Check of coding agents' settings for those known to break caching.
 
-Of the user's files only Claude Code's ~/.claude/settings.json is read, and of it only `env`, and
-OpenCode's configuration. Nothing is written.
+Reads `env` of Claude Code's ~/.claude/settings.json and OpenCode's configuration, no other file of
+the user. Writes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GIT = "CLAUDE_CODE_DISABLE_GIT_INSTRUCTIONS"
 CONTEXT = "CLAUDE_CODE_MAX_CONTEXT_TOKENS"
 
 _OFF = ("0", "false", "no", "off")
-"""Values that Claude Code takes for off.
+"""Values that Claude Code reads as off.
 Source: https://github.com/farion1231/cc-switch/pull/2842
 """
 
@@ -39,9 +39,9 @@ def examine_clients(
     which: Which = shutil.which,
     cwd: Path | None = None,
 ) -> list[Finding]:
-    """What of the agents that are installed here would keep turns cold.
+    """Check the settings of the agents installed on this machine.
 
-    `url` is the server's, `rules` its rules of canonicalisation and whether they are on.
+    `url`: the server's address. `rules`: its canonicalisation rules, True if on.
     """
     found = []
     settings = claude_folder(environ, home) / "settings.json"
@@ -61,7 +61,7 @@ def _claude(
         own = claude_env(read_object(settings))
     except ValueError as error:
         value = f"{settings} cannot be read: {error}"
-        return [Finding("Claude Code", "warn", value, "mend it: Claude Code cannot read it either")]
+        return [Finding("Claude Code", "warn", value, "fix it: Claude Code cannot read it either")]
     merged = {**environ, **own}
     found = [_attribution(merged, rules), _base_url(merged, url), _git(merged, rules)]
     return [one for one in found if one is not None]
@@ -72,10 +72,10 @@ def _attribution(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Findin
     if merged.get(ATTRIBUTION, "").lower() in _OFF and ATTRIBUTION in merged:
         return Finding(name, "ok", f"{ATTRIBUTION} is off")
     if rules.get("attribution"):
-        return Finding(name, "ok", "the server takes its line out (canonicalisation)")
+        return Finding(name, "ok", "the server removes its line (canonicalisation)")
     value = (
-        f"{ATTRIBUTION} is not 0: a line at the start of each prompt differs "
-        "from conversation to conversation, before version 2.1.181 in each request"
+        f"{ATTRIBUTION} is not 0: the first line of each prompt differs per conversation, "
+        "before version 2.1.181 per request"
     )
     return Finding(name, "warn", value, f"{ATTRIBUTION}=0, or in `env` of ~/.claude/settings.json")
 
@@ -85,8 +85,8 @@ def _git(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Finding:
     if merged.get(GIT, "").lower() not in ("", *_OFF):
         return Finding(name, "ok", f"{GIT} is set")
     if rules.get("git_status"):
-        return Finding(name, "ok", "the server moves it back (canonicalisation)")
-    value = "it is in the prompt of each new session, which is cold where files have changed"
+        return Finding(name, "ok", "the server moves it out of the start (canonicalisation)")
+    value = "new sessions begin with the git status: cold after files have changed"
     return Finding(name, "ok", value, f"{GIT}=1, or serve with --canonicalise git_status=on")
 
 
@@ -96,18 +96,18 @@ def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:
         return None
     name = "Claude Code, address"
     if urlsplit(base).path.rstrip("/").endswith("/v1"):
-        value = f"ANTHROPIC_BASE_URL is {base}, which has a /v1 too many"
+        value = f"ANTHROPIC_BASE_URL is {base}; it must not end with /v1"
         return Finding(name, "fail", value, f"ANTHROPIC_BASE_URL={url}")
     if CONTEXT not in merged:
-        value = f"{base}, but {CONTEXT} is not set: it does not know when to compact"
-        return Finding(name, "warn", value, "use the line that the server prints as it starts")
+        value = f"{base}, but {CONTEXT} is not set: Claude Code does not know when to compact"
+        return Finding(name, "warn", value, "use the command that the server prints at its start")
     return Finding(name, "ok", base)
 
 
 def _is_here(base: str, url: str) -> bool:
-    """Whether `base` is the address `url`, whatever this machine is called in it.
+    """Return True if `base` is the address `url`; names of this machine count as equal.
 
-    What is no address, such as one with a variable that its client fills in, is none.
+    False for text that is not a URL, such as one with an unexpanded variable.
     """
     local = ("127.0.0.1", "localhost", "::1")
     try:
@@ -121,19 +121,20 @@ def _is_here(base: str, url: str) -> bool:
 
 
 def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
-    mode, remedy = environ.get("ANYCLAUDE_MODE"), "use the line that the server prints as it starts"
+    mode = environ.get("ANYCLAUDE_MODE")
+    remedy = "use the command that the server prints at its start"
     if mode not in _MODES:
-        value = f"ANYCLAUDE_MODE is {mode or 'not set'}: it asks another server"
+        value = f"ANYCLAUDE_MODE is {mode or 'not set'}: anyclaude uses another server"
         return Finding("anyclaude", "warn", value, remedy)
     for name in _ADDRESSES:
         base = environ.get(name)
         if base is None:
             continue
         if not base.rstrip("/").endswith("/v1"):
-            value = f"{name} is {base}, which lacks the /v1 at its end"
+            value = f"{name} is {base}; it must end with /v1"
             return Finding("anyclaude", "fail", value, f"{name}={base.rstrip('/')}/v1")
         if not _is_here(base, url):
-            value = f"{name} is {base}: that is another server than {url}"
+            value = f"{name} is {base}, not this server's {url}"
             return Finding("anyclaude", "warn", value, remedy)
     if not any(name in environ for name in _ADDRESSES):
         value = f"neither {_ADDRESSES[0]} nor {_ADDRESSES[1]} is set"
@@ -142,16 +143,16 @@ def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
 
 
 def _opencode(path: Path, url: str, rules: Mapping[str, bool]) -> list[Finding]:
-    """What is wrong, or right, with each provider of a file that asks this server."""
+    """Check OpenCode's settings in one file: pruning, and each provider at this server."""
     try:
         own = read_object(path)
     except ValueError as error:
         value = f"{path} cannot be read: {error}"
-        return [Finding("OpenCode", "warn", value, "mend it: OpenCode cannot read it either")]
+        return [Finding("OpenCode", "warn", value, "fix it: OpenCode cannot read it either")]
     found = []
     if _mapping(own, "compaction").get("prune") and not rules.get("cleared_results"):
-        value = f"{path} has compaction.prune on: old results go from the middle of a conversation"
-        remedy = '"compaction": {"prune": false}, or what follows them is computed again'
+        value = f"{path} sets compaction.prune: old results are removed mid-conversation"
+        remedy = '"compaction": {"prune": false}, else the tokens after them are computed again'
         found.append(Finding("OpenCode, pruning", "warn", value, remedy))
     for provider in _mapping(own, "provider").values():
         base = _mapping(provider, "options").get("baseURL") if isinstance(provider, dict) else None
@@ -162,12 +163,12 @@ def _opencode(path: Path, url: str, rules: Mapping[str, bool]) -> list[Finding]:
 
 def _opencode_provider(path: Path, provider: Mapping[str, Any], base: str) -> Finding:
     if not urlsplit(base).path.rstrip("/").endswith("/v1"):
-        value = f"baseURL in {path} is {base}, which lacks the /v1 at its end"
+        value = f"baseURL in {path} is {base}; it must end with /v1"
         return Finding("OpenCode, address", "fail", value, f"{base.rstrip('/')}/v1")
     models = _mapping(provider, "models")
     unlimited = [name for name in models if not _context(models, name)]
     if unlimited:
-        value = f"{unlimited[0]} has no limit.context in {path}: it does not know when to compact"
+        value = f"{unlimited[0]} has no limit.context in {path}: OpenCode compacts too late"
         return Finding("OpenCode, context", "warn", value, "mlxcache launch opencode sets it")
     return Finding("OpenCode, address", "ok", base)
 

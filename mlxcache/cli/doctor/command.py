@@ -1,4 +1,4 @@
-"""`mlxcache doctor`: what of this machine, its settings and a model helps or hinders."""
+"""`mlxcache doctor`: check this machine, its settings and a model for what slows a server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="PATH|HUB_ID",
-            help="Say how this model caches, what conversations cost with it, and how many fit.",
+            help="Show how this model caches, what conversations cost, and how many fit.",
         ),
     ] = None,
     flags: Flags,
@@ -50,9 +50,9 @@ def doctor(
     quick: Quick = False,
     as_json: Json = False,
 ) -> None:
-    """Examine this machine, its settings and, with --model, a model: what helps, what hinders.
+    """Check this machine, its settings and, with --model, a model.
 
-    Needs no server. Each WARN and FAIL comes with a remedy; exit status 1 if something fails.
+    Needs no server. Each WARN and FAIL comes with a remedy; exit status 1 if a check fails.
     """
     with reporting():
         given = {"model": model, "cache_dir": cache_dir, **flags}
@@ -68,7 +68,10 @@ def doctor(
 
 
 class Examination:
-    """Everything that was found, in the order in which it is shown."""
+    """All checks of one run. `findings` are in the order in which they are shown.
+
+    `model` and `fit` are None without a model, or if it cannot be examined.
+    """
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -77,11 +80,14 @@ class Examination:
         self.fit: Any = None
 
     def run(self, *, quick: bool, shown: bool) -> None:
-        """Examine all of it. `shown`: tell on standard error what takes long."""
+        """Run all checks; blocks for seconds. `quick` omits the disk's speed.
+
+        With `shown`, slow checks show their progress on standard error.
+        """
         settings = self.settings
         url = base_url(settings.host, settings.port)
         self._add(machine.examine_versions())
-        with counting("looking at the machine and the model") if shown else nullcontext():
+        with counting("examining the machine and the model") if shown else nullcontext():
             self._machine()
         self._add(machine.examine_files())
         self._add(disk.examine_folder(settings.cache_dir))
@@ -101,7 +107,7 @@ class Examination:
         try:
             host = machine.host()
         except ImportError as error:
-            remedy = "install mlxcache again: pip install --force-reinstall mlxcache"
+            remedy = "reinstall mlxcache: pip install --force-reinstall mlxcache"
             self._add(Finding("MLX", "fail", f"cannot be imported: {error}", remedy))
             return
         self._add(machine.examine_system(host))
@@ -122,7 +128,7 @@ class Examination:
         )
 
     def _model(self, host: machine.Host) -> tuple[int, str]:
-        """The bytes of the model's weights, and whose they are."""
+        """Examine the model. Returns the bytes of its weights, and words that qualify them."""
         settings = self.settings
         if settings.model is None:
             return 0, "the model's"
@@ -155,7 +161,7 @@ class Examination:
         return weights, f"the model's {format_size(weights)} of"
 
     def as_object(self) -> dict[str, Any]:
-        """It as JSON has it."""
+        """Return the JSON object of all findings and of the model."""
         found: dict[str, Any] = {
             "object": "doctor",
             "status": worst(self.findings),
@@ -168,7 +174,7 @@ class Examination:
         return found
 
     def show(self) -> None:
-        """Print it: findings, each with its remedy, and the model."""
+        """Print the findings, each with its remedy, and the tables of the model."""
         console = Console(highlight=False, markup=False)
         if not console.is_terminal or console.width > WIDTH:
             console = Console(highlight=False, markup=False, width=WIDTH)
@@ -178,7 +184,7 @@ class Examination:
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """A line or more for each; remedies are never broken, for commands are copied from them."""
+    """Print findings; a remedy stays on one line, so that its command can be copied."""
     widest = max((len(one.name) for one in findings), default=0)
     for one in findings:
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -224,4 +230,4 @@ def _print(console: Console, columns: Sequence[str], rows: Iterator[Sequence[str
 
 
 def _nothing(_: int, __: int) -> None:
-    """No bar: a program reads the output."""
+    """Show no progress: a program reads the output."""

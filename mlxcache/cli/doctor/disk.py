@@ -1,4 +1,4 @@
-"""The cache folder: who may read it, how much room there is, how fast its disk is."""
+"""Checks of the cache folder: its permissions, free space, and the speed of its disk."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TEST_BYTES = 256 << 20
 PART_BYTES = 8 << 20
 
 SLOW = 200 * 10**6
-"""Bytes per second below which a restore keeps a person waiting."""
+"""Bytes per second below which restores are noticeably slow."""
 
 LEAST_FREE = 5 * 10**9
 """Bytes below which a few long conversations fill the disk."""
 
 Step = Callable[[int, int], None]
-"""Called with the bytes done and those to do in all."""
+"""Called with the bytes done and the total."""
 
 
 def _existing(folder: Path) -> Path:
@@ -36,41 +36,41 @@ def _existing(folder: Path) -> Path:
 
 
 def examine_folder(folder: Path) -> Finding:
-    """Whether the cache folder can be used, and is the user's alone."""
+    """Check that the cache folder is writable and private to the user."""
     there = _existing(folder)
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
         value = f"{folder} cannot be written"
-        remedy = f"chown it to yourself, or choose another with --cache-dir ({there} is in the way)"
+        remedy = f"make {there} writable (chown), or choose another folder with --cache-dir"
         return Finding("cache folder", "fail", value, remedy)
     if there != folder.absolute():
-        return Finding("cache folder", "ok", f"{folder}, not there yet")
+        return Finding("cache folder", "ok", f"{folder}, not created yet")
     mode = folder.stat().st_mode & 0o777
     figures = {"path": str(folder), "mode": f"{mode:o}"}
     if mode & 0o077:
-        value = f"{folder} is open to others (mode {mode:o})"
-        remedy = f"conversations are in it: chmod 700 {folder}"
+        value = f"{folder} is accessible to other users (mode {mode:o})"
+        remedy = f"it contains conversations: chmod 700 {folder}"
         return Finding("cache folder", "warn", value, remedy, figures)
     return Finding("cache folder", "ok", str(folder), figures=figures)
 
 
 def examine_room(folder: Path, setting: str | int) -> Finding:
-    """How much of the disk is free, and how much of it `--disk` takes."""
+    """Check the free space of the disk against the limit `--disk`."""
     free = shutil.disk_usage(_existing(folder)).free
     if setting == "off":
         return Finding("disk", "ok", f"{format_size(free)} free; --disk is off")
     limit = disk_limit(setting, folder / "store")
-    value = f"{format_size(free)} free; --disk takes {format_size(limit)}"
+    value = f"{format_size(free)} free; --disk is {format_size(limit)}"
     figures = {"free_bytes": free, "disk_bytes": limit}
     if free < LEAST_FREE:
-        remedy = "make room, or choose a folder on another disk with --cache-dir"
+        remedy = "free some space, or choose a folder on another disk with --cache-dir"
         return Finding("disk", "warn", value, remedy, figures)
     return Finding("disk", "ok", value, figures=figures)
 
 
 def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
-    """How fast `size` bytes are written to the folder's disk, made durable and read back.
+    """Measure the speed of writing `size` bytes durably to the folder's disk and reading them back.
 
-    What it makes there is removed again, the folder too where it was not there.
+    Blocks for seconds. The test file is removed, and the folder too if it did not exist before.
     """
     made = not folder.exists()
     try:
@@ -78,39 +78,40 @@ def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
         with tempfile.TemporaryDirectory(prefix=".speed-", dir=folder) as place:
             path = Path(place) / "data"
             written = size / _write(path, size, step)
-            fresh = _forget(path)
+            uncached = _drop_page_cache(path)
             read = size / _read(path, size, step)
     except OSError as error:
-        remedy = "make room, or choose a folder on another disk with --cache-dir"
+        remedy = "free some space, or choose a folder on another disk with --cache-dir"
         return Finding("disk speed", "fail", f"{folder}: {error.strerror}", remedy)
     finally:
         if made:
             with suppress(OSError):
                 folder.rmdir()
-    return _judged(written, read if fresh else None)
+    return _rate_disk(written, read if uncached else None)
 
 
-def _judged(written: float, read: float | None) -> Finding:
-    value = f"written at {_rate(written)}"
-    value += f", read at {_rate(read)}" if read else " (reading cannot be measured here)"
+def _rate_disk(written: float, read: float | None) -> Finding:
+    """Turn speeds in bytes per second into a finding; `read` is None if it was not measured."""
+    value = f"writes {_format_rate(written)}"
+    value += f", reads {_format_rate(read)}" if read else " (read speed cannot be measured here)"
     figures = {"write_bytes_s": round(written), "read_bytes_s": round(read) if read else None}
     if min(written, read or written) < SLOW:
-        remedy = "choose a folder on a faster disk with --cache-dir: restores wait for it"
+        remedy = "choose a folder on a faster disk with --cache-dir: restores wait for the disk"
         return Finding("disk speed", "warn", value, remedy, figures)
     return Finding("disk speed", "ok", value, figures=figures)
 
 
-def _rate(bytes_s: float) -> str:
+def _format_rate(bytes_s: float) -> str:
     return f"{format_size(round(bytes_s))}/s"
 
 
 def _write(path: Path, size: int, step: Step) -> float:
-    """Seconds to write noise of `size` bytes, which no file system can shrink."""
+    """Write `size` random bytes, which no file system can compress; return the seconds taken."""
     part = os.urandom(PART_BYTES)
     began = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        _go_by_cache(fd)
+        _disable_page_cache(fd)
         for done in range(0, size, PART_BYTES):
             os.write(fd, part)
             step(done, 2 * size)
@@ -120,10 +121,10 @@ def _write(path: Path, size: int, step: Step) -> float:
     return time.perf_counter() - began
 
 
-def _forget(path: Path) -> bool:
-    """Have the system forget what it remembers of a file; whether that can be done here."""
+def _drop_page_cache(path: Path) -> bool:
+    """Drop a file from the system's page cache; False if this system cannot."""
     if hasattr(fcntl, "F_NOCACHE"):
-        return True  # it remembers nothing: see `_go_by_cache`
+        return True  # nothing was cached: see `_disable_page_cache`
     if not hasattr(os, "posix_fadvise"):
         return False
     fd = os.open(path, os.O_RDONLY)
@@ -134,8 +135,8 @@ def _forget(path: Path) -> bool:
     return True
 
 
-def _go_by_cache(fd: int) -> None:
-    """On a Mac, have what is written and read through `fd` leave nothing in memory."""
+def _disable_page_cache(fd: int) -> None:
+    """Bypass the page cache for reads and writes through `fd`; only on a Mac."""
     if hasattr(fcntl, "F_NOCACHE"):
         fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
 
@@ -144,7 +145,7 @@ def _read(path: Path, size: int, step: Step) -> float:
     buffer, done = memoryview(bytearray(PART_BYTES)), 0
     began = time.perf_counter()
     with path.open("rb", buffering=0) as file:
-        _go_by_cache(file.fileno())
+        _disable_page_cache(file.fileno())
         while count := file.readinto(buffer):
             done += count
             step(size + done, 2 * size)

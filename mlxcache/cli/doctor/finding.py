@@ -1,4 +1,4 @@
-"""What an examination finds: one thing, how it is, and what to do about it."""
+"""Finding of one check: its status, and what to do about it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _ORDER: tuple[Status, ...] = ("ok", "warn", "fail")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`name` is what was looked at, `value` what is there, `remedy` one line on what to do.
+    """Result of one check.
 
-    `figures` are for programs: bytes, seconds and counts by name.
+    `name`: the thing checked. `value`: what was found, as text. `remedy`: one line on what to do.
+    `figures`: bytes, seconds and counts by name, for programs.
     """
 
     name: str
@@ -24,7 +25,7 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def as_object(self) -> dict[str, Any]:
-        """It as JSON has it."""
+        """Return the JSON object of this finding."""
         found: dict[str, Any] = {"name": self.name, "status": self.status, "value": self.value}
         if self.remedy is not None:
             found["remedy"] = self.remedy
@@ -32,5 +33,5 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """The worst status among them; ok for none."""
+    """Return the worst status of `findings`; `ok` if there are none."""
     return max((one.status for one in findings), key=_ORDER.index, default="ok")

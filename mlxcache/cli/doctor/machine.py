@@ -1,4 +1,4 @@
-"""The machine: processor, system, memory, libraries and limits."""
+"""Checks of the machine: processor, system, memory, libraries and limits."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mlxcache.cli.doctor.finding import Finding
 from mlxcache.config import format_size, machine_bytes
 
 FEWEST_FILES = 512
-"""Open files and connections that a server should be allowed; a Mac's shells allow 256."""
+"""Minimum limit of open files and connections for a server; a Mac's shells set 256."""
 
 WIRING_MACOS = 15
-"""The first macOS on which MLX can keep the weights wired.
+"""First macOS version on which MLX can keep the weights wired.
 Source: https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
 """
 
 MOST_WIRED = 0.95
-"""Of the memory; with more of it wired the system has been seen to panic.
+"""Maximum wired share of the memory; above it kernel panics have been reported.
 Source: https://github.com/ml-explore/mlx-lm/issues/883
 """
 
 MOST_WEIGHTS = 0.9
-"""Of the memory; the rest is for the system and what is cached."""
+"""Maximum share of the memory for weights; the system and the cache need the rest."""
 
 _SYSCTL = "/usr/sbin/sysctl"
 _FAST_BLAS = ("openblas", "mkl_rt", "blis", "armpl", "nvpl")
@@ -40,10 +40,10 @@ _FAST_BLAS = ("openblas", "mkl_rt", "blis", "armpl", "nvpl")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the machine is. Sizes in bytes; None where it has no such thing.
+    """Description of the machine. Sizes in bytes; None if the machine has no such limit.
 
-    `working_set` is what Metal recommends at most, `wired_mb` the user's own limit instead of it,
-    0 for the system's.
+    `working_set`: Metal's recommended maximum. `wired_mb`: the user's limit in MB that replaces it,
+    0 for the system's default.
     """
 
     system: str
@@ -59,7 +59,7 @@ class Host:
 
 
 def sysctl(name: str) -> str | None:
-    """A value of the kernel's on a Mac; None elsewhere."""
+    """Read a kernel value on a Mac; None elsewhere or on failure."""
     if sys.platform != "darwin":
         return None
     try:
@@ -72,7 +72,7 @@ def sysctl(name: str) -> str | None:
 
 
 def host(ask: Callable[[str], str | None] = sysctl) -> Host:
-    """This machine. Imports MLX."""
+    """Describe this machine. Imports MLX. `ask` reads a kernel value by name."""
     import mlx.core as mx  # noqa: PLC0415 - it takes a while, and --help needs none of it
 
     from mlxcache.model.device import working_set_bytes  # noqa: PLC0415
@@ -99,23 +99,26 @@ def _device_name(info: Mapping[str, str | int]) -> str:
 
 
 def examine_system(host: Host) -> Finding:
-    """The system and its processor, and whether MLX is at its best there."""
+    """Check that MLX runs natively on this system and processor."""
     mac = f"macOS {host.macos}" if host.macos else f"{host.system} {platform.release()}"
     value = f"{host.chip}, {host.cores} cores, {mac}, Python {platform.python_version()}"
     if host.macos and host.processor == "x86_64":
-        remedy = "run it with a Python for Apple silicon: this one is translated (Rosetta)"
+        remedy = "use a Python for Apple silicon: this one is translated by Rosetta"
         return Finding("machine", "fail", value, remedy)
     if host.macos and int(host.macos.split(".")[0]) < WIRING_MACOS:
-        remedy = f"macOS {WIRING_MACOS} or newer keeps large models in memory (wired)"
+        remedy = f"upgrade to macOS {WIRING_MACOS} or newer, which can keep large models wired"
         return Finding("machine", "warn", value, remedy)
     return Finding("machine", "ok", value)
 
 
 def examine_memory(host: Host, ram: int, weights: int, whose: str) -> Finding:
-    """Whether there is room now for `weights` and the budget `ram` beside them, in bytes."""
+    """Check that memory for `weights` and the budget `ram` is available now, in bytes.
+
+    `whose` qualifies the weights in the text, such as "the model's 8 GB of".
+    """
     value = (
         f"{format_size(host.total)}, {format_size(host.available)} of it available; "
-        f"--ram takes {format_size(ram)} beside {whose} weights"
+        f"--ram is {format_size(ram)} in addition to {whose} weights"
     )
     figures = {
         "total_bytes": host.total,
@@ -127,31 +130,32 @@ def examine_memory(host: Host, ram: int, weights: int, whose: str) -> Finding:
         remedy = "serve a smaller model, or one with fewer bits"
         return Finding("memory", "fail", value, remedy, figures)
     if ram + weights > host.total:
-        remedy = f"give less: --ram {_less(host.total - weights)}"
+        remedy = f"lower the budget: --ram {_lower_ram(host.total - weights)}"
         return Finding("memory", "fail", value, remedy, figures)
     if ram + weights > host.available:
         if weights > host.available * MOST_WEIGHTS:
-            remedy = "close other programs: the weights alone take all that is available"
+            remedy = "close other programs: the weights alone need all available memory"
             return Finding("memory", "warn", value, remedy, figures)
-        remedy = f"close other programs, or give less: --ram {_less(host.available - weights)}"
+        lower = _lower_ram(host.available - weights)
+        remedy = f"close other programs, or lower the budget: --ram {lower}"
         return Finding("memory", "warn", value, remedy, figures)
     return Finding("memory", "ok", value, figures=figures)
 
 
-def _less(room: int) -> str:
-    """Three quarters of `room` as --ram takes it."""
+def _lower_ram(room: int) -> str:
+    """Three quarters of `room` bytes, as a value of --ram."""
     return f"{max(100, room * 3 // 4 // 10**6)}MB"
 
 
 def examine_metal(host: Host, ram: int, weights: int) -> Finding | None:
-    """Whether weights and budget are within what Metal keeps on the device; None without Metal."""
+    """Check that weights and budget are within Metal's limit; None without Metal."""
     if host.working_set is None:
         return None
-    own = f"iogpu.wired_limit_mb is {host.wired_mb}" if host.wired_mb else "the system's own limit"
-    value = f"{format_size(host.working_set)} for the GPU at most ({own})"
+    own = f"iogpu.wired_limit_mb is {host.wired_mb}" if host.wired_mb else "the system's default"
+    value = f"at most {format_size(host.working_set)} for the GPU ({own})"
     figures = {"working_set_bytes": host.working_set, "wired_limit_mb": host.wired_mb}
     if host.wired_mb and host.wired_mb * 2**20 > MOST_WIRED * host.total:
-        remedy = "that leaves the system too little: sudo sysctl iogpu.wired_limit_mb=0"
+        remedy = "too little is left for the system: sudo sysctl iogpu.wired_limit_mb=0"
         return Finding("Metal", "warn", value, remedy, figures)
     needed = ram + weights
     if needed > host.working_set:
@@ -164,7 +168,7 @@ def examine_metal(host: Host, ram: int, weights: int) -> Finding | None:
 
 
 def examine_versions(package: str = "mlxcache") -> Finding:
-    """Whether the installed mlx and mlx-lm are of the range that this package asks for."""
+    """Check that the installed mlx and mlx-lm are within the required version ranges."""
     wanted = {
         one.name: one
         for one in map(Requirement, requires(package) or ())
@@ -189,10 +193,13 @@ def examine_versions(package: str = "mlxcache") -> Finding:
 
 
 def examine_files(limit: int | None = None) -> Finding:
-    """How many files and connections a server started from here may have open."""
+    """Check the limit of open files and connections for a server started from this shell.
+
+    `limit` replaces the process's own limit.
+    """
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     unlimited = soft in (resource.RLIM_INFINITY, -1)
-    value = "as many as it likes" if unlimited else f"{soft} at most"
+    value = "no limit" if unlimited else f"at most {soft}"
     if not unlimited and soft < FEWEST_FILES:
         remedy = "ulimit -n 4096, in the shell that starts the server"
         return Finding("open files", "warn", value, remedy, {"limit": soft})
@@ -200,9 +207,10 @@ def examine_files(limit: int | None = None) -> Finding:
 
 
 def examine_blas(host: Host, maps: Path = Path("/proc/self/maps")) -> Finding | None:
-    """On Linux without an accelerator: whether MLX multiplies with a fast library.
+    """Check that MLX uses a fast BLAS library, on Linux without an accelerator.
 
-    Once MLX is imported, for what counts is what is loaded. None where that does not matter.
+    Looks at the libraries loaded by this process, so MLX must be imported first. None on other
+    machines, where BLAS does not matter.
     """
     if host.system != "Linux" or host.accelerated:
         return None
@@ -213,6 +221,6 @@ def examine_blas(host: Host, maps: Path = Path("/proc/self/maps")) -> Finding | 
     fast = sorted(one for one in loaded if any(name in one for name in _FAST_BLAS))
     if fast:
         return Finding("BLAS", "ok", fast[0])
-    value = "the reference library: prompts are computed many times slower than they need be"
-    remedy = "apt install libopenblas0-pthread, and start with bin/serve, which preloads it"
+    value = "the reference library: prompts are computed many times slower than with OpenBLAS"
+    remedy = "apt install libopenblas0-pthread, then start with bin/serve, which preloads it"
     return Finding("BLAS", "warn", value, remedy)

@@ -1,4 +1,4 @@
-"""How a model caches, what conversations cost with it here, and how many fit."""
+"""Checks and tables of a model: how its layers cache, and how many conversations fit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mlxcache.config import format_size
 from mlxcache.model.examine import Examined, Group, Kind
 
 TOKENS = (20_000, 100_000)
-"""Of the conversations that are shown: an agent's first hour, and a long day's."""
+"""Lengths of the conversations shown: about an agent's first hour, and a long day."""
 
 LEAST_CONTEXT = 16_000
-"""Tokens below which an agent's tools and system prompt leave it little."""
+"""Minimum tokens for an agent: its tools and system prompt take most of them."""
 
 _KINDS: Mapping[Kind, str] = {
     "sliceable": "attention",
@@ -35,25 +35,25 @@ _REUSED: Mapping[Kind, str] = {
 
 
 def kind(group: Group) -> str:
-    """What the layers of a group are, and how they are reused, in a line."""
+    """Describe a group of layers in one line: their kind, and where their KV can be reused."""
     size = f"{group.size:,}" if group.size else ""
     words = (_KINDS[one].format(size=size, cls=group.cls) for one in reversed(group.kinds))
     return f"{' and '.join(words)}: {_REUSED.get(group.kinds[-1], 'by checkpoints')}"
 
 
 def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
-    """Whether the model is cached at all, and has room for what agents ask."""
+    """Check that the model can be cached and that --ram holds a context long enough for agents."""
     info = found.info
     value = f"{info.id} ({info.architecture}), {format_size(info.weights_bytes)} of weights"
     if found.layout.unknown:
         names = ", ".join(found.layout.unknown)
-        why = f"{value}: nothing of it is cached, for {names} is unknown"
-        return [Finding("model", "warn", why, "a newer version of mlxcache may know it")]
+        why = f"{value}: not cached, because its cache class {names} is unknown"
+        return [Finding("model", "warn", why, "a newer version of mlxcache may support it")]
     findings = [Finding("model", "ok", value)]
     longest, own = min(fit.longest, info.context_length), info.context_length
-    value = f"{longest:,} tokens fit --ram, of the model's {own:,}"
+    value = f"{longest:,} of the model's {own:,} tokens fit --ram"
     figures = {"longest_tokens": longest, "context_length": own}
-    remedy = "give more with --ram, or serve a model with fewer bits or fewer layers"
+    remedy = "raise --ram, or serve a model with fewer bits or fewer layers"
     if longest < min(LEAST_CONTEXT, own):
         findings.append(Finding("context", "warn", value, remedy, figures))
     elif longest < own:
@@ -65,7 +65,7 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
 
 
 def layers(found: Examined) -> Iterator[Sequence[str]]:
-    """A row for each group of layers, and one for all: what they are, and what they take."""
+    """Yield a row per group of layers and one for their sum: kind, bytes per token, checkpoint."""
     for group in found.groups:
         yield (
             f"{group.layers} x",
@@ -79,7 +79,7 @@ def layers(found: Examined) -> Iterator[Sequence[str]]:
 
 
 def sessions(fit: Fit, *, checkpoints: bool) -> Iterator[Sequence[str]]:
-    """A row for each length of conversation: what it takes, and how many fit."""
+    """Yield a row per length of conversation: its bytes in RAM and on disk, and how many fit."""
     for held in fit.held:
         row = [f"{held.tokens:,} tokens", *_tier(held.ram_bytes, held.fit_ram)]
         row += _tier(held.disk_bytes, held.fit_disk) if fit.disk else ["-", "-"]
@@ -97,7 +97,7 @@ def _size(nbytes: int) -> str:
 
 
 def options(found: Examined) -> Iterator[tuple[str, str]]:
-    """Whether each option that depends on how a model caches can be used, or why not."""
+    """Yield the options that not every model supports, each with `possible` or the reason."""
     for flag, refused in (
         ("--kv-bits", found.unquantised),
         ("--draft-model", found.undrafted),
@@ -106,7 +106,7 @@ def options(found: Examined) -> Iterator[tuple[str, str]]:
 
 
 def as_object(found: Examined, fit: Fit) -> dict[str, Any]:
-    """All of it for programs; sizes in bytes."""
+    """Return the JSON object of a model; sizes in bytes."""
     info, layout = found.info, found.layout
     return {
         "id": info.id,

@@ -1,4 +1,4 @@
-"""The port, and who answers there."""
+"""Checks of the port, and of the servers that run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ HEALTH_S = 2.0
 
 
 def examine_port(settings: Settings, url: str) -> Finding:
-    """Whether a server could listen there, or which one does."""
+    """Check that the port is free, or that an mlxcache server listens on it."""
     if settings.port == 0:
-        return Finding("port", "ok", "0: any that is free")
+        return Finding("port", "ok", "0: any free port")
     try:
         for one in listen(settings.host, settings.port):
             one.close()
     except CannotListen as error:
         if not _taken(settings):
-            return Finding("port", "fail", str(error), "choose an address of this machine: --host")
+            return Finding("port", "fail", str(error), "set --host to an address of this machine")
         return _occupied(settings.port, url)
     return Finding("port", "ok", f"{settings.port} of {settings.host} is free")
 
@@ -46,28 +46,28 @@ def _occupied(port: int, url: str) -> Finding:
         return Finding("port", "ok", f"{port}: mlxcache serves there")
     holder = _holder(port)
     value = f"{port} is in use by {holder or 'another program'}"
-    return Finding("port", "fail", value, "stop it, or serve on another port: --port 0 picks one")
+    return Finding("port", "fail", value, "stop it, or use another port: --port 0 picks a free one")
 
 
 def _holder(port: int) -> str | None:
-    """Which program listens on a port, if the system tells."""
+    """Name and id of the process that listens on a port; None if unknown."""
     try:
         for one in psutil.net_connections("tcp"):
             listens = one.status == psutil.CONN_LISTEN
             if listens and getattr(one.laddr, "port", None) == port and one.pid:
                 return f"{psutil.Process(one.pid).name()} (process {one.pid})"
-    except (psutil.Error, OSError):  # a Mac tells root alone
+    except (psutil.Error, OSError):  # on a Mac only root may list connections
         return None
     return None
 
 
 def examine_servers(settings: Settings, url: str) -> list[Finding]:
-    """The servers that run on the cache folder, or at `url`: each one's model and state."""
+    """Check the state of the servers that use the cache folder, and of the one at `url`."""
     known = [one.url for one in servers(settings.cache_dir)]
     urls = known if url in known else [*known, url]
     found = [_server(one, named=one in known) for one in urls]
     shown = [one for one in found if one is not None]
-    return shown or [Finding("server", "ok", "none runs: mlxcache serve starts one")]
+    return shown or [Finding("server", "ok", "none runs: start one with mlxcache serve")]
 
 
 def _server(url: str, *, named: bool) -> Finding | None:
@@ -77,7 +77,7 @@ def _server(url: str, *, named: bool) -> Finding | None:
         if not named:
             return None
         value = f"{url} does not answer ({type(error).__name__})"
-        return Finding("server", "warn", value, "wait, or stop it and start it again")
+        return Finding("server", "warn", value, "wait, or restart it")
     if "X-Mlxcache-Request" not in response.headers:
         return None
     try:
@@ -87,6 +87,6 @@ def _server(url: str, *, named: bool) -> Finding | None:
     state = body.get("status", response.status_code)
     value = f"{url} serves {body['model']}" if body.get("model") else f"{url}: {state}"
     if response.status_code != httpx.codes.OK:
-        remedy = "its log says more; a model that loads answers 503 until it is there"
+        remedy = "see its log; the status is 503 while the model loads"
         return Finding("server", "warn", value, remedy)
     return Finding("server", "ok", value)
