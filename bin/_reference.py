@@ -23,7 +23,7 @@ from mlxcache.api.app import create_app
 from mlxcache.bench.command import bench
 from mlxcache.cli.main import app
 from mlxcache.wire import anthropic_types
-from mlxcache.wire.openai_types import Refused
+from mlxcache.wire.openai_types import UnsupportedFields
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTICE = "<!-- made by `bin/reference`: change the code, and run it again -->\n"
@@ -171,7 +171,9 @@ def _bodies(tree: ast.AST, handler: Callable[..., Any]) -> Iterator[type[msgspec
 def _struct(struct: type[msgspec.Struct], name: str) -> list[str]:
     info = types.type_info(struct)
     assert isinstance(info, types.StructType)
-    refused = set(Refused.__struct_fields__) if issubclass(struct, Refused) else set()
+    refused = (
+        set(UnsupportedFields.__struct_fields__) if issubclass(struct, UnsupportedFields) else set()
+    )
     rows = [
         f"| `{field.encode_name}` | {_type(field.type)} | {'required' if field.required else ''} |"
         for field in sorted(info.fields, key=lambda field: not field.required)
@@ -250,7 +252,7 @@ def _bounds(type_: Any) -> str:
 def _blocks() -> list[str]:
     """The blocks of Anthropic's messages, by their `type`."""
     rows = []
-    for name, struct in anthropic_types._BLOCKS.items():
+    for name, struct in anthropic_types.BLOCKS.items():
         info: Any = types.type_info(struct)
         fields = (f"`{f.encode_name}`: {_type(f.type)}" for f in info.fields if f.name != "type")
         rows.append(f"| `{name}` | {'; '.join(fields)} |")

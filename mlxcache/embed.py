@@ -25,10 +25,17 @@ from mlxcache.sessions.book import SessionBook
 from mlxcache.store.lock import serving
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
 from mlxcache.wire.decode import decode
-from mlxcache.wire.openai_request import calls_wanted, check, max_tokens, sampling, stops, to_chat
+from mlxcache.wire.openai_request import (
+    check_supported,
+    read_max_tokens,
+    read_stop_strings,
+    to_chat,
+    to_sampling,
+    wants_tool_calls,
+)
 from mlxcache.wire.openai_types import ChatRequest
 from mlxcache.wire.reply import gather_reply
-from mlxcache.wire.titles import title_of
+from mlxcache.wire.titles import title_from_messages
 
 URL = "http://127.0.0.1:0"
 """What other processes are told of this one: it uses the folder, and nobody can ask it."""
@@ -138,21 +145,21 @@ class Model:
         """
         raw = msgspec.json.encode({"messages": messages, **fields})
         body = decode(ChatRequest, raw)
-        check(body)
+        check_supported(body)
         chat = to_chat(body, images=self.info.has_images)
-        prompt = await self._engine.render(chat, session=session, stop=stops(body))
+        prompt = await self._engine.render(chat, session=session, stop=read_stop_strings(body))
         return await self._engine.submit(
             Job(
                 id=f"req_{secrets.token_hex(12)}",
                 prompt=prompt,
-                sampling=sampling(body),
-                max_tokens=max_tokens(body, self.settings.max_tokens),
-                stop=stops(body),
-                tools=tuple(chat.tools) if calls_wanted(body) else None,
+                sampling=to_sampling(body),
+                max_tokens=read_max_tokens(body, self.settings.max_tokens),
+                stop=read_stop_strings(body),
+                tools=tuple(chat.tools) if wants_tool_calls(body) else None,
                 parallel_tools=body.parallel_tool_calls is not False,
                 session=session,
                 client="mlxcache.embed",
-                title=title_of(chat.messages),
+                title=title_from_messages(chat.messages),
                 api="embed",
             )
         )

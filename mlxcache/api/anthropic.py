@@ -17,12 +17,18 @@ from starlette.routing import Route
 from mlxcache.api import http, sse
 from mlxcache.api.errors import anthropic_error
 from mlxcache.api.terms import terms
-from mlxcache.types import Admitted, Finished, Job, Sampling, Text, Thinking, ToolCall
-from mlxcache.wire import anthropic_types as wire
-from mlxcache.wire.anthropic_reply import Blocks, WireEvent, ending, message, usage
-from mlxcache.wire.anthropic_request import to_chat
+from mlxcache.types import Admitted, Finished, Job, Text, Thinking, ToolCall
+from mlxcache.wire import anthropic_types as types
+from mlxcache.wire.anthropic_reply import (
+    ContentBlocks,
+    StreamEvent,
+    begin_message,
+    count_usage,
+    end_fields,
+)
+from mlxcache.wire.anthropic_request import shows_thinking, to_chat, to_sampling
 from mlxcache.wire.reply import finished_or_raise
-from mlxcache.wire.titles import title_of
+from mlxcache.wire.titles import title_from_messages
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Stream
@@ -33,14 +39,14 @@ def routes(deps: http.Deps) -> list[Route]:
 
     async def messages(request: Request) -> Response:
         """One reply to a conversation."""
-        body = await http.read(request, wire.Request, deps)
+        body = await http.read(request, types.Request, deps)
         if body.stream:
             return await _streamed(request, body, deps)
         return http.json_response(await http.while_connected(request, _whole(request, body, deps)))
 
     async def count_tokens(request: Request) -> Response:
         """How many tokens the conversation's prompt has; nothing is generated."""
-        body = await http.read(request, wire.Conversation, deps)
+        body = await http.read(request, types.Conversation, deps)
         chat, _ = to_chat(body, strict=False, images=http.takes_images(deps))
         http.serving(deps)
         prompt = await deps.engine.render(chat)  # no session: a count is no turn of one
@@ -52,9 +58,9 @@ def routes(deps: http.Deps) -> list[Route]:
     ]
 
 
-async def _whole(request: Request, body: wire.Request, deps: http.Deps) -> dict[str, Any]:
+async def _whole(request: Request, body: types.Request, deps: http.Deps) -> dict[str, Any]:
     job = await _job(request, body, deps)
-    blocks = _blocks(body)
+    blocks = ContentBlocks(show_thinking=shows_thinking(body))
     last: Finished | None = None
     stream = await deps.engine.submit(job)
     try:
@@ -67,12 +73,12 @@ async def _whole(request: Request, body: wire.Request, deps: http.Deps) -> dict[
         await sse.close(stream)
     last = finished_or_raise(last)
     blocks.close()
-    counts = usage(job.prompt, last.cached_tokens, last.generated_tokens)
-    reply = message(_message_id(job), body.model, counts)
-    return reply | {"content": blocks.content} | ending(last)
+    counts = count_usage(job.prompt, last.cached_tokens, last.generated_tokens)
+    reply = begin_message(_message_id(job), body.model, counts)
+    return reply | {"content": blocks.content} | end_fields(last)
 
 
-async def _streamed(request: Request, body: wire.Request, deps: http.Deps) -> Response:
+async def _streamed(request: Request, body: types.Request, deps: http.Deps) -> Response:
     job = await http.while_connected(request, _job(request, body, deps))
     stream, admitted = await http.while_connected(request, sse.start(deps, job))
     return sse.EventStream(
@@ -85,13 +91,13 @@ async def _streamed(request: Request, body: wire.Request, deps: http.Deps) -> Re
 
 
 async def _events(
-    stream: Stream, job: Job, body: wire.Request, admitted: Admitted | None
+    stream: Stream, job: Job, body: types.Request, admitted: Admitted | None
 ) -> sse.Events:
     cached = admitted.cached_tokens if admitted else 0
-    start = message(_message_id(job), body.model, usage(job.prompt, cached))
+    start = begin_message(_message_id(job), body.model, count_usage(job.prompt, cached))
     yield _event({"type": "message_start", "message": start})
     yield _event({"type": "ping"})
-    blocks = _blocks(body)
+    blocks = ContentBlocks(show_thinking=shows_thinking(body))
     last: Finished | None = None
     async for event in stream:
         if isinstance(event, Text | Thinking | ToolCall):
@@ -102,23 +108,23 @@ async def _events(
     last = finished_or_raise(last)
     for item in blocks.close():
         yield _event(item)
-    counts = usage(job.prompt, last.cached_tokens, last.generated_tokens)
-    yield _event({"type": "message_delta", "delta": ending(last), "usage": counts})
+    counts = count_usage(job.prompt, last.cached_tokens, last.generated_tokens)
+    yield _event({"type": "message_delta", "delta": end_fields(last), "usage": counts})
     yield _event({"type": "message_stop"})
 
 
-async def _job(request: Request, body: wire.Request, deps: http.Deps) -> Job:
+async def _job(request: Request, body: types.Request, deps: http.Deps) -> Job:
     chat, tools = to_chat(body, images=http.takes_images(deps))
     http.serving(deps)
     session = _label(request, body)
     begun = time.perf_counter()
     stop = tuple(body.stop_sequences or ())
     prompt = await deps.engine.render(chat, session=session, stop=stop)
-    choice = body.tool_choice or wire.ToolChoice("auto")
+    choice = body.tool_choice or types.ToolChoice("auto")
     return Job(
         id=http.request_id(request),
         prompt=prompt,
-        sampling=_sampling(body),
+        sampling=to_sampling(body),
         max_tokens=body.max_tokens,
         stop=stop,
         tools=tools if tools and choice.type != "none" else None,
@@ -126,37 +132,22 @@ async def _job(request: Request, body: wire.Request, deps: http.Deps) -> Job:
         session=session,
         client=http.client_name(request.headers),
         **terms(request.headers),
-        title=title_of(chat.messages),
+        title=title_from_messages(chat.messages),
         api="messages",
         render_s=time.perf_counter() - begun,
     )
-
-
-def _sampling(body: wire.Request) -> Sampling:
-    top_p = 1.0 if body.top_p is None else body.top_p
-    return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=top_p or 1.0,
-        # A nucleus of no mass holds the likeliest token alone, and 0 would mean that top_p is off.
-        top_k=(body.top_k or 0) if top_p else 1,
-    )
-
-
-def _blocks(body: wire.Request) -> Blocks:
-    omitted = body.thinking is not None and body.thinking.display == "omitted"
-    return Blocks(show_thinking=not omitted)
 
 
 def _message_id(job: Job) -> str:
     return "msg_" + job.id.removeprefix("req_")
 
 
-def _label(request: Request, body: wire.Conversation) -> str | None:
+def _label(request: Request, body: types.Conversation) -> str | None:
     user = (body.metadata or {}).get("user_id")
     return http.session_label(
         request.headers, metadata_user_id=user if isinstance(user, str) else None
     )
 
 
-def _event(data: WireEvent) -> ServerSentEvent:
+def _event(data: StreamEvent) -> ServerSentEvent:
     return sse.event(data, name=data["type"])

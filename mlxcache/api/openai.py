@@ -39,7 +39,7 @@ from mlxcache.wire.openai_reply import (
 )
 from mlxcache.wire.openai_types import ChatRequest, Generation, TextRequest
 from mlxcache.wire.reply import WholeReply, gather_reply
-from mlxcache.wire.titles import title_of, title_of_text
+from mlxcache.wire.titles import title_from_messages, title_from_text
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Stream
@@ -82,14 +82,14 @@ def routes(deps: Deps) -> list[Route]:
 async def chat_completions(deps: Deps, request: Request) -> Response:
     """One reply to a conversation."""
     body = await read(request, ChatRequest, deps)
-    wire.check(body)
+    wire.check_supported(body)
     chat = wire.to_chat(body, images=takes_images(deps))
     fields = _fields(deps, request, body) | {
-        "tools": tuple(chat.tools) if wire.calls_wanted(body) else None,
+        "tools": tuple(chat.tools) if wire.wants_tool_calls(body) else None,
         "parallel_tools": body.parallel_tool_calls is not False,
-        "max_tokens": wire.max_tokens(body, deps.settings.default_max_tokens),
+        "max_tokens": wire.read_max_tokens(body, deps.settings.default_max_tokens),
         "top_logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "title": title_of(chat.messages),
+        "title": title_from_messages(chat.messages),
         "api": "chat",
     }
 
@@ -104,12 +104,14 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
 async def completions(deps: Deps, request: Request) -> Response:
     """The continuation of a text, or of token ids as they are."""
     body = await read(request, TextRequest, deps)
-    wire.check(body)
-    given = wire.prompt_of(body)
+    wire.check_supported(body)
+    given = wire.read_prompt(body)
     fields = _fields(deps, request, body) | {
-        "max_tokens": wire.max_tokens(body, deps.settings.default_max_tokens or TEXT_MAX_TOKENS),
+        "max_tokens": wire.read_max_tokens(
+            body, deps.settings.default_max_tokens or TEXT_MAX_TOKENS
+        ),
         "top_logprobs": body.logprobs,
-        "title": title_of_text(given) if isinstance(given, str) else None,
+        "title": title_from_text(given) if isinstance(given, str) else None,
         "api": "completions",
         "raw": True,
     }
@@ -128,8 +130,8 @@ def _fields(deps: Deps, request: Request, body: Generation) -> dict[str, Any]:
     serving(deps)
     return {
         "id": request_id(request),
-        "sampling": wire.sampling(body),
-        "stop": wire.stops(body),
+        "sampling": wire.to_sampling(body),
+        "stop": wire.read_stop_strings(body),
         "session": session_label(request.headers, prompt_cache_key=body.prompt_cache_key),
         "client": client_name(request.headers),
         **terms(request.headers),

@@ -21,7 +21,7 @@ from mlxcache.api.receive import arriving, read_body
 from mlxcache.errors import BadRequest
 from mlxcache.store.database import translated
 from mlxcache.wire.decode import decode
-from mlxcache.wire.titles import clean
+from mlxcache.wire.titles import to_one_line
 
 if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook
@@ -96,7 +96,7 @@ async def one(deps: Deps, request: Request) -> Response:
 async def patch(deps: Deps, request: Request) -> Response:
     """Rename a session, pin it or let it go; the session as it is then."""
     sessions, body = book(deps), await read(request, Patch, deps)
-    name = None if body.name is msgspec.UNSET else clean(body.name or "")
+    name = None if body.name is msgspec.UNSET else to_one_line(body.name or "")
     pinned = None if body.pinned is msgspec.UNSET else body.pinned
     changed = await sessions.patch(_id(request), name=name, pinned=pinned)
     return json_response(changed.as_object())
@@ -113,7 +113,7 @@ async def fork(deps: Deps, request: Request) -> Response:
     """A new session that goes on from this one; no body is needed."""
     sessions = book(deps)
     body = decode(Fork, await read_body(request, deps.settings.max_body_bytes) or b"{}")
-    name = clean(body.name) if body.name else None
+    name = to_one_line(body.name) if body.name else None
     made = await sessions.fork(_id(request), name=name, tokens=body.at_tokens)
     return json_response(made.as_object(), 201)
 
@@ -142,7 +142,7 @@ async def restore(deps: Deps, request: Request) -> Response:
     Of a prompt cache of mlx-lm's the body begins with `?prompt_bytes=` of what it was made of.
     """
     portable = book(deps).portable
-    name = clean(request.query_params.get("name", ""))[:MOST_NAME] or None
+    name = to_one_line(request.query_params.get("name", ""))[:MOST_NAME] or None
     announced = request.headers.get("content-length", "")
     folder = portable.incoming(int(announced) if announced.isdecimal() else 0)
     left = whole_number(request, "prompt_bytes", 0)

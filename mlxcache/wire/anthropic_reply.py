@@ -1,7 +1,7 @@
-"""From a reply's pieces to a Messages object, or to the events that build one.
+"""Engine events to a Messages object of Anthropic's API, or to the events that build one.
 
-Source: https://docs.anthropic.com/en/api/messages and .../messages-streaming. Both come from the
-same `Blocks`, so a streamed reply and a whole one hold the same blocks.
+Sources: https://docs.anthropic.com/en/api/messages and .../messages-streaming. Both forms come from
+`ContentBlocks`, so a streamed reply and a whole one hold the same blocks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, ToolCall
 from mlxcache.wire.anthropic_request import ID_PREFIX
 from mlxcache.wire.decode import decode
-from mlxcache.wire.signatures import sign
+from mlxcache.wire.signatures import sign_thinking
 
-WireEvent = dict[str, Any]
+StreamEvent = dict[str, Any]
 
 STOP_REASONS: Mapping[FinishReason, str] = {
     "stop": "end_turn",
@@ -26,15 +26,15 @@ STOP_REASONS: Mapping[FinishReason, str] = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
 }
-"""The reasons by which a reply comes to its own end; the others are errors."""
+"""`stop_reason` of replies that ended by themselves; other finish reasons are errors."""
 
 
-class Blocks:
-    """Content blocks as they grow; `content` holds those that are closed.
+class ContentBlocks:
+    """Content blocks of one reply as it grows; `content` holds the finished ones.
 
-    White space that begins a text or a thinking block is held back until more follows: a block of
-    nothing else is never sent, for clients drop it or are refused when they send it back.
-    `show_thinking` False: reasoning is sent only inside its signature.
+    White space at the start of a text or thinking block is held back until other text follows: a
+    block of white space alone is never sent, because clients drop it, or are refused when they send
+    it back. `show_thinking` False: reasoning is sent only inside its signature.
     """
 
     def __init__(self, *, show_thinking: bool = True):
@@ -44,10 +44,10 @@ class Blocks:
         self._text = ""
         self._started = False
 
-    def feed(self, piece: Piece) -> list[WireEvent]:
-        """The events that `piece` adds.
+    def feed(self, piece: Piece) -> list[StreamEvent]:
+        """Return the events that `piece` adds.
 
-        Raises GenerationFailed where a tool call's arguments are not a JSON object.
+        Raises GenerationFailed if a tool call's arguments are not a JSON object.
         """
         if isinstance(piece, ToolCall):
             return [*self.close(), *self._tool_use(piece)]
@@ -55,11 +55,11 @@ class Blocks:
         self._kind = type(piece)
         return [*ended, *self._grow(piece.text)]
 
-    def close(self) -> list[WireEvent]:
-        """The events that end the block that is open, if one is."""
+    def close(self) -> list[StreamEvent]:
+        """Return the events that end the open block, if there is one."""
         return list(self._end())
 
-    def _end(self) -> Iterator[WireEvent]:
+    def _end(self) -> Iterator[StreamEvent]:
         text, started = self._text, self._started
         thinks = self._kind is Thinking
         self._kind, self._text, self._started = None, "", False
@@ -68,12 +68,12 @@ class Blocks:
         if not thinks:
             yield from self._stop({"type": "text", "text": text})
             return
-        signature = sign(text)
+        signature = sign_thinking(text)
         yield self._delta({"type": "signature_delta", "signature": signature})
         shown = text if self._show_thinking else ""
         yield from self._stop({"type": "thinking", "thinking": shown, "signature": signature})
 
-    def _grow(self, text: str) -> Iterator[WireEvent]:
+    def _grow(self, text: str) -> Iterator[StreamEvent]:
         self._text += text
         if not self._started:
             if not self._text.strip():
@@ -85,45 +85,45 @@ class Blocks:
         elif self._show_thinking and text:
             yield self._delta({"type": "thinking_delta", "thinking": text})
 
-    def _start(self) -> WireEvent:
+    def _start(self) -> StreamEvent:
         if self._kind is Text:
             return self._begin({"type": "text", "text": ""})
         return self._begin({"type": "thinking", "thinking": "", "signature": ""})
 
-    def _tool_use(self, call: ToolCall) -> Iterator[WireEvent]:
-        raw, arguments = _arguments(call)
+    def _tool_use(self, call: ToolCall) -> Iterator[StreamEvent]:
+        raw, arguments = _parse_arguments(call)
         block = {"type": "tool_use", "id": f"{ID_PREFIX}{call.id}", "name": call.name}
         yield self._begin(block | {"input": {}})
         yield self._delta({"type": "input_json_delta", "partial_json": raw})
         yield from self._stop(block | {"input": arguments})
 
-    def _begin(self, block: dict[str, Any]) -> WireEvent:
+    def _begin(self, block: dict[str, Any]) -> StreamEvent:
         return {"type": "content_block_start", "index": len(self.content), "content_block": block}
 
-    def _delta(self, delta: dict[str, Any]) -> WireEvent:
+    def _delta(self, delta: dict[str, Any]) -> StreamEvent:
         return {"type": "content_block_delta", "index": len(self.content), "delta": delta}
 
-    def _stop(self, block: dict[str, Any]) -> Iterator[WireEvent]:
+    def _stop(self, block: dict[str, Any]) -> Iterator[StreamEvent]:
         yield {"type": "content_block_stop", "index": len(self.content)}
         self.content.append(block)
 
 
-def _arguments(call: ToolCall) -> tuple[str, dict[str, Any]]:
+def _parse_arguments(call: ToolCall) -> tuple[str, dict[str, Any]]:
     raw = call.arguments or "{}"
     try:
         return raw, typed.decode(dict[str, Any], raw)
     except msgspec.DecodeError:
-        pass  # half of an escaped surrogate pair is what strict readers refuse: mended below
+        pass  # maybe half of an escaped surrogate pair, which strict readers refuse
     try:
-        mended = decode(dict[str, Any], raw.encode())
+        repaired = decode(dict[str, Any], raw.encode())
     except BadRequest as error:
         message = f"The arguments of {call.name} are not a JSON object."
         raise GenerationFailed(message) from error
-    return msgspec.json.encode(mended).decode(), mended
+    return msgspec.json.encode(repaired).decode(), repaired
 
 
-def usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, int]:
-    """Token counts as Anthropic splits them; the three of the prompt are disjoint and add up to it.
+def count_usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, int]:
+    """Build `usage`, in tokens: three disjoint counts that add up to the prompt, and the output.
 
     `cache_read_input_tokens` were not fed, `cache_creation_input_tokens` were fed up to the last
     cache_control mark, `input_tokens` after it.
@@ -137,8 +137,8 @@ def usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, int]:
     }
 
 
-def message(id: str, model: str, counts: Mapping[str, int]) -> dict[str, Any]:
-    """A message that has only begun: no content, no reason to stop."""
+def begin_message(id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
+    """Build a message without content and stop reason."""
     return {
         "id": id,
         "type": "message",
@@ -147,12 +147,12 @@ def message(id: str, model: str, counts: Mapping[str, int]) -> dict[str, Any]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": counts,
+        "usage": usage,
     }
 
 
-def ending(finished: Finished) -> dict[str, str | None]:
-    """`stop_reason` and `stop_sequence` of a reply that came to its own end."""
+def end_fields(finished: Finished) -> dict[str, str | None]:
+    """Build `stop_reason` and `stop_sequence` of a reply that ended by itself."""
     return {
         "stop_reason": STOP_REASONS[finished.reason],
         "stop_sequence": finished.stop_sequence,

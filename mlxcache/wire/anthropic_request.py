@@ -1,212 +1,502 @@
-"""From a Messages body to the chat that a template renders.
+"""Messages bodies of Anthropic's API to `Chat`, tools and `Sampling`.
 
-Every rule here looks at a block and at what is left of it, never at what follows, at whether a text
-came as a string or in a list, or at cache_control: the same conversation, a turn longer, begins
-with the same messages. The texts of one message are joined by a blank line, empty ones left out.
+A conversation that grows by a turn must begin with the same messages. So each rule here depends
+only on a block and on the blocks before it: never on later blocks, on whether a text came as a
+string or as a list, or on cache_control. Texts of one message are joined by a blank line; empty
+texts are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.types import Chat
-from mlxcache.wire import anthropic_types as wire
-from mlxcache.wire.anthropic_text import Reader, blocks, join, marked_by
-from mlxcache.wire.anthropic_tools import Function, Toolbox
-from mlxcache.wire.images import Inlet, Item
-from mlxcache.wire.images import content as joined
-from mlxcache.wire.retention import of_marks
-from mlxcache.wire.signatures import recover
+from mlxcache.types import Chat, Sampling
+from mlxcache.wire import anthropic_types as types
+from mlxcache.wire.images import ImageReader, Item, join_items
+from mlxcache.wire.retention import hints_from_marks
+from mlxcache.wire.signatures import recover_thinking
 
 ID_PREFIX = "toolu_"
-"""What tool call ids begin with on this API; chats have them without."""
+"""Prefix of tool call ids in this API; a `Chat` has the ids without it."""
 
-SHOWN_BELOW = "The result is an image; it follows."
-"""What stands for a tool's result that is nothing but an image."""
+IMAGE_RESULT_TEXT = "The result is an image; it follows."
+"""Text of a tool result that holds only images."""
+
+Function = Mapping[str, Any]
+"""A tool in the form that chat templates take."""
 
 
 def to_chat(
-    body: wire.Conversation, *, strict: bool = True, images: bool = False
+    body: types.Conversation, *, strict: bool = True, images: bool = False
 ) -> tuple[Chat, tuple[Function, ...]]:
-    """The chat that `body` asks for, and every tool that may be called, deferred ones included.
+    """Convert `body` to a chat and all tools that may be called, deferred ones included.
 
-    A last message of the assistant's is to be continued. Where that cannot be (it ends in a tool
-    call, in reasoning or in white space), `strict` raises BadRequest, else it is taken as closed.
-    `images`: the model takes them; if it does not, they are refused.
+    A final assistant message is continued. If it cannot be (it ends in a tool call, in reasoning or
+    in white space), `strict` raises BadRequest; otherwise it counts as complete. `images`: the
+    model takes images; otherwise they raise Unsupported.
 
     Raises:
-        Unsupported: something that would change the answer cannot be done.
-        BadRequest: a block is malformed, or stands where it cannot.
+        Unsupported: a field or block that would change the answer is not supported.
+        BadRequest: a block is malformed, or not allowed where it is.
     """
-    _refuse(body)
+    _check_supported(body)
     try:
         tools = Toolbox(body.tools or ())
-        writer = _Writer(tools, Inlet(images))
+        writer = _ChatWriter(tools, ImageReader(images))
         writer.begin(body)
         for i, message in enumerate(body.messages):
             writer.write(message, f"messages[{i}]")
     except RecursionError as error:
         raise BadRequest("The body is nested too deeply.") from error
     if body.cache_control is not None:
-        writer.breakpoint = len(writer.messages)
-    continues = body.messages[-1].role == "assistant" and _continues(writer, strict)
+        writer.mark()
+    continues = body.messages[-1].role == "assistant" and writer.continue_last(strict=strict)
     chat = Chat(
         messages=tuple(writer.messages),
         tools=tuple(tools.head),
         template_args=_template_args(body.thinking),
         breakpoint=writer.breakpoint,
         continue_final=continues,
-        keeps=of_marks(body, writer.breakpoint),
+        keeps=hints_from_marks(body, writer.breakpoint),
     )
     return chat, tuple(tools.all)
 
 
-def _refuse(body: wire.Conversation) -> None:
+def to_sampling(body: types.Request) -> Sampling:
+    """Convert the sampling fields. The default temperature is 1, as Anthropic documents."""
+    top_p = 1.0 if body.top_p is None else body.top_p
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=top_p or 1.0,
+        # A nucleus of no mass holds the likeliest token alone; a top_p of 0 would mean "off" below.
+        top_k=(body.top_k or 0) if top_p else 1,
+    )
+
+
+def shows_thinking(body: types.Request) -> bool:
+    """Return False if the client asked to have reasoning omitted from what it is sent."""
+    return body.thinking is None or body.thinking.display != "omitted"
+
+
+def _check_supported(body: types.Conversation) -> None:
     if body.tool_choice is not None and body.tool_choice.type not in ("auto", "none"):
         name = body.tool_choice.type[:64]
         raise Unsupported(f"tool_choice: {name!r} is not supported.", param="tool_choice")
-    form = body.output_config.format if body.output_config else None
-    asked = {
-        "output_config.format": form,
+    unsupported = {
+        "output_config.format": body.output_config.format if body.output_config else None,
         "output_format": body.output_format,
         "mcp_servers": body.mcp_servers,
         "compaction": body.compaction,
         "thread": body.thread,
     }
-    for name, value in asked.items():
+    for name, value in unsupported.items():
         if value:
             raise Unsupported(f"{name} is not supported.", param=name)
 
 
-def _template_args(config: wire.ThinkingConfig | None) -> Mapping[str, Any]:
+def _template_args(config: types.ThinkingConfig | None) -> Mapping[str, Any]:
     return {} if config is None else {"enable_thinking": config.type != "disabled"}
 
 
-def _continues(writer: _Writer, strict: bool) -> bool:
-    """Whether the last message, an assistant's, can be continued; an empty one is taken away."""
-    last = writer.messages[-1]
-    content = last["content"]
-    if "tool_calls" in last:
-        reason = "ends in tool_use: send the tool's result"
-    elif not content and "reasoning_content" in last:
-        reason = "ends in thinking, which cannot be continued"
-    elif content != content.rstrip():
-        reason = "ends in white space, which cannot be continued"
-    else:
-        if not content:
-            writer.drop_last()
-        return bool(content)
-    if strict:
-        raise BadRequest(f"messages: the final assistant message {reason}.", param="messages")
-    return False
+# -- messages --------------------------------------------------------------------------------
 
 
-class _Writer:
-    """The messages so far, and how many of them the last cache_control mark covers."""
+class _ChatWriter:
+    """Messages written so far; `breakpoint` is how many the last cache_control mark covers."""
 
-    def __init__(self, tools: Toolbox, inlet: Inlet):
+    def __init__(self, tools: Toolbox, images: ImageReader):
         self.messages: list[dict[str, Any]] = []
         self.breakpoint: int | None = None
-        self._read = Reader(tools, inlet)
-        self._names: dict[str, str] = {}
+        self._blocks = BlockReader(tools, images)
+        self._tool_names: dict[str, str] = {}
 
-    def begin(self, body: wire.Conversation) -> None:
-        texts, marked = self._read.texts(body.system or "", "system")
+    def begin(self, body: types.Conversation) -> None:
+        """Write the system prompt."""
+        texts, marked = self._blocks.read_texts(body.system or "", "system")
         if any(texts):
-            self.messages.append({"role": "system", "content": join(texts)})
+            self.messages.append({"role": "system", "content": _join(texts)})
         if marked or any(tool.cache_control is not None for tool in body.tools or ()):
             self.breakpoint = 0
 
-    def write(self, message: wire.Message, where: str) -> None:
+    def write(self, message: types.Message, where: str) -> None:
+        """Write one message; tool results in it become messages of their own."""
         if message.role == "assistant":
-            self._assistant(message.content, where)
+            self._write_assistant(message.content, where)
         elif message.role == "user":
-            self._user(message.content, where)
+            self._write_user(message.content, where)
         else:
-            texts, marked = self._read.texts(message.content, where)
-            self._put({"role": "system", "content": join(texts)}, marked)
+            texts, marked = self._blocks.read_texts(message.content, where)
+            self._append({"role": "system", "content": _join(texts)}, marked)
 
-    def drop_last(self) -> None:
+    def mark(self) -> None:
+        """Set the breakpoint after the last message."""
+        self.breakpoint = len(self.messages)
+
+    def continue_last(self, *, strict: bool) -> bool:
+        """Return True if the final assistant message can be continued; remove it if it is empty.
+
+        `strict`: raise BadRequest instead of returning False for one that is not empty.
+        """
+        last = self.messages[-1]
+        content = last["content"]
+        if "tool_calls" in last:
+            reason = "ends in tool_use: send the tool's result"
+        elif not content and "reasoning_content" in last:
+            reason = "ends in thinking, which cannot be continued"
+        elif content != content.rstrip():
+            reason = "ends in white space, which cannot be continued"
+        else:
+            if not content:
+                self._remove_last()
+            return bool(content)
+        if strict:
+            raise BadRequest(f"messages: the final assistant message {reason}.", param="messages")
+        return False
+
+    def _remove_last(self) -> None:
         self.messages.pop()
         if self.breakpoint is not None:
             self.breakpoint = min(self.breakpoint, len(self.messages))
 
-    def _put(self, message: dict[str, Any], marked: bool) -> None:
+    def _append(self, message: dict[str, Any], marked: bool) -> None:
         self.messages.append(message)
         if marked:
-            self.breakpoint = len(self.messages)
+            self.mark()
 
-    def _user(self, content: wire.Content, where: str) -> None:
-        """Texts and images between tools' results, which keep their text; theirs come after all."""
+    def _write_user(self, content: types.Content, where: str) -> None:
+        """Write texts, images and tool results in order, then the images of the results."""
         before = len(self.messages)
         items: list[Item] = []
-        shown: list[Item] = []
+        result_images: list[Item] = []
         marked = False
-        for at, block in blocks(content, where):
-            if isinstance(block, wire.ToolResult):
-                self._put_items(items, marked)
+        for at, block in _read_blocks(content, where):
+            if isinstance(block, types.ToolResult):
+                self._append_user(items, marked)
                 items, marked = [], False
-                shown += self._tool_result(block, at)
+                result_images += self._write_tool_result(block, at)
             else:
-                items.append(self._read.item(block, at))
-                marked |= marked_by(block)
-        items = shown + items
+                items.append(self._blocks.read_item(block, at))
+                marked |= _has_mark(block)
+        items = result_images + items
         if before == len(self.messages) and not any(items):
-            self._put({"role": "user", "content": ""}, marked)
+            self._append({"role": "user", "content": ""}, marked)
         else:
-            self._put_items(items, marked)
+            self._append_user(items, marked)
 
-    def _put_items(self, items: list[Item], marked: bool) -> None:
+    def _append_user(self, items: list[Item], marked: bool) -> None:
         if any(items):
-            self._put({"role": "user", "content": joined(items, "\n\n")}, marked)
+            self._append({"role": "user", "content": join_items(items, "\n\n")}, marked)
         elif marked:
-            self.breakpoint = len(self.messages)
+            self.mark()
 
-    def _tool_result(self, block: wire.ToolResult, where: str) -> list[Item]:
-        """Put a tool's result; its images are returned, for templates take none there."""
-        items, marked = self._read.items(block.content or "", where)
+    def _write_tool_result(self, block: types.ToolResult, where: str) -> list[Item]:
+        """Write a tool result's text, and return its images: tool messages take none."""
+        items, marked = self._blocks.read_items(block.content or "", where)
         images = [item for item in items if not isinstance(item, str)]
-        content = join([item for item in items if isinstance(item, str)])
+        content = _join([item for item in items if isinstance(item, str)])
         if images and not content:
-            content = SHOWN_BELOW
+            content = IMAGE_RESULT_TEXT
         id = block.tool_use_id.removeprefix(ID_PREFIX)
         message = {
             "role": "tool",
             "tool_call_id": id,
             "content": f"Error: {content}" if block.is_error else content,
         }
-        if id in self._names:
-            message["name"] = self._names[id]
-        self._put(message, marked or marked_by(block))
+        if id in self._tool_names:
+            message["name"] = self._tool_names[id]
+        self._append(message, marked or _has_mark(block))
         return [*images]
 
-    def _assistant(self, content: wire.Content, where: str) -> None:
+    def _write_assistant(self, content: types.Content, where: str) -> None:
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[dict[str, Any]] = []
         marked = False
-        for at, block in blocks(content, where):
-            marked |= marked_by(block)
+        for at, block in _read_blocks(content, where):
+            marked |= _has_mark(block)
             match block:
-                case wire.Thinking():
-                    thoughts.append(recover(block.thinking, block.signature))
-                case wire.ToolUse():
-                    calls.append(self._call(block))
-                case wire.RedactedThinking() | wire.Fallback():
+                case types.Thinking():
+                    thoughts.append(recover_thinking(block.thinking, block.signature))
+                case types.ToolUse():
+                    calls.append(self._read_call(block))
+                case types.RedactedThinking() | types.Fallback():
                     pass
                 case _:
-                    texts.append(self._read.text(block, at))
-        message: dict[str, Any] = {"role": "assistant", "content": join(texts)}
+                    texts.append(self._blocks.read_text(block, at))
+        message: dict[str, Any] = {"role": "assistant", "content": _join(texts)}
         if any(thoughts):
-            message["reasoning_content"] = join(thoughts)
+            message["reasoning_content"] = _join(thoughts)
         if calls:
             message["tool_calls"] = calls
-        self._put(message, marked)
+        self._append(message, marked)
 
-    def _call(self, block: wire.ToolUse) -> dict[str, Any]:
+    def _read_call(self, block: types.ToolUse) -> dict[str, Any]:
         id = block.id.removeprefix(ID_PREFIX)
-        self._names[id] = block.name
+        self._tool_names[id] = block.name
         function = {"name": block.name, "arguments": block.input}
         return {"id": id, "type": "function", "function": function}
+
+
+# -- blocks ----------------------------------------------------------------------------------
+
+
+class BlockReader:
+    """Content blocks to text, or to images where a message may hold them.
+
+    Results of tools that only Anthropic's servers run, such as a web search in the history, become
+    their JSON behind their name. A reference to a tool becomes that tool's description.
+    """
+
+    def __init__(self, tools: Toolbox, images: ImageReader):
+        self._tools = tools
+        self._images = images
+
+    def read_item(self, block: types.Block, where: str) -> Item:
+        """Return a block's text or its image. Raises what `read_text` raises."""
+        if isinstance(block, types.Image) and self._images.supported:
+            return self._images.read_source(block.source, where)
+        return self.read_text(block, where)
+
+    def read_items(self, content: types.Content, where: str) -> tuple[list[Item], bool]:
+        """Return each block's text or image, and True if any block has a cache_control mark."""
+        found = list(_read_blocks(content, where))
+        items = [self.read_item(block, at) for at, block in found]
+        return items, any(_has_mark(block) for _, block in found)
+
+    def read_texts(self, content: types.Content, where: str) -> tuple[list[str], bool]:
+        """Return each block's text, and True if any block has a cache_control mark."""
+        texts = []
+        marked = False
+        for at, block in _read_blocks(content, where):
+            texts.append(self.read_text(block, at))
+            marked |= _has_mark(block)
+        return texts, marked
+
+    def read_text(self, block: types.Block, where: str) -> str:
+        """Return a block's text.
+
+        Raises Unsupported for an image if the model takes none, BadRequest for a block that has no
+        text.
+        """
+        match block:
+            case types.Text(text=text):
+                pass
+            case types.Compaction(content=content):
+                text = content or ""
+            case types.ToolReference(tool_name=name):
+                text = self._tools.describe_loaded(name)
+            case types.ToolChange():
+                text = self._read_tool_change(block, where)
+            case types.Document():
+                text = self._read_document(block, where)
+            case types.SearchResult(title=title, source=source, content=inner):
+                text = _join([title, source, *self.read_texts(inner, where)[0]])
+            case types.ServerToolUse(name=name):
+                text = f"[{name}] {_to_json(block.input)}"
+            case types.ServerToolResult():
+                text = self._read_server_result(block)
+            case types.Image() if not self._images.supported:
+                raise Unsupported(
+                    f"{where}: content of type 'image' is not supported.", param=where
+                )
+            case _:
+                raise BadRequest(f"{where}: a block of this type is not allowed here.", param=where)
+        return text
+
+    def _read_document(self, block: types.Document, where: str) -> str:
+        source = block.source
+        if source.type not in ("text", "content"):
+            kind = source.type[:64]
+            message = f"{where}: documents with a source of type {kind!r} are not supported."
+            raise Unsupported(message, param=where)
+        inner = source.data if source.type == "text" else source.content
+        texts, _ = self.read_texts(inner, f"{where}.source")
+        return _join([block.title or "", block.context or "", *texts])
+
+    def _read_server_result(self, block: types.ServerToolResult) -> str:
+        content = block.content
+        if isinstance(content, dict) and isinstance(content.get("tool_references"), list):
+            names = [r.get("tool_name") for r in content["tool_references"] if isinstance(r, dict)]
+            texts = [self._tools.describe_loaded(name) for name in names if isinstance(name, str)]
+            return _join(texts)
+        return f"[{block.type}] {_to_json(_without_encrypted(content))}"
+
+    def _read_tool_change(self, block: types.ToolChange, where: str) -> str:
+        if "definition" in block.tool:
+            at = f"{where}.tool.definition"
+            return self._tools.define(types.read_tool(block.tool["definition"], at), at)
+        name = block.tool.get("name")
+        if not isinstance(name, str):
+            raise BadRequest(f"{where}.tool.name: a string is required.", param=where)
+        if block.type == "tool_removal":
+            return f"The tool {name} can no longer be called."
+        return self._tools.describe_loaded(name)
+
+
+def _read_blocks(content: types.Content, where: str) -> Iterator[tuple[str, types.Block]]:
+    """Yield each block with its path in the body; a string is one text block."""
+    if isinstance(content, str):
+        yield where, types.Text(content)
+        return
+    for i, raw in enumerate(content):
+        at = f"{where}.content[{i}]"
+        yield at, types.read_block(raw, at)
+
+
+def _has_mark(block: types.Block) -> bool:
+    return getattr(block, "cache_control", None) is not None
+
+
+def _join(texts: list[str]) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _without_encrypted(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_encrypted(item) for item in value]
+    if isinstance(value, dict):
+        return {
+            k: _without_encrypted(v) for k, v in value.items() if not k.startswith("encrypted_")
+        }
+    return value
+
+
+# -- tools -----------------------------------------------------------------------------------
+
+
+class Toolbox:
+    """Tools of one request, in the client's order.
+
+    `head`: tools described at the start of the prompt. `all`: tools that may be called. A tool with
+    `defer_loading` is not in the head: a `tool_reference` in a tool result, or a `tool_addition`
+    in a system message, describes it at that place, so that loading it leaves the head unchanged.
+
+    Raises Unsupported for a tool that only Anthropic's servers run, BadRequest for one without a
+    name or a schema.
+    """
+
+    def __init__(self, tools: Iterable[types.Tool]):
+        self.head: list[Function] = []
+        self.all: list[Function] = []
+        self._deferred: dict[str, Function] = {}
+        for i, tool in enumerate(tools):
+            function = self._add(tool, f"tools[{i}]")
+            if not tool.defer_loading:
+                self.head.append(function)
+
+    def describe_loaded(self, name: str) -> str:
+        """Return the text of a reference to the tool `name`: the same each time it is sent."""
+        if name in self._deferred:
+            return _describe(name, self._deferred[name])
+        if any(function["function"]["name"] == name for function in self.head):
+            return f"The tool {name} can be called from now on."
+        return f"The tool {name} is not available."
+
+    def define(self, tool: types.Tool, where: str) -> str:
+        """Add a tool that a message defines, and return the text that describes it."""
+        function = self._add(tool, where)
+        self._deferred[tool.name] = function
+        return _describe(tool.name, function)
+
+    def _add(self, tool: types.Tool, where: str) -> Function:
+        function = _function(tool, where)
+        self.all.append(function)
+        if tool.defer_loading:
+            self._deferred[tool.name] = function
+        return function
+
+
+def _describe(name: str, function: Function) -> str:
+    return f"The tool {name} can be called from now on:\n{_to_json(function)}"
+
+
+def _function(tool: types.Tool, where: str) -> Function:
+    description, schema = tool.description or "", tool.input_schema
+    if tool.type not in (None, "custom"):
+        family = tool.type.rpartition("_")[0]
+        if family not in _CLIENT_TOOLS:
+            raise Unsupported(
+                f"{where}: tools of type {tool.type[:64]!r} are not supported.", param=where
+            )
+        description, schema = _CLIENT_TOOLS[family]
+    if not tool.name:
+        raise BadRequest(f"{where}.name: a name is required.", param=f"{where}.name")
+    if schema is None:
+        raise BadRequest(
+            f"{where}.input_schema: a schema is required.", param=f"{where}.input_schema"
+        )
+    body = {"name": tool.name, "description": description, "parameters": schema}
+    return {"type": "function", "function": body}
+
+
+def _object(required: list[str], **properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _string(description: str) -> dict[str, Any]:
+    return {"type": "string", "description": description}
+
+
+_LINE = {
+    "type": "integer",
+    "description": "For insert: the line after which the text goes; 0 is the start.",
+}
+_RANGE = {
+    "type": "array",
+    "items": {"type": "integer"},
+    "description": "For view, optional: the first and the last line; -1 as the last is the end.",
+}
+
+_CLIENT_TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "bash": (
+        "Runs a command in a shell that stays open from call to call.",
+        _object(
+            [],
+            command=_string("The command to run. Required unless restart is true."),
+            restart={"type": "boolean", "description": "True starts a fresh shell instead."},
+        ),
+    ),
+    "text_editor": (
+        "Views, creates and edits text files.",
+        _object(
+            ["command", "path"],
+            command={"type": "string", "enum": ["view", "create", "str_replace", "insert"]},
+            path=_string("The file, or for view also a directory."),
+            view_range=_RANGE,
+            file_text=_string("For create: the file's whole text."),
+            old_str=_string("For str_replace: the text to replace, which must occur exactly once."),
+            new_str=_string("For str_replace and insert: the new text."),
+            insert_line=_LINE,
+        ),
+    ),
+    "memory": (
+        "Keeps notes in files under /memories, which outlast this conversation.",
+        _object(
+            ["command"],
+            command={
+                "type": "string",
+                "enum": ["view", "create", "str_replace", "insert", "delete", "rename"],
+            },
+            path=_string("The file or directory. For every command but rename."),
+            view_range=_RANGE,
+            file_text=_string("For create: the file's whole text."),
+            old_str=_string("For str_replace: the text to replace."),
+            new_str=_string("For str_replace: the new text."),
+            insert_line=_LINE,
+            insert_text=_string("For insert: the text to put in."),
+            old_path=_string("For rename: the present path."),
+            new_path=_string("For rename: the path to be."),
+        ),
+    ),
+}
+"""Tools that a client names without a schema, because Anthropic's models were trained on it.
+
+Source: https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/overview.
+"""

@@ -1,8 +1,7 @@
-"""The bodies of Anthropic's Messages API, as far as they change an answer.
+"""Bodies of Anthropic's Messages API: the fields that can change an answer.
 
-Source: https://docs.anthropic.com/en/api/messages. Fields that are not named here are ignored.
-A message's blocks stay plain objects until `block` reads one, so that an error can name the block
-and its type.
+Source: https://docs.anthropic.com/en/api/messages. All other fields are ignored. Blocks stay
+plain objects until `read_block`, so that an error can name the block and its type.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Thinking(Struct):
 
 
 class RedactedThinking(Struct):
-    """Reasoning that only its maker can read: it is not rendered."""
+    """Reasoning encrypted by Anthropic; it is not rendered."""
 
 
 class ToolUse(Struct):
@@ -97,7 +96,7 @@ class Compaction(Struct):
 
 
 class ToolChange(Struct):
-    """`tool`: a reference to a tool by name, or a `tool_definition` that holds one."""
+    """A tool added or removed; `tool` names it, or defines it under `definition`."""
 
     type: str
     tool: dict[str, Any]
@@ -105,7 +104,7 @@ class ToolChange(Struct):
 
 
 class Fallback(Struct):
-    """Where one model took over from another: it is not rendered."""
+    """The place where another model took over; it is not rendered."""
 
 
 Block = (
@@ -125,7 +124,7 @@ Block = (
     | Fallback
 )
 
-_BLOCKS: dict[str, type[Block]] = {
+BLOCKS: dict[str, type[Block]] = {
     "text": Text,
     "thinking": Thinking,
     "redacted_thinking": RedactedThinking,
@@ -149,6 +148,7 @@ _BLOCKS: dict[str, type[Block]] = {
     "tool_removal": ToolChange,
     "fallback": Fallback,
 }
+"""Content blocks by their `type`."""
 
 
 class Message(Struct):
@@ -180,7 +180,7 @@ class OutputConfig(Struct):
 
 
 class Conversation(Struct, kw_only=True):
-    """What a prompt is rendered from: the body of `count_tokens`."""
+    """The body of `POST /v1/messages/count_tokens`: everything that a prompt is rendered from."""
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -208,24 +208,24 @@ class Request(Conversation, kw_only=True):
     top_k: Annotated[int, Meta(ge=0)] | None = None
 
 
-def block(raw: RawBlock, where: str) -> Block:
-    """One content block, read by its type. `where` is its path in the body, for errors.
+def read_block(raw: RawBlock, where: str) -> Block:
+    """Convert one content block by its `type`. `where` is its path in the body, for errors.
 
     Raises:
-        Unsupported: the type is not one that can be rendered.
-        BadRequest: there is no type, or a field is missing or of the wrong type.
+        Unsupported: blocks of this type cannot be rendered.
+        BadRequest: the type is missing, or a field is missing or of the wrong type.
     """
     kind = raw.get("type")
     if not isinstance(kind, str):
         raise BadRequest(f"{where}.type: a string is required.", param=where)
-    shape = _BLOCKS.get(kind)
+    shape = BLOCKS.get(kind)
     if shape is None:
         raise Unsupported(f"{where}: content of type {kind[:64]!r} is not supported.", param=where)
     return _convert(raw, shape, where)
 
 
-def tool(raw: Any, where: str) -> Tool:
-    """One entry of `tools`. Raises BadRequest where a field is of the wrong type."""
+def read_tool(raw: Any, where: str) -> Tool:
+    """Convert one entry of `tools`. Raises BadRequest if a field is of the wrong type."""
     return _convert(raw, Tool, where)
 
 

@@ -33,7 +33,10 @@ def parse_chat_request(body: bytes) -> dict[str, Any]:
     request = decode(dict[str, Any], body)
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise BadRequest("it is no chat request: it has no `messages`.", param="messages")
+        raise BadRequest(
+            "not a chat request: `messages` must be a list with at least one message.",
+            param="messages",
+        )
     return request
 
 
@@ -94,7 +97,7 @@ def _to_chat(request: dict[str, Any], *, check: bool) -> Chat:
         return anthropic_request.to_chat(conversation, strict=False)[0]
     chat = decode(ChatRequest, msgspec.json.encode(request))
     if check:
-        openai_request.check(chat)
+        openai_request.check_supported(chat)
     return openai_request.to_chat(chat)
 
 

@@ -17,10 +17,10 @@ MAX_DEPTH = 100
 
 
 def decode(type: type[T], body: bytes) -> T:
-    """The JSON `body` as a `type`.
+    """Decode the JSON `body` as a `type`.
 
     Half of a surrogate pair, which JavaScript clients send when they cut a string inside an
-    emoji, becomes U+FFFD. Raises BadRequest, with `param` naming the field if there is one.
+    emoji, becomes U+FFFD. Raises BadRequest, with the field's path as `param` if there is one.
     """
     try:
         try:
@@ -28,7 +28,7 @@ def decode(type: type[T], body: bytes) -> T:
         except msgspec.DecodeError as error:
             if isinstance(error, msgspec.ValidationError) or b"\\u" not in body:
                 raise
-            value = typed.decode(type, _SURROGATE.sub(_mended, body))
+            value = typed.decode(type, _SURROGATE.sub(_replace_half, body))
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
         param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
@@ -40,13 +40,13 @@ def decode(type: type[T], body: bytes) -> T:
         raise BadRequest(f"The body is not valid UTF-8: {error}.") from error
     except RecursionError as error:
         raise BadRequest("The body is nested too deeply.") from error
-    if not _shallow(value):
+    if _is_deep(value):
         raise BadRequest(f"The body is nested more than {MAX_DEPTH} levels deep.")
     return value
 
 
-def _shallow(value: object) -> bool:
-    """Whether what comes after, template engines among it, can recurse through `value`."""
+def _is_deep(value: object) -> bool:
+    """Return True if `value` is too deep for later recursion, for example in a template."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[object] = []
@@ -58,9 +58,9 @@ def _shallow(value: object) -> bool:
             elif isinstance(node, msgspec.Struct):
                 below.extend(getattr(node, field) for field in node.__struct_fields__)
         if not below:
-            return True
+            return False
         level = below
-    return False
+    return True
 
 
 _SURROGATE = re.compile(
@@ -70,5 +70,5 @@ _SURROGATE = re.compile(
 )
 
 
-def _mended(match: re.Match[bytes]) -> bytes:
+def _replace_half(match: re.Match[bytes]) -> bytes:
     return b"\\ufffd" if match[1] else match[0]

@@ -1,4 +1,4 @@
-"""Images as both APIs send them: in the body itself. None is fetched from anywhere."""
+"""Images in the bodies of both APIs. They come as base64 in the body; no URL is fetched."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ Item = str | Image
 """A part of a message's content."""
 
 
-class Inlet:
-    """Reads the images of one request. `served`: the model takes images at all.
+class ImageReader:
+    """Image parts of one request to `Image`. `supported`: the model takes images.
 
-    Every method takes `where`, a part's path in the body, for errors, and raises Unsupported for
-    an image that is only referred to, BadRequest for one that is malformed or one too many.
+    Every method takes `where`, a part's path in the body, for its errors. It raises Unsupported for
+    an image that is only referred to, BadRequest for a malformed one and for one beyond
+    `MAX_IMAGES`.
     """
 
-    def __init__(self, served: bool):
-        self.served = served
+    def __init__(self, supported: bool):
+        self.supported = supported
         self._count = 0
 
-    def url(self, url: Any, where: str) -> Image:
-        """The image in a data: URL."""
+    def read_url(self, url: Any, where: str) -> Image:
+        """Return the image in a `data:` URL, given as a string or as an object with `url`."""
         url = url.get("url") if isinstance(url, dict) else url
         if not isinstance(url, str):
             raise BadRequest(f"{where}: an image needs its URL, a string.", param=where)
@@ -40,23 +41,23 @@ class Inlet:
             )
         if not comma or not head.endswith(";base64"):
             raise BadRequest(f"{where}: the data: URL of an image must be base64.", param=where)
-        return self.base64(data, where)
+        return self.read_base64(data, where)
 
-    def source(self, source: Any, where: str) -> Image:
-        """The image in a `source` of Anthropic's."""
+    def read_source(self, source: Any, where: str) -> Image:
+        """Return the image in a `source` object of Anthropic's API."""
         source = source if isinstance(source, dict) else {}
         kind = source.get("type")
         if kind == "url":
-            return self.url(source.get("url"), where)
+            return self.read_url(source.get("url"), where)
         if kind != "base64":
             raise Unsupported(
                 f"{where}: an image with a source of type {str(kind)[:64]!r} is not supported.",
                 param=where,
             )
-        return self.base64(source.get("data"), where)
+        return self.read_base64(source.get("data"), where)
 
-    def base64(self, data: Any, where: str) -> Image:
-        """The image that `data` encodes. Whether it can be read is found out when it is decoded."""
+    def read_base64(self, data: Any, where: str) -> Image:
+        """Return the image that `data` encodes. Its format is checked later, when it is decoded."""
         self._count += 1
         if self._count > MAX_IMAGES:
             raise BadRequest(f"A request takes at most {MAX_IMAGES} images.", param=where)
@@ -69,15 +70,12 @@ class Inlet:
         return Image(raw, hashlib.sha256(raw).digest())
 
 
-def content(items: list[Item], between: str) -> str | list[Item]:
-    """A message's content: a text where there is no image, `between` any two texts.
-
-    Empty texts are left out.
-    """
+def join_items(items: list[Item], separator: str) -> str | list[Item]:
+    """Join adjacent texts by `separator` and drop empty ones; without images, return one string."""
     found: list[Item] = []
     for item in items:
         if isinstance(item, str) and found and isinstance(found[-1], str):
-            found[-1] = f"{found[-1]}{between}{item}" if item else found[-1]
+            found[-1] = f"{found[-1]}{separator}{item}" if item else found[-1]
         elif item:
             found.append(item)
     if any(isinstance(item, Image) for item in found):

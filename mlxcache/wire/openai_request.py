@@ -1,6 +1,6 @@
-"""From OpenAI's bodies to what the engine takes: a Chat, a Sampling, limits.
+"""OpenAI's bodies to `Chat`, `Prompt`, `Sampling` and limits.
 
-Here OpenAI's field names end. Whatever is asked for and not served is a BadRequest that names it.
+A field that would change the answer and is not supported raises BadRequest, which names it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import Chat, Prompt, Sampling, Tokens
 from mlxcache.wire.decode import decode
-from mlxcache.wire.images import Inlet, Item, content
+from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.openai_types import (
     CalledFunction,
     ChatRequest,
     Generation,
     Message,
     Part,
-    Refused,
     TextRequest,
     Tool,
+    UnsupportedFields,
 )
-from mlxcache.wire.retention import of_retention
+from mlxcache.wire.retention import hints_from_retention
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
@@ -37,15 +37,18 @@ _RESERVED_ARGS = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""What the server itself passes to a chat template, or what would change its result's type."""
+"""Arguments that the server itself passes to a chat template, or that change its result's type."""
 
 _EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
 _INT32 = 2**31 - 1
 
 
-def check(body: Generation) -> None:
-    """Raise Unsupported for the first field that asks for what is not served."""
-    for field in Refused.__struct_fields__:
+def check_supported(body: Generation) -> None:
+    """Raise Unsupported for the first field that would change the answer and is not supported.
+
+    Raises BadRequest for fields that contradict each other.
+    """
+    for field in UnsupportedFields.__struct_fields__:
         value = getattr(body, field)
         if value not in _HARMLESS:
             raise Unsupported(f"`{field}` is not supported.", param=field)
@@ -67,21 +70,21 @@ def _check_chat(body: ChatRequest) -> None:
         raise BadRequest("`top_logprobs` needs `logprobs`: true.", param="top_logprobs")
     if body.continue_final_message and body.messages[-1].role != "assistant":
         raise BadRequest(
-            "`continue_final_message` needs a last message of the assistant's.",
+            "`continue_final_message` needs an assistant message at the end.",
             param="continue_final_message",
         )
     for key in body.chat_template_kwargs or ():
         if key in _RESERVED_ARGS:
             raise BadRequest(
-                f"The template argument {key!r} is the server's own.",
+                f"The template argument {key!r} is reserved for the server.",
                 param=f"chat_template_kwargs.{key}",
             )
 
 
-def sampling(body: Generation) -> Sampling:
-    """How tokens are drawn. An absent temperature is 1, as OpenAI documents.
+def to_sampling(body: Generation) -> Sampling:
+    """Convert the sampling fields. The default temperature is 1, as OpenAI documents.
 
-    `top_p` 0 leaves only the likeliest token, which is to be greedy. A seed is taken modulo 2**63.
+    `top_p` 0 leaves only the likeliest token, so it means greedy. A seed is taken modulo 2**63.
     """
     temperature = 1.0 if body.temperature is None else body.temperature
     return Sampling(
@@ -104,8 +107,8 @@ def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), value) for key, value in bias.items())
 
 
-def stops(body: Generation) -> tuple[str, ...]:
-    """The stop strings, at most 16, none empty."""
+def read_stop_strings(body: Generation) -> tuple[str, ...]:
+    """Return the stop strings. Raises BadRequest for an empty one, and for more than 16."""
     given = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(given) > 16:
         raise BadRequest("`stop` takes at most 16 strings.", param="stop")
@@ -114,40 +117,45 @@ def stops(body: Generation) -> tuple[str, ...]:
     return tuple(given)
 
 
-def max_tokens(body: Generation, default: int | None) -> int | None:
-    """The limit asked for, else `default`. -1 is how some clients say: no limit."""
-    asked = body.max_tokens
+def read_max_tokens(body: Generation, default: int | None) -> int | None:
+    """Return the limit of the reply in tokens, else `default`; None and -1 mean no limit.
+
+    Raises BadRequest for other values below 1.
+    """
+    limit = body.max_tokens
     param = "max_tokens"
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
-        asked, param = body.max_completion_tokens, "max_completion_tokens"
-    if asked is None:
+        limit, param = body.max_completion_tokens, "max_completion_tokens"
+    if limit is None:
         return default
-    if asked == -1:
+    if limit == -1:
         return None
-    if asked < 1:
+    if limit < 1:
         raise BadRequest(f"`{param}` must be at least 1.", param=param)
-    return min(asked, _INT32)
+    return min(limit, _INT32)
 
 
 def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
-    """The conversation, its tools and its template arguments.
+    """Convert `body` to a chat. `images`: the model takes images.
 
-    Raises Unsupported for an image, unless the model takes `images`, and for other media.
+    Raises Unsupported for other media, and for images if the model takes none; BadRequest for a
+    malformed message or tool.
     """
-    inlet = Inlet(images)
+    reader = ImageReader(images)
     return Chat(
-        messages=[_message(m, i, inlet) for i, m in enumerate(body.messages)],
+        messages=[_message(m, i, reader) for i, m in enumerate(body.messages)],
         tools=tuple(_tool(t, i) for i, t in enumerate(body.tools or ())),
         template_args=_template_args(body),
         continue_final=bool(body.continue_final_message),
-        keeps=of_retention(body.prompt_cache_retention, len(body.messages)),
+        keeps=hints_from_retention(body.prompt_cache_retention, len(body.messages)),
     )
 
 
-def calls_wanted(body: ChatRequest) -> bool:
-    """Whether tool calls are parsed; the tools are rendered in any case, so the prefix stays.
+def wants_tool_calls(body: ChatRequest) -> bool:
+    """Return True if tool calls are to be parsed from the reply.
 
-    Raises Unsupported where `tool_choice` forces a call.
+    Tools are rendered in any case, so that the prefix stays the same. Raises Unsupported if
+    `tool_choice` forces a call, BadRequest for an unknown value.
     """
     choice = body.tool_choice
     kind = choice.get("type") if isinstance(choice, dict) else choice
@@ -186,9 +194,9 @@ def _tool(tool: Tool, index: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _message(message: Message, index: int, inlet: Inlet) -> dict[str, Any]:
+def _message(message: Message, index: int, images: ImageReader) -> dict[str, Any]:
     role = "tool" if message.role == "function" else message.role
-    out: dict[str, Any] = {"role": role, "content": _content(message, index, inlet)}
+    out: dict[str, Any] = {"role": role, "content": _content(message, index, images)}
     if message.name:
         out["name"] = message.name
     if role == "tool" and message.tool_call_id:
@@ -202,18 +210,18 @@ def _message(message: Message, index: int, inlet: Inlet) -> dict[str, Any]:
     return out
 
 
-def _content(message: Message, index: int, inlet: Inlet) -> str | list[Item]:
+def _content(message: Message, index: int, images: ImageReader) -> str | list[Item]:
     if isinstance(message.content, list):
         where = f"messages[{index}].content"
-        shows = inlet.served and message.role == "user"
+        allowed = images.supported and message.role == "user"
         items: list[Item] = []
         for i, part in enumerate(message.content):
             at = f"{where}[{i}]"
-            if shows and part.type in _IMAGE_PARTS:
-                items.append(inlet.url(part.image_url or part.image, at))
+            if allowed and part.type in _IMAGE_PARTS:
+                items.append(images.read_url(part.image_url or part.image, at))
             else:
                 items.append(_text(part, at))
-        return content(items, "\n\n" if message.role in ("system", "developer") else "")
+        return join_items(items, "\n\n" if message.role in ("system", "developer") else "")
     return message.content or message.refusal or ""
 
 
@@ -235,16 +243,16 @@ def _calls(message: Message, index: int) -> list[dict[str, Any]]:
         {
             "id": id or f"call_{index}_{i}",
             "type": "function",
-            "function": {"name": function.name, "arguments": arguments(function)},
+            "function": {"name": function.name, "arguments": parse_arguments(function)},
         }
         for i, (id, function) in enumerate(calls)
     ]
 
 
-def arguments(function: CalledFunction) -> dict[str, Any]:
-    """The arguments as the object that templates take; none at all are `{}`.
+def parse_arguments(function: CalledFunction) -> dict[str, Any]:
+    """Return a call's arguments as the object that templates take; `{}` if there are none.
 
-    Text that is not a JSON object is kept whole under the one key `_raw`.
+    Text that is not a JSON object becomes the value of the one key `_raw`.
     """
     text = function.arguments
     if not isinstance(text, str):
@@ -257,8 +265,11 @@ def arguments(function: CalledFunction) -> dict[str, Any]:
         return {"_raw": text}
 
 
-def prompt_of(body: TextRequest) -> str | Prompt:
-    """The one text of a completion, to be encoded, or its token ids as they are."""
+def read_prompt(body: TextRequest) -> str | Prompt:
+    """Return the text to complete, or a prompt of the token ids given.
+
+    Raises Unsupported for several prompts, BadRequest for an empty list or an invalid token id.
+    """
     given: str | Sequence[str | int | list[int]] = body.prompt
     if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
         given = given[0]
@@ -274,5 +285,5 @@ def _ids(ids: Sequence[int]) -> Tokens:
     if not ids:
         raise BadRequest("The prompt is empty.", param="prompt")
     if min(ids) < 0 or max(ids) > _INT32:
-        raise BadRequest("The prompt holds a number that is no token id.", param="prompt")
+        raise BadRequest("The prompt holds a number that is not a token id.", param="prompt")
     return np.array(ids, dtype=np.int32)

@@ -1,8 +1,8 @@
-"""The bodies of OpenAI's Chat Completions and Completions, as far as they change an answer.
+"""Bodies of OpenAI's Chat Completions and Completions: the fields that can change an answer.
 
 Source: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create;
-`top_k`, `min_p`, `repetition_penalty`, `chat_template_kwargs` and `reasoning_content` are what
-local servers have added to them. Fields that are not named here are ignored.
+`top_k`, `min_p`, `repetition_penalty`, `chat_template_kwargs` and `reasoning_content` are
+extensions of local servers. All other fields are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Name = Annotated[str, Meta(min_length=1)]
 
 
 class Part(Struct):
-    """One part of a message's content: text, or an image for models that take one."""
+    """One part of a message's content: text, or an image for models that take images."""
 
     type: str
     text: str | None = None
@@ -27,7 +27,7 @@ class Part(Struct):
 
 
 class CalledFunction(Struct):
-    """A call in the history; `arguments` is JSON text, or an object from lenient clients."""
+    """A call in the history; `arguments` is JSON text, or an object from some clients."""
 
     name: Name
     arguments: str | dict[str, Any] | None = None
@@ -39,7 +39,7 @@ class Call(Struct):
 
 
 class Message(Struct):
-    """One turn; `function` and `function_call` are the API's older names."""
+    """One message; `function` and `function_call` are the API's older names."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
@@ -72,13 +72,13 @@ class Format(Struct):
 
 
 class Thinking(Struct):
-    """How GLM and DeepSeek clients turn reasoning on and off."""
+    """The switch for reasoning that GLM and DeepSeek clients send."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]
 
 
-class Refused(Struct, kw_only=True):
-    """Fields that would change the answer and are not served: to use one is a 400."""
+class UnsupportedFields(Struct, kw_only=True):
+    """Fields that would change the answer and are not supported: using one is an error."""
 
     adapters: Any = None
     audio: Any = None
@@ -103,8 +103,8 @@ class Refused(Struct, kw_only=True):
     xtc_probability: Any = None
 
 
-class Generation(Refused, kw_only=True):
-    """What both endpoints have: how tokens are drawn, how many, and how they are sent."""
+class Generation(UnsupportedFields, kw_only=True):
+    """Fields of both endpoints: sampling, length limits and streaming."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -148,7 +148,7 @@ class ChatRequest(Generation, kw_only=True):
 
 
 class TextRequest(Generation, kw_only=True):
-    """The body of POST /v1/completions; `prompt` is a text, token ids, or a list of one of them."""
+    """The body of POST /v1/completions; `prompt`: a text, token ids, or a list of one of these."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

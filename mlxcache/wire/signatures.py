@@ -1,11 +1,11 @@
-"""Signatures of thinking blocks: opaque to a client, the reasoning itself to us.
+"""Signatures of thinking blocks: opaque to a client, they carry the reasoning itself.
 
-A client may ask that reasoning be left out of what it is shown (`display: "omitted"`) and sends the
-block back with its text empty. The signature then brings the text back, so that the
-next turn renders to the same tokens, with no state kept in the server.
+A client may ask not to be shown the reasoning (`display: "omitted"`), and then sends the block back
+with an empty text. The signature restores the text, so that the next turn renders to the same
+tokens without state in the server.
 
 A signature is `mlxcache1.DIGEST.TEXT`: TEXT is the reasoning, deflated, in URL-safe base64; DIGEST
-is BLAKE2b over the reasoning. It is no secret, and proves nothing but that the text is whole.
+is BLAKE2b over the reasoning. It is not secret, and proves only that the text is complete.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _PREFIX = "mlxcache1"
 _LIMIT = 8 * 1024 * 1024
 
 
-def sign(text: str) -> str:
-    """The signature that carries `text`."""
+def sign_thinking(text: str) -> str:
+    """Return the signature that carries `text`."""
     raw = text.encode()
     packed = base64.urlsafe_b64encode(zlib.compress(raw, 6)).decode()
     return f"{_PREFIX}.{_digest(raw)}.{packed}"
 
 
-def recover(shown: str, signature: str | None) -> str:
-    """The reasoning of a block that a client sent back: as shown, else as the signature holds it.
+def recover_thinking(shown: str, signature: str | None) -> str:
+    """Return the reasoning of a block that a client sent back: its text, else its signature's.
 
-    Another server's signature, a damaged one, and one that unpacks to more than 8 MiB count as
-    none. Raises nothing.
+    A signature of another server, a damaged one, and one of more than 8 MiB unpacked give an empty
+    text. Raises nothing.
     """
     if shown or not signature:
         return shown

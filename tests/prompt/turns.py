@@ -14,7 +14,7 @@ from mlxcache.common_prefix import common_length
 from mlxcache.engine.anticipate import NEAR
 from mlxcache.prompt.next_turn import continued
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
-from mlxcache.wire.anthropic_reply import Blocks
+from mlxcache.wire.anthropic_reply import ContentBlocks
 from mlxcache.wire.chat_bodies import request_to_chat
 from mlxcache.wire.openai_reply import Envelope, chat_completion
 from mlxcache.wire.reply import WholeReply
@@ -112,7 +112,7 @@ class Client:
 
     def _sent_back(self, pieces: Sequence[Piece]) -> Body:
         if self.api == "messages":
-            blocks = Blocks()
+            blocks = ContentBlocks()
             for piece in pieces:
                 blocks.feed(piece)
             blocks.close()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mlxcache.errors import GenerationFailed
 from mlxcache.types import Finished, Piece, Prompt, Text, Thinking, ToolCall
-from mlxcache.wire.anthropic_reply import Blocks, ending, usage
-from mlxcache.wire.signatures import recover
+from mlxcache.wire.anthropic_reply import ContentBlocks, count_usage, end_fields
+from mlxcache.wire.signatures import recover_thinking
 
 PIECES = st.lists(
     st.one_of(
@@ -30,8 +30,8 @@ PIECES = st.lists(
 )
 
 
-def play(pieces: list[Piece], *, show: bool = True) -> tuple[list[dict[str, Any]], Blocks]:
-    blocks = Blocks(show_thinking=show)
+def play(pieces: list[Piece], *, show: bool = True) -> tuple[list[dict[str, Any]], ContentBlocks]:
+    blocks = ContentBlocks(show_thinking=show)
     events = [event for piece in pieces for event in blocks.feed(piece)]
     return events + blocks.close(), blocks
 
@@ -115,7 +115,7 @@ def test_omitted_thinking_is_sent_in_the_signature_alone() -> None:
     assert "so it is" not in json.dumps(events)
     thinking = blocks.content[0]
     assert thinking["thinking"] == ""
-    assert recover("", thinking["signature"]) == "so it is"
+    assert recover_thinking("", thinking["signature"]) == "so it is"
 
 
 def test_half_an_emoji_in_a_call_is_mended_in_both_forms() -> None:
@@ -136,7 +136,7 @@ def test_the_parts_of_the_usage_add_up_to_the_prompt(
 ) -> None:
     cached = min(cached, length - 1)
     at = None if breakpoint is None else min(breakpoint, length)
-    counts = usage(Prompt(np.arange(length, dtype=np.int32), breakpoint=at), cached, 7)
+    counts = count_usage(Prompt(np.arange(length, dtype=np.int32), breakpoint=at), cached, 7)
     assert counts["cache_read_input_tokens"] == cached
     assert counts["cache_creation_input_tokens"] == max(0, (at or 0) - cached)
     assert sum(counts.values()) - 7 == length
@@ -145,4 +145,4 @@ def test_the_parts_of_the_usage_add_up_to_the_prompt(
 
 def test_the_end_names_the_stop_sequence() -> None:
     last = Finished("stop_sequence", 1, 0, 0, 1, stop_sequence="END")
-    assert ending(last) == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+    assert end_fields(last) == {"stop_reason": "stop_sequence", "stop_sequence": "END"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlxcache.errors import BadRequest
 from mlxcache.types import Chat
-from mlxcache.wire.signatures import sign
+from mlxcache.wire.signatures import sign_thinking
 from tests.wire.anthropic_bodies import (
     MARK,
     SCHEMA,
@@ -167,7 +167,7 @@ def test_a_longer_conversation_begins_with_the_shorter_ones_messages(
 
 def test_thinking_left_out_of_what_is_shown_comes_back_from_its_signature() -> None:
     def turn(shown: str) -> Chat:
-        block = {"type": "thinking", "thinking": shown, "signature": sign("so it is")}
+        block = {"type": "thinking", "thinking": shown, "signature": sign_thinking("so it is")}
         return read(user("a"), assistant(block, "yes"), user("b"))
 
     assert turn("").messages[1]["reasoning_content"] == "so it is"

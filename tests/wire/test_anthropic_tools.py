@@ -3,7 +3,7 @@
 import pytest
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.wire.anthropic_tools import Toolbox
+from mlxcache.wire.anthropic_request import Toolbox
 from mlxcache.wire.anthropic_types import Tool
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
@@ -29,20 +29,20 @@ def test_a_deferred_tool_may_be_called_but_is_not_in_the_head() -> None:
 
 
 def test_loading_a_deferred_tool_gives_its_name_description_and_schema() -> None:
-    text = Toolbox([tool("B", deferred=True)]).loaded("B")
+    text = Toolbox([tool("B", deferred=True)]).describe_loaded("B")
     assert '"name": "B"' in text
     assert "Does B." in text
     assert '"path": {"type": "string"}' in text
 
 
 def test_a_reference_to_a_tool_of_the_head_does_not_describe_it_twice() -> None:
-    text = Toolbox([tool("A", deferred=False)]).loaded("A")
+    text = Toolbox([tool("A", deferred=False)]).describe_loaded("A")
     assert "A can be called" in text
     assert "Does A." not in text
 
 
 def test_a_reference_to_an_unknown_tool_says_so() -> None:
-    assert "not available" in Toolbox([]).loaded("Gone")
+    assert "not available" in Toolbox([]).describe_loaded("Gone")
 
 
 @pytest.mark.parametrize(

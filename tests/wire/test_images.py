@@ -13,7 +13,7 @@ from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.image import Image
 from mlxcache.types import Chat
 from mlxcache.wire import anthropic_types, images
-from mlxcache.wire.anthropic_request import SHOWN_BELOW, to_chat
+from mlxcache.wire.anthropic_request import IMAGE_RESULT_TEXT, to_chat
 from mlxcache.wire.openai_request import to_chat as openai_chat
 from mlxcache.wire.openai_types import ChatRequest
 from tests.wire.anthropic_bodies import assistant, result, text, use, user
@@ -108,7 +108,7 @@ class TestAnthropic:
         assert [m["role"] for m in chat.messages] == ["user", "assistant", "tool", "tool", "user"]
         assert [m["content"] for m in chat.messages[2:]] == [
             "one",
-            SHOWN_BELOW,
+            IMAGE_RESULT_TEXT,
             [SHOWN, SHOWN, "And?"],
         ]
 
@@ -136,7 +136,7 @@ class TestAnthropic:
 
     @pytest.mark.parametrize("message", [assistant(BLOCK), user(BLOCK) | {"role": "system"}])
     def test_an_image_stands_in_user_messages_alone(self, message: dict[str, Any]) -> None:
-        with pytest.raises(BadRequest, match="cannot stand here"):
+        with pytest.raises(BadRequest, match="not allowed here"):
             anthropic(user("a"), message, user("b"))
 
     def test_a_text_model_is_named_the_image(self) -> None:

@@ -1,4 +1,4 @@
-"""What clients wish kept, and for how long, from either API."""
+"""Retention hints of both APIs: which messages, for how many seconds."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ import pytest
 
 from mlxcache.wire import anthropic_types as wire
 from mlxcache.wire.anthropic_request import to_chat
-from mlxcache.wire.retention import of_retention
+from mlxcache.wire.retention import hints_from_retention
 
 FIVE, HOUR = 300.0, 3600.0
 
 
 def text(words: str, ttl: Any = None, *, marked: bool = False) -> dict[str, Any]:
-    """A block of text, with a mark if there is a time or one is asked for."""
+    """A text block; a `ttl` implies a mark."""
     mark = {"type": "ephemeral"} | ({"ttl": ttl} if ttl else {})
     return {"type": "text", "text": words} | ({"cache_control": mark} if ttl or marked else {})
 
 
 def keeps(**body: Any) -> dict[int, float]:
-    """What the marks of a body wish, by its leading messages."""
+    """Seconds by leading messages, from the marks of a body."""
     raw = {"model": "m", "messages": [{"role": "user", "content": "a"}]} | body
     chat, _ = to_chat(msgspec.convert(raw, wire.Conversation))
     return dict(chat.keeps)
 
 
-def test_without_marks_nothing_is_wished():
-    """Also where there is a null."""
+def test_without_marks_there_is_no_hint():
+    """A null counts as no mark."""
     assert keeps(system="s") == keeps(cache_control=None) == {}
 
 
 @pytest.mark.parametrize(("ttl", "seconds"), [(None, FIVE), ("5m", FIVE), ("1h", HOUR), (7, FIVE)])
-def test_a_mark_on_the_system_is_of_what_comes_before_the_messages(ttl, seconds):
-    """Five minutes unless it says an hour; so is one on a tool."""
+def test_a_mark_on_system_or_tools_covers_the_head(ttl, seconds):
+    """Five minutes unless it says an hour."""
     assert keeps(system=[text("s", ttl, marked=True)]) == {0: seconds}
     tool = {"name": "t", "input_schema": {"type": "object"}}
     mark = {"type": "ephemeral"} | ({"ttl": ttl} if ttl else {})
     assert keeps(tools=[tool | {"cache_control": mark}]) == {0: seconds}
 
 
-def test_the_last_mark_of_the_messages_and_the_heads_are_apart():
-    """Each with the longest of its times."""
+def test_head_and_messages_have_a_hint_each():
+    """Each with the longest of its times; the last mark says how many messages."""
     messages = [
         {"role": "user", "content": [text("a", "5m"), text("b")]},
         {"role": "assistant", "content": "c"},
@@ -55,14 +55,16 @@ def test_the_last_mark_of_the_messages_and_the_heads_are_apart():
 
 
 @pytest.mark.parametrize("junk", [True, 3, "x", ["1h"], {"ttl": ["1h"]}])
-def test_a_mark_that_is_junk_is_no_reason_to_refuse(junk):
-    """It is a hint."""
+def test_a_malformed_mark_is_accepted(junk):
+    """It is only a hint."""
     assert set(keeps(system=[text("s") | {"cache_control": junk}]).values()) <= {FIVE}
 
 
 def test_retention():
-    """OpenAI's words for it; what is not known wishes nothing."""
-    assert of_retention("24h", 3) == ((3, 86_400.0),)
-    assert of_retention("in_memory", 3) == of_retention("in-memory", 3) == ((3, FIVE),)
+    """OpenAI's `prompt_cache_retention`; an unknown value gives no hint."""
+    assert hints_from_retention("24h", 3) == ((3, 86_400.0),)
+    assert (
+        hints_from_retention("in_memory", 3) == hints_from_retention("in-memory", 3) == ((3, FIVE),)
+    )
     for junk in (None, "", "1y", 5, ["24h"], {}):
-        assert of_retention(junk, 3) == ()
+        assert hints_from_retention(junk, 3) == ()

@@ -3,7 +3,7 @@
 import pytest
 
 from mlxcache.image import Image
-from mlxcache.wire.titles import LONGEST, title_of, title_of_text
+from mlxcache.wire.titles import MAX_TITLE, title_from_messages, title_from_text
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,14 @@ from mlxcache.wire.titles import LONGEST, title_of, title_of_text
 )
 def test_a_title_is_one_clean_line_of_what_a_person_wrote(text, title):
     """Wrappers of machines are skipped, those around a person's words are taken off."""
-    assert title_of_text(text) == title
+    assert title_from_text(text) == title
 
 
 def test_a_long_title_is_cut_and_says_so():
     """At 80 characters, however long the text is."""
     for text in ("x" * 10**6, "word " * 10**5):
-        title = title_of_text(text)
-        assert len(title) <= LONGEST
+        title = title_from_text(text)
+        assert len(title) <= MAX_TITLE
         assert title.endswith("…")
 
 
@@ -46,14 +46,14 @@ def test_the_first_message_with_words_of_a_person_gives_the_title():
         {"role": "assistant", "content": "Hello"},
         {"role": "user", "content": "Fix it"},
     ]
-    assert title_of(messages) == "Fix it"
-    assert title_of(messages[:3]) is None
+    assert title_from_messages(messages) == "Fix it"
+    assert title_from_messages(messages[:3]) is None
 
 
 def test_words_beside_an_image_are_the_title():
     """An image has no words; without any, the next message is looked at."""
     image = Image(b"x", b"y" * 32)
     shown = {"role": "user", "content": ["Look at", image, "this"]}
-    assert title_of([shown]) == "Look at this"
+    assert title_from_messages([shown]) == "Look at this"
     bare = {"role": "user", "content": [image]}
-    assert title_of([bare, {"role": "user", "content": "And?"}]) == "And?"
+    assert title_from_messages([bare, {"role": "user", "content": "And?"}]) == "And?"
