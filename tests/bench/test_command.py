@@ -60,7 +60,7 @@ def test_the_demo_model_is_measured_where_none_is_named(tmp_path: Path) -> None:
     assert found["model"] == DEMO_ID
     assert found["failures"] == []
     cold, warm = (found["scenarios"][name]["medians"]["mlxcache"] for name in ("cold", "warm"))
-    assert cold["cached_tokens"] == 0
+    assert cold["cached_tokens"] < 10
     assert warm["cached_tokens"] >= 600
     (taken,) = found["restart"]["restart"]["rounds"]["mlxcache"]
     assert taken["restored_tokens"] >= 600
