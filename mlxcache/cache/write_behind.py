@@ -22,10 +22,10 @@ from mlxcache.errors import PrefixNotStored, StoreError
 from mlxcache.model import serialise as wire
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Span
+from mlxcache.safetensors import Tensor
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
 from mlxcache.store.writer import Job, Writer
-from mlxcache.tensor import Tensor
 from mlxcache.tree.prefix_tree import Node, PrefixTree
 from mlxcache.tree.thinning import allowed, checkpoints_to_drop
 from mlxcache.types import Tokens

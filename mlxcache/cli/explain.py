@@ -193,7 +193,7 @@ def _model_object(settings: Settings) -> dict[str, Any]:
 
 
 def _builder(settings: Settings) -> PromptBuilder:
-    from mlxcache.model.tokenizer_only import tokenizer_of  # noqa: PLC0415 - transformers, seconds
+    from mlxcache.model.load import tokenizer_of  # noqa: PLC0415 - transformers, seconds
     from mlxcache.prompt.builder import PromptBuilder  # noqa: PLC0415
 
     tokenizer = tokenizer_of(settings.model)

@@ -17,14 +17,12 @@ from mlx_lm.utils import _get_classes, load_config
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
-from mlxcache.model.adapters import adapter_of, class_name
-from mlxcache.model.checkpointed import Checkpointed, Chunked, Recurrent
+from mlxcache.model.adapters import Checkpointed, Chunked, Recurrent, Sliced, adapter_of, class_name
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.hub import here, outline
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.pair import unfit
-from mlxcache.model.sliced import Sliced
 from mlxcache.types import ModelInfo
 
 Kind = Literal["sliceable", "latent", "window", "recurrent", "chunked", "ring", "unknown"]

@@ -15,11 +15,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxcache.model.adapters import adapter_of, class_name, parts_of, prepared
+from mlxcache.model.adapters import Checkpointed, Sliced, adapter_of, class_name, parts_of, prepared
 from mlxcache.model.arrays import copied_tree, either, spec_tree, tree_arrays, varies
-from mlxcache.model.checkpointed import Checkpointed
 from mlxcache.model.quantise import quantised
-from mlxcache.model.sliced import Sliced
 
 Caches = list[Any]
 """One cache object per layer, as `model(tokens, cache=...)` takes it."""

@@ -5,7 +5,9 @@ Sampling defaults in generation_config.json are not applied: a request gets what
 
 from __future__ import annotations
 
+import json
 import logging
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,9 +23,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 from mlxcache.errors import ModelError
+from mlxcache.model import demo
 from mlxcache.model.context import context_length, native_length
-from mlxcache.model.folder import check_files, checked_config
-from mlxcache.model.hub import Progress, display_name, resolve
+from mlxcache.model.hub import Progress, display_name, resolve, why
 from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.model.pair import check_tokenizers, make_pair
 from mlxcache.model.vision import Vision, load_vision
@@ -249,3 +251,77 @@ def _info(
         is_demo=spec.is_demo,
         created=int((path / "config.json").stat().st_mtime),
     )
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tokenizer_config.json",
+)
+
+
+def checked_config(path: Path) -> dict[str, Any]:
+    """config.json as it is. Raises ModelError where it is missing, or no model's."""
+    file = path / "config.json"
+    if not file.exists():
+        raise ModelError(f"{path} has no config.json, so it is not a model's folder.")
+    config = _read_json(file)
+    if not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{file} does not say its model_type.")
+    return config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} is not a JSON object.")
+    return value
+
+
+def check_files(path: Path) -> None:
+    """Raise ModelError unless there are weights, all of them, and a tokenizer."""
+    if not any(path.glob("model*.safetensors")):
+        raise ModelError(
+            f"{path} has no weights (model*.safetensors). Other formats have to be converted "
+            "first: `mlx_lm.convert --hf-path MODEL --mlx-path FOLDER`."
+        )
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        shards = _read_json(index).get("weight_map", {})
+        missing = sorted(name for name in set(shards.values()) if not (path / name).exists())
+        if missing:
+            raise ModelError(
+                f"{path} lacks {len(missing)} of its weight files, {missing[0]} first: "
+                "the download or copy is incomplete."
+            )
+    if not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ModelError(f"{path} has no tokenizer (tokenizer.json or tokenizer.model).")
+
+
+def tokenizer_of(model: str | None) -> TokenizerWrapper:
+    """The tokenizer of a folder or Hub id; None is the built-in demo's.
+
+    Of an id, only small files are downloaded where it is not in the Hub's cache yet. Raises
+    ModelError.
+    """
+    if model is None:
+        with tempfile.TemporaryDirectory(prefix="mlxcache-") as folder:
+            text = (demo.DATA / "tokenizer.json").read_text(encoding="utf-8")
+            path = Path(folder)
+            demo.write_tokenizer(path, text, context=demo.CONTEXT, thinking=False)
+            return load_tokenizer(path)
+    try:
+        path = Path(model).expanduser()
+        return load_tokenizer(path if path.is_dir() else model)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+        raise ModelError(
+            why(model, None, error)
+            or f"the tokenizer of {model} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error

@@ -1,12 +1,24 @@
-"""Which strings in a model's output open and close thinking and tool calls."""
+"""Strings in a model's output that open and close thinking and tool calls.
+
+Families are described as mlx-lm knows them; the format of gpt-oss, harmony, is described here. In
+it a reply is several messages, each with a header that names its channel:
+
+    <|channel|>analysis<|message|>thinking<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
+    <|start|>assistant<|channel|>final<|message|>text<|return|>
+
+Its prompt ends with `<|start|>assistant`, so a reply begins within a header. Source:
+https://cookbook.openai.com/articles/openai-harmony
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxcache.model import harmony
 from mlxcache.model.tools import Parse, parse_json
 
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
@@ -68,7 +80,7 @@ def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
 
 def is_harmony(tokenizer: Any) -> bool:
     """Whether the model writes gpt-oss's format and mlx-lm has no other name for it."""
-    return not tokenizer.has_thinking and harmony.speaks_harmony(tokenizer)
+    return not tokenizer.has_thinking and _speaks_harmony(tokenizer)
 
 
 def thinks(tokenizer: Any) -> bool:
@@ -78,8 +90,8 @@ def thinks(tokenizer: Any) -> bool:
 
 
 def _harmony(tokenizer: Any, tools: bool, generic: bool) -> Grammar:
-    edges = harmony.edges(ROUTED)
-    parse: Parse | None = harmony.parse if tools else None
+    edges = _harmony_edges(ROUTED)
+    parse: Parse | None = parse_harmony if tools else None
     if generic and tools:
         edges[NORMAL][GENERIC_START] = TOOL
         edges[TOOL] = {GENERIC_END: NORMAL}
@@ -87,10 +99,10 @@ def _harmony(tokenizer: Any, tools: bool, generic: bool) -> Grammar:
     return Grammar(
         edges=edges,
         tokens=_single_tokens(tokenizer, edges),
-        initial=harmony.HEADER,
+        initial=HEADER,
         parse=parse,
         harmony=True,
-        whole=parse is harmony.parse,
+        whole=parse is parse_harmony,
     )
 
 
@@ -124,3 +136,50 @@ def _single_tokens(tokenizer: Any, edges: Mapping[str, Mapping[str, str]]) -> di
         if len(ids) == 1:
             tokens[marker] = ids[0]
     return tokens
+
+
+HEADER = "header"
+MESSAGE = "<|message|>"
+_HARMONY_TOKENS = ("<|start|>", "<|channel|>", MESSAGE, "<|end|>")
+_HEADER_BEGINNINGS = ("<|channel|>", "<|start|>", "to=", "assistant")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+
+
+def _speaks_harmony(tokenizer: Any) -> bool:
+    """Whether the vocabulary has the format's own tokens."""
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in _HARMONY_TOKENS]
+    return None not in ids and tokenizer.unk_token_id not in ids
+
+
+def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
+    """The framing; a header's end leads to the state `to`, which stands for `route`."""
+    return {
+        HEADER: {MESSAGE: to},
+        "normal": {"<|end|>": HEADER, "<|start|>": HEADER},
+        "reasoning": {"<|end|>": HEADER, "<|start|>": HEADER},
+        "tool": {"<|call|>": HEADER, "<|end|>": HEADER},
+    }
+
+
+def harmony_route(header: str) -> str:
+    """The state that the message after `header` is read in: a recipient makes it a call."""
+    if _RECIPIENT.search(header):
+        return "tool"
+    return "reasoning" if "<|channel|>analysis" in header else "normal"
+
+
+def may_be_header(text: str) -> bool:
+    """Whether `text` can be the beginning of a header; else it is the text of a reply that has
+    none, as after a raw prompt."""
+    text = text.lstrip()
+    return any(text.startswith(b) or b.startswith(text) for b in _HEADER_BEGINNINGS)
+
+
+def parse_harmony(text: str, _: object = None) -> dict[str, Any]:
+    """The call in a message, given with its header. Raises ValueError if it is none."""
+    header, _message, body = text.partition(MESSAGE)
+    recipient = _RECIPIENT.search(header)
+    if recipient is None:
+        raise ValueError("the message has no recipient")
+    arguments = json.loads(body) if body.strip() else {}
+    return {"name": recipient[1].removeprefix("functions."), "arguments": arguments}

@@ -15,8 +15,7 @@ from mlx import nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from mlxcache.errors import ModelError
-from mlxcache.model.adapters import adapter_of, class_name, composed, parts_of
-from mlxcache.model.checkpointed import Recurrent
+from mlxcache.model.adapters import Recurrent, adapter_of, class_name, composed, parts_of
 
 GROUPS = (64, 128, 32)
 """How many numbers may share a scale; the first that divides a head's size is taken."""

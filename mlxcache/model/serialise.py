@@ -20,7 +20,7 @@ from mlxcache.errors import Corrupt
 from mlxcache.model.arrays import ArraySpec
 from mlxcache.model.kv import Layout, State, arrays_of
 from mlxcache.model.lineage import Span
-from mlxcache.tensor import Tensor
+from mlxcache.safetensors import Tensor
 
 DTYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_,

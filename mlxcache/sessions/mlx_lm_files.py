@@ -16,9 +16,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlxcache.errors import BadRequest, Busy, Unsupported
-from mlxcache.model.mlx_lm_check import agrees
-from mlxcache.model.mlx_lm_format import PromptCacheFile
-from mlxcache.model.mlx_lm_read import PromptCache, prompt_ids, read_prompt_cache
+from mlxcache.model.mlx_lm_format import (
+    PromptCache,
+    PromptCacheFile,
+    agrees,
+    prompt_ids,
+    read_prompt_cache,
+)
 from mlxcache.owner import own_ids
 from mlxcache.types import WARMING, Job, Prompt, Tokens
 

@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64
 
-from mlxcache.safetensors import Header, Malformed, Place, compose, read_header
+from mlxcache.safetensors import Header, Malformed, Place, Tensor, compose, read_header
 from mlxcache.store.digests import BLOCK, DIGEST_BYTES, extend, partial
 from mlxcache.store.folder import CHECKPOINT, RUN
 from mlxcache.store.found import Piece
 from mlxcache.store.index import Row
-from mlxcache.tensor import Tensor
 from mlxcache.types import Tokens
 
 VERSION = "1"

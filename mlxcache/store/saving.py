@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mlxcache.errors import PrefixNotStored, StoreError
-from mlxcache.safetensors import Header
+from mlxcache.safetensors import Header, Tensor
 from mlxcache.store import index
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import translated
@@ -26,7 +26,6 @@ from mlxcache.store.kv_files import (
 )
 from mlxcache.store.lock import alive
 from mlxcache.store.thinning import crowded, unneeded
-from mlxcache.tensor import Tensor
 from mlxcache.types import Tokens
 
 WAIT_S = 30.0

@@ -16,7 +16,7 @@ from xxhash import xxh3_64
 
 from mlxcache.errors import DiskFull, SnapshotRefused, StoreError
 from mlxcache.owner import own_ids
-from mlxcache.safetensors import Place
+from mlxcache.safetensors import Place, Tensor
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.snapshot_format import (
     CHECKSUMS,
@@ -36,7 +36,6 @@ from mlxcache.store.snapshot_format import (
     with_tokens,
 )
 from mlxcache.store.store import Store
-from mlxcache.tensor import Tensor
 from mlxcache.types import Tokens
 
 PIECE_BYTES = 64 << 20

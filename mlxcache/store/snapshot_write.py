@@ -14,7 +14,7 @@ import mlxcache
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import Corrupt, Gone, StoreError
 from mlxcache.owner import plain_ids
-from mlxcache.safetensors import Header, Malformed, Place, compose, read_header
+from mlxcache.safetensors import ITEM_BYTES, Header, Malformed, Place, compose, read_header
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found, Piece, Saved
 from mlxcache.store.snapshot_format import (
@@ -36,7 +36,6 @@ from mlxcache.store.snapshot_format import (
     state_name,
 )
 from mlxcache.store.store import Store
-from mlxcache.tensor import ITEM_BYTES
 from mlxcache.types import Tokens
 
 MOST_STATES = 64

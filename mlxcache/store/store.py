@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxcache.errors import Corrupt, Gone, StoreError
-from mlxcache.safetensors import Malformed
+from mlxcache.safetensors import Malformed, Tensor
 from mlxcache.store import index, maintenance
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import Database, translated
@@ -24,7 +24,6 @@ from mlxcache.store.lock import ProcessLock, opening
 from mlxcache.store.maintenance import Progress
 from mlxcache.store.recovery import StoreReopener, open_database, recover
 from mlxcache.store.saving import save_checkpoint, save_run
-from mlxcache.tensor import Tensor
 from mlxcache.types import Tokens
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxcache.errors import StoreError
+from mlxcache.safetensors import Tensor
 from mlxcache.store.store import Store
-from mlxcache.tensor import Tensor
 from mlxcache.types import Tokens
 
 log = logging.getLogger(__name__)

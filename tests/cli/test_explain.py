@@ -541,7 +541,7 @@ def test_a_missing_file_is_wrong_usage(tmp_path):
 
 def test_the_demo_needs_no_server_and_no_weights():
     """What is used where no model is named."""
-    from mlxcache.model.tokenizer_only import tokenizer_of
+    from mlxcache.model.load import tokenizer_of
 
     prompt = PromptBuilder(tokenizer_of(None)).chat(request_to_chat(first()))
     assert prompt.source.tokenised.text.startswith("<|im_start|>system\n")

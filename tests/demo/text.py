@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data import topics
 
-from mlxcache.model.chatml import TURN_END, TURN_START
+from mlxcache.model.demo import TURN_END, TURN_START
 
 SKIPPED = {"site-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo"}
 

@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 from tokenizers import Tokenizer
 
-from mlxcache.model import chatml
+from mlxcache.model import demo
 from mlxcache.model.demo import CONFIG, DATA
 from tests.demo.text import Chats, prose
 from tests.toys.tokenizer import library_sources, train_tokenizer
@@ -98,7 +98,7 @@ def batch(tokenizer: Tokenizer, chats: Chats, draw: random.Random) -> Batch:
         far = row % 2 == 0
         length = BACKGROUND if far else draw.choice([0, 0, BACKGROUND, BACKGROUND // 2])
         ids = tokenizer.encode(chats.background()).ids[: max(0, length - 2)] if length else []
-        ids += tokenizer.encode(f"{chatml.TURN_END}\n").ids if length else []
+        ids += tokenizer.encode(f"{demo.TURN_END}\n").ids if length else []
         starts.append(len(ids))
         while len(ids) <= LENGTH:
             ids += tokenizer.encode(chats.exchange()).ids

@@ -19,11 +19,18 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlxcache.model.adapters import ADAPTERS, adapter_of, class_name, composed, parts_of, prepared
+from mlxcache.model.adapters import (
+    ADAPTERS,
+    Checkpointed,
+    Sliced,
+    WindowCache,
+    adapter_of,
+    class_name,
+    composed,
+    parts_of,
+    prepared,
+)
 from mlxcache.model.arrays import copied_tree
-from mlxcache.model.checkpointed import Checkpointed
-from mlxcache.model.sliced import Sliced
-from mlxcache.model.window import WindowCache
 
 OTHERS = {"_BaseCache", "BatchKVCache", "BatchRotatingKVCache", "TokenBuffer"}
 """Not of a layer and one sequence: `rows` makes those for several of the others."""

@@ -9,9 +9,9 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from mlxcache.model import kv
+from mlxcache.model.adapters import WindowCache
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.lineage import Lineage
-from mlxcache.model.window import WindowCache
 from tests.rounding import rounding
 from tests.toys.toy import make_toy
 

@@ -28,9 +28,7 @@ from mlx_lm.models.cache import (
 from mlxcache.errors import SnapshotRefused
 from mlxcache.model import kv
 from mlxcache.model.lineage import Lineage
-from mlxcache.model.mlx_lm_check import agrees
-from mlxcache.model.mlx_lm_format import PromptCacheFile
-from mlxcache.model.mlx_lm_read import prompt_ids, read_prompt_cache
+from mlxcache.model.mlx_lm_format import PromptCacheFile, agrees, prompt_ids, read_prompt_cache
 from mlxcache.types import Tokens
 from tests.conftest import ToyMaker
 from tests.kinds import CACHE_KINDS

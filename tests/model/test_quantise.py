@@ -22,9 +22,7 @@ from mlxcache.errors import ModelError, SnapshotRefused
 from mlxcache.model import kv
 from mlxcache.model import serialise as wire
 from mlxcache.model.lineage import Lineage
-from mlxcache.model.mlx_lm_check import agrees
-from mlxcache.model.mlx_lm_format import PromptCacheFile
-from mlxcache.model.mlx_lm_read import read_prompt_cache
+from mlxcache.model.mlx_lm_format import PromptCacheFile, agrees, read_prompt_cache
 from tests.conftest import ToyMaker
 from tests.rounding import rounding
 from tests.toys import tiny

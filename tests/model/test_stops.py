@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxcache.model.stops import Finder, Thought, Visible
+from mlxcache.model.output import Finder, Thought, Visible
 
 letters = st.text("ab\n<", max_size=30)
 patterns = st.lists(st.text("ab\n<", min_size=1, max_size=5), max_size=4)

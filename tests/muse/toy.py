@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer
 
 from mlxcache.image import Image
-from mlxcache.model import chatml
+from mlxcache.model import demo
 from mlxcache.model.vision import encode
 from tests.muse import plain
 from tests.toys.tokenizer import CONTROL, MARKS, toy_tokenizer
@@ -52,7 +52,7 @@ def make_muse(path: Path) -> Path:
     mx.save_safetensors(str(path / "model.safetensors"), drawn, metadata={"format": "mlx"})
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (path / "plain.py").write_text(Path(plain.__file__).read_text("utf-8"), encoding="utf-8")
-    chatml.write_tokenizer(path, tokenizer.to_str(), context=8192, thinking=False)
+    demo.write_tokenizer(path, tokenizer.to_str(), context=8192, thinking=False)
     file = path / "tokenizer_config.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
     template = fields["chat_template"]
@@ -101,7 +101,7 @@ def _config(tokenizer: Tokenizer) -> dict[str, Any]:
         "vision_config": vision,
         "audio_config": {"out_hidden_size": text["hidden_size"]},
         "image_token_id": tokenizer.token_to_id("<|patch|>"),
-        "eos_token_id": tokenizer.token_to_id(chatml.TURN_END),
+        "eos_token_id": tokenizer.token_to_id(demo.TURN_END),
     }
 
 

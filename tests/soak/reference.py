@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 from tokenizers import Tokenizer
 
-from mlxcache.model import chatml
+from mlxcache.model import demo
 
 TOLERANCE = 2e-3
 """By how much of a logit a greedy token may fall short of the best one: float32 sums differ."""
@@ -27,7 +27,7 @@ class Reference:
         spec = (path / "tokenizer.json").read_text(encoding="utf-8")
         self._tokenizer = Tokenizer.from_str(spec)
         self._plain = Tokenizer.from_str(json.dumps(json.loads(spec) | {"added_tokens": []}))
-        ids = [self._tokenizer.token_to_id(mark) for mark in (chatml.TURN_START, chatml.TURN_END)]
+        ids = [self._tokenizer.token_to_id(mark) for mark in (demo.TURN_START, demo.TURN_END)]
         self._start, self._end = ids
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from mlxcache.safetensors import Tensor
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo, Spec
 from mlxcache.store.snapshot_write import export
 from mlxcache.store.store import Store
-from mlxcache.tensor import Tensor
 from mlxcache.types import Tokens
 
 NAMESPACE = "0123456789abcdef" * 2

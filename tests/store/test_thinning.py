@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
+from mlxcache.safetensors import Tensor
 from mlxcache.store import Store
 from mlxcache.store.sessions import Sessions, Turn
-from mlxcache.tensor import Tensor
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST, allowed
 from tests.store.content import (
     NAMESPACE,

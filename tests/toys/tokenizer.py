@@ -14,7 +14,7 @@ from pydoc_data import topics
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mlxcache.model.chatml import END_OF_TEXT, TURN_END, TURN_START
+from mlxcache.model.demo import END_OF_TEXT, TURN_END, TURN_START
 
 CONTROL = (END_OF_TEXT, TURN_START, TURN_END)
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer
 
-from mlxcache.model import chatml
+from mlxcache.model import demo
 from tests.toys.configs import FAMILIES
 from tests.toys.shape import Shape
 from tests.toys.tokenizer import CONTROL, MARKS, THINK_MARKS, toy_tokenizer
@@ -62,11 +62,11 @@ def make_toy(
     )  # fmt: skip
     tokenizer = toy_tokenizer(vocab_size, thinking)
     ids = Tokenizer.from_str(tokenizer)
-    config = FAMILIES[family](shape) | {"eos_token_id": ids.token_to_id(chatml.TURN_END)}
+    config = FAMILIES[family](shape) | {"eos_token_id": ids.token_to_id(demo.TURN_END)}
     model = random_model(config, seed)
     _shape_head(model, ids, emits or {})
     _write(path, model, config)
-    chatml.write_tokenizer(path, tokenizer, context=context, thinking=thinking)
+    demo.write_tokenizer(path, tokenizer, context=context, thinking=thinking)
     return path
 
 
@@ -108,7 +108,7 @@ def _shape_head(model: nn.Module, ids: Tokenizer, emits: Mapping[str, int]) -> N
     head[rows] = 0.0 if name.endswith("lm_head.weight") else TIED * head[rows]
     if emits:
         model.load_weights([(name, head)], strict=False)
-        turn = ids.encode(f"{chatml.TURN_END}\n{chatml.TURN_START}assistant\n").ids
+        turn = ids.encode(f"{demo.TURN_END}\n{demo.TURN_START}assistant\n").ids
         winning = np.asarray(_winning_scales(model, head.shape[0], turn))
         at_start = winning[:8].min(axis=(0, 1))
         ascending = np.sort(winning.reshape(-1, CANDIDATES), axis=0)

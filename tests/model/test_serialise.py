@@ -16,7 +16,7 @@ from mlxcache.errors import Corrupt
 from mlxcache.model import kv
 from mlxcache.model import serialise as wire
 from mlxcache.model.lineage import Lineage
-from mlxcache.tensor import Tensor
+from mlxcache.safetensors import Tensor
 from tests.conftest import ToyMaker
 from tests.kinds import CACHE_KINDS
 
