@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from mlxcache.cli.connect import anyclaude, claude_code
+from mlxcache.cli.connect import anyclaude_line, claude_code_line
 from mlxcache.config import format_size
 from mlxcache.model.demo import DEMO_NOTICE
 from mlxcache.types import ModelInfo
@@ -38,8 +38,8 @@ def welcome(
     context = info.context_length
     for name, line in (
         ("In another terminal, for a menu of clients", f"{_command()} launch"),
-        ("Claude Code by hand", claude_code(url, info.id, context, has_key=has_key)),
-        ("anyclaude by hand", anyclaude(url, context, has_key=has_key)),
+        ("Claude Code by hand", claude_code_line(url, info.id, context, has_key=has_key)),
+        ("anyclaude by hand", anyclaude_line(url, context, has_key=has_key)),
         ("Others", f"the OpenAI API at {url}/v1, the Anthropic API at {url}"),
         ("Dashboard", f"{url}/dashboard"),
     ):

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from mlxcache.cli.connect import anyclaude, base_url, claude_code
+from mlxcache.cli.connect import anyclaude_line, base_url, claude_code_line
 
 
 def variables(line: str, command: str, environ: dict[str, str] | None = None) -> dict[str, str]:
@@ -34,7 +34,8 @@ def test_the_address_is_one_that_a_client_here_can_use(host, url):
 
 def test_claude_code_is_pointed_at_the_server_and_told_its_context():
     """The Anthropic SDK adds /v1 itself."""
-    found = variables(claude_code("http://127.0.0.1:1", "org/m", 4096, has_key=False), "claude")
+    line = claude_code_line("http://127.0.0.1:1", "org/m", 4096, has_key=False)
+    found = variables(line, "claude")
     assert found["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"
     assert found["ANTHROPIC_MODEL"] == "org/m"
     assert found["ANTHROPIC_AUTH_TOKEN"]
@@ -44,7 +45,7 @@ def test_claude_code_is_pointed_at_the_server_and_told_its_context():
 
 def test_anyclaude_gets_both_families_of_variables():
     """Older versions read MLX_LM_*, newer ones LOCAL_*."""
-    found = variables(anyclaude("http://127.0.0.1:1", 4096, has_key=False), "anyclaude")
+    found = variables(anyclaude_line("http://127.0.0.1:1", 4096, has_key=False), "anyclaude")
     assert found["ANYCLAUDE_MODE"] == "mlx-lm"
     for family in ("MLX_LM", "LOCAL"):
         assert found[f"{family}_URL"] == "http://127.0.0.1:1/v1"
@@ -56,14 +57,14 @@ def test_anyclaude_gets_both_families_of_variables():
 def test_names_with_spaces_and_quotes_survive_the_shell():
     """A model may be a folder with any name."""
     name = "my models/it's $HOME"
-    line = claude_code("http://127.0.0.1:1", name, 1, has_key=False)
+    line = claude_code_line("http://127.0.0.1:1", name, 1, has_key=False)
     assert variables(line, "claude")["ANTHROPIC_MODEL"] == name
 
 
 def test_a_key_comes_from_the_variable_and_not_from_the_line():
     """The line is printed, and the key must not be."""
     environ = {"MLXCACHE_API_KEY": "a key"}
-    line = claude_code("http://127.0.0.1:1", "m", 1, has_key=True)
+    line = claude_code_line("http://127.0.0.1:1", "m", 1, has_key=True)
     assert variables(line, "claude", environ)["ANTHROPIC_AUTH_TOKEN"] == "a key"
-    line = anyclaude("http://127.0.0.1:1", 1, has_key=True)
+    line = anyclaude_line("http://127.0.0.1:1", 1, has_key=True)
     assert variables(line, "anyclaude", environ)["MLX_LM_API_KEY"] == "a key"

@@ -22,9 +22,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mlxcache.cli.launch import chooser
-from mlxcache.cli.launch.client import Service
-from mlxcache.cli.launch.codex import LAST_WITH_CHAT
-from mlxcache.cli.launch.known import CLIENTS, Name
+from mlxcache.cli.launch.clients import CLIENTS, LAST_CODEX_WITH_CHAT, ClientName, Service
 from mlxcache.cli.main import app
 from mlxcache.errors import ConfigError
 from mlxcache.store.lock import runs
@@ -207,7 +205,7 @@ def test_codex_is_told_all_by_flags_in_a_version_that_speaks_chat(
 ) -> None:
     """A later one cannot work here, and the error says which one can."""
     here.install("codex")
-    monkeypatch.setenv("FAKE_VERSION", str(LAST_WITH_CHAT))
+    monkeypatch.setenv("FAKE_VERSION", str(LAST_CODEX_WITH_CHAT))
     here.launch("codex", "--url", server.url, "--", "exec", "hello")
     told = here.arguments
     assert told[::2][:-1] == ["-c"] * (len(told) // 2 - 1)
@@ -219,12 +217,12 @@ def test_codex_is_told_all_by_flags_in_a_version_that_speaks_chat(
     monkeypatch.setenv("FAKE_VERSION", "0.169.0")
     result = here.launch("codex", "--url", server.url, status=1)
     assert "responses" in result.stderr
-    assert f"npm install -g @openai/codex@{LAST_WITH_CHAT}" in result.stderr
+    assert f"npm install -g @openai/codex@{LAST_CODEX_WITH_CHAT}" in result.stderr
 
 
-@pytest.mark.parametrize("name", list(Name))
+@pytest.mark.parametrize("name", list(ClientName))
 def test_a_client_that_is_not_there_is_told_with_how_to_install_it(
-    here: Here, name: Name, monkeypatch: pytest.MonkeyPatch
+    here: Here, name: ClientName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a line of its own, and before a model is loaded for nothing."""
     monkeypatch.setenv("PATH", str(here.programs))
@@ -233,9 +231,9 @@ def test_a_client_that_is_not_there_is_told_with_how_to_install_it(
     assert not (here.output.parent / "cache" / "log").exists()
 
 
-@pytest.mark.parametrize("name", list(Name))
+@pytest.mark.parametrize("name", list(ClientName))
 def test_the_variables_are_printed_for_a_shell(
-    here: Here, server: Served, name: Name, monkeypatch: pytest.MonkeyPatch
+    here: Here, server: Served, name: ClientName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a shell makes of them is what the client would find, also where lines are joined."""
     here.install(name.value)
@@ -272,7 +270,7 @@ def test_a_key_is_taken_from_its_variable_and_not_printed(
 
 def pid_of(result: Result) -> int:
     """Of the server that goes on."""
-    found = re.search(r"The server goes on at (\S+)\. To stop it: kill (\d+)", result.stderr)
+    found = re.search(r"The server keeps running at (\S+)\. To stop it: kill (\d+)", result.stderr)
     assert found is not None, result.stderr
     return int(found[2])
 
@@ -310,7 +308,7 @@ def test_a_server_is_started_where_none_runs_and_found_again(
         second = here.launch("opencode", "--ram", "1GB", "--api-key", "k y")
         assert f'"{url}/v1"' in here.variables["OPENCODE_CONFIG_CONTENT"]
         assert "--ram changes nothing" in second.stderr
-        assert "goes on" not in second.stderr
+        assert "keeps running" not in second.stderr
         wrong = here.launch(
             "claude", "--url", url, "--model", "./other", "--api-key", "k y", status=1
         )
@@ -327,7 +325,7 @@ def test_a_server_ends_with_its_client_if_wished(here: Here, toy: Any) -> None:
     here.install("claude")
     flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
     result = here.launch("claude", *flags, "--stop-after")
-    assert "goes on" not in result.stderr
+    assert "keeps running" not in result.stderr
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", int(here.variables["ANTHROPIC_BASE_URL"][-5:])))
 
@@ -355,7 +353,10 @@ def test_a_port_that_another_program_has_is_no_server(here: Here) -> None:
 
 def test_signals_reach_the_client_and_its_end_is_told_as_a_shell_tells_it() -> None:
     """128 and the signal's number. Ctrl-C is the client's matter alone."""
-    code = "import sys; from mlxcache.cli.launch.run import _run; sys.exit(_run(sys.argv[1:], {}))"
+    code = (
+        "import sys; from mlxcache.cli.launch.process import run_process; "
+        "sys.exit(run_process(sys.argv[1:], {}))"
+    )
     for script in ("kill -INT $PPID; kill -TERM $PPID; exec /bin/sleep 60", "kill -TERM $$"):
         command = [sys.executable, "-c", code, "/bin/sh", "-c", script]
         assert subprocess.run(command, timeout=60, check=False).returncode == 128 + signal.SIGTERM
@@ -370,7 +371,7 @@ def test_without_a_client_and_a_terminal_nobody_is_asked(here: Here) -> None:
 
 def menu(found: Service | None, model: str | None, width: int = 80, **more: Any) -> str:
     console = Console(file=io.StringIO(), width=width)
-    chooser.show(console, found, model, None, **more)
+    chooser.print_menu(console, found, model, None, **more)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -396,10 +397,14 @@ def test_the_menu_takes_a_number_or_a_name(monkeypatch: pytest.MonkeyPatch) -> N
         def isatty(self) -> bool:
             return True
 
-    for typed, name in (("2\n", Name.OPENCODE), ("codex\n", Name.CODEX), ("\n", Name.CLAUDE)):
+    for typed, name in (
+        ("2\n", ClientName.OPENCODE),
+        ("codex\n", ClientName.CODEX),
+        ("\n", ClientName.CLAUDE),
+    ):
         monkeypatch.setattr(sys, "stdin", Terminal(typed))
         monkeypatch.setattr(sys, "stderr", Terminal())
-        assert chooser.choose(None, "m", None) is name
+        assert chooser.choose_client(None, "m", None) is name
     monkeypatch.setattr(sys, "stdin", Terminal(""))
     with pytest.raises(ConfigError, match="nothing was chosen"):
-        chooser.choose(None, "m", None)
+        chooser.choose_client(None, "m", None)

@@ -53,7 +53,7 @@ def test_a_real_client_completes_a_prompt(name: str, toy: ToyMaker, tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-    assert "goes on" not in done.stderr
+    assert "keeps running" not in done.stderr
     log = next((tmp_path / "cache" / "log").iterdir()).read_text()
     prompts = re.findall(r"prompt (\d+) .*  stop", log)
     assert max(map(int, prompts)) > 2000, log
@@ -67,8 +67,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _speaks_chat(folder: Path) -> bool:
-    from mlxcache.cli.launch.client import Place
-    from mlxcache.cli.launch.codex import LAST_WITH_CHAT, version
+    from mlxcache.cli.launch.clients import LAST_CODEX_WITH_CHAT, Invocation, codex_version
 
-    place = Place(Path("codex"), (), _environment(folder), folder, folder)
-    return version(place) <= LAST_WITH_CHAT
+    invocation = Invocation(Path("codex"), (), _environment(folder), folder, folder)
+    return codex_version(invocation) <= LAST_CODEX_WITH_CHAT

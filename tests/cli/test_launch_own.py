@@ -21,7 +21,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mlxcache.cli.launch.background import Background, empty_log, free_port
+from mlxcache.cli.launch.server import StartedServer, find_free_port, open_log
 from mlxcache.cli.main import app
 from mlxcache.store.lock import serving
 from tests.served import Served, default_signals, served
@@ -120,9 +120,9 @@ def test_a_server_that_got_the_port_meanwhile_is_not_taken_for_the_one_with_the_
     here: Path, toy: Any, quicker: list[Other]
 ) -> None:
     """It serves another model, which is an error as it is for one that ran before."""
-    port = str(free_port("127.0.0.1"))
+    port = str(find_free_port("127.0.0.1"))
     result = launch("--model", str(toy("llama")), "--port", port, status=1)
-    assert "Another server was quicker" in result.stderr
+    assert "Another server started first" in result.stderr
     assert "serves others" in result.stderr
     assert not (here / "output").exists()
     assert quicker
@@ -132,12 +132,12 @@ def test_where_any_model_will_do_it_is_used_and_that_is_said(
     here: Path, quicker: list[Other]
 ) -> None:
     """It is left alone too: nothing is said of its end."""
-    result = launch("--port", str(free_port("127.0.0.1")), "--ram", "1GB")
+    result = launch("--port", str(find_free_port("127.0.0.1")), "--ram", "1GB")
     url = quicker[0].url
-    assert f"Another server was quicker to listen at {url}" in result.stderr
+    assert f"Another server started first at {url}" in result.stderr
     assert f"Using the server that runs at {url}. It serves others." in result.stderr
     assert "--ram changes nothing" in result.stderr
-    assert "goes on" not in result.stderr
+    assert "keeps running" not in result.stderr
     assert (here / "output").read_text().strip() == url
 
 
@@ -146,7 +146,7 @@ def test_of_free_ports_another_one_is_tried(here: Path, toy: Any, quicker: list[
     """`--port 0` asks for a server of one's own."""
     flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
     result = launch(*flags, "--stop-after")
-    assert "quicker" in result.stderr
+    assert "started first" in result.stderr
     assert (here / "output").read_text().strip() != quicker[0].url
 
 
@@ -163,18 +163,18 @@ def test_a_server_is_asked_once_it_has_the_port_by_its_note_or_by_the_system(
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", code], **pipes)
     try:
-        assert not Background(process, tmp_path, other.url, tmp_path).listens()
+        assert not StartedServer(process, tmp_path, other.url, tmp_path).listens()
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(b"\n")
         process.stdin.flush()
         url = f"http://127.0.0.1:{process.stdout.readline().decode().strip()}"
-        assert Background(process, tmp_path, url, tmp_path).listens()
-        assert not Background(process, tmp_path, other.url, tmp_path).listens()
+        assert StartedServer(process, tmp_path, url, tmp_path).listens()
+        assert not StartedServer(process, tmp_path, other.url, tmp_path).listens()
         with serving(tmp_path, other.url, "m"):
             itself: Any = SimpleNamespace(pid=os.getpid())
-            assert Background(itself, tmp_path, other.url, tmp_path).listens()
-            assert not Background(process, tmp_path, other.url, tmp_path).listens()
+            assert StartedServer(itself, tmp_path, other.url, tmp_path).listens()
+            assert not StartedServer(process, tmp_path, other.url, tmp_path).listens()
     finally:
         process.kill()
         process.communicate()
@@ -184,16 +184,16 @@ def test_a_server_is_asked_once_it_has_the_port_by_its_note_or_by_the_system(
 
 def test_a_log_that_a_server_still_writes_is_left_to_it(tmp_path: Path) -> None:
     """A second server for the same port logs elsewhere, and a later one there again."""
-    path, file = empty_log(tmp_path, 80)
+    path, file = open_log(tmp_path, 80)
     script = "echo loading; exec sleep 60"
     with file, subprocess.Popen(["sh", "-c", script], stdout=file) as running:
         until(path.read_bytes)
-        other, beside = empty_log(tmp_path, 80)
+        other, beside = open_log(tmp_path, 80)
         beside.close()
         assert other == tmp_path / f"serve-80-{os.getpid()}.log"
         assert path.read_text() == "loading\n"
         running.kill()
-    again, file = empty_log(tmp_path, 80)
+    again, file = open_log(tmp_path, 80)
     file.close()
     assert again == path
     assert path.stat().st_size == 0
@@ -228,7 +228,7 @@ def test_a_signal_while_the_server_loads_ends_that_server_too(
         for child in children:
             if child.is_running():
                 child.kill()
-    assert b"Ending the server" in told
+    assert b"Stopping the server" in told
     assert not (here / "output").exists()
 
 

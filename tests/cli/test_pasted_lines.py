@@ -8,27 +8,26 @@ from pathlib import Path
 import pytest
 
 from mlxcache.cli import connect
-from mlxcache.cli.launch.claude import anyclaude, claude
-from mlxcache.cli.launch.client import Place, Service
+from mlxcache.cli.launch.clients import CLIENTS, ClientName, Invocation, Service
 
 URL = "http://127.0.0.1:1"
 
 
 @pytest.mark.parametrize(
-    ("start", "line", "command"),
+    ("name", "line"),
     [
-        (claude, connect.claude_code(URL, "m", 4096, has_key=False), "claude"),
-        (anyclaude, connect.anyclaude(URL, 4096, has_key=False), "anyclaude"),
+        (ClientName.CLAUDE, connect.claude_code_line(URL, "m", 4096, has_key=False)),
+        (ClientName.ANYCLAUDE, connect.anyclaude_line(URL, 4096, has_key=False)),
     ],
 )
 def test_a_pasted_line_gives_a_client_what_launch_gives_it(
-    tmp_path: Path, start: object, line: str, command: str
+    tmp_path: Path, name: ClientName, line: str
 ) -> None:
     """Also the hour that it waits for a first prompt."""
-    assert callable(start)
-    place = Place(Path(command), (), {}, tmp_path, tmp_path)
-    told = start(Service(URL, "m", 4096), place).environment(Service(URL, "m", 4096), {})
-    script = f"{line.removesuffix(command)} env"
+    invocation = Invocation(Path(name.value), (), {}, tmp_path, tmp_path)
+    service = Service(URL, "m", 4096)
+    told = CLIENTS[name].configure(service, invocation).environment(service, {})
+    script = f"{line.removesuffix(name.value)} env"
     done = subprocess.run(["env", "-i", "sh", "-c", script], capture_output=True, check=True)
     found = dict(one.split("=", 1) for one in done.stdout.decode().splitlines())
     assert {name: found.get(name) for name in told} == told

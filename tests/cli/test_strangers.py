@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.cli.launch import server, shell
-from mlxcache.cli.launch.client import Place, Service, Start, direct
+from mlxcache.cli.launch.clients import Invocation, Service, Setup, proxy_bypass
+from mlxcache.cli.launch.launching import setup_object, shell_lines
+from mlxcache.cli.launch.server import query_server
 from mlxcache.cli.remote import NoServer, Remote, proxied
 
 KEY = "a-key-of-its-own"
@@ -68,9 +69,9 @@ def test_whoever_listens_there_is_asked_who_it_is_before_it_is_told_the_key(
     stranger, ours = program(False), program(True)
     assert not Remote(stranger.url, KEY).answers()
     with pytest.raises(NoServer):
-        server.ask(stranger.url, KEY)
+        query_server(stranger.url, KEY)
     assert stranger.told == [("/health", None)] * 2
-    found = server.ask(ours.url, KEY)
+    found = query_server(ours.url, KEY)
     assert found is not None
     assert found.model == "m"
     assert ours.told == [("/health", None), ("/v1/models", f"Bearer {KEY}")]
@@ -86,7 +87,7 @@ def test_a_proxy_is_not_on_the_way_to_this_machine(
         monkeypatch.setenv(name, proxy.url)
     assert Remote(ours.url, KEY).answers()
     assert Remote(ours.url, KEY).stats()["data"]
-    assert server.ask(ours.url, KEY) is not None
+    assert query_server(ours.url, KEY) is not None
     assert proxy.told == []
     assert proxied("http://gpu.example:8081")
     assert not any(map(proxied, ("http://localhost:8081", "http://[::1]:8081")))
@@ -106,13 +107,13 @@ def test_a_proxy_is_not_on_the_way_to_this_machine(
     ],
 )
 def test_nor_is_it_on_the_clients(url: str, environ: dict[str, str], expected: str | None) -> None:
-    service, start = Service(url, "m", 9), Start(variables={"X": "1"})
-    told = start.environment(service, environ)
+    service, setup = Service(url, "m", 9), Setup(variables={"X": "1"})
+    told = setup.environment(service, environ)
     given = environ.get("NO_PROXY")
     assert told.get("NO_PROXY", given) == (expected or given)
-    assert direct(service, environ) == (
+    assert proxy_bypass(service, environ) == (
         {"NO_PROXY": expected, "no_proxy": expected} if expected else {}
     )
-    place = Place(Path("c"), (), environ, Path("/"), Path("/"))
-    assert ("NO_PROXY" in shell.as_object(start, service, place)["set"]) is bool(expected)
-    assert ("export NO_PROXY=" in "\n".join(shell.lines(start, service, environ))) is bool(expected)
+    invocation = Invocation(Path("c"), (), environ, Path("/"), Path("/"))
+    assert ("NO_PROXY" in setup_object(setup, service, invocation)["set"]) is bool(expected)
+    assert ("export NO_PROXY=" in "\n".join(shell_lines(setup, service, environ))) is bool(expected)

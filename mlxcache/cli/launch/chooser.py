@@ -1,4 +1,4 @@
-"""The menu of a bare `mlxcache launch`: which client, and what it is good for here."""
+"""The menu of `mlxcache launch` without a client."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from rich.prompt import Prompt
 from rich.table import Table
 from rich.text import Text
 
-from mlxcache.cli.launch.client import Client, Service
-from mlxcache.cli.launch.known import CLIENTS, Name
+from mlxcache.cli.launch.clients import CLIENTS, Client, ClientName, Service
 from mlxcache.config import format_size, machine_bytes
 from mlxcache.errors import ConfigError
 
-ROOM = 2
-"""Contexts shorter than so many first prompts leave a conversation little."""
+MIN_PROMPTS = 2
+"""A context shorter than this many first prompts of a client is reported as too short for it."""
 
 GB = 10**9
 MODELS = (
@@ -25,34 +24,34 @@ MODELS = (
     (30 * GB, "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit", 17 * GB),
     (0, "mlx-community/Qwen3-4B-Instruct-2507-4bit", 2.3 * GB),
 )
-"""From how many bytes of memory on, a model that calls tools, and its weights' bytes."""
+"""Models that call tools: the least memory in bytes, the Hub id, the bytes of the weights."""
 
 Which = Callable[[str], str | None]
 
 
-def choose(found: Service | None, model: str | None, context: int | None) -> Name:
-    """Show the menu and ask. Raises ConfigError where nobody can be asked.
+def choose_client(found: Service | None, model: str | None, context: int | None) -> ClientName:
+    """Print the menu and ask for a client. Raises ConfigError without a terminal or an answer.
 
-    `found`: the server that runs. Where none does: the `model` and the `context` that one would
-    be started with, None for the demo and for the model's own.
+    `found`: the server that runs. If none does, `model` and `context` are the settings of the
+    server that would be started.
     """
     names = " or ".join(name.value for name in CLIENTS)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ConfigError(f"which client? mlxcache launch CLIENT, which is {names}")
     console = Console(stderr=True, highlight=False, markup=False)
-    show(console, found, model, context)
+    print_menu(console, found, model, context)
     numbers = {str(number): name for number, name in enumerate(CLIENTS, start=1)}
     choices = [*numbers, *(name.value for name in CLIENTS)]
     try:
-        said = Prompt.ask(
+        answer = Prompt.ask(
             "Which one", console=console, choices=choices, show_choices=False, default="1"
         )
     except EOFError as error:
         raise ConfigError("nothing was chosen") from error
-    return numbers.get(said) or Name(said)
+    return numbers.get(answer) or ClientName(answer)
 
 
-def show(
+def print_menu(
     console: Console,
     found: Service | None,
     model: str | None,
@@ -61,45 +60,45 @@ def show(
     which: Which = shutil.which,
     memory: int | None = None,
 ) -> None:
-    """Print the machine, the model, and a line or two for each client.
+    """Print the machine's memory, the model, and one entry for each client.
 
-    What is to be copied stands on a line of its own, whole at any width.
+    A command to copy is on a line of its own, unbroken at any width.
     """
     memory = machine_bytes() if memory is None else memory
     length = found.context if found is not None else context
-    console.print(_where(found, model, length, memory))
+    console.print(_server_line(found, model, length, memory))
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(2):
         table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for number, client in enumerate(CLIENTS.values(), start=1):
-        table.add_row(str(number), Text(client.name, "bold"), _about(client, length, which))
+        table.add_row(str(number), Text(client.name, "bold"), _description(client, length, which))
     console.print(table)
     if found is None and model is None:
-        name, weights = _fitting(memory)
+        name, weights = _suggested_model(memory)
         console.print(
-            "No model is named, so the built-in demo would be served, which only babbles. A model "
+            "Without --model the built-in demo is served, whose replies have no meaning. A model "
             f"that fits this machine ({format_size(int(weights))} of {format_size(memory)}):"
         )
         console.print(Text(f"mlxcache launch claude --model {name}", "cyan"), soft_wrap=True)
 
 
-def _where(found: Service | None, model: str | None, context: int | None, memory: int) -> str:
+def _server_line(found: Service | None, model: str | None, context: int | None, memory: int) -> str:
     served = found.model if found is not None else model or "the built-in demo"
     length = f" with a context of {context:,} tokens" if context else ""
     how = f"{found.url} serves" if found is not None else "a server would be started for"
     return f"{format_size(memory)} of memory; {how} {served}{length}."
 
 
-def _about(client: Client, context: int | None, which: Which) -> Text:
+def _description(client: Client, context: int | None, which: Which) -> Text:
     text = Text(f"{client.title}: {client.good_for}. ")
     text.append(f"First prompt: about {client.first_prompt:,} tokens.")
-    if context is not None and context < client.first_prompt * ROOM:
+    if context is not None and context < client.first_prompt * MIN_PROMPTS:
         text.append(" The context is too short for it.", "yellow")
     if which(client.name) is None:
         text.append(" Not installed.", "yellow")
     return text
 
 
-def _fitting(memory: int) -> tuple[str, float]:
+def _suggested_model(memory: int) -> tuple[str, float]:
     return next((name, weights) for least, name, weights in MODELS if memory >= least)

@@ -1,4 +1,4 @@
-"""`mlxcache launch`: a server where none runs, and a coding agent on it."""
+"""The command `mlxcache launch`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import Annotated
 
 import typer
 
-from mlxcache.cli.launch.known import Name
+from mlxcache.cli.launch.clients import ClientName
 from mlxcache.cli.options import Config, Flags, with_settings
 from mlxcache.cli.output import reporting
 from mlxcache.cli.target import Json, Url
 from mlxcache.errors import ConfigError
 
 Client = Annotated[
-    Name | None, typer.Argument(metavar="CLIENT", help="claude, opencode, codex or anyclaude.")
+    ClientName | None,
+    typer.Argument(metavar="CLIENT", help="claude, opencode, codex or anyclaude."),
 ]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="-- ARGS", help="What the client is given, behind two dashes."),
+    typer.Argument(metavar="-- ARGS", help="Arguments for the client, after two dashes."),
 ]
 PrintEnv = Annotated[
     bool,
@@ -28,7 +29,7 @@ PrintEnv = Annotated[
 StopAfter = Annotated[
     bool,
     typer.Option(
-        "--stop-after", metavar="", help="End the server with the client, if this started it."
+        "--stop-after", metavar="", help="Stop the server with the client, if it was started here."
     ),
 ]
 
@@ -45,21 +46,21 @@ def launch(
     flags: Flags,
     config: Config = None,
 ) -> None:
-    """Start a coding agent on this server, and the server first where none runs.
+    """Start a coding agent on this server, and the server first if none runs.
 
-    The server is started in the background with the flags below, and goes on when the client ends.
-    The client's own settings stay as they are. Without CLIENT: a menu.
+    The server is started in the background with the flags below and keeps running when the client
+    ends. The client's own settings stay as they are. Without CLIENT, a menu is shown.
     """
     with reporting():
         if as_json and not print_env:
-            raise ConfigError("--json goes with --print-env: else the client has the output")
+            raise ConfigError("--json needs --print-env: otherwise the client has the output")
         # Here and not above: httpx takes a while to import, and --help needs none of it.
-        from mlxcache.cli.launch.launching import Launching  # noqa: PLC0415
+        from mlxcache.cli.launch.launching import Launch  # noqa: PLC0415
 
-        launching = Launching(flags, config, url)
-        name = client or launching.choose()
+        started = Launch(flags, config, url)
+        name = client or started.choose()
         if print_env:
-            launching.print_env(name, arguments or [], as_json=as_json)
+            started.print_env(name, arguments or [], as_json=as_json)
             return
-        status = launching.run(name, arguments or [], stop_after=stop_after)
+        status = started.run(name, arguments or [], stop_after=stop_after)
     raise typer.Exit(status)

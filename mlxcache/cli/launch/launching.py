@@ -1,8 +1,9 @@
-"""Where a client's server is or would be, and the client on it."""
+"""One run of `mlxcache launch`: find or start the server, run the client or print its setup."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,151 +12,167 @@ from urllib.parse import urlsplit
 
 from rich.text import Text
 
-from mlxcache.cli.connect import base_url
-from mlxcache.cli.launch import background, server, shell
-from mlxcache.cli.launch.background import Background
-from mlxcache.cli.launch.chooser import choose
-from mlxcache.cli.launch.client import Place, Service
-from mlxcache.cli.launch.known import CLIENTS, Name, program
-from mlxcache.cli.launch.run import held_signals, run
-from mlxcache.cli.launch.settings import sweep
+from mlxcache.cli.connect import base_url, quote_value
+from mlxcache.cli.launch.chooser import choose_client
+from mlxcache.cli.launch.clients import (
+    CLIENTS,
+    KEY_VARIABLE,
+    ClientName,
+    Invocation,
+    Service,
+    Setup,
+    find_program,
+    proxy_bypass,
+)
+from mlxcache.cli.launch.process import deferred_signals, remove_abandoned_settings, run_client
+from mlxcache.cli.launch.server import (
+    OtherServerStarted,
+    StartedServer,
+    find_free_port,
+    is_listening,
+    query_server,
+    server_answers,
+    start_server,
+    wait_until_ready,
+)
 from mlxcache.cli.listen import IN_USE
 from mlxcache.cli.output import console
 from mlxcache.cli.show import print_json
 from mlxcache.cli.target import URL_VARIABLE
-from mlxcache.config import load_settings, read_keys
+from mlxcache.config import SETTINGS, load_settings, read_keys
 from mlxcache.config.settings import is_loopback
 from mlxcache.errors import ConfigError, MlxcacheError
 from mlxcache.store.lock import servers
 
-_WHERE = ("host", "port", "cache_dir", "api_key", "api_keys_file", "config", "model")
-"""Flags that mean something where a server runs already."""
+_USED = ("host", "port", "cache_dir", "api_key", "api_keys_file", "model")
+"""Flags that have an effect on a server that runs already, or on finding it."""
 
 
-class Launching:
-    """One use of the command: where its server is or would be, and the client on it."""
+class Launch:
+    """A client to launch, and the server that it is launched on.
+
+    `settings` are those of a server that would be started. `url`: the server's address, `running`:
+    an mlxcache server answers there. Both change when a server is started.
+    """
 
     def __init__(self, flags: Mapping[str, Any], config: Path | None, url: str | None):
-        self._flags = dict(flags)
-        self._config = config
         asked = url or os.environ.get(URL_VARIABLE)
-        self._far = bool(asked) and not self._here(str(asked))
+        address = _local_address(asked) if asked else {}
+        self._elsewhere = address is None
+        self._flags = {**flags, **(address or {})}
+        self._config = config
         self.settings = load_settings(self._flags, os.environ, config)
         self.key = next(iter(read_keys(self.settings).values), None)
-        self.url = str(asked) if self._far else base_url(self.settings.host, self.settings.port)
+        local = base_url(self.settings.host, self.settings.port)
+        self.url = str(asked) if self._elsewhere else local
         self.running = False
         self._find()
 
-    def choose(self) -> Name:
-        """Which client, by the menu. Raises ConfigError where nobody can be asked."""
-        found = server.ask(self.url, self.key) if self.running else None
-        return choose(found, self.settings.model, self.settings.context)
+    def choose(self) -> ClientName:
+        """Show the menu and return the client that was chosen. Raises ConfigError."""
+        found = query_server(self.url, self.key) if self.running else None
+        return choose_client(found, self.settings.model, self.settings.context)
 
-    def run(self, name: Name, arguments: list[str], *, stop_after: bool) -> int:
-        """The client's exit status."""
-        place = _place(name, arguments)  # before a model is loaded for nothing
-        for path in sweep():
-            _say(f"{path}, which an earlier launch left, cannot be removed; a key may be in it.")
-        with held_signals() as signals:
+    def run(self, name: ClientName, arguments: list[str], *, stop_after: bool) -> int:
+        """Run the client and return its exit status. `stop_after`: stop a server started here."""
+        invocation = _invocation(name, arguments)  # fails before a model is loaded
+        for path in remove_abandoned_settings():
+            _say(f"{path}, left by an earlier launch, cannot be removed; it may hold a key.")
+        with deferred_signals() as signals:
             service, started = self._served(signals)
             try:
-                return run(place, CLIENTS[name].start(service, place), service, signals)
+                setup = CLIENTS[name].configure(service, invocation)
+                return run_client(invocation, setup, service, signals)
             finally:
                 if started is not None and stop_after:
                     started.stop()
                 elif started is not None:
                     pid = started.process.pid
-                    _say(f"The server goes on at {service.url}. To stop it: kill {pid}")
+                    _say(f"The server keeps running at {service.url}. To stop it: kill {pid}")
 
-    def _served(self, signals: Sequence[int]) -> tuple[Service, Background | None]:
-        """A server that serves, and its process where it was started here."""
-        while not self.running:
-            try:
-                started = self._start()
-                return server.wait(self.url, self.key, started, signals), started
-            except server.Overtaken as error:
-                _say(str(error))
-                self.running = bool(self.settings.port)  # else another port will do
-        service = server.wait(self.url, self.key, None, signals)
-        self._check(service)
-        _say(f"Using the server that runs at {service.url}. It serves {service.model}.")
-        self._tell_vain()
-        return service, None
-
-    def print_env(self, name: Name, arguments: list[str], *, as_json: bool) -> None:
-        """Print what the client would find, without starting anything."""
-        service = server.wait(self.url, self.key, None) if self.running else self._expected()
+    def print_env(self, name: ClientName, arguments: list[str], *, as_json: bool) -> None:
+        """Print the client's variables and command, and start nothing."""
         if self.running:
-            self._tell_vain()
-        place = _place(name, arguments, needed=False)
-        start = CLIENTS[name].start(service, place)
+            service = wait_until_ready(self.url, self.key, None)
+            self._report_unused_flags()
+        else:
+            service = self._expected()
+        invocation = _invocation(name, arguments, needed=False)
+        setup = CLIENTS[name].configure(service, invocation)
         if as_json:
-            print_json(shell.as_object(start, service, place))
+            print_json(setup_object(setup, service, invocation))
             return
-        print("\n".join(shell.lines(start, service, place.environ)))
-        _say(f"The command that goes with them: {shell.command(start, place)}")
-        if start.flag is not None:
-            names = ", ".join(start.settings["env"])
-            _say(f"Your settings of {name.value} set {names} too, and win; launch overrides that.")
-
-    def _here(self, url: str) -> bool:
-        """Whether a server at `url` could be started; host and port are then taken from it."""
-        try:
-            parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
-            host, port = parts.hostname or "", parts.port
-        except ValueError:
-            host, port = "", None
-        if parts.scheme not in ("http", "https") or not host:
-            raise ConfigError(
-                f"--url must be an address such as http://127.0.0.1:8081, not {url!r}"
+        print("\n".join(shell_lines(setup, service, invocation.environ)))
+        command = shlex.join([invocation.program.name, *setup.arguments, *invocation.arguments])
+        _say(f"The command to run with them: {command}")
+        if setup.settings_flag is not None:
+            names = ", ".join(setup.settings["env"])
+            _say(
+                f"Your settings of {name.value} set {names} too and override these variables; "
+                "without --print-env, launch overrides your settings."
             )
-        if parts.scheme != "http" or port is None or not is_loopback(host):
-            return False
-        self._flags |= {"host": host, "port": str(port)}
-        return True
 
     def _find(self) -> None:
-        """Look for the server: at its address, else by the folder that it would use."""
-        self.running = bool(self.settings.port) and server.answers(self.url)
-        fixed = self._far or any(self._flags.get(one) for one in ("host", "port", "model"))
+        """Look for the server at its address, else by the cache folder that it would use."""
+        self.running = bool(self.settings.port) and server_answers(self.url)
+        fixed = self._elsewhere or any(self._flags.get(one) for one in ("host", "port", "model"))
         if not self.running and not fixed:
             for one in servers(self.settings.cache_dir):
-                if server.answers(one.url):
+                if server_answers(one.url):
                     self.url, self.running = one.url, True
                     break
 
-    def _tell_vain(self) -> None:
-        given = [name for name, value in self._flags.items() if value is not None]
-        vain = [f"--{name.replace('_', '-')}" for name in given if name not in _WHERE]
-        if vain:
-            _say(f"A server runs already at {self.url}: {', '.join(vain)} changes nothing.")
+    def _served(self, signals: Sequence[int]) -> tuple[Service, StartedServer | None]:
+        """Return a server that serves, with its process if it was started here."""
+        while not self.running:
+            try:
+                started = self._start()
+                return wait_until_ready(self.url, self.key, started, signals), started
+            except OtherServerStarted as error:
+                _say(str(error))
+                self.running = bool(self.settings.port)  # with port 0, another port is tried
+        service = wait_until_ready(self.url, self.key, None, signals)
+        self._check_model(service)
+        _say(f"Using the server that runs at {service.url}. It serves {service.model}.")
+        self._report_unused_flags()
+        return service, None
 
-    def _start(self) -> Background:
-        if self._far:
-            raise MlxcacheError(f"Nothing answers at {self.url}, and it is not of this machine.")
+    def _start(self) -> StartedServer:
+        """Start a server in the background. Raises OtherServerStarted and MlxcacheError."""
+        if self._elsewhere:
+            raise MlxcacheError(
+                f"Nothing answers at {self.url}. launch starts servers on this machine only."
+            )
         settings, flags = self.settings, dict(self._flags)
         keys = flags.pop("api_key", None) or ()
         if len(keys) > 1:
             raise ConfigError("--api-key: a client sends one; give several in --api-keys-file FILE")
         if not settings.port:
-            flags["port"] = str(background.free_port(settings.host))
+            flags["port"] = str(find_free_port(settings.host))
             settings = replace(settings, port=int(flags["port"]))
             self.url = base_url(settings.host, settings.port)
-        elif background.taken(str(urlsplit(self.url).hostname), settings.port):
-            if server.answers(self.url):
-                raise server.Overtaken(self.url)
+        elif is_listening(str(urlsplit(self.url).hostname), settings.port):
+            if server_answers(self.url):
+                raise OtherServerStarted(self.url)
             raise MlxcacheError(
                 f"Port {settings.port} of {settings.host} {IN_USE}: choose "
                 "another one with --port N (0 picks a free one)."
             )
-        words = _words({**flags, "config": self._config})
-        started = background.start(settings, words, background.environment(next(iter(keys), None)))
+        environ = dict(os.environ)
+        if keys:  # as a variable: `ps` shows flags to all users of the machine
+            environ[SETTINGS["api_key"].variable] = keys[0]
+        started = start_server(settings, _words({**flags, "config": self._config}), environ)
         what = settings.model or "the built-in demo"
         _say(f"Starting a server for {what} in the background; its log is {started.log}")
         return started
 
-    def _check(self, service: Service) -> None:
-        """Refuse a server whose model is not the one that was asked for."""
+    def _report_unused_flags(self) -> None:
+        unused = [f"--{name.replace('_', '-')}" for name in self._flags if name not in _USED]
+        if unused:
+            _say(f"A server runs already at {self.url}: {', '.join(unused)} changes nothing.")
+
+    def _check_model(self, service: Service) -> None:
+        """Raise MlxcacheError if the server's model is not the one of --model."""
         wanted = self._flags.get("model")
         if not wanted or not self.running or service.model == wanted:
             return
@@ -168,7 +185,7 @@ class Launching:
             )
 
     def _expected(self) -> Service:
-        """What a server started now would serve, as far as its files tell."""
+        """Describe the server that would be started, as far as the model's files tell."""
         settings = self.settings
         _say(f"No server runs at {self.url} yet: `mlxcache serve` starts one.")
         if settings.model is None:
@@ -183,22 +200,40 @@ class Launching:
         return Service(self.url, info.id, info.context_length, self.key)
 
 
-def _place(name: Name, arguments: list[str], *, needed: bool = True) -> Place:
+def _local_address(url: str) -> dict[str, str] | None:
+    """Return the flags --host and --port for `url`; None if no server could be started there.
+
+    Raises ConfigError if it is not an address.
+    """
+    try:
+        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        host, port = "", None
+    if not host or parts.scheme not in ("http", "https"):
+        raise ConfigError(f"--url must be an address such as http://127.0.0.1:8081, not {url!r}")
+    if parts.scheme != "http" or port is None or not is_loopback(host):
+        return None
+    return {"host": host, "port": str(port)}
+
+
+def _invocation(name: ClientName, arguments: list[str], *, needed: bool = True) -> Invocation:
+    """Describe how the user would start the client. `needed`: raise if it is not installed."""
     client = CLIENTS[name]
     path: Path | None
     try:
-        path = program(client)
+        path = find_program(client)
     except MlxcacheError as error:
         if needed:
             raise
         _say(str(error))
         path = None
-    environment = (tuple(arguments), os.environ, Path.home(), Path.cwd())
-    return Place(path or Path(client.name), *environment, installed=path is not None)
+    surroundings = (tuple(arguments), os.environ, Path.home(), Path.cwd())
+    return Invocation(path or Path(client.name), *surroundings, installed=path is not None)
 
 
 def _words(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as they were given."""
+    """Write flags as words of a command line."""
     words = []
     for name, value in flags.items():
         flag = f"--{name.replace('_', '-')}"
@@ -210,6 +245,29 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def shell_lines(setup: Setup, service: Service, environ: Mapping[str, str]) -> list[str]:
+    """Write a setup's variables as lines for `eval` in a POSIX shell, each complete by itself.
+
+    The key is read from the variable MLXCACHE_API_KEY if it is there, else written out.
+    """
+    in_variable = service.key is not None and environ.get(KEY_VARIABLE) == service.key
+    found = [f"unset {' '.join(setup.unset)};"] if setup.unset else []
+    values = setup.variables if in_variable else setup.values(service)
+    for name, value in {**proxy_bypass(service, environ), **values}.items():
+        found.append(f"export {name}={quote_value(value, has_key=in_variable)};")
+    return found
+
+
+def setup_object(setup: Setup, service: Service, invocation: Invocation) -> dict[str, Any]:
+    """Return a setup as the JSON object that `--print-env --json` prints."""
+    return {
+        "object": "launch",
+        "command": [invocation.program.name, *setup.arguments, *invocation.arguments],
+        "set": {**proxy_bypass(service, invocation.environ), **setup.values(service)},
+        "unset": list(setup.unset),
+    }
+
+
 def _say(text: str) -> None:
-    """A line beside the client's own output, whole, so that what is in it can be copied."""
+    """Print a line on the standard error without wrapping it, so that it can be copied."""
     console(stderr=True).print(Text(text))

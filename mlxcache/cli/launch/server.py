@@ -1,33 +1,62 @@
-"""The server for a client: asked whether it is there, and waited for."""
+"""The server behind a client: found, or started in the background, and waited for."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
-from mlxcache.cli.launch.background import Background
-from mlxcache.cli.launch.client import Service
+from mlxcache.cli.connect import base_url
+from mlxcache.cli.launch.clients import Service
+from mlxcache.cli.listen import IN_USE
 from mlxcache.cli.output import Loading, console
 from mlxcache.cli.remote import ANSWER_S, NoServer, Remote, proxied
+from mlxcache.config import Settings
 from mlxcache.errors import MlxcacheError
+from mlxcache.private import create, make_folder
+from mlxcache.store.lock import servers
+
+STOP_S = 15.0
+"""Seconds between SIGTERM and SIGKILL."""
 
 POLL_S = 0.2
 
-_STEP = re.compile(r"(?P<what>.*?)(?: (?P<percent>\d{1,3})%)?")
+_TAIL_LINES = 6
+_TAIL_BYTES = 4096
+_LOADING_LINE = re.compile(r"(?P<what>.*?)(?: (?P<percent>\d{1,3})%)?")
 
 
-def ask(url: str, key: str | None) -> Service | None:
-    """The server at `url` as clients see it; None while it loads its model.
+# -- a server that runs ------------------------------------------------------------------------
 
-    Raises NoServer where none answers, MlxcacheError where it cannot serve or wants another key.
+
+def server_answers(url: str) -> bool:
+    """Return true if an mlxcache server listens at `url`, also one that still loads."""
+    return Remote(url).answers()
+
+
+def query_server(url: str, key: str | None) -> Service | None:
+    """Ask the server at `url` for its model and context; None while it loads the model.
+
+    Raises NoServer if none answers, MlxcacheError if it cannot serve or requires another key. The
+    key is sent only after the program at `url` answered as an mlxcache server.
     """
+    if not server_answers(url):
+        raise NoServer(f"Nothing answers at {url}, or it is not an mlxcache server.")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    if not answers(url):  # before it is told the key
-        raise NoServer(f"Nothing answers at {url}, or it is no mlxcache server.")
     try:
         response = httpx.get(
             f"{url}/v1/models", headers=headers, timeout=ANSWER_S, trust_env=proxied(url)
@@ -53,71 +82,197 @@ def _message(response: httpx.Response) -> str:
         return f"status {response.status_code}."
 
 
-def answers(url: str) -> bool:
-    """Whether an mlxcache server is there, also one that is still loading."""
-    return Remote(url).answers()
+# -- a server that is started ------------------------------------------------------------------
 
 
-class Overtaken(MlxcacheError):
-    """Another server was quicker to listen where one was to be started, and answers there."""
+@dataclass(frozen=True, slots=True)
+class StartedServer:
+    """A server that this command started: its process, log file, address and cache folder."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str
+    cache_dir: Path
+
+    @property
+    def ended(self) -> bool:
+        """True once the process has ended."""
+        return self.process.poll() is not None
+
+    def listens(self) -> bool:
+        """Return true once this process has the port; before that, another program may have it."""
+        pid, url = self.process.pid, self.url
+        noted = any((one.pid, one.url) == (pid, url) for one in servers(self.cache_dir))
+        return noted or _listens(pid, urlsplit(url).port)  # the folder may not be writable
+
+    def lost_its_port(self) -> bool:
+        """Return true if it ended because another program has the port."""
+        return self.ended and any(IN_USE in line for line in self.tail())
+
+    def tail(self, lines: int = _TAIL_LINES) -> list[str]:
+        """Return the last lines of the log that are not empty."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-lines:]
+
+    def failure(self) -> MlxcacheError:
+        """Stop the server and return an error with the end of its log. Blocks until it ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+        self.stop()
+        last = "\n".join(self.tail())
+        return MlxcacheError(f"The server ended. The end of its log, {self.log}:\n{last}")
+
+    def stop(self) -> None:
+        """Terminate the process, kill it after `STOP_S`, and wait for its end."""
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _listens(pid: int, port: int | None) -> bool:
+    try:
+        found = psutil.Process(pid).net_connections("tcp")
+    except (psutil.Error, OSError):  # it ended, or the system does not allow the query
+        return False
+    return any(one.status == psutil.CONN_LISTEN and one.laddr[1] == port for one in found)
+
+
+def find_free_port(host: str) -> int:
+    """Return a port of `host` on which no program listens."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def is_listening(host: str, port: int) -> bool:
+    """Return true if a program listens there."""
+    try:
+        with socket.create_connection((host, port), ANSWER_S):
+            return True
+    except OSError:
+        return False
+
+
+def start_server(
+    settings: Settings, flags: Sequence[str], environ: Mapping[str, str]
+) -> StartedServer:
+    """Start `mlxcache serve` with `flags` in a process session of its own, out of Ctrl-C's reach.
+
+    Does not wait until it listens. Raises MlxcacheError if its log cannot be written.
+    """
+    command = [sys.executable, "-m", "mlxcache.cli.main", "serve", *flags]
+    try:
+        log, file = open_log(settings.cache_dir / "log", settings.port)
+        with file:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**environ, "PYTHONUNBUFFERED": "1"},
+            )
+    except OSError as error:
+        raise MlxcacheError(f"The server cannot be started: {error}.") from error
+    url = base_url(settings.host, settings.port)
+    return StartedServer(process, log, url, settings.cache_dir)
+
+
+def open_log(folder: Path, port: int) -> tuple[Path, BinaryIO]:
+    """Open an empty, locked log file in `folder` for a server on `port`.
+
+    The server inherits the lock. A log that another server still writes is kept, and a second file
+    is opened instead. Raises OSError.
+    """
+    make_folder(folder)
+    path = folder / f"serve-{port}.log"
+    file = _open_locked(path)
+    if file is None:
+        path = folder / f"serve-{port}-{os.getpid()}.log"
+        file = create(path)
+    return path, file
+
+
+def _open_locked(path: Path) -> BinaryIO | None:
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    file.truncate(0)
+    os.fchmod(file.fileno(), 0o600)  # an older file may have another mode
+    return file
+
+
+# -- waiting until it serves -------------------------------------------------------------------
+
+
+class OtherServerStarted(MlxcacheError):
+    """Another mlxcache server listened first at the address of the one to be started."""
 
     def __init__(self, url: str):
-        super().__init__(f"Another server was quicker to listen at {url}.")
+        super().__init__(f"Another server started first at {url}.")
 
 
-def wait(
-    url: str, key: str | None, started: Background | None, signals: Sequence[int] = ()
+def wait_until_ready(
+    url: str, key: str | None, started: StartedServer | None, signals: Sequence[int] = ()
 ) -> Service:
-    """The server at `url`, once it serves; what it loads is shown meanwhile.
+    """Wait until the server at `url` serves, and show what it loads meanwhile.
 
-    `started`: the one that was started there. No other is asked in its place, nor told the key.
-    It is ended where this does not return: it could not serve, or one of `signals` came, which
-    ends this command as it would by itself. Raises MlxcacheError, and Overtaken.
+    With `started`, only that process is queried and sent the key. It is stopped if this function
+    raises, also for one of `signals`, which end the command as they would by default. Raises
+    MlxcacheError if the server cannot serve, and OtherServerStarted.
     """
     served = None
     try:
         with Loading(console(stderr=True)) as progress:
             while served is None:
-                _obey(signals)
-                served = ask(url, key) if started is None else _ask_started(key, started)
+                _exit_on_signal(signals)
+                served = query_server(url, key) if started is None else _query_started(key, started)
                 if served is None:
-                    progress(*_step(started))
+                    progress(*_loading(started))
                     time.sleep(POLL_S)
     finally:
         if served is None and started is not None:
             if signals:
-                console(stderr=True).print("Ending the server that was started.")
+                console(stderr=True).print("Stopping the server that was started.")
             started.stop()
     return served
 
 
-def _obey(signals: Sequence[int]) -> None:
+def _exit_on_signal(signals: Sequence[int]) -> None:
     for number in signals:
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
 
 
-def _ask_started(key: str | None, started: Background) -> Service | None:
-    """As `ask`, of that server. None also where it does not answer yet."""
+def _query_started(key: str | None, started: StartedServer) -> Service | None:
+    """Query a server that was started; None if it loads or does not answer yet."""
     if started.ended:
-        if started.lost_its_port() and answers(started.url):
-            raise Overtaken(started.url)
+        if started.lost_its_port() and server_answers(started.url):
+            raise OtherServerStarted(started.url)
         raise started.failure()
     if not started.listens():
         return None
     try:
-        return ask(started.url, key)
+        return query_server(started.url, key)
     except NoServer:
         return None
-    except MlxcacheError:  # it could not load its model, and says so before it ends
+    except MlxcacheError:  # it could not load its model, and ends: the log has the reason
         raise started.failure() from None
 
 
-def _step(started: Background | None) -> tuple[str, float | None]:
-    """What is being loaded and the share done, as the log's last line tells."""
+def _loading(started: StartedServer | None) -> tuple[str, float | None]:
+    """Return what is being loaded and the part done, from the last line of the log."""
     last = started.tail(1) if started is not None else []
-    found = _STEP.fullmatch(last[0]) if last else None
+    found = _LOADING_LINE.fullmatch(last[0]) if last else None
     if found is None:
         return "the server is loading", None
     percent = found["percent"]

@@ -1,0 +1,399 @@
+"""The coding agents that can be launched, and what points each of them at a server.
+
+Nothing here starts a client or changes its user's settings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from packaging.version import Version
+
+from mlxcache.cli.agents import claude_env, claude_folder, read_object
+from mlxcache.cli.connect import (
+    ANY_MODEL,
+    DUMMY_KEY,
+    Variables,
+    anyclaude_variables,
+    claude_code_variables,
+)
+from mlxcache.config.settings import is_loopback
+from mlxcache.errors import MlxcacheError
+
+KEY_VARIABLE = "MLXCACHE_API_KEY"
+"""The variable from which OpenCode and Codex are told to read the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A server as clients see it: address without /v1, model id, context length in tokens.
+
+    `key`: the API key that it requires; None if it requires none.
+    """
+
+    url: str
+    model: str
+    context: int
+    key: str | None = field(default=None, repr=False)
+
+    @property
+    def credential(self) -> str:
+        """The key that clients send; a placeholder if the server requires none."""
+        return self.key or DUMMY_KEY
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """A client as its user would start it: program, arguments, environment and folders.
+
+    `installed`: false if `program` was not found on the PATH.
+    """
+
+    program: Path
+    arguments: Sequence[str]
+    environ: Mapping[str, str]
+    home: Path
+    cwd: Path
+    installed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Variables, arguments and settings that point a client at a server.
+
+    `variables` are set, and those named in `unset` removed because they would select another
+    server. `arguments` come before the user's own. `settings` are written to a file that exists
+    while the client runs and whose path follows `settings_flag`; None: there is no file.
+    """
+
+    variables: Variables
+    unset: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    settings_flag: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def environment(self, service: Service, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the whole environment of the client, made from the user's `environ`."""
+        kept = _without_script_settings(environ)
+        for name in self.unset:
+            kept.pop(name, None)
+        return kept | proxy_bypass(service, environ) | self.values(service)
+
+    def values(self, service: Service) -> dict[str, str]:
+        """Return the variables with the server's key filled in."""
+        return {
+            name: service.credential if value is None else value
+            for name, value in self.variables.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A coding agent. `name` is also the name of its program, `install` a shell line.
+
+    `first_prompt`: approximate tokens of its tools and system prompt. `good_for`: a phrase for the
+    menu. `configure` raises MlxcacheError if the installed version cannot use this server.
+    """
+
+    name: str
+    title: str
+    install: str
+    first_prompt: int
+    good_for: str
+    configure: Callable[[Service, Invocation], Setup]
+
+
+# -- the environment of every client -----------------------------------------------------------
+
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+_NO_PROXY = ("NO_PROXY", "no_proxy")
+
+
+def proxy_bypass(service: Service, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that exclude a server on this machine from a configured proxy.
+
+    The proxy could not reach the server, and would receive the prompts and the key.
+    """
+    host = urlsplit(service.url).hostname or ""
+    has_proxy = any(environ.get(name) or environ.get(name.lower()) for name in _PROXIES)
+    if not has_proxy or not is_loopback(host):
+        return {}
+    given = next((environ[name] for name in _NO_PROXY if environ.get(name)), "")
+    return dict.fromkeys(_NO_PROXY, ",".join(filter(None, (given, host))))
+
+
+_ADDED = (("LD_PRELOAD", "libopenblas.so.0"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"))
+"""Entries that the scripts in bin/ add to these lists for the server on Linux."""
+
+
+def _without_script_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Remove the entries of `_ADDED`, which must not affect the programs that an agent runs."""
+    found = dict(environ)
+    for name, added in _ADDED:
+        if name in found:
+            words = [word for word in found[name].split(":") if not word.endswith(added)]
+            found[name] = ":".join(words)
+            if not words:
+                del found[name]
+    return found
+
+
+# -- Claude Code and anyclaude -----------------------------------------------------------------
+
+_OTHER_PROVIDERS = (
+    "ANTHROPIC_API_KEY",
+    "CLAUDE_CODE_OAUTH_TOKEN",
+    "CLAUDE_CODE_USE_BEDROCK",
+    "CLAUDE_CODE_USE_FOUNDRY",
+    "CLAUDE_CODE_USE_VERTEX",
+)
+"""Variables with which Claude Code uses another server, or sends a key that is not this one's."""
+
+_MODE_FLAGS = ("--permission-mode", "--dangerously-skip-permissions", "--allow-dangerously-skip")
+_SETTINGS_FLAG = "--settings"
+
+
+def configure_claude(service: Service, invocation: Invocation) -> Setup:
+    """Return the setup of Claude Code for `service`.
+
+    The `env` of its settings files overrides the environment. A variable that is set there too is
+    therefore passed in a settings file by flag, which overrides those files.
+    """
+    variables = claude_code_variables(service.url, service.model, service.context)
+    own = list(_claude_settings(invocation))
+    set_there = {name for settings in own for name in _claude_env(settings)}
+    env = {
+        name: service.credential if value is None else value for name, value in variables.items()
+    } | dict.fromkeys(_OTHER_PROVIDERS, "")
+    overridden = {name: value for name, value in env.items() if name in set_there}
+    needs_file = bool(overridden) and not _has_flag(invocation, _SETTINGS_FLAG)
+    return Setup(
+        variables=variables,
+        unset=_OTHER_PROVIDERS,
+        arguments=_permission_mode(invocation, own),
+        settings_flag=_SETTINGS_FLAG if needs_file else None,
+        settings={"env": overridden},
+    )
+
+
+def configure_anyclaude(service: Service, invocation: Invocation) -> Setup:
+    """Return the setup of anyclaude for `service`."""
+    return Setup(
+        variables=anyclaude_variables(service.url, service.context),
+        unset=("MLX_MODEL_PATH",),  # with it, anyclaude starts a server of its own at this address
+    )
+
+
+def _permission_mode(invocation: Invocation, own: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Ask before each action, unless the user chose a mode.
+
+    Newer versions default to auto mode, which asks Anthropic's server instead of the user.
+    """
+    chosen = any(_permissions(settings).get("defaultMode") for settings in own)
+    if chosen or _has_flag(invocation, *_MODE_FLAGS):
+        return ()
+    return ("--permission-mode", "default")
+
+
+def _has_flag(invocation: Invocation, *flags: str) -> bool:
+    return any(argument.startswith(flags) for argument in invocation.arguments)
+
+
+def _permissions(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = settings.get("permissions")
+    return found if isinstance(found, dict) else {}
+
+
+def _claude_settings(invocation: Invocation) -> Iterator[Mapping[str, Any]]:
+    """Yield the user's and the project's settings; Claude Code itself reports broken files."""
+    folders = (claude_folder(invocation.environ, invocation.home), invocation.cwd / ".claude")
+    for path in (*(one / "settings.json" for one in folders), folders[1] / "settings.local.json"):
+        try:
+            yield read_object(path)
+        except ValueError:
+            yield {}
+
+
+def _claude_env(settings: Mapping[str, Any]) -> Mapping[str, str]:
+    try:
+        return claude_env(settings)
+    except ValueError:
+        return {}
+
+
+# -- OpenCode ----------------------------------------------------------------------------------
+
+_OPENCODE_VARIABLE = "OPENCODE_CONFIG_CONTENT"
+"""Settings that override those of files. Source: https://opencode.ai/docs/config."""
+
+_OPENCODE_PROVIDER = "mlxcache"
+_MOST_OUTPUT = 16_384
+
+
+def configure_opencode(service: Service, invocation: Invocation) -> Setup:
+    """Return the setup of OpenCode for `service`; the user's other settings are kept."""
+    own = _json_object(invocation.environ.get(_OPENCODE_VARIABLE))
+    providers = own.get("provider")
+    merged = {
+        **own,
+        "provider": {
+            **(providers if isinstance(providers, dict) else {}),
+            _OPENCODE_PROVIDER: _opencode_provider(service),
+        },
+        "model": f"{_OPENCODE_PROVIDER}/{ANY_MODEL}",
+        "small_model": f"{_OPENCODE_PROVIDER}/{ANY_MODEL}",
+    }
+    return Setup(variables={_OPENCODE_VARIABLE: json.dumps(merged), KEY_VARIABLE: None})
+
+
+def _opencode_provider(service: Service) -> dict[str, Any]:
+    # at most a quarter of a short context, so that most of it is left for the conversation
+    limit = {"context": service.context, "output": min(_MOST_OUTPUT, service.context // 4)}
+    return {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "mlxcache",
+        "options": {
+            "baseURL": f"{service.url}/v1",
+            "apiKey": f"{{env:{KEY_VARIABLE}}}",
+            "timeout": False,  # the default of five minutes is too short for a long first prompt
+        },
+        "models": {ANY_MODEL: {"name": service.model, "limit": limit}},
+    }
+
+
+def _json_object(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+# -- Codex -------------------------------------------------------------------------------------
+
+LAST_CODEX_WITH_CHAT = Version("0.94.0")
+"""The newest version that uses chat completions; later ones use only OpenAI's responses API."""
+
+_CODEX_INSTALL = f"npm install -g @openai/codex@{LAST_CODEX_WITH_CHAT}"
+_CODEX_PROVIDER = "model_providers.mlxcache"
+_CODEX_IDLE_MS = 3_600_000
+_VERSION_TIMEOUT_S = 30.0
+
+
+def configure_codex(service: Service, invocation: Invocation) -> Setup:
+    """Return the setup of Codex for `service`; its config.toml is not used or changed.
+
+    Raises MlxcacheError for a version that uses only /v1/responses.
+    """
+    found = codex_version(invocation) if invocation.installed else LAST_CODEX_WITH_CHAT
+    if found > LAST_CODEX_WITH_CHAT:
+        raise MlxcacheError(
+            f"Codex {found} uses only OpenAI's responses API, which this server does not have. "
+            f"The newest version that works is {LAST_CODEX_WITH_CHAT}: {_CODEX_INSTALL}"
+        )
+    settings = {
+        "model": ANY_MODEL,
+        "model_provider": "mlxcache",
+        "model_context_window": service.context,
+        f"{_CODEX_PROVIDER}.name": "mlxcache",
+        f"{_CODEX_PROVIDER}.base_url": f"{service.url}/v1",
+        f"{_CODEX_PROVIDER}.env_key": KEY_VARIABLE,
+        f"{_CODEX_PROVIDER}.wire_api": "chat",
+        f"{_CODEX_PROVIDER}.stream_idle_timeout_ms": _CODEX_IDLE_MS,
+    }
+    # a text or number in JSON is also one in TOML
+    words = (f"{name}={json.dumps(value)}" for name, value in settings.items())
+    return Setup(
+        variables={KEY_VARIABLE: None},
+        arguments=tuple(word for one in words for word in ("-c", one)),
+    )
+
+
+def codex_version(invocation: Invocation) -> Version:
+    """Ask the Codex program for its version. Raises MlxcacheError."""
+    try:
+        done = subprocess.run(
+            [invocation.program, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=_VERSION_TIMEOUT_S,
+            env=dict(invocation.environ),
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MlxcacheError(f"{invocation.program} --version failed: {error}.") from error
+    found = re.search(r"\d+\.\d+\.\d+", done.stdout)
+    if found is None:
+        raise MlxcacheError(
+            f"{invocation.program} --version printed no version: {done.stdout.strip()!r}."
+        )
+    return Version(found[0])
+
+
+# -- all of them -------------------------------------------------------------------------------
+
+
+class ClientName(StrEnum):
+    """A client as it is typed on the command line."""
+
+    CLAUDE = "claude"
+    OPENCODE = "opencode"
+    CODEX = "codex"
+    ANYCLAUDE = "anyclaude"
+
+
+CLIENTS = {
+    ClientName.CLAUDE: Client(
+        "claude",
+        "Claude Code",
+        "npm install -g @anthropic-ai/claude-code",
+        15_000,
+        "the most tools, sub-agents, plans; wants a model that calls tools well",
+        configure_claude,
+    ),
+    ClientName.OPENCODE: Client(
+        "opencode",
+        "OpenCode",
+        "npm install -g opencode-ai",
+        8_000,
+        "fewer tools and a short prompt: the first choice for small models and little memory",
+        configure_opencode,
+    ),
+    ClientName.CODEX: Client(
+        "codex",
+        "Codex",
+        _CODEX_INSTALL,
+        8_000,
+        f"a shell and a patch tool; only up to version {LAST_CODEX_WITH_CHAT}",
+        configure_codex,
+    ),
+    ClientName.ANYCLAUDE: Client(
+        "anyclaude",
+        "anyclaude",
+        "git clone https://github.com/akaszubski/anyclaude-local && cd anyclaude-local && "
+        "npm install && npm run install:global",
+        15_000,
+        "Claude Code through a proxy that shortens prompts, in its mode mlx-lm",
+        configure_anyclaude,
+    ),
+}
+
+
+def find_program(client: Client) -> Path:
+    """Find the program of `client` on the PATH. Raises MlxcacheError if it is not installed."""
+    found = shutil.which(client.name)
+    if found is None:
+        raise MlxcacheError(
+            f"{client.title} is not installed: there is no `{client.name}` on the PATH. "
+            f"Install it with\n{client.install}"
+        )
+    return Path(found)

@@ -1,0 +1,153 @@
+"""The client's process: signals, exit status, and a settings file that exists while it runs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mlxcache.cli.launch.clients import Invocation, Service, Setup
+from mlxcache.errors import MlxcacheError
+from mlxcache.private import create
+
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM, SIGHUP and SIGINT in a list instead of ending this command.
+
+    A server that is being started is thus not left behind. Ignored signals stay ignored.
+    """
+    received: list[int] = []
+
+    def collect(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    before = {
+        number: signal.signal(number, collect)
+        for number in (*_FORWARDED, signal.SIGINT)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_client(
+    invocation: Invocation, setup: Setup, service: Service, early: Sequence[int] = ()
+) -> int:
+    """Run a client in this terminal until it ends, and return its exit status as a shell does.
+
+    That is 128 and the signal's number if a signal ended it. The signals of `early` are sent to it
+    at once. Raises MlxcacheError if it cannot be started.
+    """
+    environment = setup.environment(service, invocation.environ)
+    arguments = (*setup.arguments, *invocation.arguments)
+    if setup.settings_flag is None:
+        return run_process([str(invocation.program), *arguments], environment, early)
+    with _settings_file(setup.settings) as (path, lock):
+        words = [str(invocation.program), setup.settings_flag, str(path), *arguments]
+        return run_process(words, environment, early, (lock,))
+
+
+def run_process(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    early: Sequence[int] = (),
+    descriptors: Sequence[int] = (),
+) -> int:
+    """Run a program as `run_client` does. It inherits the open file `descriptors`."""
+    running: list[subprocess.Popen[bytes]] = []
+    missed: list[int] = []
+
+    def forward(number: int, _: FrameType | None) -> None:
+        if not running:
+            missed.append(number)
+        for process in running:
+            process.send_signal(number)
+
+    def ignore(_: int, __: FrameType | None) -> None:
+        """Ignore Ctrl-C: the terminal sends it to the client too, which decides what it means."""
+
+    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)
+    try:
+        running.append(subprocess.Popen(words, env=environment, pass_fds=descriptors))
+        for number in (*early, *missed):  # received before the process existed
+            running[0].send_signal(number)
+        status = running[0].wait()
+    except OSError as error:
+        raise MlxcacheError(f"{words[0]} cannot be run: {error.strerror}.") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - status if status < 0 else status
+
+
+# -- settings files ----------------------------------------------------------------------------
+
+_PREFIX, _NAME = "mlxcache-launch-", "settings.json"
+
+
+@contextmanager
+def _settings_file(settings: Mapping[str, Any]) -> Iterator[tuple[Path, int]]:
+    """Write `settings`, which may hold a key, to a file that is removed at the end.
+
+    Yields its path and a locked descriptor for the client to inherit: the lock shows that the
+    file is in use for as long as this command or the client runs.
+    """
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
+        path = Path(folder) / _NAME
+        with create(path) as file:
+            # before the content: `remove_abandoned_settings` keeps empty files
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(json.dumps(settings).encode())
+            file.flush()
+            yield path, file.fileno()
+
+
+def remove_abandoned_settings() -> list[Path]:
+    """Remove settings files of killed commands whose clients have ended too.
+
+    Returns the files that could not be removed.
+    """
+    failed = []
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            if _is_abandoned(folder):
+                (folder / _NAME).unlink(missing_ok=True)
+                with suppress(FileNotFoundError):  # another command removed it
+                    folder.rmdir()
+        except OSError:
+            failed.append(folder / _NAME)
+    return failed
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return true for a folder of this user whose settings file is not locked. Raises OSError."""
+    try:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            return False
+        fd = os.open(folder / _NAME, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(fd).st_size > 0
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
