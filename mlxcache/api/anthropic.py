@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from mlxcache.api import http, sse
 from mlxcache.api.errors import anthropic_error
-from mlxcache.api.terms import terms
+from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
 from mlxcache.types import Admitted, Finished, Job, Text, Thinking, ToolCall
 from mlxcache.wire import anthropic_types as types
 from mlxcache.wire.anthropic_reply import (
@@ -130,8 +130,8 @@ async def _job(request: Request, body: types.Request, deps: http.Deps) -> Job:
         tools=tools if tools and choice.type != "none" else None,
         parallel_tools=not choice.disable_parallel_tool_use,
         session=session,
-        client=http.client_name(request.headers),
-        **terms(request.headers),
+        client=read_client_name(request.headers),
+        **read_job_options(request.headers),
         title=title_from_messages(chat.messages),
         api="messages",
         render_s=time.perf_counter() - begun,
@@ -144,7 +144,7 @@ def _message_id(job: Job) -> str:
 
 def _label(request: Request, body: types.Conversation) -> str | None:
     user = (body.metadata or {}).get("user_id")
-    return http.session_label(
+    return read_session_label(
         request.headers, metadata_user_id=user if isinstance(user, str) else None
     )
 

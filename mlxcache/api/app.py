@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
-from mlxcache.api import anthropic, cache, dashboard, live, metrics, openai, sessions, status, tree
+from mlxcache.api import anthropic, cache, dashboard, live, metrics, openai, sessions, status
 from mlxcache.api.errors import HANDLERS
 from mlxcache.api.http import ApiSettings, Deps
 from mlxcache.api.middleware import RequestMiddleware
@@ -29,7 +29,6 @@ def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette
             *anthropic.routes(deps),
             *sessions.routes(deps),
             *cache.routes(deps),
-            *tree.routes(deps),
             *status.routes(deps),
             *live.routes(deps),
             *dashboard.routes(),

@@ -6,21 +6,21 @@ Decoding a body, request ids, and the names by which people tell requests apart.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
+import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from mlxcache import typed
-from mlxcache.api.receive import read_body
 from mlxcache.api.record import Recorder
-from mlxcache.errors import ModelError, NotReady
+from mlxcache.errors import ModelError, NotReady, TooLarge
 from mlxcache.types import ModelInfo
 from mlxcache.wire.decode import decode
 
@@ -139,51 +139,74 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-_OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{8,})$")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+BODY_PAUSE, BODY_SECONDS = 30.0, 600.0
+"""How long the next byte of a body may take, and all of one that is held in memory."""
+
+_DRAIN_BYTES = 256 << 20
+_DRAIN_SECONDS = 10.0
 
 
-def session_label(
-    headers: Mapping[str, str],
-    *,
-    metadata_user_id: str | None = None,
-    prompt_cache_key: str | None = None,
-) -> str | None:
-    """The session that a request says it belongs to; None: it says nothing.
+async def read_body(
+    request: Request, limit: int, *, pause: float = BODY_PAUSE, seconds: float = BODY_SECONDS
+) -> bytes:
+    """The whole body, at most `limit` bytes.
 
-    The first of: X-Session-Id, X-Claude-Code-Session-Id, the `session_id` inside Anthropic's
-    `metadata.user_id` (JSON, or the older `..._session_<uuid>`), OpenAI's `prompt_cache_key`.
-    At most 200 characters, none of them a control character.
+    Raises TooLarge by the announced length or as soon as more arrives, HTTPException as `arriving`
+    does, and starlette's ClientDisconnect if the client goes away first.
     """
-    candidates = (
-        headers.get("x-session-id"),
-        headers.get("x-claude-code-session-id"),
-        _metadata_session(metadata_user_id),
-        prompt_cache_key,
-    )
-    labels = (_CONTROL.sub("", label or "").strip()[:200] for label in candidates)
-    return next((label for label in labels if label), None)
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit:
+        await _drain(request)
+        raise _too_large(limit)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in arriving(request, pause, seconds):
+        size += len(chunk)
+        if size > limit:
+            chunks.clear()
+            await _drain(request)
+            raise _too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
-def _metadata_session(user_id: str | None) -> str | None:
-    if not user_id:
-        return None
-    try:
-        return typed.decode(_UserId, user_id).session_id
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        match = _OLD_USER_ID.search(user_id)
-        return match[1] if match else None
+async def arriving(
+    request: Request, pause: float = BODY_PAUSE, seconds: float | None = None
+) -> AsyncIterator[bytes]:
+    """A body's parts. Raises HTTPException (408) where none comes for `pause` seconds, or where
+    not all have come after `seconds`; and ClientDisconnect."""
+    end = None if seconds is None else time.monotonic() + seconds
+    async with aclosing(request.stream()) as parts:
+        while True:
+            left = pause if end is None else min(pause, end - time.monotonic())
+            try:
+                async with asyncio.timeout(left):
+                    part = await anext(parts, None)
+            except TimeoutError as error:
+                raise HTTPException(
+                    408, "the request's body did not arrive in time", {"Connection": "close"}
+                ) from error
+            if part is None:
+                return
+            yield part
 
 
-class _UserId(msgspec.Struct):
-    session_id: str | None = None
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"The request body is larger than this server's limit of {limit} bytes.")
 
 
-def client_name(headers: Mapping[str, str]) -> str | None:
-    """The program at the other end by its User-Agent, such as `claude-cli/2.1.329`."""
-    words = _CONTROL.sub("", headers.get("user-agent", "")).split()
-    if not words:
-        return None
-    versioned = any(c.isdigit() for c in words[0])
-    name = words[0] if versioned or len(words) < 2 or not words[1][0].isdigit() else words[:2]
-    return (name if isinstance(name, str) else " ".join(name))[:80]
+async def _drain(request: Request) -> None:
+    """Read on for a while and forget it.
+
+    A connection closed on unread data is reset, and the client would see that, not the answer.
+    """
+    if "100-continue" in request.headers.get("expect", "").lower():
+        return
+    left = _DRAIN_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            while left > 0:
+                message = await request.receive()
+                left -= len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    return

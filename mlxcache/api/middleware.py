@@ -10,13 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlxcache.api.access import PAGES, Keyring, Refusals, stranger
 from mlxcache.api.cors import allow, is_preflight, preflight
 from mlxcache.api.dashboard import FILES
 from mlxcache.api.errors import error_response
-from mlxcache.api.hosts import PAGES, stranger
 from mlxcache.api.http import ApiSettings, new_request_id
-from mlxcache.api.keyring import Keyring
-from mlxcache.api.refusals import Refusals
 from mlxcache.errors import Unauthorized
 from mlxcache.owner import OWNER
 

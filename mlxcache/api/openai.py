@@ -13,19 +13,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlxcache.api.errors import openai_error
+from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
 from mlxcache.api.http import (
     Deps,
-    client_name,
     json_response,
     read,
     request_id,
     serving,
-    session_label,
     takes_images,
     while_connected,
 )
 from mlxcache.api.sse import Events, EventStream, Pulse, close, event, raw_event, start
-from mlxcache.api.terms import terms
 from mlxcache.errors import BadRequest
 from mlxcache.types import Job
 from mlxcache.wire import openai_request as wire
@@ -132,9 +130,9 @@ def _fields(deps: Deps, request: Request, body: Generation) -> dict[str, Any]:
         "id": request_id(request),
         "sampling": wire.to_sampling(body),
         "stop": wire.read_stop_strings(body),
-        "session": session_label(request.headers, prompt_cache_key=body.prompt_cache_key),
-        "client": client_name(request.headers),
-        **terms(request.headers),
+        "session": read_session_label(request.headers, prompt_cache_key=body.prompt_cache_key),
+        "client": read_client_name(request.headers),
+        **read_job_options(request.headers),
     }
 
 

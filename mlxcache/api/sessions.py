@@ -16,8 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from mlxcache.api.http import Deps, json_response, read, serving
-from mlxcache.api.receive import arriving, read_body
+from mlxcache.api.http import Deps, arriving, json_response, read, read_body, serving
 from mlxcache.errors import BadRequest
 from mlxcache.store.database import translated
 from mlxcache.wire.decode import decode

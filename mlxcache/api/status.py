@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +13,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlxcache.api.http import Deps, json_response, serving
-from mlxcache.api.progress import progress
 from mlxcache.engine.metrics import reuse_of
 from mlxcache.errors import BadRequest, NotFound
 from mlxcache.types import ModelInfo, RequestRecord
@@ -175,3 +175,34 @@ def record_object(record: RequestRecord) -> Mapping[str, Any]:
         "joined": record.joined,
         "progress": progress(record),
     }
+
+
+def progress(record: RequestRecord, now: float | None = None) -> dict[str, Any] | None:
+    """The phase of a request, and how far it is in it; None once it is over.
+
+    `done_tokens` of `total_tokens`: those of the prompt that the cache holds, in `decode` those
+    of the reply, whose number nobody knows. `tokens_per_s` is the reply's average so far, null
+    before its second token. `now`: seconds since 1970.
+    """
+    if record.status not in ("queued", "prefill", "decode"):
+        return None
+    done, total, speed = 0, record.prompt_tokens, None
+    if record.status == "prefill":
+        done = min(total, record.cached_tokens + record.fed_tokens)
+    elif record.status == "decode":
+        done, speed = record.generated_tokens, _speed(record, now or time.time())
+    return {
+        "phase": record.status,
+        "done_tokens": done,
+        "total_tokens": None if record.status == "decode" else total,
+        "tokens_per_s": speed,
+    }
+
+
+def _speed(record: RequestRecord, now: float) -> float | None:
+    """Tokens per second since the first one, from the clock of the record's creation."""
+    timing = record.timing
+    if "first_token_s" not in timing or record.generated_tokens < 2:
+        return None
+    first_at = record.created_at + timing["first_token_s"] - timing.get("render_s", 0.0)
+    return round((record.generated_tokens - 1) / max(0.001, now - first_at), 1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from mlxcache.api.warm import warm
+from mlxcache.api.cache import warm
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import MlxcacheError
 from mlxcache.owner import OWNER, owner_of

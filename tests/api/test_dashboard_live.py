@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxcache.api import feed, live
-from mlxcache.api.feed import Feed
-from mlxcache.api.progress import progress
+from mlxcache.api import live
+from mlxcache.api.live import Feed
+from mlxcache.api.status import progress
 from mlxcache.types import RequestRecord
 from tests.api.conftest import FakeEngine
 
@@ -25,7 +25,7 @@ def record(id: str, status: Any = "queued", **fields: Any) -> RequestRecord:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BUSY_S", "IDLE_S", "FIGURES_S"):
-        monkeypatch.setattr(feed, name, 0.01)
+        monkeypatch.setattr(live, name, 0.01)
 
 
 @asynccontextmanager
@@ -128,7 +128,7 @@ async def test_few_requests_are_told_of_and_all_that_run(engine: FakeEngine) -> 
     engine.records = [record(f"r{i}", "done") for i in range(500)] + [record("old", "decode")]
     async with watching(engine, "requests") as soon:
         _, body = await soon()
-        assert len(body["data"]) == feed.RECENT + 1
+        assert len(body["data"]) == live.RECENT + 1
         assert body["data"][-1]["id"] == "old"
 
 

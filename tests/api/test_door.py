@@ -11,10 +11,9 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from mlxcache.api import keyring, receive
+from mlxcache.api import access, http
+from mlxcache.api.access import EACH_S, Keyring, Refusals
 from mlxcache.api.http import ApiSettings
-from mlxcache.api.keyring import Keyring
-from mlxcache.api.refusals import EACH_S, Refusals
 from mlxcache.errors import Unauthorized
 from mlxcache.owner import OWNER, owner_of
 from tests.api.conftest import FakeEngine
@@ -37,7 +36,7 @@ class TestKeyring:
             return same(a, b)
 
         ring = Keyring("common", ("a", "b" * 500))
-        monkeypatch.setattr(keyring.hmac, "compare_digest", compare)
+        monkeypatch.setattr(access.hmac, "compare_digest", compare)
         for key in ("common", "a", "b" * 500, "wrong", ""):
             compared.clear()
             try:
@@ -202,7 +201,7 @@ class TestABodyThatDoesNotCome:
 
         scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
         request = Request(scope, parts)
-        return await receive.read_body(request, 1 << 20, pause=pause, seconds=seconds)
+        return await http.read_body(request, 1 << 20, pause=pause, seconds=seconds)
 
     @pytest.mark.parametrize(
         ("every", "pause", "seconds"),
@@ -211,6 +210,6 @@ class TestABodyThatDoesNotCome:
     )
     async def test_is_waited_for_so_long(self, every: float, pause: float, seconds: float) -> None:
         """One that stops, and one that comes a byte at a time."""
-        with pytest.raises(receive.HTTPException) as raised:
+        with pytest.raises(http.HTTPException) as raised:
             await self.body(every=every, pause=pause, seconds=seconds)
         assert raised.value.status_code == 408

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from mlxcache.api.hosts import stranger
+from mlxcache.api.access import stranger
 from mlxcache.api.http import ApiSettings
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

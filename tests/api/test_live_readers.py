@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlxcache.api import feed, live, status
-from mlxcache.api.feed import Feed
+from mlxcache.api import live, status
 from mlxcache.api.http import ApiSettings, Deps
-from mlxcache.api.live import Live, LiveStream
+from mlxcache.api.live import Feed, Live, LiveStream
 from mlxcache.errors import TooMany
 from mlxcache.owner import OWNER
 from tests.api.conftest import FakeEngine
@@ -64,7 +63,7 @@ async def test_a_disk_that_answers_nothing_holds_up_nobody(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither what else is told, nor any other request: the figures wait for it in a thread."""
-    monkeypatch.setattr(feed, "FIRST_S", 0.01)
+    monkeypatch.setattr(live, "FIRST_S", 0.01)
     answers, plain = threading.Event(), engine.figures
 
     def figures() -> dict[str, Any]:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mlxcache.api.warm import warm
+from mlxcache.api.cache import warm
 from mlxcache.errors import GenerationFailed
 from mlxcache.types import Finished, Prompt
 from tests.api.fake import FakeEngine, reply

@@ -11,7 +11,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from mlxcache.api.http import client_name, session_label
+from mlxcache.api.headers import read_client_name, read_session_label
 from mlxcache.cli import show
 from mlxcache.cli.output import ConsoleHandler, reporting
 from mlxcache.cli.top.seen import Seen
@@ -73,5 +73,5 @@ def test_top() -> None:
 
 
 def test_labels_and_clients_have_none_to_begin_with() -> None:
-    assert session_label({"x-session-id": EVIL.replace("\u202e", "")}) == HARMLESS
-    assert client_name({"user-agent": EVIL.replace("\u202e", "") + "/1"}) == f"{HARMLESS}/1"
+    assert read_session_label({"x-session-id": EVIL.replace("\u202e", "")}) == HARMLESS
+    assert read_client_name({"user-agent": EVIL.replace("\u202e", "") + "/1"}) == f"{HARMLESS}/1"

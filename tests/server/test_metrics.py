@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 
 from mlxcache.api.app import create_app
-from mlxcache.api.metric_table import FAMILIES, PREFIX
+from mlxcache.api.metrics import FAMILIES, PREFIX
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from tests.served import Served, served

@@ -7,11 +7,23 @@ Host and Origin, and newer browsers say in Sec-Fetch-Site that another site made
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
+import logging
 import socket
+import time
+from collections.abc import Callable
+from hashlib import sha256
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from mlxcache.errors import Unauthorized
+from mlxcache.owner import owner_of
+
+log = logging.getLogger("mlxcache.door")
 
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
 """Names below these are never a stranger's: they are not in the public DNS."""
@@ -88,3 +100,64 @@ def _place(url: str, like: str = "") -> tuple[str, int] | None:
         return (parts.hostname or "").rstrip("."), port
     except ValueError:
         return None
+
+
+class Keyring:
+    """The keys that are let in. `common` is everybody's, `owned` are each an owner's."""
+
+    def __init__(self, common: str | None, owned: tuple[str, ...] = ()):
+        keys: list[tuple[str, str | None]] = [(key, owner_of(key)) for key in owned]
+        if common is not None:
+            keys.append((common, None))
+        # Digests are of one length, so that not even a key's length shows.
+        self._keys = [(sha256(key.encode()).digest(), owner) for key, owner in keys]
+
+    def __bool__(self) -> bool:
+        """Whether a key is asked for."""
+        return bool(self._keys)
+
+    def owner(self, headers: Headers) -> str | None:
+        """The owner of the key that a request carries: as `Authorization: Bearer`, or `X-Api-Key`.
+
+        All keys are compared with both, whichever fits. Raises Unauthorized where none does.
+        """
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        # Header values are bytes, read as latin-1.
+        digests = [sha256(each.encode("latin-1")).digest() for each in given]
+        fitting = [
+            owner
+            for digest in digests
+            for key, owner in self._keys
+            if hmac.compare_digest(digest, key)
+        ]
+        if not fitting:
+            raise Unauthorized("The API key is missing or wrong.")
+        return fitting[0]
+
+
+EACH_S = 10.0
+"""The least time between two lines."""
+
+
+class Refusals:
+    """Tells of requests that were refused at the door, and of how many there was no line."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._silent_until = float("-inf")
+        self._untold = 0
+
+    def tell(self, request: Request, error: Exception) -> None:
+        """Log a refusal, or count it. What the client sent is shown as a literal, cut short."""
+        now = self._clock()
+        if now < self._silent_until:
+            self._untold += 1
+            return
+        status = error.status_code if isinstance(error, HTTPException) else 401
+        why = error.detail if isinstance(error, HTTPException) else error
+        client = request.client.host if request.client else "somebody"
+        more = f" (and {self._untold} others not told of)" if self._untold else ""
+        path = request.scope["path"][:100]
+        log.warning("%d for %s, %s %r: %s%s", status, client, request.method, path, why, more)
+        self._silent_until, self._untold = now + EACH_S, 0

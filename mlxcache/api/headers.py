@@ -1,0 +1,84 @@
+"""Request headers that both APIs share: session label, client name, retry and time limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from mlxcache import typed
+from mlxcache.errors import BadRequest
+
+_SECONDS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
+_OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{8,})$")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def read_job_options(headers: Mapping[str, str]) -> dict[str, Any]:
+    """Return `retry` and `timeout_s`, fields of a Job.
+
+    `retry` comes from the header in which the SDKs of OpenAI and Anthropic count their attempts,
+    `timeout_s` from X-Request-Timeout. Raises BadRequest if that is not a number of seconds.
+    """
+    attempts = headers.get("x-stainless-retry-count", "")
+    return {"retry": attempts.isdecimal() and int(attempts) > 0, "timeout_s": _timeout(headers)}
+
+
+def _timeout(headers: Mapping[str, str]) -> float | None:
+    text = headers.get("x-request-timeout")
+    if text is None:
+        return None
+    if not _SECONDS.fullmatch(text.strip()) or not float(text):
+        raise BadRequest(
+            "The header X-Request-Timeout must be a number of seconds above 0.",
+            param="X-Request-Timeout",
+        )
+    return float(text)
+
+
+def read_session_label(
+    headers: Mapping[str, str],
+    *,
+    metadata_user_id: str | None = None,
+    prompt_cache_key: str | None = None,
+) -> str | None:
+    """Return the session label of a request, or None if it has none.
+
+    The first of: X-Session-Id, X-Claude-Code-Session-Id, the `session_id` inside Anthropic's
+    `metadata.user_id` (JSON, or the older `..._session_<uuid>`), OpenAI's `prompt_cache_key`.
+    At most 200 characters, none of them a control character.
+    """
+    candidates = (
+        headers.get("x-session-id"),
+        headers.get("x-claude-code-session-id"),
+        _metadata_session(metadata_user_id),
+        prompt_cache_key,
+    )
+    labels = (_CONTROL.sub("", label or "").strip()[:200] for label in candidates)
+    return next((label for label in labels if label), None)
+
+
+def _metadata_session(user_id: str | None) -> str | None:
+    if not user_id:
+        return None
+    try:
+        return typed.decode(_UserId, user_id).session_id
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        match = _OLD_USER_ID.search(user_id)
+        return match[1] if match else None
+
+
+class _UserId(msgspec.Struct):
+    session_id: str | None = None
+
+
+def read_client_name(headers: Mapping[str, str]) -> str | None:
+    """Return the client program's name from User-Agent, for example `claude-cli/2.1.329`."""
+    words = _CONTROL.sub("", headers.get("user-agent", "")).split()
+    if not words:
+        return None
+    versioned = any(c.isdigit() for c in words[0])
+    name = words[0] if versioned or len(words) < 2 or not words[1][0].isdigit() else words[:2]
+    return (name if isinstance(name, str) else " ".join(name))[:80]
