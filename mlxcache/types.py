@@ -12,14 +12,29 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mlxcache.image import ImageSpan
-
 Tokens = npt.NDArray[np.int32]
 """Token ids, shape (n,)."""
 
 FinishReason = Literal["stop", "stop_sequence", "length", "tool_calls", "cancelled", "error"]
 """`stop`: the model ended its turn; `stop_sequence`: a stop string; `length`: max_tokens,
 the context or the memory budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A picture as it was sent: `data` is a PNG, JPEG, GIF or WebP file, `digest` its SHA-256."""
+
+    data: bytes = field(repr=False, compare=False)
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """The tokens of a prompt that one image is fed at: [start, end)."""
+
+    start: int
+    end: int
+    image: Image
 
 
 @dataclass(frozen=True, slots=True)

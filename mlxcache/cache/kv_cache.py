@@ -40,9 +40,13 @@ def intact(layout: Layout, match: Match, upto: int) -> int:
     limit = min(match.length, upto)
     lost = next((start for value, start, _ in match.segments if value.lost), limit)
     limit = min(limit, lost)
-    hollow = [(start, value.hollow) for value, start, _ in match.segments if value.hollow > start]
-    if hollow and hollow[0][0] < limit < hollow[-1][1] + layout.longest_window:
-        return hollow[0][0]
+    gaps = [
+        (start, value.window_valid_from)
+        for value, start, _ in match.segments
+        if value.window_valid_from > start
+    ]
+    if gaps and gaps[0][0] < limit < gaps[-1][1] + layout.longest_window:
+        return gaps[0][0]
     return limit
 
 
@@ -281,7 +285,7 @@ class Memory:
         """
         lineage, path = lease.lineage, node.path()[1:]
         holds = any(n.value is lineage and n.end <= lease.cached for n in path)
-        fed = max(lease.cached, lineage.hollow) if holds else node.end
+        fed = max(lease.cached, lineage.window_valid_from) if holds else node.end
         again = [n for n in path if n.value is not lineage and (n.value.lost or n.start >= fed)]
         others = {id(n.value): n.value for n in again}
         self.tree.retarget(again, lineage)

@@ -156,8 +156,7 @@ class Restorer:
             arrays = wire.load_run(piece.path, self.layout, self._stream)
             first, last = lineage.length - piece.first, end - piece.first
             late = piece.end > look.late_from
-            lineage.append(self._slots(arrays, first, last, late), last - first)
-            lineage.hollow = lineage.hollow if late else end
+            lineage.append(self._slots(arrays, first, last, late), last - first, windows=late)
         if not self.layout.specs:
             lineage.length = look.target
         if lineage.length < look.target:

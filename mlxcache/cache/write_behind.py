@@ -382,7 +382,7 @@ class Persist:
         match = self.tree.match(path.ids[:end], touch=False)
         spans: list[Span] = match.spans(end) if match.length >= end else []
         within = [(owner, max(start, a), b) for owner, a, b in spans if b > start]
-        if not within or any(owner.lost or owner.hollow > a for owner, a, _ in within):
+        if not within or any(owner.lost or owner.window_valid_from > a for owner, a, _ in within):
             path.stop()
             return None
         size = wire.run_bytes(self.layout, end - start)

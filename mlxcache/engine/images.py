@@ -16,8 +16,8 @@ import numpy as np
 
 from mlxcache.engine.cost import SAFETY, peak
 from mlxcache.engine.task import Task
-from mlxcache.image import Image, ImageSpan
 from mlxcache.model.vision import Vision, encode
+from mlxcache.types import Image, ImageSpan
 
 SIDES = (224, 320, 448, 640, 896)
 """Pixels on a side of the images that the vision tower is measured with."""

@@ -24,7 +24,7 @@ def ends_finite(lineage: Lineage) -> bool:
     at = lineage.length - lineage.base - 1
     arrays = [a[..., at, :] for slot in lineage.linear[-1:] for a in kv.arrays_of(slot)]
     arrays += tree_arrays([slot.state for slot in kv.opaque_slots(lineage.slots)[-1:]])
-    return at < 0 or finite(arrays)
+    return at < 0 or is_finite(arrays)
 
 
 def finite_upto(lineage: Lineage) -> int:
@@ -47,9 +47,9 @@ def _finite_upto(array: mx.array, base: int, end: int) -> int:
 
 def state_is_finite(state: State) -> bool:
     """Whether a checkpoint is numbers."""
-    return finite(tree_arrays(state))
+    return is_finite(tree_arrays(state))
 
 
-def finite(arrays: Sequence[mx.array]) -> bool:
+def is_finite(arrays: Sequence[mx.array]) -> bool:
     """Whether all of `arrays` are numbers. Evaluates."""
     return all(mx.all(mx.isfinite(array)).item() for array in arrays)

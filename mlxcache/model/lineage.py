@@ -24,10 +24,20 @@ class Lineage:
     `base` above 0 it is *compact*: its own range alone, to be sliced from. Every method evaluates
     what it makes, one array at a time, so that the peak is one array above the result.
 
-    Below `hollow` sliding windows may hold nothing: no position from there on by a window sees it.
+    Below `window_valid_from` the arrays of sliding windows may hold no values. Positions a window
+    or more beyond it see none of those, so feeding may go on there.
     """
 
-    __slots__ = ("base", "caches", "capacity", "hollow", "layout", "length", "linear", "slots")
+    __slots__ = (
+        "base",
+        "caches",
+        "capacity",
+        "layout",
+        "length",
+        "linear",
+        "slots",
+        "window_valid_from",
+    )
 
     def __init__(self, layout: Layout):
         self.layout = layout
@@ -37,7 +47,7 @@ class Lineage:
         self.base = 0
         self.length = 0
         self.capacity = 0
-        self.hollow = 0
+        self.window_valid_from = 0
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +78,7 @@ class Lineage:
 
     def _refill(self, sources: Sequence[Span], capacity: int) -> None:
         base, end = (sources[0][1], sources[-1][2]) if sources else (0, 0)
-        hollow = max((_hollow(span) for span in sources), default=0)
+        valid_from = max(map(_window_valid_from, sources), default=0)
         for i, slot in enumerate(self.linear):
             for j, (heads, dim, dtype) in enumerate(self.layout.specs[i]):
                 parts = [owner.view(i, j, start, stop) for owner, start, stop in sources]
@@ -80,7 +90,8 @@ class Lineage:
                 kv.sliced(slot).put(slot, j, out)
                 mx.clear_cache()  # what was replaced has a size that is not asked for again
             kv.set_offset(slot, end)
-        self.base, self.length, self.capacity, self.hollow = base, end, capacity, hollow
+        self.base, self.length, self.capacity = base, end, capacity
+        self.window_valid_from = valid_from
 
     def view(self, slot: int, array: int, start: int, stop: int) -> mx.array:
         """A lazy slice of positions [start, stop); drop it before the next write."""
@@ -95,7 +106,7 @@ class Lineage:
     def truncate(self, length: int) -> None:
         """Forget positions from `length` on; their room is kept."""
         self.length = length
-        self.hollow = min(self.hollow, length)
+        self.window_valid_from = min(self.window_valid_from, length)
         for slot in self.linear:
             kv.set_offset(slot, length)
 
@@ -116,10 +127,13 @@ class Lineage:
         twin.fill([(self, start, end)], end - start)
         return twin
 
-    def append(self, tail: Iterable[Sequence[mx.array]], count: int) -> None:
+    def append(
+        self, tail: Iterable[Sequence[mx.array]], count: int, *, windows: bool = True
+    ) -> None:
         """Append `count` positions, arrays per linear slot, shape (1, heads, count, dim).
 
         Evaluated slot by slot: an iterator need hold no more than one slot's arrays at a time.
+        Without `windows`, the arrays of sliding windows hold no values.
         """
         end = self.length + count
         for slot, new in zip(self.linear, tail, strict=True):
@@ -127,17 +141,19 @@ class Lineage:
                 array[..., self.length : end, :] = part
             mx.eval(kv.arrays_of(slot))
         self.truncate(end)
+        if not windows:
+            self.window_valid_from = end
 
     def append_span(self, span: Span) -> None:
         """Append a copy of positions that another lineage holds, beginning at `length`."""
         owner, start, end = span
-        hollow = max(self.hollow, _hollow(span))
+        valid_from = max(self.window_valid_from, _window_valid_from(span))
         sizes = [range(len(spec)) for spec in self.layout.specs]
         self.append(
             [[owner.view(i, j, start, end) for j in arrays] for i, arrays in enumerate(sizes)],
             end - start,
         )
-        self.hollow = hollow
+        self.window_valid_from = valid_from
 
     def capture(self) -> State:
         """The opaque slots' state at `length`, evaluated."""
@@ -186,7 +202,7 @@ class Lineage:
         self.capacity = 0
 
 
-def _hollow(span: Span) -> int:
-    """How far into a span windows may hold nothing; 0 if they hold all of it."""
+def _window_valid_from(span: Span) -> int:
+    """The first position of a span from which windows hold values; 0 if all of them do."""
     owner, start, end = span
-    return min(owner.hollow, end) if owner.hollow > start else 0
+    return min(owner.window_valid_from, end) if owner.window_valid_from > start else 0

@@ -20,8 +20,7 @@ from mlx_lm.processors import load_processor
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from mlxcache.errors import BadRequest
-from mlxcache.image import Image
-from mlxcache.types import Tokens
+from mlxcache.types import Image, Tokens
 
 log = logging.getLogger("mlxcache.model")
 

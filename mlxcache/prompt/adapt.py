@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxcache.errors import BadRequest
-from mlxcache.image import Image
 from mlxcache.prompt.template import Message
 from mlxcache.prompt.traits import Traits
+from mlxcache.types import Image
 
 Content = str | list[str | Image]
 """A message's text, or its texts and images in order."""

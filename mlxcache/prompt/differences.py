@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxcache.common_prefix import common_characters
-from mlxcache.image import Image
 from mlxcache.prompt.volatile import ANNOUNCED, VALUES, touching
-from mlxcache.types import Chat
+from mlxcache.types import Chat, Image
 
 _LEFT, _RIGHT = 60, 140
 """Characters of a text that are shown before and from where it parts."""

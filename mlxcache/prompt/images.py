@@ -16,10 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
-from mlxcache.image import Image, ImageSpan
 from mlxcache.prompt.template import Message, Template
 from mlxcache.prompt.traits import U2, U
-from mlxcache.types import Prompt, Tokens
+from mlxcache.types import Image, ImageSpan, Prompt, Tokens
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,13 @@ from typing import Any
 
 from mlxcache.common_prefix import common_characters
 from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
-from mlxcache.image import Image
 from mlxcache.lru import LRU
 from mlxcache.prompt.adapt import adapt, leading_systems
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.images import Album, images_of
 from mlxcache.prompt.template import RESERVED, Message, Template, too_deep
 from mlxcache.prompt.traits import NAME, SHORT_ID, TOOL, A, R, Traits, U
-from mlxcache.types import Chat
+from mlxcache.types import Chat, Image
 
 _USER: Message = {"role": "user", "content": U}
 _REPLY: Message = {"role": "assistant", "content": A}

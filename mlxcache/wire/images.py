@@ -8,7 +8,7 @@ import hashlib
 from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.image import Image
+from mlxcache.types import Image
 
 MAX_IMAGES = 100
 """Images in one request."""

@@ -12,13 +12,13 @@ import numpy as np
 
 from mlxcache.engine.metrics import Tally
 from mlxcache.errors import MlxcacheError
-from mlxcache.image import Image
 from mlxcache.types import (
     Admitted,
     Chat,
     Event,
     Finished,
     FinishReason,
+    Image,
     Job,
     ModelInfo,
     Piece,

@@ -196,10 +196,10 @@ def test_windows_are_read_only_where_a_later_position_sees_them(
     task = bench.ask(ids)
     (lineage,) = {id(v): v for v in bench.memory.tree.values()}.values()
     window = bench.memory.layout.longest_window
-    assert 0 < lineage.hollow <= task.record.restored_tokens - window
+    assert 0 < lineage.window_valid_from <= task.record.restored_tokens - window
     twin = bench.twin()
     assert task.out == twin.ask(ids).out
-    for at in (len(ids) - 20, lineage.hollow + 1, lineage.hollow // 2, 310):
+    for at in (len(ids) - 20, lineage.window_valid_from + 1, lineage.window_valid_from // 2, 310):
         branch = [*ids[:at], *prompt(rng, 30)]
         again = bench.ask(branch)
         assert again.out == twin.ask(branch).out

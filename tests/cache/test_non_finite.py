@@ -12,7 +12,7 @@ import pytest
 from mlxcache.cache.disk import Disk
 from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.task import Task
-from mlxcache.model.finite import finite, finite_upto
+from mlxcache.model.finite import finite_upto, is_finite
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from tests.engine.faults import FaultyModel, faulty
@@ -226,5 +226,5 @@ def test_what_others_share_stays_in_both_tiers(
 
 
 def test_looking_for_numbers_finds_the_first_that_is_none() -> None:
-    assert finite([mx.zeros((2, 0)), mx.ones(3), mx.array([1, 2], mx.uint32)])
-    assert not finite([mx.array([1.0, float("inf")])])
+    assert is_finite([mx.zeros((2, 0)), mx.ones(3), mx.array([1, 2], mx.uint32)])
+    assert not is_finite([mx.array([1.0, float("inf")])])

@@ -22,10 +22,9 @@ from mlxcache.engine.engine import Engine
 from mlxcache.engine.images import ImageCost, measure
 from mlxcache.engine.stream import Stream
 from mlxcache.errors import BadRequest
-from mlxcache.image import Image
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.vision import decode
-from mlxcache.types import Admitted, Chat, Job, Progress, Prompt, Sampling, Text
+from mlxcache.types import Admitted, Chat, Image, Job, Progress, Prompt, Sampling, Text
 from tests.muse.toy import image
 
 Message = dict[str, Any]

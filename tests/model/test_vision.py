@@ -16,10 +16,10 @@ from mlx_lm.processors import load_processor
 from PIL import Image as Pillow
 
 from mlxcache.errors import BadRequest
-from mlxcache.image import Image
 from mlxcache.model import vision as module
 from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.model.vision import Vision, decode, load_vision
+from mlxcache.types import Image
 from tests.muse.toy import image, picture
 
 

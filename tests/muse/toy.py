@@ -12,9 +12,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer
 
-from mlxcache.image import Image
 from mlxcache.model import demo
 from mlxcache.model.vision import encode
+from mlxcache.types import Image
 from tests.muse import plain
 from tests.toys.tokenizer import CONTROL, MARKS, toy_tokenizer
 from tests.toys.weights import draw

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.errors import BadRequest, GenerationFailed
-from mlxcache.image import Image, ImageSpan
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.images import Album, known_by
 from mlxcache.prompt.template import Template
-from mlxcache.types import Chat
+from mlxcache.types import Chat, Image, ImageSpan
 from tests.prompt import kinds, templates
 
 TOKEN, BEFORE, BEHIND = "[INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from mlxcache.common_prefix import common_length
-from mlxcache.image import Image
 from mlxcache.model.output import reader
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.next_turn import continued
-from mlxcache.types import Chat, Text, Thinking, ToolCall
+from mlxcache.types import Chat, Image, Text, Thinking, ToolCall
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES
 from tests.prompt.replaying import Message, Served, fed, results, user

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.image import Image
-from mlxcache.types import Chat
+from mlxcache.types import Chat, Image
 from mlxcache.wire import anthropic_types, images
 from mlxcache.wire.anthropic_request import IMAGE_RESULT_TEXT, to_chat
 from mlxcache.wire.openai_request import to_chat as openai_chat

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxcache.image import Image
+from mlxcache.types import Image
 from mlxcache.wire.titles import MAX_TITLE, title_from_messages, title_from_text
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlxcache.image import Image
-from mlxcache.types import Chat
+from mlxcache.types import Chat, Image
 
 Message = Mapping[str, Any]
 
