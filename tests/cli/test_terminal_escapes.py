@@ -1,4 +1,4 @@
-"""What a client or a stranger's snapshot calls itself is shown by a terminal, and never obeyed."""
+"""Escape sequences in names from clients and snapshots never reach the terminal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.console import Console
 from mlxcache.api.headers import read_client_name, read_session_label
 from mlxcache.cli import show
 from mlxcache.cli.output import ConsoleHandler, reporting
-from mlxcache.cli.top.seen import Seen
-from mlxcache.cli.top.view import view
+from mlxcache.cli.top.state import LiveState
+from mlxcache.cli.top.view import render
 from mlxcache.errors import MlxcacheError
 
 EVIL = "a\x1b]52;c;cm0gLXJm\x1b\\\x9b2J\x07b\u202e"
@@ -31,25 +31,27 @@ def harmless(text: str) -> None:
 def test_tables_and_errors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Tables, names, JSON and errors are printed without escape sequences."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     session = {"name": None, "title": EVIL, "label": None}
     show.print_table((("name", "left"),), [[EVIL]], cut=0)
     harmless(capsys.readouterr().out)
     show.print_facts((("client", f"{EVIL}\nid  ses_1"),))
-    told = capsys.readouterr().out
-    harmless(told)
-    assert len(told.strip().splitlines()) == 1
+    printed = capsys.readouterr().out
+    harmless(printed)
+    assert len(printed.strip().splitlines()) == 1
     harmless(show.session_name(session))
     show.print_json([EVIL])
-    told = capsys.readouterr().out
-    assert not any(order in told for order in ORDERS)
-    assert json.loads(told) == [EVIL]
+    printed = capsys.readouterr().out
+    assert not any(order in printed for order in ORDERS)
+    assert json.loads(printed) == [EVIL]
     with pytest.raises(typer.Exit), reporting():
         raise MlxcacheError(f"made with the model {EVIL}")
     harmless(capsys.readouterr().err)
 
 
 def test_the_log() -> None:
+    """A log record keeps its line breaks and loses escape sequences."""
     out = io.StringIO()
     handler = ConsoleHandler(Console(file=out, force_terminal=True, width=200))
     handler.emit(logging.makeLogRecord({"msg": EVIL + "\nmore", "levelname": "INFO"}))
@@ -58,20 +60,22 @@ def test_the_log() -> None:
 
 
 def test_top() -> None:
+    """A session label with escape sequences is shown without them."""
     row: dict[str, Any] = {
         "id": "r", "session": EVIL, "client": None, "created_at": 0.0, "cached_tokens": 0,
         "restored_tokens": 0, "fed_tokens": 1, "generated_tokens": 1, "status": "done",
         "finish_reason": "stop", "error": None, "progress": None,
         "timing": {"first_token_s": None},
     }  # fmt: skip
-    seen = Seen()
-    seen.take("requests", {"data": [row]}, 0.0)
+    state = LiveState()
+    state.apply("requests", {"data": [row]}, 0.0)
     out = io.StringIO()
-    picture = view(seen, "http://x", width=120, height=None, now=1.0)
+    picture = render(state, "http://x", width=120, height=None, now=1.0)
     Console(file=out, force_terminal=True, width=120).print(picture)
     harmless(out.getvalue())
 
 
-def test_labels_and_clients_have_none_to_begin_with() -> None:
+def test_labels_and_clients_from_headers() -> None:
+    """Labels and client names read from headers contain no escape sequences."""
     assert read_session_label({"x-session-id": EVIL.replace("\u202e", "")}) == HARMLESS
     assert read_client_name({"user-agent": EVIL.replace("\u202e", "") + "/1"}) == f"{HARMLESS}/1"

@@ -1,4 +1,4 @@
-"""`mlxcache top`: what it shows, that it fits, and how it ends."""
+"""`mlxcache top`: what it shows, that it fits the terminal, and how it ends."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mlxcache.cli.main import app
-from mlxcache.cli.top.seen import MOST_RECENT, Seen
-from mlxcache.cli.top.view import view
+from mlxcache.cli.top.state import MAX_RECENT, LiveState
+from mlxcache.cli.top.view import render
 from tests.served import default_signals
 
 NOW = 1_795_264_000.0
@@ -64,7 +64,7 @@ def session(number: int, **more: Any) -> dict[str, Any]:
 
 
 def request(number: int, phase: str | None = None, done: int = 0, **more: Any) -> dict[str, Any]:
-    """A request that is over, or in `phase`."""
+    """A request as the server lists it: finished, or in `phase`."""
     progress = None
     if phase:
         total = None if phase == "decode" else 18_500
@@ -93,20 +93,20 @@ def request(number: int, phase: str | None = None, done: int = 0, **more: Any) -
     }
 
 
-def seen(*rows: dict[str, Any], **parts: Any) -> Seen:
-    made = Seen()
-    made.take("server", parts.get("server", SERVER), 0.0)
-    made.take("cache", parts.get("cache", CACHE), 0.0)
-    made.take("requests", {"data": list(rows)}, 0.0)
-    made.take("sessions", {"data": parts.get("sessions", [session(n) for n in range(3)])}, 0.0)
+def state(*rows: dict[str, Any], **parts: Any) -> LiveState:
+    made = LiveState()
+    made.apply("server", parts.get("server", SERVER), 0.0)
+    made.apply("cache", parts.get("cache", CACHE), 0.0)
+    made.apply("requests", {"data": list(rows)}, 0.0)
+    made.apply("sessions", {"data": parts.get("sessions", [session(n) for n in range(3)])}, 0.0)
     return made
 
 
-def lines(seen: Seen, width: int = 80, height: int | None = None) -> list[str]:
+def lines(state: LiveState, width: int = 80, height: int | None = None) -> list[str]:
     console = Console(width=width, highlight=False, force_terminal=False)
     with console.capture() as captured:
         url = "http://127.0.0.1:8081"
-        console.print(view(seen, url, width=width, height=height, now=NOW), width=width)
+        console.print(render(state, url, width=width, height=height, now=NOW), width=width)
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -119,42 +119,42 @@ ROWS = [
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-def test_all_of_it_fits_the_terminal(width):
-    """Whatever titles sessions have."""
-    found = lines(seen(*ROWS), width)
+def test_the_output_fits_the_terminals_width(width):
+    """Long titles are shortened."""
+    found = lines(state(*ROWS), width)
     assert max(map(cell_len, found)) <= width
     assert len([line for line in found if "ses_" in line]) == 0
 
 
 @pytest.mark.parametrize("height", [10, 24, 40])
-def test_it_is_no_higher_than_the_terminal(height):
-    """What runs is shown first."""
-    found = lines(seen(*ROWS, sessions=[session(n) for n in range(40)]), 80, height)
+def test_the_output_fits_the_terminals_height(height):
+    """Running requests come first."""
+    found = lines(state(*ROWS, sessions=[session(n) for n in range(40)]), 80, height)
     assert len(found) <= max(height, 16)
     assert height < 24 or any("prefill" in line for line in found)
 
 
-def test_budgets_and_totals_are_told():
-    """As bytes of the limit, and as what was reused."""
-    text = "\n".join(lines(seen(*ROWS)))
+def test_budgets_and_totals_are_shown():
+    """Budgets are shown as bytes of their limit, totals with the share that was reused."""
+    text = "\n".join(lines(state(*ROWS)))
     assert "4 GB of 12 GB\n" in text
-    assert "█ 3.2 GB cached, ▓ 100 MB in use, ▒ 700 MB set aside\n" in text
-    assert "given up" not in text
-    assert "8.1 GB of 50 GB in 1,234 files, 12 MB on their way" in text
+    assert "█ 3.2 GB cached, ▓ 100 MB in use, ▒ 700 MB reserved\n" in text
+    assert "withheld" not in text
+    assert "8.1 GB of 50 GB in 1,234 files, 12 MB pending" in text
     assert "57 requests: 2 cold, 54 warm, 1 restored; 96% reused, 16 min 52 s saved" in text
 
 
 def bar(cached: int = 0, aside: int = 0, given: int = 0) -> str:
-    """The bar of a memory of 1,000 bytes, which is 20 cells wide."""
+    """The bar of a memory budget of 1,000 bytes, 20 cells wide."""
     kinds = {"kv": cached, "transient": aside // 2, "pending": aside - aside // 2}
     ram = {"used_bytes": cached, "withheld_bytes": given, "kinds": kinds | {"withheld": given}}
     figures = {"active_bytes": 0, "ram": ram | {"limit_bytes": 1000}}
-    (line,) = (line for line in lines(seen(cache=CACHE | figures)) if line.startswith("RAM"))
+    (line,) = (line for line in lines(state(cache=CACHE | figures)) if line.startswith("RAM"))
     return line.split()[1]
 
 
-def test_the_memory_bar_has_all_that_fills_it():
-    """What is cached, set aside and given up; the least part is seen, and more than all is all."""
+def test_the_memory_bar_has_every_part():
+    """Cached, reserved and withheld bytes; the smallest part has a cell; excess fills the bar."""
     assert bar() == "·" * 20
     assert bar(500) == "█" * 10 + "·" * 10
     assert bar(500, 100, 200) == "█" * 10 + "▒▒××××" + "····"
@@ -164,74 +164,74 @@ def test_the_memory_bar_has_all_that_fills_it():
 
 @pytest.mark.parametrize("size", [6_900_000, 112_500_000, 108_300_000_000])
 def test_the_parts_of_memory_are_one_line(size):
-    """At 80 columns too, whatever they are."""
+    """The line fits 80 columns for any sizes."""
     ram = CACHE["ram"] | {"used_bytes": size, "kinds": {"all": 3 * size}}  # type: ignore[operator]
     cache = CACHE | {"ram": ram, "active_bytes": size}
-    found = lines(seen(cache=cache))
+    found = lines(state(cache=cache))
     (parts,) = (line for line in found if "cached, " in line)
-    assert parts.endswith("set aside")
+    assert parts.endswith("reserved")
     assert found[found.index(parts) + 1].startswith("Disk")
 
 
-def test_memory_that_was_given_up_is_told():
-    """Also once the shortage is over and it is not back yet."""
+def test_withheld_memory_is_shown():
+    """Also after the shortage, while memory is still withheld."""
     ram = CACHE["ram"] | {"withheld_bytes": 1_500_000_000}  # type: ignore[operator]
     pressure = {"level": "critical"}
-    text = "\n".join(lines(seen(cache=CACHE | {"ram": ram, "pressure": pressure})))
-    assert "memory is short: critical, × 1.5 GB given up" in text
-    text = "\n".join(lines(seen(cache=CACHE | {"ram": ram})))
-    assert "memory was short, × 1.5 GB given up" in text
+    text = "\n".join(lines(state(cache=CACHE | {"ram": ram, "pressure": pressure})))
+    assert "memory pressure: critical, × 1.5 GB withheld" in text
+    text = "\n".join(lines(state(cache=CACHE | {"ram": ram})))
+    assert "memory pressure is over, × 1.5 GB withheld" in text
 
 
-def test_a_first_session_that_is_computed_is_told_of():
-    """And warming a prefix makes none."""
-    text = "\n".join(lines(seen(request(1, "prefill", 9_000), sessions=[])))
+def test_a_first_session_that_is_being_computed_is_shown():
+    """Warming a prefix makes no session."""
+    text = "\n".join(lines(state(request(1, "prefill", 9_000), sessions=[])))
     assert "The first session is being computed" in text
     assert "no sessions yet" not in text
     for rows in ([], [request(1, "prefill", 9_000, api="warm")], [request(1)]):
-        assert "no sessions yet" in "\n".join(lines(seen(*rows, sessions=[])))
+        assert "no sessions yet" in "\n".join(lines(state(*rows, sessions=[])))
 
 
-def test_what_is_wrong_is_told():
-    """A step that hangs, a disk that fails, memory that is short."""
+def test_faults_are_shown():
+    """A step that hangs, a disk that fails, a shortage of memory."""
     disk = CACHE["disk"] | {"state": "suspended"}  # type: ignore[operator]
     cache = CACHE | {"disk": disk, "pressure": {"level": "critical"}}
-    text = "\n".join(lines(seen(server=SERVER | {"stalled_s": 95}, cache=cache)))
-    assert "one step has gone on for 95 s" in text
-    assert "writing fails" in text
-    assert "memory is short: critical" in text
-    assert "Nothing runs." in text
+    text = "\n".join(lines(state(server=SERVER | {"stalled_s": 95}, cache=cache)))
+    assert "one step has run for 95 s" in text
+    assert "writes fail" in text
+    assert "memory pressure: critical" in text
+    assert "No request is running." in text
     off = CACHE | {"disk": {"used_bytes": 0, "limit_bytes": 0}}
-    assert "Disk off" in " ".join("\n".join(lines(seen(cache=off))).split())
+    assert "Disk off" in " ".join("\n".join(lines(state(cache=off))).split())
 
 
-def test_requests_that_run_say_how_far_they_are():
+def test_running_requests_show_their_progress():
     """The wait, the prompt's progress, the reply's speed; the oldest first."""
-    found = lines(seen(*ROWS))
-    at = found.index("Running")
+    found = lines(state(*ROWS))
+    at = found.index("Running requests")
     queued, prefill, decode = (" ".join(line.split()) for line in found[at + 2 : at + 5])
     assert "queued for 1 min 40 s" in queued
     assert "9,000 of 18,500" in prefill
     assert decode.endswith("decode 120 41.5")
 
 
-def test_the_speed_of_a_prefill_is_as_it_was_seen_to_move():
-    """And a dash before it moved, or once it is over."""
-    made = seen(request(1, "prefill", 1_000))
+def test_the_speed_of_a_prefill_is_measured_from_its_updates():
+    """It is unknown before the second update; while decoding it is the server's figure."""
+    made = state(request(1, "prefill", 1_000))
     assert made.speed(made.running()[0]) is None
-    made.take("requests", {"data": [request(1, "prefill", 5_000)]}, 2.0)
+    made.apply("requests", {"data": [request(1, "prefill", 5_000)]}, 2.0)
     assert made.speed(made.running()[0]) == 2000.0
-    made.take("requests", {"data": [request(1, "decode", 1)]}, 3.0)
+    made.apply("requests", {"data": [request(1, "decode", 1)]}, 3.0)
     assert made.speed(made.running()[0]) == 41.5
-    made.take("requests", {"data": [request(1)]}, 4.0)
+    made.apply("requests", {"data": [request(1)]}, 4.0)
     assert made.running() == []
     assert len(made.recent()) == 1
 
 
-def test_recent_requests_say_where_their_prompt_came_from():
-    """What was in RAM, on disk, and fed; the newest first."""
-    found = lines(seen(*ROWS))
-    at = next(i for i, line in enumerate(found) if line.startswith("Lately"))
+def test_recent_requests_show_where_their_prompt_came_from():
+    """Tokens from RAM, from disk, and fed; the newest first."""
+    found = lines(state(*ROWS))
+    at = next(i for i, line in enumerate(found) if line.startswith("Recent requests"))
     first = " ".join(found[at + 2].split())
     assert first.endswith("104,000 14,000 1,234 321 0.43 s tools")
     assert "label-8" in first
@@ -239,17 +239,17 @@ def test_recent_requests_say_where_their_prompt_came_from():
     assert "Find the bug" in named
 
 
-def test_only_so_many_requests_are_kept():
-    """However long it is watched."""
-    made = seen(*(request(n) for n in range(3 * MOST_RECENT)), request(999, "decode", 1))
-    assert len(made.recent()) == MOST_RECENT
-    assert made.recent()[0]["id"] == f"req_{3 * MOST_RECENT - 1}"
+def test_the_number_of_kept_requests_is_limited():
+    """Running requests are kept in addition."""
+    made = state(*(request(n) for n in range(3 * MAX_RECENT)), request(999, "decode", 1))
+    assert len(made.recent()) == MAX_RECENT
+    assert made.recent()[0]["id"] == f"req_{3 * MAX_RECENT - 1}"
     assert len(made.running()) == 1
 
 
-def test_a_text_is_shown_as_it_is():
-    """It is no markup, in a title nor in a client's name."""
-    made = seen(
+def test_titles_and_client_names_are_not_markup():
+    """Brackets are shown as they are."""
+    made = state(
         request(1, session=None, client="[red]x[/red]"),
         sessions=[session(1, title="a [bold]b[/bold]")],
     )
@@ -262,7 +262,7 @@ def test_a_text_is_shown_as_it_is():
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Tells `events`, and stays open if `stays`."""
+    """A server that sends `events` and keeps the stream open until `stays` is set."""
 
     events: ClassVar[list[tuple[str, Any]]] = []
     stays: ClassVar[threading.Event] = threading.Event()
@@ -287,13 +287,13 @@ class Handler(BaseHTTPRequestHandler):
         self.stays.wait(60)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(Handler, "stays", threading.Event())
-    monkeypatch.setattr(Handler, "events", told())
+    monkeypatch.setattr(Handler, "events", all_parts())
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -305,7 +305,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             thread.join()
 
 
-def told() -> list[tuple[str, Any]]:
+def all_parts() -> list[tuple[str, Any]]:
     listed = {"object": "list", "data": [session(1)]}
     requests = {"object": "list", "data": ROWS}
     parts = (("server", SERVER), ("cache", CACHE), ("requests", requests), ("sessions", listed))
@@ -319,8 +319,8 @@ def call(*arguments: str, status: int = 0) -> Result:
     return result
 
 
-def test_once_it_prints_a_picture_and_ends(url):
-    """Of 80 columns; so it does where the output is no terminal."""
+def test_with_once_it_prints_the_state_and_ends(url):
+    """So it does if the output is not a terminal; the width is 80 columns."""
     for flags in (["--once"], []):
         output = call(*flags, "--url", url).output
         assert "org/model" in output
@@ -328,16 +328,16 @@ def test_once_it_prints_a_picture_and_ends(url):
         assert max(map(cell_len, output.splitlines())) <= 80
 
 
-def test_json_is_what_the_server_told(url):
-    """Each part of it."""
+def test_json_has_every_part_that_the_server_sent(url):
+    """The bodies are unchanged; requests are sorted."""
     found = json.loads(call("--json", "--url", url).output)
     assert (found["server"], found["cache"]) == (SERVER, CACHE)
     assert [one["id"] for one in found["requests"]][:3] == ["req_0", "req_1", "req_2"]
     assert len(found["sessions"]) == 1
 
 
-def test_a_server_that_loads_its_model_is_told_of(url):
-    """There are no sessions then, and nothing is waited for."""
+def test_a_server_that_loads_its_model_is_shown(url):
+    """It has no sessions, and the command does not wait for them."""
     server = SERVER | {"state": "loading", "model": None}
     Handler.events[:] = [("server", server), ("cache", {}), ("requests", {"data": []})]
     output = call("--once", "--url", url).output
@@ -345,8 +345,8 @@ def test_a_server_that_loads_its_model_is_told_of(url):
     assert "no model yet" in output
 
 
-def test_no_server_a_wrong_key_and_a_wrong_interval_are_sentences(url, monkeypatch):
-    """Which say what to do."""
+def test_no_server_a_wrong_key_and_a_wrong_interval_are_errors(url, monkeypatch):
+    """Each error says what to do."""
     nowhere = call("--once", "--url", "http://127.0.0.1:9", status=1).output
     assert "start one there" in " ".join(nowhere.split())
     monkeypatch.setattr(Handler, "key", "swordfish-0003")
@@ -355,8 +355,8 @@ def test_no_server_a_wrong_key_and_a_wrong_interval_are_sentences(url, monkeypat
     call("--interval", "0", "--url", url, status=2)
 
 
-def test_ctrl_c_ends_it_and_leaves_the_terminal_as_it_was(url):
-    """Status 0, the screen and the cursor are back, and no traceback."""
+def test_ctrl_c_ends_it_and_restores_the_terminal(url):
+    """The status is 0, screen and cursor are restored, and there is no traceback."""
     ours, theirs = pty.openpty()
     environ = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
     command = [sys.executable, "-m", "mlxcache.cli.main", "top", "--url", url, "--interval", "0.1"]
@@ -385,8 +385,8 @@ def test_ctrl_c_ends_it_and_leaves_the_terminal_as_it_was(url):
     assert b"Aborted" not in output
 
 
-def test_a_server_that_ends_while_it_is_watched_is_told_of(url):
-    """Status 1."""
+def test_the_end_of_the_server_is_an_error(url):
+    """The status is 1."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "mlxcache.cli.main", "top", "--url", url]
     environ = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
@@ -407,7 +407,7 @@ def test_a_server_that_ends_while_it_is_watched_is_told_of(url):
 
 
 def _read(fd: int) -> bytes:
-    """The next bytes; none once the other end is closed, which Linux tells as an error."""
+    """Read the next bytes; empty once the other end is closed, which Linux reports as an error."""
     try:
         return os.read(fd, 65536)
     except OSError:

@@ -1,4 +1,4 @@
-"""The picture of what a server does, as wide and as high as the terminal."""
+"""Rendering of a server's state as text, fitted to the terminal."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from rich.text import Text
 
 from mlxcache.cli import show
 from mlxcache.cli.output import visible
-from mlxcache.cli.top.seen import Seen
+from mlxcache.cli.top.state import LiveState
 from mlxcache.config import format_size
 from mlxcache.types import WARMING
 
 BAR = 20
 _ABOVE, _HEADED = 8, 3
-"""Lines before the tables, and those that each table takes beside its rows."""
+"""Lines above the tables, and lines of each table besides its rows."""
 
-MOST_ROWS = 10
-"""Rows of each table where nobody says how high the terminal is."""
+MAX_ROWS = 10
+"""Maximum rows of each table if the height is unlimited."""
 
 _ENDS = {"tool_calls": "tools", "stop_sequence": "stop", "cancelled": "cancelled"}
 
 
-def view(seen: Seen, url: str, *, width: int, height: int | None, now: float) -> Group:
-    """All of it, at most `width` columns wide; `height` None: as much as is worth reading."""
-    running, recent, sessions = seen.running(), seen.recent(), seen.sessions or []
-    rows = _rows(height, (len(running), len(recent), len(sessions)))
+def render(state: LiveState, url: str, *, width: int, height: int | None, now: float) -> Group:
+    """Render the state at most `width` columns wide and about `height` lines high.
+
+    `height` None: at most `MAX_ROWS` rows in each table. `now`: seconds since 1970.
+    """
+    running, recent, sessions = state.running(), state.recent(), state.sessions or []
+    rows = _row_counts(height, (len(running), len(recent), len(sessions)))
     names = {one[key]: show.session_name(one) for one in sessions for key in ("id", "label")}
-    parts: list[RenderableType] = [_head(seen, url), *_budgets(seen.cache)]
-    if seen.server is None or seen.server["state"] == "ready":
+    parts: list[RenderableType] = [_head(state, url), *_budgets(state.cache)]
+    if state.server is None or state.server["state"] == "ready":
         tables = (
-            _running(seen, running[: rows[0]], names, width, now),
+            _running(state, running[: rows[0]], names, width, now),
             _recent(recent[: rows[1]], names, width),
             _sessions(sessions[: rows[2]], running, width),
         )
@@ -47,10 +50,10 @@ def view(seen: Seen, url: str, *, width: int, height: int | None, now: float) ->
     return Group(*parts)
 
 
-def _rows(height: int | None, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
-    """How many rows each table may have: what runs comes first, the others share the rest."""
+def _row_counts(height: int | None, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Rows of each table: running requests first, the other two share the lines left."""
     if height is None:
-        running, recent, sessions = (min(n, MOST_ROWS) for n in wanted)
+        running, recent, sessions = (min(n, MAX_ROWS) for n in wanted)
         return running, recent, sessions
     left = max(0, height - _ABOVE - 3 * _HEADED)
     running = min(wanted[0], left)
@@ -59,14 +62,14 @@ def _rows(height: int | None, wanted: tuple[int, int, int]) -> tuple[int, int, i
     return running, recent, min(wanted[2], left - recent)
 
 
-def _head(seen: Seen, url: str) -> Text:
-    server = seen.server
+def _head(live: LiveState, url: str) -> Text:
+    server = live.server
     if server is None:
         return Text.assemble(("mlxcache", "bold"), f"  {url}", no_wrap=True, overflow="ellipsis")
     state = server["state"]
     style = "green" if state == "ready" else "yellow"
     if state == "ready" and server["stalled_s"] >= 10:
-        state, style = f"one step has gone on for {server['stalled_s']} s", "red"
+        state, style = f"one step has run for {server['stalled_s']} s", "red"
     model = server["model"]["id"] if server["model"] else "no model yet"
     return Text.assemble(
         (f"mlxcache {server['version']}", "bold"),
@@ -77,44 +80,44 @@ def _head(seen: Seen, url: str) -> Text:
 
 
 def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
-    """RAM and disk as bars, and what all requests so far came to."""
+    """Bars of RAM and disk, and totals of all requests."""
     if not cache:
         return []
     disk = cache["disk"]
-    grid = _tier()
+    grid = _tier_grid()
     if disk["limit_bytes"]:
         text = f"{_of(disk['used_bytes'], disk)} in {disk['files']:,} files"
         if cache["pending_bytes"]:
-            text += f", {format_size(cache['pending_bytes'])} on their way"
+            text += f", {format_size(cache['pending_bytes'])} pending"
         if disk["state"] != "ok":
-            text = "writing fails: the server's log says why"
+            text = "writes fail: see the server's log"
         grid.add_row("Disk", _bar(disk["used_bytes"], disk), text)
     else:
         grid.add_row("Disk", "", "off")
     return [Text(), *_ram(cache), grid, _totals(cache)]
 
 
-def _tier() -> Table:
-    """What one tier's line goes into: its name, its bar, and words."""
+def _tier_grid() -> Table:
+    """An empty grid for a tier: its name, its bar, its text."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=4)
     grid.add_column(width=BAR)
     return grid
 
 
-_GIVEN = "yellow"
-_PARTS = (("cached", "cyan", "█"), ("in use", "blue", "▓"), ("set aside", "bright_black", "▒"))
+_WITHHELD_STYLE = "yellow"
+_PARTS = (("cached", "cyan", "█"), ("in use", "blue", "▓"), ("reserved", "bright_black", "▒"))
 
 
 def _ram(cache: Mapping[str, Any]) -> list[RenderableType]:
-    """The memory budget: what fills it as one bar, its sum, and below it the parts."""
-    ram, grid, indent = cache["ram"], _tier(), " " * 5
+    """Bar and sum of the memory budget, and its parts on the line below."""
+    ram, grid, indent = cache["ram"], _tier_grid(), " " * 5
     withheld = ram.get("withheld_bytes", 0)
     charged, used, active = sum(ram["kinds"].values()), ram["used_bytes"], cache["active_bytes"]
     sizes = (used, active, max(0, charged - used - active - withheld))
     parts = [(size, style, cell) for size, (_, style, cell) in zip(sizes, _PARTS, strict=True)]
-    parts.append((withheld, _GIVEN, "×"))
-    grid.add_row("RAM", _stack(parts, ram["limit_bytes"]), _of(charged, ram))
+    parts.append((withheld, _WITHHELD_STYLE, "×"))
+    grid.add_row("RAM", _stacked_bar(parts, ram["limit_bytes"]), _of(charged, ram))
     words = Text(indent, no_wrap=True, overflow="ellipsis")
     for (name, style, cell), size in zip(_PARTS, sizes, strict=True):
         words.append(", " if len(words) > len(indent) else "").append(f"{cell} ", style)
@@ -122,16 +125,17 @@ def _ram(cache: Mapping[str, Any]) -> list[RenderableType]:
     lines: list[RenderableType] = [grid, words]
     level = (cache.get("pressure") or {}).get("level", "normal")
     if level != "normal" or withheld:
-        told = f"memory is short: {level}" if level != "normal" else "memory was short"
-        given = f", × {format_size(withheld)} given up" if withheld else ""
-        lines.append(Text(f"{indent}{told}{given}", _GIVEN))
+        over = level == "normal"
+        text = "memory pressure is over" if over else f"memory pressure: {level}"
+        text += f", × {format_size(withheld)} withheld" if withheld else ""
+        lines.append(Text(indent + text, _WITHHELD_STYLE))
     return lines
 
 
-def _stack(parts: Sequence[tuple[int, str, str]], limit: int) -> Text:
-    """Sizes side by side, each with its style and sign; a part that is there has a cell at least.
+def _stacked_bar(parts: Sequence[tuple[int, str, str]], limit: int) -> Text:
+    """Bar of `BAR` cells for parts of a size in bytes, a style and a character.
 
-    Where they are more than `limit`, all of the bar is theirs.
+    A part above 0 has at least one cell. If the parts exceed `limit`, they fill the bar.
     """
     whole = max(limit, sum(size for size, _, _ in parts), 1)
     bar, filled = Text(no_wrap=True), 0
@@ -165,11 +169,15 @@ def _totals(cache: Mapping[str, Any]) -> Text:
 
 
 Named = tuple[str, str, RenderableType]
-"""A table's title, what is said where it is empty, and it."""
+"""Title of a table, text to show if it is empty, and the table."""
 
 
 def _running(
-    seen: Seen, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: int, now: float
+    state: LiveState,
+    rows: Sequence[Mapping[str, Any]],
+    names: Mapping[str, str],
+    width: int,
+    now: float,
 ) -> Named:
     columns = (("phase", 7), ("", BAR), ("tokens", -19), ("tok/s", -7))
     table = _table(("session", *columns), width)
@@ -177,13 +185,13 @@ def _running(
         progress = row["progress"]
         done, total, phase = progress["done_tokens"], progress["total_tokens"], progress["phase"]
         bar: RenderableType = ProgressBar(total, done, BAR) if phase == "prefill" else ""
-        told = f"{done:,} of {total:,}" if phase == "prefill" else f"{done:,}"
+        text = f"{done:,} of {total:,}" if phase == "prefill" else f"{done:,}"
         if phase == "queued":
-            told = f"for {show.format_duration(max(0.0, now - row['created_at']))}"
-        speed = seen.speed(row)
+            text = f"for {show.format_duration(max(0.0, now - row['created_at']))}"
+        speed = state.speed(row)
         rate = "-" if speed is None else f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
-        table.add_row(_name(row, names), phase, bar, told, rate)
-    return "Running", "Nothing runs.", table
+        table.add_row(_session_of(row, names), phase, bar, text, rate)
+    return "Running requests", "No request is running.", table
 
 
 def _recent(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: int) -> Named:
@@ -194,7 +202,7 @@ def _recent(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: 
         end = row["finish_reason"] if row["status"] == "done" else row["status"]
         table.add_row(
             time.strftime("%H:%M:%S", time.localtime(row["created_at"])),
-            _name(row, names),
+            _session_of(row, names),
             _count(row["cached_tokens"] - row["restored_tokens"]),
             _count(row["restored_tokens"]),
             _count(row["fed_tokens"]),
@@ -202,7 +210,7 @@ def _recent(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: 
             "-" if first is None else show.format_duration(first),
             Text(_ENDS.get(end, end or "-"), "red" if row["error"] else ""),
         )
-    return "Lately, in tokens", "No request yet.", table
+    return "Recent requests, in tokens", "No request has finished.", table
 
 
 def _sessions(
@@ -224,7 +232,10 @@ def _sessions(
 
 
 def _table(columns: Sequence[str | tuple[str, int]], width: int) -> Table:
-    """Columns of fixed width (less than 0: numbers, to the right), and one that takes the rest."""
+    """Empty table: a column given as (name, width) is fixed, one given as a name takes the rest.
+
+    Columns with a negative width are right-justified.
+    """
     fixed = [abs(one[1]) for one in columns if isinstance(one, tuple)]
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for one in columns:
@@ -243,7 +254,7 @@ def _count(tokens: int) -> str:
     return f"{tokens:,}" if tokens else "-"
 
 
-def _name(row: Mapping[str, Any], names: Mapping[str, str]) -> Text:
-    """Whose a request is: plain text, whatever stands in it."""
+def _session_of(row: Mapping[str, Any], names: Mapping[str, str]) -> Text:
+    """Name of a request's session, else its client; never interpreted as markup."""
     label = row["session"]
     return Text(visible(names.get(label) or label or row["client"] or "-"))
