@@ -90,7 +90,7 @@ class StoreContext:
             uses, self._uses = self._uses, {}
             reused, self._reused = self._reused, []
         index.touch(connection, [(when, id) for id, when in uses.items()])
-        index.count_found(connection, reused)
+        index.count_reuses(connection, reused)
 
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> None:
         """Write the uses, then call `Space.make_room` and count the evicted files."""
@@ -109,7 +109,7 @@ class StoreContext:
         """
         with self.database.write() as connection:
             self.check_present()
-            rows = index.below(connection, id)
+            rows = index.subtree(connection, id)
             if not rows:
                 return False
             for row in rows:

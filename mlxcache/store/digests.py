@@ -1,4 +1,4 @@
-"""Names for prefixes of token ids: digests chained over blocks of 64 tokens from token 0."""
+"""Digests that name prefixes of token ids, chained over blocks of 64 tokens from token 0."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BLOCK = 64
 DIGEST_BYTES = 16
 
 
-def root(namespace: str) -> bytes:
-    """The digest of no tokens at all."""
+def root_digest(namespace: str) -> bytes:
+    """Digest of the empty prefix of a namespace."""
     return _digest(namespace.encode())
 
 
-def extend(digest: bytes, ids: Tokens) -> list[bytes]:
-    """The digests after each whole block of `ids`, which follow the prefix of `digest`."""
+def block_digests(digest: bytes, ids: Tokens) -> list[bytes]:
+    """Digests after each whole block of `ids`, which follow the prefix of `digest`."""
     raw = np.ascontiguousarray(ids, "<i4").tobytes()
     found = []
     for at in range(0, len(ids) // BLOCK * BLOCK * 4, BLOCK * 4):
@@ -30,8 +30,8 @@ def extend(digest: bytes, ids: Tokens) -> list[bytes]:
     return found
 
 
-def partial(digest: bytes, ids: Tokens) -> bytes:
-    """The digest of a prefix and fewer than 64 tokens `ids` after it; no tokens: its own."""
+def partial_digest(digest: bytes, ids: Tokens) -> bytes:
+    """Digest of the prefix of `digest` and fewer than 64 tokens `ids`; of no tokens `digest`."""
     if not len(ids):
         return digest
     return _digest(digest + np.ascontiguousarray(ids, "<i4").tobytes() + bytes((len(ids),)))
@@ -46,29 +46,29 @@ class Chain:
         self.whole = whole
 
     def at(self, position: int) -> bytes:
-        """The digest of the first `position` tokens."""
+        """Digest of the first `position` tokens."""
         block = position // BLOCK
-        return partial(self.whole[block], self.ids[block * BLOCK : position])
+        return partial_digest(self.whole[block], self.ids[block * BLOCK : position])
 
 
 class Chains:
     """Chains of one namespace; the last one is continued, not computed again. Thread-safe."""
 
     def __init__(self, namespace: str):
-        self._last = Chain(namespace, np.empty(0, np.int32), [root(namespace)])
+        self._last = Chain(namespace, np.empty(0, np.int32), [root_digest(namespace)])
         self._lock = threading.Lock()
 
     def of(self, ids: Tokens) -> Chain:
-        """The chain of `ids`. 200,000 tokens take 5 ms, as many again as before 0.1 ms."""
+        """Chain of `ids`. 200,000 new tokens take 5 ms, unchanged ones 0.1 ms."""
         with self._lock:
             last = self._last
         blocks = min(len(ids), len(last.ids)) // BLOCK
         differ = np.flatnonzero(ids[: blocks * BLOCK] != last.ids[: blocks * BLOCK])
         shared = int(differ[0]) // BLOCK if len(differ) else blocks
         whole = last.whole[: shared + 1]
-        whole += extend(whole[-1], ids[shared * BLOCK :])
+        whole += block_digests(whole[-1], ids[shared * BLOCK :])
         chain = Chain(last.namespace, np.array(ids, np.int32), whole)
-        if shared < len(ids) // BLOCK:  # a prefix of the last one would only lose what is known
+        if shared < len(ids) // BLOCK:  # a prefix of the last chain would lose digests
             with self._lock:
                 self._last = chain
         return chain

@@ -1,4 +1,4 @@
-"""The cap on what the folder holds, and the floor of what the file system keeps free."""
+"""Disk space of the folder: its cap, the free floor, and the order in which files are evicted."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ from mlxcache.store.folder import CHECKPOINT, Folder, remove
 from mlxcache.store.index import Row
 
 MARGIN = 2 << 20
-"""Bytes below the cap that are left to the index: for rows of sessions, marks of use, and a log
-that has not been moved into it yet. Less where the cap is small: a sixteenth."""
+"""Bytes below the cap left to the index, for rows of sessions, uses, and the log; at most a
+sixteenth of the cap."""
 
 ROW_BYTES = 64 << 10
 TOKEN_BYTES = 12
-"""What one more row, and each token of it, may add to the index and its log at most."""
+"""Bytes that one more row, and each token of it, may add to the index and its log at most."""
+
+MOST_REUSES = 7
+"""Reuses beyond which more do not count, as in memory."""
+
+MOMENT_S = 60.0
+"""Uses closer together than this count as simultaneous: the less reused file is evicted first."""
+
+NO_REUSES: Mapping[int, int] = {}
 
 
 class Space:
-    """Room within `limit` (None: no cap) that leaves `floor` bytes free."""
+    """Space of a folder within `limit` bytes (None: no cap) that leaves `floor` bytes free."""
 
     def __init__(self, folder: Folder, limit: int | None, floor: int):
         self.folder = folder
@@ -32,51 +40,51 @@ class Space:
         self.floor = floor
 
     def used(self, connection: sqlite3.Connection) -> int:
-        """Bytes that the folder takes by the file system's count, or that are set aside."""
+        """Bytes of the folder by the file system's count, and those reserved for new files."""
         (files,) = connection.execute("SELECT ifnull(sum(disk), 0) FROM file").fetchone()
         return int(files) + self.folder.overhead()
 
     def estimate(self, nbytes: int, tokens: int) -> int:
-        """The most that a file of `nbytes` takes while it is written, its row included.
+        """Upper bound of the bytes that a file of `nbytes` takes on disk, with its row.
 
-        Whole blocks of the file system, what maps them, and folders that grow by the name.
+        Whole blocks of the file system, their metadata, and the growth of folders by the name.
         """
         size = self.folder.block_size()
         whole = (nbytes + size - 1) // size * size
         return whole + nbytes // 1024 + 4 * size + ROW_BYTES + TOKEN_BYTES * tokens
 
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> list[Row]:
-        """Evict in this transaction until `coming` more bytes fit; returns what went.
+        """Evict in this transaction until `coming` more bytes fit; returns the rows removed.
 
-        `has_row`: they are in the index already. The files are gone before their rows are, so that
-        nobody fills their room too early: after a kill in between, rows without files are left,
-        which reading and opening put right. Raises DiskFull, having removed nothing.
+        `has_row`: the index counts them already. Files are removed before the transaction removes
+        their rows, so that their space is not used twice: a kill in between leaves rows without
+        files, which reading and opening repair. Raises DiskFull, having removed nothing.
         """
         need = self._missing(connection, coming, 0 if has_row else coming)
         if need <= 0:
             return []
-        aside = sum(size for _, size in self.folder.quarantined())
-        pinned, counts = _pinned(connection), index.found_counts(connection)
-        chosen = victims(index.rows(connection), need - aside, pinned, counts)
+        quarantined = sum(size for _, size in self.folder.quarantined())
+        pinned, counts = _pinned(connection), index.reuse_counts(connection)
+        chosen = files_to_evict(index.rows(connection), need - quarantined, pinned, counts)
         if chosen is None:
-            raise DiskFull(self._sentence(coming))
+            raise DiskFull(self._message(coming))
         self.folder.free_quarantine(need)
         self.remove(connection, chosen)
         return chosen
 
     def remove(self, connection: sqlite3.Connection, chosen: list[Row]) -> None:
-        """Remove files and their rows."""
+        """Remove files and, in this transaction, their rows."""
         for row in chosen:
             remove(self.folder.file(row.kind, row.digest))
             index.delete(connection, row)
 
     def shrink(self, connection: sqlite3.Connection, limit: int) -> list[Row]:
-        """Evict in this transaction until all is within `limit`, as far as may go."""
+        """Evict in this transaction down to `limit` if possible; returns the rows removed."""
         rows = index.rows(connection)
-        need = self.used(connection) + self._spare(limit) - limit
+        need = self.used(connection) + self._reserve(limit) - limit
         need -= self.folder.free_quarantine(need)
-        counts = index.found_counts(connection)
-        chosen = victims(rows, need, _pinned(connection), counts, partly=True) or []
+        counts = index.reuse_counts(connection)
+        chosen = files_to_evict(rows, need, _pinned(connection), counts, partly=True) or []
         self.remove(connection, chosen)
         return chosen
 
@@ -84,14 +92,14 @@ class Space:
         missing = self.floor + coming - self.folder.free()
         if self.limit is not None:
             used = self.used(connection) + without_row
-            missing = max(missing, used + self._spare(self.limit) - self.limit)
+            missing = max(missing, used + self._reserve(self.limit) - self.limit)
         return missing
 
-    def _spare(self, limit: int) -> int:
-        """Bytes below the cap that files leave; what is in the log moves into the index in time."""
+    def _reserve(self, limit: int) -> int:
+        """Bytes below the cap left free: the log's content moves into the index later."""
         return min(MARGIN, limit // 16) + self.folder.log_bytes()
 
-    def _sentence(self, coming: int) -> str:
+    def _message(self, coming: int) -> str:
         if self.folder.free() < self.floor + coming:
             return (
                 f"The disk of {self.folder.path} has {format_size(self.folder.free())} left, "
@@ -108,65 +116,58 @@ def _pinned(connection: sqlite3.Connection) -> set[int]:
     return {id for (id,) in connection.execute("SELECT file FROM pin")}
 
 
-MOST_FOUND = 7
-"""Uses beyond which more do not count, as in memory."""
-
-MOMENT_S = 60.0
-"""Seconds that are nothing: of what was used within them, that goes first which was found less."""
-
-NEVER: Mapping[int, int] = {}
-
-
-def victims(
+def files_to_evict(
     rows: Sequence[Row],
     need: int,
     pinned: Collection[int],
-    found: Mapping[int, int] = NEVER,
+    reuses: Mapping[int, int] = NO_REUSES,
     *,
     partly: bool = False,
 ) -> list[Row] | None:
-    """The files to remove, in order, for `need` bytes on disk.
+    """Choose the files to evict, in order, to free `need` bytes on disk.
 
-    If all that may go is less, `partly` chooses that, else the answer is None. A leaf is a file
-    that no other builds on and that nobody is writing; removing one may make another. Pinned ones
-    go when nothing else is left. A checkpoint counts as used when those after it were. `found`: how
-    often requests went on from each file. Of equals a path's first checkpoint, which new
-    conversations share, goes last, and what ends further along goes first.
+    Only files that no other builds on and that are not being written; evicting one may make its
+    parent such a file. Pinned ones are chosen when nothing else is left. If all of them free less,
+    returns them with `partly`, else None. A checkpoint counts as used whenever a later one on its
+    path was. `reuses`: number of requests that reused each file. Of equals the one that ends last
+    goes first, and a path's first checkpoint, which new conversations share, goes last.
     """
-    ages, by_id = _ages(rows, found), {row.id: row for row in rows}
+    ages, by_id = _ages(rows, reuses), {row.id: row for row in rows}
     builds = Counter(row.parent for row in rows)
 
     def key(row: Row) -> tuple[bool, float, bool, int, int]:
         head = row.kind == CHECKPOINT and row.previous is None
         return (row.id in pinned, -ages[row.id], head, -row.stop, row.id)
 
-    leaves = [key(row) for row in rows if row.owner is None and not builds[row.id]]
-    heapify(leaves)
+    heap = [key(row) for row in rows if row.owner is None and not builds[row.id]]
+    heapify(heap)
     chosen: list[Row] = []
     while need > 0:
-        if not leaves:
+        if not heap:
             return chosen if partly else None
-        row = by_id[heappop(leaves)[-1]]
+        row = by_id[heappop(heap)[-1]]
         chosen.append(row)
         need -= row.disk
         parent = None if row.parent is None else by_id.get(row.parent)
         if parent is not None:
             builds[parent.id] -= 1
             if not builds[parent.id] and parent.owner is None:
-                heappush(leaves, key(parent))
+                heappush(heap, key(parent))
     return chosen
 
 
-def _ages(rows: Sequence[Row], found: Mapping[int, int]) -> dict[int, float]:
-    """How long ago each was used, in seconds, divided by how often: the most goes first.
+def _ages(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, float]:
+    """Age of each file: seconds since its last use, divided by a weight of its reuses.
 
-    Only time is common to the servers that share a folder, so that is the clock. Each doubling of
-    the uses counts the same; nobody's head is older than what was written after it.
+    The oldest is evicted first. Wall time is the clock because servers that share a folder have no
+    other in common. Each doubling of the reuses adds the same weight; a checkpoint is never older
+    than one written after it on its path.
     """
-    used, uses = last_uses(rows), _uses(rows, found)
+    used, uses = last_uses(rows), _uses(rows, reuses)
     now = max(used.values(), default=0.0) + MOMENT_S
     ages = {
-        row.id: (now - used[row.id]) / (1 + log2(1 + min(uses[row.id], MOST_FOUND))) for row in rows
+        row.id: (now - used[row.id]) / (1 + log2(1 + min(uses[row.id], MOST_REUSES)))
+        for row in rows
     }
     for row in sorted(rows, key=lambda row: row.start, reverse=True):
         if row.previous in ages:
@@ -174,16 +175,19 @@ def _ages(rows: Sequence[Row], found: Mapping[int, int]) -> dict[int, float]:
     return ages
 
 
-def _uses(rows: Sequence[Row], found: Mapping[int, int]) -> dict[int, int]:
-    """How often each was found; the newest that follows a file stands for its conversation, and
-    has its uses from the start. So does a checkpoint within a run."""
+def _uses(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, int]:
+    """Reuses of each file; the newest run after another inherits the other's.
+
+    The newest run continues the conversation, so it begins with its reuses; so does a checkpoint
+    within a run.
+    """
     heirs: dict[int | None, tuple[float, int]] = {}
     for row in rows:
         if row.kind != CHECKPOINT:
             heirs[row.parent] = max(heirs.get(row.parent, (0.0, 0)), (row.used, row.id))
     uses: dict[int, int] = {}
     for row in sorted(rows, key=lambda row: (row.start, row.kind == CHECKPOINT, row.id)):
-        uses[row.id] = found.get(row.id, 0)
+        uses[row.id] = reuses.get(row.id, 0)
         heir = row.kind == CHECKPOINT or heirs.get(row.parent, (0.0, 0))[1] == row.id
         if row.parent in uses and heir:
             uses[row.id] = max(uses[row.id], uses[row.parent])
@@ -191,10 +195,10 @@ def _uses(rows: Sequence[Row], found: Mapping[int, int]) -> dict[int, int]:
 
 
 def last_uses(rows: Sequence[Row]) -> dict[int, float]:
-    """When each of `rows` was used last, by its id; a checkpoint whenever one after it was.
+    """Last use of each of `rows`, by id; a checkpoint's is at least that of later ones.
 
-    Not each use of a path is noted at all of it, and a new conversation can start at the first
-    alone: it must outlive what was written after it.
+    A use of a path is not noted at all of its checkpoints, and a new conversation can start only
+    from the first, which must outlive those written after it.
     """
     used = {row.id: row.used for row in rows}
     for row in sorted(rows, key=lambda row: row.start, reverse=True):

@@ -1,4 +1,4 @@
-"""The index of runs and checkpoints: rows in SQLite, and finding a prefix in them."""
+"""Index of runs and checkpoints: rows in SQLite, and the lookup of a prefix."""
 
 from __future__ import annotations
 
@@ -48,15 +48,19 @@ CREATE TABLE IF NOT EXISTS found (
   count INTEGER NOT NULL
 );
 """
-"""`found` is a table of its own, so an index of before has only to be given it."""
+"""`found` is a separate table so that an index of an earlier version only needs it added."""
 
 SHAPES = "SELECT name, tbl_name, sql FROM sqlite_master"
 
 COLUMNS = "id, kind, digest, base, key, start, stop, nbytes, disk, used, parent, previous, owner"
 _QUALIFIED = ", ".join(f"file.{name}" for name in COLUMNS.split(", "))
 NO_TOKENS: Tokens = np.empty(0, np.int32)
-_SIBLINGS = 4096
-_VARIABLES = 16384
+
+_MOST_SIBLINGS = 4096
+"""Runs of one block that are compared with a prompt."""
+
+_MOST_VARIABLES = 16384
+"""Variables in one SQL statement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +68,11 @@ class Row:
     """One file. A run holds tokens [start, stop); a checkpoint has start = stop, its position.
 
     `digest` names the prefix up to `stop`, and the file. `base` is the digest of the whole blocks
-    before `start`. `key` is what finding looks up: of a run the digest after its first block, of a
-    checkpoint its base. `disk`: bytes that the file system counts, or that are set aside for it.
-    `used`: seconds since 1970. `parent`: the run that holds the token before `start`. `previous`:
-    the checkpoint before this one on its path. `owner`: who is writing the file; None: durable.
+    before `start`. `key` is the digest that a lookup searches: of a run the one after its first
+    block, of a checkpoint its base. `disk`: bytes by the file system's count, or reserved.
+    `used`: seconds since 1970. `parent`: id of the run that holds the token before `start`.
+    `previous`: id of the checkpoint before this one on its path. `owner`: name of the process lock
+    of the store that writes the file; None: durable.
     """
 
     id: int
@@ -87,14 +92,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The prefix of some ids that is durable: (run, start, end) ascending, and checkpoints."""
+    """Durable prefix of some ids: runs that cover it as (row, start, end), and checkpoints.
+
+    Both ascend by position.
+    """
 
     length: int
     cover: tuple[tuple[Row, int, int], ...]
     checkpoints: tuple[Row, ...]
 
-    def holder(self, position: int) -> Row | None:
-        """The run that covers the token before `position`, if one does."""
+    def run_before(self, position: int) -> Row | None:
+        """Run that covers the token before `position`; None without one."""
         for row, start, end in self.cover:
             if start < position <= end:
                 return row
@@ -102,7 +110,7 @@ class Match:
 
 
 def shapes() -> set[tuple[str, str, str | None]]:
-    """What `SHAPES` gives in an index that is as it should be."""
+    """Result of the query `SHAPES` in an undamaged index."""
     connection = sqlite3.connect(":memory:")
     connection.executescript(SCHEMA)
     found = set(connection.execute(SHAPES))
@@ -111,7 +119,7 @@ def shapes() -> set[tuple[str, str, str | None]]:
 
 
 def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
-    """The longest durable prefix of the chain's ids, to the token, and the checkpoints along it."""
+    """Find the longest durable prefix of the chain's ids, to the token, and its checkpoints."""
     raw = np.ascontiguousarray(chain.ids, "<i4").tobytes()
     checkpoints: list[Row] = []
     reaches: list[tuple[int, int, Row]] = []
@@ -133,21 +141,21 @@ def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
 
 
 def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
-    """Differs after files came, went or became durable."""
+    """Version of the set of files: differs after one was added, removed or made durable."""
     query = "SELECT count(*), ifnull(max(id), 0), ifnull(sum(owner IS NULL), 0) FROM file"
     count, newest, durable = connection.execute(query).fetchone()
     return count, newest, durable
 
 
 def has_checkpoints(connection: sqlite3.Connection, root: bytes) -> bool:
-    """Whether any of the newest runs from the digest `root` on holds tokens of a checkpoint."""
+    """Tell if any of the newest runs that follow `root` has a checkpoint."""
     newest = "SELECT id FROM file WHERE base = ? AND kind = 'run' ORDER BY id DESC LIMIT 50"
     query = f"SELECT 1 FROM file WHERE kind = 'checkpoint' AND parent IN ({newest}) LIMIT 1"
     return connection.execute(query, (root,)).fetchone() is not None
 
 
 def insert(connection: sqlite3.Connection, row: Row) -> int:
-    """Add `row`, whose id does not matter; returns its id."""
+    """Insert `row`, whose id is ignored; returns the new id."""
     names = COLUMNS.removeprefix("id, ")
     values = [getattr(row, name) for name in names.split(", ")]
     marks = ", ".join("?" * len(values))
@@ -157,31 +165,31 @@ def insert(connection: sqlite3.Connection, row: Row) -> int:
 
 
 def put_tokens(connection: sqlite3.Connection, id: int, tokens: Tokens) -> None:
-    """Keep the tokens of run `id`, by which it is found to the token."""
+    """Insert the tokens of run `id`."""
     raw = np.ascontiguousarray(tokens, "<i4").tobytes()
     connection.execute("INSERT INTO tokens VALUES (?, ?)", (id, raw))
 
 
 def get_tokens(connection: sqlite3.Connection, id: int) -> Tokens:
-    """The tokens of run `id`; none if it has no row."""
+    """Tokens of run `id`; empty if it has no row."""
     found = connection.execute("SELECT ids FROM tokens WHERE file = ?", (id,)).fetchone()
     return _tokens(found[0] if found else b"")
 
 
 def rows(connection: sqlite3.Connection, where: str = "1", *values: object) -> list[Row]:
-    """All rows for which `where` holds."""
+    """All rows that the SQL condition `where` selects."""
     query = f"SELECT {COLUMNS} FROM file WHERE {where}"
     return [Row(*found) for found in connection.execute(query, values)]
 
 
 def one(connection: sqlite3.Connection, where: str, *values: object) -> Row | None:
-    """The row for which `where` holds, if there is one."""
+    """First row that the SQL condition `where` selects, or None."""
     found = rows(connection, where, *values)
     return found[0] if found else None
 
 
-def below(connection: sqlite3.Connection, id: int) -> list[Row]:
-    """File `id` and all that builds on it, the latest positions first."""
+def subtree(connection: sqlite3.Connection, id: int) -> list[Row]:
+    """File `id` and all files that build on it, by descending position."""
     query = (
         "WITH RECURSIVE tree (id) AS (SELECT ? UNION SELECT file.id FROM file, tree "
         f"WHERE file.parent = tree.id) SELECT {_QUALIFIED} FROM file, tree "
@@ -191,7 +199,7 @@ def below(connection: sqlite3.Connection, id: int) -> list[Row]:
 
 
 def delete(connection: sqlite3.Connection, row: Row) -> None:
-    """Forget a file; the checkpoint after it on its path now follows the one before it."""
+    """Delete a file's row, and link the checkpoint after it to the one before it."""
     connection.execute(
         "UPDATE file SET previous = (SELECT previous FROM file WHERE id = ?1) WHERE previous = ?1",
         (row.id,),
@@ -200,18 +208,18 @@ def delete(connection: sqlite3.Connection, row: Row) -> None:
 
 
 def touch(connection: sqlite3.Connection, uses: Iterable[tuple[float, int]]) -> None:
-    """Note when files were used: (seconds since 1970, id) of each."""
+    """Update times of use, given as (seconds since 1970, id)."""
     connection.executemany("UPDATE file SET used = max(used, ?) WHERE id = ?", uses)
 
 
 def latest_use(connection: sqlite3.Connection) -> float:
-    """When any file was used last, in seconds since 1970; 0 where there is none."""
+    """Newest time of use of any file, in seconds since 1970; 0 without files."""
     (used,) = connection.execute("SELECT ifnull(max(used), 0) FROM file").fetchone()
     return float(used)
 
 
-def count_found(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
-    """Count that requests found these files; those that are gone are left out."""
+def count_reuses(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
+    """Count one reuse of each of these files; ids without a row are ignored."""
     connection.executemany(
         "INSERT INTO found SELECT id, 1 FROM file WHERE id = ?"
         " ON CONFLICT (file) DO UPDATE SET count = count + 1",
@@ -219,16 +227,16 @@ def count_found(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
     )
 
 
-def found_counts(connection: sqlite3.Connection) -> dict[int, int]:
-    """How often each file was found, by its id; those that never were are left out."""
+def reuse_counts(connection: sqlite3.Connection) -> dict[int, int]:
+    """Number of reuses by file id; files never reused are left out."""
     return dict(connection.execute("SELECT file, count FROM found"))
 
 
 def _with_keys(
     connection: sqlite3.Connection, keys: Sequence[bytes]
 ) -> Iterable[tuple[Row, bytes]]:
-    for at in range(0, len(keys), _VARIABLES):
-        part = keys[at : at + _VARIABLES]
+    for at in range(0, len(keys), _MOST_VARIABLES):
+        part = keys[at : at + _MOST_VARIABLES]
         query = (
             f"SELECT {_QUALIFIED}, tokens.ids FROM file LEFT JOIN tokens ON tokens.file = file.id "
             f"WHERE file.owner IS NULL AND file.key IN ({','.join('?' * len(part))})"
@@ -238,7 +246,7 @@ def _with_keys(
 
 
 def _cover(reaches: list[tuple[int, int, Row]]) -> tuple[list[tuple[Row, int, int]], int]:
-    """The fewest runs that cover from 0 on without a gap, and how far they do."""
+    """Choose the fewest runs that cover [0, length) without a gap; returns them and length."""
     reaches.sort(key=lambda reach: reach[:2])
     cover: list[tuple[Row, int, int]] = []
     cursor = at = 0
@@ -256,7 +264,7 @@ def _cover(reaches: list[tuple[int, int, Row]]) -> tuple[list[tuple[Row, int, in
 
 
 def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple[Row, int] | None:
-    """A run of the block in which `cursor` is that shares more of it, and where it parts."""
+    """Find a run that shares more of the block around `cursor`, and the end of what it shares."""
     block = cursor // BLOCK
     start = block * BLOCK
     wanted = np.ascontiguousarray(chain.ids[start : start + BLOCK], "<i4").tobytes()
@@ -268,7 +276,7 @@ def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple
         "ORDER BY file.used DESC LIMIT ?"
     )
     best, best_end = None, cursor
-    for id, raw in connection.execute(query, (BLOCK * 4, chain.whole[block], RUN, _SIBLINGS)):
+    for id, raw in connection.execute(query, (BLOCK * 4, chain.whole[block], RUN, _MOST_SIBLINGS)):
         end = start + _common(raw, wanted)
         if end > best_end:
             best, best_end = id, end
@@ -277,7 +285,7 @@ def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple
 
 
 def _common(tokens: bytes, wanted: bytes) -> int:
-    """How many tokens two runs of them share, each of 4 bytes, from their beginning."""
+    """Number of leading tokens, 4 bytes each, that two byte strings share."""
     count = min(len(tokens), len(wanted)) // 4
     if tokens[: count * 4] == wanted[: count * 4]:
         return count

@@ -1,4 +1,7 @@
-"""What files of runs and checkpoints say of themselves, beside their tensors."""
+"""Files of runs and checkpoints: metadata, checksums, and checks before use.
+
+The format is described in docs/disk-format.md.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from mlxcache.safetensors import Header, Malformed, Place, Tensor, compose, read_header
-from mlxcache.store.digests import BLOCK, DIGEST_BYTES, extend, partial
+from mlxcache.store.digests import BLOCK, DIGEST_BYTES, block_digests, partial_digest
 from mlxcache.store.folder import CHECKPOINT, RUN
 from mlxcache.store.found import Piece
 from mlxcache.store.index import Row
@@ -26,13 +29,33 @@ from mlxcache.types import Tokens
 VERSION = "1"
 _CHECKSUM_BYTES = 8
 
+READ_BYTES = 4 << 20
+"""Bytes read by one call."""
+
+_READ_AHEAD = 16 << 20
+"""Bytes that the system is asked to read ahead of the hashing."""
+
+_PAUSE_BYTES, _PAUSE_S = 1 << 20, 50e-6
+"""Bytes hashed between two pauses, which let other threads have the interpreter's lock."""
+
+_EXPONENTS = {
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F32": ("<u4", 0x7F80_0000),
+    "F64": ("<u8", 0x7FF0_0000_0000_0000),
+}
+"""Exponent bits by dtype; all set mean NaN or infinity: https://en.wikipedia.org/wiki/IEEE_754."""
+
+_per_thread = threading.local()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """A run's own words: `tokens` from position `start`, after the prefix of digest `base`.
+class RunHeader:
+    """Metadata of a run: `tokens` from position `start`, after the prefix of digest `base`.
 
-    `checksums` has 8 bytes per block, the last one perhaps partial. They leave out the tensors
-    named in `late`, which only positions soon after the run need, and which have `late_checksums`.
+    `checksums`: 8 bytes per block, of which the last may be partial. They leave out the tensors
+    named in `late` (sliding windows, which only positions soon after the run need), which have
+    `late_checksums`.
     """
 
     header: Header
@@ -46,22 +69,22 @@ class Run:
 
     @property
     def digests(self) -> list[bytes]:
-        """The digests after each of its whole blocks."""
-        return extend(self.base, self.tokens)
+        """Digests after each of its whole blocks."""
+        return block_digests(self.base, self.tokens)
 
     @property
     def digest(self) -> bytes:
-        """The digest of the prefix that ends with it, by which its file is named."""
+        """Digest of the prefix that ends with the run, which names its file."""
         whole = len(self.tokens) // BLOCK
-        return partial([self.base, *self.digests][whole], self.tokens[whole * BLOCK :])
+        return partial_digest([self.base, *self.digests][whole], self.tokens[whole * BLOCK :])
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint's own words: state after the `position` tokens of `digest`.
+class CheckpointHeader:
+    """Metadata of a checkpoint: the state after the `position` tokens of `digest`.
 
-    `base` is the digest of their whole blocks, `previous` that of the checkpoint before it on its
-    path when it was written, or empty.
+    `base` is the digest of their whole blocks. `previous`: digest of the checkpoint before it on
+    its path when it was written, or empty.
     """
 
     header: Header
@@ -73,8 +96,8 @@ class Checkpoint:
     checksum: bytes
 
 
-def run_header(run: Run, tensors: Sequence[Tensor]) -> bytes:
-    """A run's bytes before its payload; its `header` does not matter."""
+def compose_run(run: RunHeader, tensors: Sequence[Tensor]) -> bytes:
+    """Compose a run file's bytes before its payload; `run.header` is ignored."""
     metadata = {
         "format": f"mlxcache-{RUN}",
         "version": VERSION,
@@ -89,8 +112,8 @@ def run_header(run: Run, tensors: Sequence[Tensor]) -> bytes:
     return compose(metadata, tensors)
 
 
-def checkpoint_header(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> bytes:
-    """A checkpoint's bytes before its payload; its `header` does not matter."""
+def compose_checkpoint(checkpoint: CheckpointHeader, tensors: Sequence[Tensor]) -> bytes:
+    """Compose a checkpoint file's bytes before its payload; `checkpoint.header` is ignored."""
     metadata = {
         "format": f"mlxcache-{CHECKPOINT}",
         "version": VERSION,
@@ -104,10 +127,10 @@ def checkpoint_header(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> byte
     return compose(metadata, tensors)
 
 
-def read_run(fd: int) -> Run:
-    """What the open file says, checked as far as its header alone goes.
+def read_run(fd: int) -> RunHeader:
+    """Read the header of an open run file and check it for consistency.
 
-    Raises Malformed where it is no run of ours, and OSError.
+    Raises Malformed if it is not a run of this format, and OSError.
     """
     header = read_header(fd)
     try:
@@ -115,7 +138,7 @@ def read_run(fd: int) -> Run:
         words = header.metadata
         tokens = np.frombuffer(base64.b64decode(words["tokens"], validate=True), "<i4")
         sums, late = _sums(words["checksums"]), _sums(words["late_checksums"])
-        run = Run(
+        run = RunHeader(
             header,
             words["namespace"],
             bytes.fromhex(words["base"]),
@@ -132,7 +155,7 @@ def read_run(fd: int) -> Run:
         raise Malformed("its metadata is not a run's")
     blocks = (count + BLOCK - 1) // BLOCK
     if len(sums) != blocks or len(late) != (blocks if run.late else 0):
-        raise Malformed("it has not one checksum per block")
+        raise Malformed("its checksums are not one per block")
     return run
 
 
@@ -141,13 +164,13 @@ def _sums(text: str) -> tuple[bytes, ...]:
     return tuple(sums[at : at + 8] for at in range(0, len(sums), _CHECKSUM_BYTES))
 
 
-def read_checkpoint(fd: int) -> Checkpoint:
-    """As `read_run`, of a checkpoint."""
+def read_checkpoint(fd: int) -> CheckpointHeader:
+    """Read the header of an open checkpoint file; raises as `read_run` does."""
     header = read_header(fd)
     try:
         _expect(header, CHECKPOINT)
         words = header.metadata
-        checkpoint = Checkpoint(
+        checkpoint = CheckpointHeader(
             header,
             words["namespace"],
             bytes.fromhex(words["digest"]),
@@ -166,22 +189,14 @@ def read_checkpoint(fd: int) -> Checkpoint:
 def _expect(header: Header, kind: str) -> None:
     words = header.metadata
     if words["format"] != f"mlxcache-{kind}" or words["version"] != VERSION:
-        raise Malformed(f"it is no {kind} of version {VERSION}")
-
-
-BUFFER_BYTES = 4 << 20
-_AHEAD = 16 << 20
-_PAUSE_BYTES = 1 << 20
-_PAUSE_S = 50e-6
-
-_mine = threading.local()
+        raise Malformed(f"it is not a {kind} of format version {VERSION}")
 
 
 def block_checksums(buffers: Sequence[memoryview], tokens: int) -> list[bytes]:
-    """A checksum per block of `tokens` tokens, the first axis of each of `buffers`.
+    """Compute the xxh3-64 of each block of `tokens` tokens, the first axis of all `buffers`.
 
-    A block's bytes are too few for xxhash to release the interpreter's lock, so this pauses every
-    now and then: else the MLX thread waits 5 ms each time it wants the lock back.
+    xxhash keeps the interpreter's lock for inputs as small as a block, so this pauses after every
+    MiB: without pauses the MLX thread waits 5 ms each time it wants the lock back.
     """
     found, hashed = [], 0
     for first in range(0, tokens, BLOCK):
@@ -199,7 +214,7 @@ def block_checksums(buffers: Sequence[memoryview], tokens: int) -> list[bytes]:
 
 
 def checksum_of(buffers: Sequence[memoryview]) -> bytes:
-    """One checksum over all of `buffers`, in order."""
+    """Compute the xxh3-64 over all of `buffers`, in order."""
     state = xxh3_64()
     for buffer in buffers:
         state.update(buffer)
@@ -211,7 +226,7 @@ def file_block_checksums(
 ) -> list[bytes]:
     """Compute `block_checksums` of `blocks` over `places` of an open file of `tokens` tokens.
 
-    Raises Malformed where the file ends early or a tensor is not token-major, and OSError.
+    Raises Malformed if the file ends early or a tensor is not token-major, and OSError.
     """
     states = [xxh3_64() for _ in blocks]
     for place, ahead in _with_ends(list(places)):
@@ -228,7 +243,7 @@ def file_block_checksums(
 
 
 def file_checksum(fd: int, header: Header) -> bytes:
-    """As `checksum_of`, read from a file."""
+    """Compute `checksum_of` over the tensors of an open file. Raises Malformed, OSError."""
     state = xxh3_64()
     for place, ahead in _with_ends(header.places):
         for _, view in _chunks(fd, place.offset, place.offset + place.nbytes, ahead):
@@ -237,7 +252,7 @@ def file_checksum(fd: int, header: Header) -> bytes:
 
 
 def _update(states: list[xxh3_64], size: int, at: int, view: memoryview) -> None:
-    """Give each block of `size` bytes its part of `view`, which begins `at` bytes into them."""
+    """Hash `view`, which begins `at` bytes into blocks of `size` bytes, into their states."""
     done = 0
     while done < len(view):
         index = (at + done) // size
@@ -247,7 +262,7 @@ def _update(states: list[xxh3_64], size: int, at: int, view: memoryview) -> None
 
 
 def _with_ends(places: Sequence[Place]) -> list[tuple[Place, int]]:
-    """Each place, and where the places that follow it without a gap end."""
+    """Pair each place with the end of the gapless sequence of places that it is part of."""
     found: list[tuple[Place, int]] = []
     end = next_start = -1
     for place in reversed(places):
@@ -258,19 +273,19 @@ def _with_ends(places: Sequence[Place]) -> list[tuple[Place, int]]:
 
 
 def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, memoryview]]:
-    """(offset, bytes) over [start, stop); the bytes are those of a buffer that is used again.
+    """Yield (offset, bytes) over [start, stop); the bytes are valid until the next step.
 
-    Up to `ahead` will be read next.
+    `ahead`: end of what the caller will read next.
     """
-    if not hasattr(_mine, "buffer"):
-        _mine.buffer = memoryview(bytearray(BUFFER_BYTES))
-    buffer: memoryview = _mine.buffer
+    if not hasattr(_per_thread, "buffer"):
+        _per_thread.buffer = memoryview(bytearray(READ_BYTES))
+    buffer: memoryview = _per_thread.buffer
     file = io.FileIO(fd, closefd=False)
     file.seek(start)
     while start < stop:
-        if hasattr(os, "posix_fadvise"):  # so that the disk reads on while this part is hashed
-            os.posix_fadvise(fd, start, min(_AHEAD, ahead - start), os.POSIX_FADV_WILLNEED)
-        view = buffer[: min(BUFFER_BYTES, stop - start)]
+        if hasattr(os, "posix_fadvise"):  # the disk reads on while this part is hashed
+            os.posix_fadvise(fd, start, min(_READ_AHEAD, ahead - start), os.POSIX_FADV_WILLNEED)
+        view = buffer[: min(READ_BYTES, stop - start)]
         count = file.readinto(view)
         if not count:
             raise Malformed("it ends too early")
@@ -281,11 +296,10 @@ def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, m
 def check_run(
     fd: int, namespace: str, base: bytes, piece: Piece, ids: Tokens, *, late: bool = True
 ) -> None:
-    """Check that the open file has what is wanted of `piece`, the KV of `ids` after `base`.
+    """Check that an open file holds `piece`: KV of `ids` after the prefix of digest `base`.
 
-    Without `late`, its late tensors are not read.
-
-    Raises Malformed and OSError.
+    Compares namespace, positions, every token id and the blocks' checksums. Without `late`, its
+    late tensors are not read. Raises Malformed and OSError.
     """
     content = read_run(fd)
     if content.namespace != namespace or content.base != base:
@@ -296,11 +310,11 @@ def check_run(
     if not np.array_equal(content.tokens[wanted], ids[piece.start : piece.end]):
         raise Malformed("it holds other tokens")
     blocks = range(wanted.start // BLOCK, (wanted.stop + BLOCK - 1) // BLOCK)
-    _blocks_are(fd, content, blocks, late)
+    _check_blocks(fd, content, blocks, late)
 
 
 def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> None:
-    """Check that the open file is the state after the `position` tokens of `digest`.
+    """Check that an open file holds the state after the `position` tokens of `digest`.
 
     Raises Malformed and OSError.
     """
@@ -314,16 +328,16 @@ def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> N
 
 
 def check_whole(path: Path, row: Row) -> None:
-    """Check a whole file against its row; for any namespace. Raises Malformed and OSError."""
-    with opened(path) as fd:
+    """Check a whole file of any namespace against its row. Raises Malformed and OSError."""
+    with open_file(path) as fd:
         if os.fstat(fd).st_size != row.nbytes:
             raise Malformed("its size is not what the index says")
-        if row.kind == "run":
+        if row.kind == RUN:
             content = read_run(fd)
             if (content.start, content.digest) != (row.start, row.digest):
                 raise Malformed("it is not the run that its name says")
             blocks = range(len(content.checksums))
-            _blocks_are(fd, content, blocks, late=True)
+            _check_blocks(fd, content, blocks, late=True)
         else:
             state = read_checkpoint(fd)
             if (state.position, state.digest) != (row.start, row.digest):
@@ -332,8 +346,8 @@ def check_whole(path: Path, row: Row) -> None:
                 raise Malformed("its checksum is wrong")
 
 
-def _blocks_are(fd: int, content: Run, blocks: range, late: bool) -> None:
-    """Raise Malformed unless each block has the checksum that its run gives."""
+def _check_blocks(fd: int, content: RunHeader, blocks: range, late: bool) -> None:
+    """Raise Malformed unless each block has the checksum in its run's header."""
     places = content.header.places
     for names_late, sums in ((False, content.checksums), (True, content.late_checksums)):
         wanted = [place for place in places if (place.name in content.late) is names_late]
@@ -344,15 +358,15 @@ def _blocks_are(fd: int, content: Run, blocks: range, late: bool) -> None:
 
 
 def read_ahead(path: Path) -> None:
-    """Have the system read a file while others are checked, where it takes such advice."""
+    """Ask the system to begin reading a file, on platforms that support it."""
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError), opened(path) as fd:
+        with suppress(OSError), open_file(path) as fd:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read `path` by. Raises OSError."""
+def open_file(path: Path) -> Iterator[int]:
+    """Open `path` for reading, symbolic links refused; yields its descriptor. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         yield fd
@@ -360,38 +374,26 @@ def opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-AT_ONCE = 4 << 20
-"""Bytes that are read together."""
-
-_EXPONENTS = {
-    "F16": ("<u2", 0x7C00),
-    "BF16": ("<u2", 0x7F80),
-    "F32": ("<u4", 0x7F80_0000),
-    "F64": ("<u8", 0x7FF0_0000_0000_0000),
-}
-"""A float whose exponent has all bits set is no number: https://en.wikipedia.org/wiki/IEEE_754."""
-
-
 def is_finite(path: Path, row: int) -> bool:
-    """Whether row `row` of each of a run's tensors, and all behind it, are numbers.
+    """Tell if rows from `row` on of each of a run's tensors are finite.
 
-    False also where the file cannot be read.
+    False also if the file cannot be read.
     """
     try:
-        with opened(path) as fd:
+        with open_file(path) as fd:
             return all(_finite(fd, place, row) for place in read_header(fd).places)
     except (Malformed, OSError):
         return False
 
 
 def _finite(fd: int, place: Place, row: int) -> bool:
-    """The same of one tensor, whose first axis is the run's tokens."""
+    """Tell if the rows of one tensor, whose first axis is tokens, are finite from `row` on."""
     if place.dtype not in _EXPONENTS or not place.nbytes:
         return True
     kind, bits = _EXPONENTS[place.dtype]
     end = place.offset + place.nbytes
-    for at in range(place.offset + row * (place.nbytes // place.shape[0]), end, AT_ONCE):
-        raw = os.pread(fd, min(AT_ONCE, end - at), at)
+    for at in range(place.offset + row * (place.nbytes // place.shape[0]), end, READ_BYTES):
+        raw = os.pread(fd, min(READ_BYTES, end - at), at)
         values = np.frombuffer(raw, kind)
         if np.any((values & values.dtype.type(bits)) == bits):
             return False

@@ -1,4 +1,4 @@
-"""Looking through a whole folder, and making it smaller, as a person asks for."""
+"""Maintenance of a whole folder on request: check, prune, clear."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlxcache.safetensors import Malformed
 from mlxcache.store import index
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import translated
-from mlxcache.store.eviction import victims
+from mlxcache.store.eviction import files_to_evict
 from mlxcache.store.folder import TEMP_SUFFIX, remove
 from mlxcache.store.found import Problem
 from mlxcache.store.index import Row
@@ -19,28 +19,28 @@ from mlxcache.store.kv_files import check_whole
 from mlxcache.store.lock import alive
 
 Progress = Callable[[int, int], None]
-"""Called with the files that were read and those there are to read."""
+"""Called with the number of files read and the number to read."""
 
 
 def evict_excess(context: StoreContext) -> None:
-    """Evict what exceeds the cap. Raises StoreError."""
+    """Evict files that exceed the cap. Raises StoreError."""
     if context.space.limit is not None:
         with context.database.write() as connection:
             context.count("evicted", len(context.space.shrink(connection, context.space.limit)))
 
 
 def check(context: StoreContext, progress: Progress) -> list[Problem]:
-    """See `Store.check`."""
+    """List what is wrong with the folder; see `Store.check`."""
     return [problem for problem, _ in _problems(context, progress)]
 
 
 def _problems(context: StoreContext, progress: Progress) -> Iterator[tuple[Problem, Row | None]]:
-    """What is wrong, and the row of a file that has one.
+    """Yield each problem, with the row of a file that has one.
 
-    Files that another process removes meanwhile are no problem.
+    Files that another process removes meanwhile are not reported.
     """
     with translated(context.folder.path):
-        with context.database.write() as connection:  # so that nothing comes or goes while listing
+        with context.database.write() as connection:  # no file is added or removed while listing
             context.check_present()
             (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             rows = {
@@ -50,18 +50,18 @@ def _problems(context: StoreContext, progress: Progress) -> Iterator[tuple[Probl
         if verdict != "ok":
             yield Problem(context.folder.index, f"is damaged: {verdict}"), None
         for path in present:
-            if path not in rows and (what := _stray(context, path)):
+            if path not in rows and (what := _stray_problem(context, path)):
                 yield Problem(path, what), None
         ids = {row.id for row in rows.values()}
         for number, (path, row) in enumerate(rows.items(), start=1):
-            context.database.check_open()  # a server that ends does not wait for this
-            if what := _wrong(context, path, row, ids):
+            context.database.check_open()  # a closing server does not wait for this
+            if what := _row_problem(context, path, row, ids):
                 yield Problem(path, what), row
             progress(number, len(rows))
 
 
-def _mend(context: StoreContext, progress: Progress) -> None:
-    """Take out all that `check` names, but for the index itself: what is damaged, and its rows."""
+def _remove_problems(context: StoreContext, progress: Progress) -> None:
+    """Remove all that `check` lists except the index: damaged files, and their rows."""
     for problem, row in list(_problems(context, progress)):
         if row is not None:
             context.remove_file(row.id, corrupt=True)
@@ -72,42 +72,42 @@ def _mend(context: StoreContext, progress: Progress) -> None:
 
 
 def _has_row(context: StoreContext, connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether somebody entered the file meanwhile."""
+    """Tell if another process added a row for the file meanwhile."""
     rows = index.rows(connection, "lower(hex(digest)) = ?", path.stem)
     return any(context.folder.file(row.kind, row.digest) == path for row in rows)
 
 
-def _stray(context: StoreContext, path: Path) -> str | None:
-    """What is wrong with a file that has no row."""
+def _stray_problem(context: StoreContext, path: Path) -> str | None:
+    """Problem of a file without a row, or None."""
     if not path.name.endswith(TEMP_SUFFIX):
         return "is not in the index"
     if alive(context.folder, path.name[1:].rpartition("-")[0]):
         return None
-    return "was left by a process that is gone"
+    return "was left by a process that ended"
 
 
-def _wrong(context: StoreContext, path: Path, row: Row, ids: Collection[int]) -> str | None:
-    """What is wrong with a row or its file, which is read."""
+def _row_problem(context: StoreContext, path: Path, row: Row, ids: Collection[int]) -> str | None:
+    """Problem of a row or of its file, which is read, or None."""
     if row.owner is not None:
         if alive(context.folder, row.owner):
             return None
-        return "was left half by a process that is gone"
+        return "was left unfinished by a process that ended"
     if row.parent is not None and row.parent not in ids:
-        return "builds on a run that is not there"
+        return "builds on a run that is missing"
     try:
         check_whole(path, row)
     except FileNotFoundError:
         with context.database.read() as connection:
             there = index.one(connection, "id = ?", row.id)
-        return None if there is None else "is in the index and not there"
+        return None if there is None else "is in the index but missing"
     except (Malformed, OSError) as error:
         return f"is damaged: {error}"
     return None
 
 
 def prune(context: StoreContext, limit: int | None, progress: Progress) -> int:
-    """See `Store.prune`."""
-    _mend(context, progress)
+    """Remove what is wrong and evict down to `limit`; see `Store.prune`."""
+    _remove_problems(context, progress)
     with translated(context.folder.path):
         with context.database.write() as connection:
             context.check_present()
@@ -120,7 +120,7 @@ def prune(context: StoreContext, limit: int | None, progress: Progress) -> int:
 
 
 def clear(context: StoreContext, pinned: bool) -> int:
-    """See `Store.clear`."""
+    """Remove every file, pinned ones only if `pinned`; see `Store.clear`."""
     with translated(context.folder.path):
         with context.database.write() as connection:
             context.check_present()
@@ -128,7 +128,7 @@ def clear(context: StoreContext, pinned: bool) -> int:
             context.folder.trim_quarantine(0, keep=0)
             kept = {id for (id,) in connection.execute("SELECT file FROM pin")}
             rows = index.rows(connection)
-            every = victims(rows, sum(row.disk for row in rows) + 1, kept, partly=True) or []
+            every = files_to_evict(rows, sum(row.disk for row in rows) + 1, kept, partly=True) or []
             going = takewhile(lambda row: pinned or row.id not in kept, every)
             context.space.remove(connection, list(going))
         return _freed(context, before)

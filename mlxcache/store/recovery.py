@@ -1,4 +1,4 @@
-"""Opening a folder: what a killed process left goes, and a lost index is made from the files."""
+"""Recovery of a folder: at opening, after a kill, a damaged index, or a removed folder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mlxcache.safetensors import Malformed
 from mlxcache.store import index
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import Database, translated
-from mlxcache.store.digests import extend, root
+from mlxcache.store.digests import block_digests, root_digest
 from mlxcache.store.eviction import TOKEN_BYTES
 from mlxcache.store.folder import CHECKPOINT, RUN, SUFFIX, TEMP_SUFFIX, Folder, remove
 from mlxcache.store.index import Row
-from mlxcache.store.kv_files import opened, read_checkpoint, read_run
+from mlxcache.store.kv_files import open_file, read_checkpoint, read_run
 from mlxcache.store.lock import alive, opening
 from mlxcache.types import Tokens
 
@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 _ROW_BYTES = 2048
-"""What each of many new rows may add to the index and its log, beside tokens."""
+"""Bytes that each of many new rows may add to the index and its log, besides tokens."""
+
+MISSING_S = 1.0
+"""Seconds that a folder must be missing before it is made again, so that a removal can end."""
 
 _NOT_DAMAGED = (
     sqlite3.SQLITE_PERM,
@@ -39,12 +42,12 @@ _NOT_DAMAGED = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
 )
-"""What SQLite says of a place that cannot be used; all else is an index that cannot."""
+"""SQLite errors of an unusable disk; any other error means a damaged index."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stray:
-    """A file without a row. `rooted`: it needs no run before it."""
+    """A file without a row. `rooted`: it builds on no other run."""
 
     row: Row
     path: Path
@@ -55,7 +58,7 @@ class _Stray:
 
 
 def open_database(folder: Folder, limit: int | None) -> Database:
-    """The index of `folder`, checked; a damaged one is set aside and an empty one is made.
+    """Open the index of `folder` and check it; quarantine a damaged one and create it empty.
 
     Raises StoreError.
     """
@@ -68,7 +71,7 @@ def open_database(folder: Folder, limit: int | None) -> Database:
             raise
         if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in _NOT_DAMAGED:
             raise
-        log.warning("%s is damaged; it is made again from the files: %s", folder.index, error)
+        log.warning("index %s is damaged, rebuilding it from the files: %s", folder.index, error)
     with translated(folder.index):
         folder.set_aside(folder.index, limit)
         _remove_logs(folder)
@@ -76,7 +79,10 @@ def open_database(folder: Folder, limit: int | None) -> Database:
 
 
 def recover(context: StoreContext) -> None:
-    """Make index and files agree. Raises StoreError."""
+    """Make index and files agree: remove what killed processes left, add rows of whole files.
+
+    Raises StoreError.
+    """
     with translated(context.folder.path):
         for lock in list(context.folder.locks.iterdir()):
             if not alive(context.folder, lock.name):
@@ -104,7 +110,7 @@ def _open(folder: Folder) -> Database:
         database.create(index.SCHEMA)
         with database.read() as connection:
             if not index.shapes() <= set(connection.execute(index.SHAPES)):
-                raise sqlite3.DatabaseError("its tables are not what they should be")
+                raise sqlite3.DatabaseError("its tables are not those of this version")
     except BaseException:
         database.close()
         raise
@@ -117,7 +123,7 @@ def _remove_logs(folder: Folder) -> None:
 
 
 def _drop_unfinished(context: StoreContext, connection: sqlite3.Connection) -> None:
-    """Forget what dead processes were writing."""
+    """Remove files, and their rows, that dead processes were writing."""
     for row in index.rows(connection, "owner IS NOT NULL"):
         assert row.owner is not None
         if not alive(context.folder, row.owner):
@@ -128,9 +134,9 @@ def _drop_unfinished(context: StoreContext, connection: sqlite3.Connection) -> N
 def _survey(
     context: StoreContext, connection: sqlite3.Connection
 ) -> tuple[dict[tuple[str, str], int], list[tuple[str, Path]]]:
-    """Bytes of each (kind, file name) that has a row; and files that have none.
+    """Sizes of the files with a row, by (kind, file name), and the files without one.
 
-    Temporary files of nobody alive are removed on the way, foreign names set aside.
+    Temporary files of dead processes are removed on the way.
     """
     known = {(row.kind, row.digest.hex() + SUFFIX) for row in index.rows(connection)}
     sizes, strays = {}, []
@@ -149,30 +155,30 @@ def _survey(
 def _drop_lost(
     context: StoreContext, connection: sqlite3.Connection, sizes: dict[tuple[str, str], int]
 ) -> None:
-    """Drop rows whose file is not there or has another size, and what builds on them."""
+    """Remove rows whose file is missing or has another size, and all that builds on them."""
     gone: set[int] = set()
     for row in index.rows(connection, "owner IS NULL"):
         size = sizes.get((row.kind, row.digest.hex() + SUFFIX))
         if row.id not in gone and size != row.nbytes:
-            gone |= {below.id for below in index.below(connection, row.id)}
+            gone |= {below.id for below in index.subtree(connection, row.id)}
             context.remove_file(row.id, corrupt=size is not None)
 
 
 def _adopt_all(
     context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
 ) -> None:
-    """Add rows for whole files that have none; set aside what is no such file."""
+    """Add rows for whole files without one; quarantine any other file."""
     found = []
     for kind, path in strays:
         try:
             found.append(_read(kind, path))
         except (Malformed, OSError) as error:
-            log.warning("%s is set aside: %s.", path, error)
+            log.warning("file quarantined: %s: %s", path, error)
             context.folder.set_aside(path, context.space.limit)
             context.count("corrupt")
     holders: dict[bytes, int] = {}
     for row in index.rows(connection, "kind = ?", RUN):
-        for digest in extend(row.base, index.get_tokens(connection, row.id)):
+        for digest in block_digests(row.base, index.get_tokens(connection, row.id)):
             holders[digest] = row.id
     found.sort(key=lambda stray: (stray.row.kind == CHECKPOINT, stray.row.start))
     for stray in found:
@@ -182,7 +188,7 @@ def _adopt_all(
 def _fit(
     context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
 ) -> None:
-    """Evict for all the new rows before they are written: the folder may be full."""
+    """Evict for all new rows before they are written: the folder may be full."""
     if context.space.limit is not None:
         (tokens,) = connection.execute("SELECT ifnull(sum(stop - start), 0) FROM file").fetchone()
         growth = TOKEN_BYTES * tokens + _ROW_BYTES * len(strays)
@@ -190,14 +196,14 @@ def _fit(
 
 
 def _read(kind: str, path: Path) -> _Stray:
-    """What `path` holds by its own words. Raises Malformed and OSError."""
-    with opened(path) as fd:
+    """Read the header of a file without a row. Raises Malformed and OSError."""
+    with open_file(path) as fd:
         if kind == RUN:
             run = read_run(fd)
             digests, digest, base, start = run.digests, run.digest, run.base, run.start
             stop = start + len(run.tokens)
             key, previous, tokens = (digests or [digest])[0], b"", run.tokens
-            rooted = start == 0 and base == root(run.namespace)
+            rooted = start == 0 and base == root_digest(run.namespace)
         else:
             state = read_checkpoint(fd)
             digest, base, start = state.digest, state.base, state.position
@@ -205,7 +211,7 @@ def _read(kind: str, path: Path) -> _Stray:
             digests, rooted = [], True
         stat = os.fstat(fd)
     if path.name != digest.hex() + SUFFIX:
-        raise Malformed("it is not what its name says")
+        raise Malformed("its name is not the digest of its content")
     disk = stat.st_blocks * 512
     sizes = (stat.st_size, disk, stat.st_mtime)
     row = Row(0, kind, digest, base, key, start, stop, *sizes, None, None, None)
@@ -213,7 +219,7 @@ def _read(kind: str, path: Path) -> _Stray:
 
 
 def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _Stray) -> None:
-    """Add its row; a run to which nothing leads goes."""
+    """Add a file's row; remove a run whose prefix is not on disk."""
     parent = holders.get(stray.row.base)
     if parent is None and not stray.rooted:
         remove(stray.path)
@@ -226,40 +232,39 @@ def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _St
         holders.update((digest, id) for digest in stray.digests)
 
 
-GONE_S = 1.0
-"""For how long a folder has to be gone: whoever removes it is not to find new files in it."""
-
-
 class StoreReopener:
-    """Called before each transaction of an open store; does nothing as long as all is there."""
+    """Reopens a folder that was removed or replaced under an open store.
+
+    Called before each transaction; returns at once while the folder is unchanged.
+    """
 
     def __init__(self, context: StoreContext):
         self._context = context
-        self._turn = threading.RLock()
-        self._coming = False
+        self._lock = threading.RLock()
+        self._reopening = False
         self._missed_at: float | None = None
 
     def __call__(self) -> None:
-        """Raises StoreError where the folder has vanished and cannot be made again."""
-        if self._context.database.is_there() and not self._coming:
+        """Reopen the folder if needed. Raises StoreError if it is gone and cannot be made again."""
+        if self._context.database.is_there() and not self._reopening:
             self._missed_at = None
             return
-        with self._turn:
+        with self._lock:
             if not self._context.database.is_there():
-                self._coming = True
+                self._reopening = True
                 try:
-                    self._come_back()
+                    self._reopen()
                 finally:
-                    self._coming = False
+                    self._reopening = False
         self._missed_at = None
 
-    def _come_back(self) -> None:
+    def _reopen(self) -> None:
         context = self._context
         folder = context.folder
         now = time.monotonic()
         if self._missed_at is None:
             self._missed_at = now
-        if now - self._missed_at < GONE_S and not folder.index.exists():
+        if now - self._missed_at < MISSING_S and not folder.index.exists():
             context.check_present()
         with translated(folder.path):
             context.database.check_open()
@@ -273,4 +278,4 @@ class StoreReopener:
                     if not index.shapes() <= set(connection.execute(index.SHAPES)):
                         raise StoreError(f"{folder.index} is not an index of this version.")
                 recover(context)
-        log.warning("%s had vanished: it is used again as it is there now", folder.path)
+        log.warning("store folder was removed; reopened: %s", folder.path)

@@ -1,4 +1,4 @@
-"""Writing runs and checkpoints: a row that sets room aside, the file, then the row made durable."""
+"""Write runs and checkpoints: a row that reserves room, then the file, then the durable row."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from mlxcache.store.digests import BLOCK, Chain
 from mlxcache.store.folder import CHECKPOINT, RUN, remove, write
 from mlxcache.store.index import Match, Row
 from mlxcache.store.kv_files import (
-    Checkpoint,
-    Run,
+    CheckpointHeader,
+    RunHeader,
     block_checksums,
-    checkpoint_header,
     checksum_of,
-    run_header,
+    compose_checkpoint,
+    compose_run,
 )
 from mlxcache.store.lock import alive
-from mlxcache.store.thinning import crowded, unneeded
+from mlxcache.store.thinning import checkpoints_over_share, surplus_checkpoints
 from mlxcache.types import Tokens
 
 WAIT_S = 30.0
-"""How long a file that another process is writing is waited for."""
+"""Seconds to wait for another process that writes the same file."""
 
 _POLL_S = 0.02
 _USE_S = 30.0
-"""A path that is written to is marked as used so often at most."""
+"""Seconds between two noted uses of a path that is written to, at least."""
 
 _NO_HEADER = Header({}, (), 0)
 
 
 class _Changed(Exception):
-    """The index is not what it was when the file was composed: look again."""
+    """The index changed since the file was composed: look it up again."""
 
 
 class _Taken(_Changed):
-    """Somebody else is writing the same file."""
+    """Another process is writing the same file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row to be (its sizes open), and the buffers that its file consists of."""
+    """A row to insert, without its sizes, and the buffers of its file."""
 
     row: Row
     buffers: Sequence[bytes | memoryview]
@@ -73,16 +73,18 @@ def save_run(
             raise ValueError(f"{tensor.name} of shape {tensor.shape} is not one of {count} tokens")
     ordered = sorted(tensors, key=lambda tensor: tensor.name in late)
 
-    def draft(match: Match) -> _Draft | None:
+    def compose(match: Match) -> _Draft | None:
         if match.length < start:
-            raise PrefixNotStored(f"of the {start} tokens before a run, {match.length} are on disk")
+            raise PrefixNotStored(
+                f"only {match.length} of the {start} tokens before the run are on disk"
+            )
         if match.length >= length:
             return None
         return _draft_run(
-            context, chain, match, _from(ordered, match.length // BLOCK * BLOCK - start), late
+            context, chain, match, _skip_rows(ordered, match.length // BLOCK * BLOCK - start), late
         )
 
-    _save(context, chain, draft)
+    _save(context, chain, compose)
 
 
 def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tensor]) -> None:
@@ -90,30 +92,30 @@ def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tenso
     if not len(chain.ids):
         raise ValueError("a checkpoint needs at least one token before it")
 
-    def draft(match: Match) -> _Draft | None:
+    def compose(match: Match) -> _Draft | None:
         if match.checkpoints and match.checkpoints[-1].start == len(chain.ids):
             return None
-        _make_way(context, match, sum(tensor.nbytes for tensor in tensors))
+        _evict_checkpoints(context, match, sum(tensor.nbytes for tensor in tensors))
         return _draft_checkpoint(context, chain, match, tensors)
 
-    _save(context, chain, draft)
+    _save(context, chain, compose)
 
 
-def _make_way(context: StoreContext, match: Match, nbytes: int) -> None:
-    """Remove other checkpoints for one of `nbytes`, so that there is room left for KV."""
+def _evict_checkpoints(context: StoreContext, match: Match, nbytes: int) -> None:
+    """Remove checkpoints that exceed their share of the limit with one more of `nbytes`."""
     limit = context.space.limit
     if limit is None or not match.cover:
         return
     with context.database.write() as connection:
         context.check_present()
         context.write_uses(connection)
-        rows = crowded(connection, context.space.estimate(nbytes, 0), limit)
+        rows = checkpoints_over_share(connection, context.space.estimate(nbytes, 0), limit)
         context.space.remove(connection, rows)
     context.count("evicted", len(rows))
 
 
-def _from(tensors: Sequence[Tensor], skipped: int) -> list[Tensor]:
-    """The tensors without the first `skipped` of their tokens; views, no copies."""
+def _skip_rows(tensors: Sequence[Tensor], skipped: int) -> list[Tensor]:
+    """Views of the tensors without their first `skipped` rows."""
     found = []
     for tensor in tensors:
         shape = (tensor.shape[0] - skipped, *tensor.shape[1:])
@@ -134,7 +136,7 @@ def _draft_run(
         block_checksums([t.bytes for t in tensors if (t.name in late) is is_late], len(tokens))
         for is_late in (False, True)
     )
-    words = Run(
+    words = RunHeader(
         _NO_HEADER,
         chain.namespace,
         base,
@@ -144,8 +146,8 @@ def _draft_run(
         late,
         tuple(late_sums) if late else (),
     )
-    header = run_header(words, tensors)
-    row = _row(context, RUN, chain.at(stop), base, match.holder(start))
+    header = compose_run(words, tensors)
+    row = _row(context, RUN, chain.at(stop), base, match.run_before(start))
     row = replace(row, key=chain.at(min(start + BLOCK, stop)), start=start, stop=stop)
     return _Draft(row, [header, *buffers], tokens)
 
@@ -158,7 +160,7 @@ def _draft_checkpoint(
     digest = chain.at(position)
     buffers = [tensor.bytes for tensor in tensors]
     previous = match.checkpoints[-1] if match.checkpoints else None
-    words = Checkpoint(
+    words = CheckpointHeader(
         header=_NO_HEADER,
         namespace=chain.namespace,
         digest=digest,
@@ -167,8 +169,8 @@ def _draft_checkpoint(
         previous=previous.digest if previous else b"",
         checksum=checksum_of(buffers),
     )
-    header = checkpoint_header(words, tensors)
-    row = _row(context, CHECKPOINT, digest, base, match.holder(position))
+    header = compose_checkpoint(words, tensors)
+    row = _row(context, CHECKPOINT, digest, base, match.run_before(position))
     row = replace(row, start=position, stop=position, previous=previous.id if previous else None)
     return _Draft(row, [header, *buffers])
 
@@ -191,76 +193,76 @@ def _row(context: StoreContext, kind: str, digest: bytes, base: bytes, parent: R
     )
 
 
-def _save(context: StoreContext, chain: Chain, draft: Callable[[Match], _Draft | None]) -> None:
-    """Write what `draft` makes of the state of the index; None: it is all there."""
+def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _Draft | None]) -> None:
+    """Write the file that `compose` drafts from the current match; None: all is on disk."""
     deadline = time.monotonic() + WAIT_S
     with context.saving:
         while True:
             with context.database.read() as connection:
                 version = index.version(connection)
                 match = index.lookup(connection, chain)
-            context.note_use(_path(match), unless_within=_USE_S)
-            made = draft(match)
-            if made is None:
+            context.note_use(_rows_of(match), unless_within=_USE_S)
+            draft = compose(match)
+            if draft is None:
                 return
             try:
-                id = _reserve(context, chain, match, made, version)
+                id = _reserve(context, chain, match, draft, version)
             except _Taken:
                 if time.monotonic() > deadline:
                     raise StoreError(
-                        "Another process has been writing the same for long."
+                        f"Another process has been writing the same file for {WAIT_S:.0f} s."
                     ) from None
                 time.sleep(_POLL_S)
             except _Changed:
                 continue
             else:
-                _put(context, chain, match, made, id)
+                _put(context, chain, match, draft, id)
                 return
 
 
 def _reserve(
-    context: StoreContext, chain: Chain, match: Match, made: _Draft, version: tuple[int, int, int]
+    context: StoreContext, chain: Chain, match: Match, draft: _Draft, version: tuple[int, int, int]
 ) -> int:
-    """Add the row, make the room; returns the id. Raises _Changed if `match` no longer holds."""
-    row = made.row
+    """Insert the row and make room for it; returns its id. Raises _Changed if `match` is stale."""
+    row = draft.row
     with context.database.write() as connection:
         context.check_present()
         for stale in index.rows(connection, "owner = ?", context.lock.name):
-            index.delete(connection, stale)  # a write that failed so badly that it could not
+            index.delete(connection, stale)  # left by a failed write that could not remove it
         same = index.one(connection, "kind = ? AND digest = ?", row.kind, row.digest)
         if same is not None and same.owner is not None and alive(context.folder, same.owner):
             raise _Taken
         changed = index.version(connection) != version
-        if changed and _essence(index.lookup(connection, chain)) != _essence(match):
+        if changed and _identity_of(index.lookup(connection, chain)) != _identity_of(match):
             raise _Changed
         if same is not None and same.owner is not None:
             context.space.remove(connection, [same])
             same = None
-        nbytes = sum(len(buffer) for buffer in made.buffers)
+        nbytes = sum(len(buffer) for buffer in draft.buffers)
         size = context.space.estimate(nbytes, row.stop - row.start)
         if same is None:
             id = index.insert(connection, replace(row, nbytes=nbytes, disk=size))
             context.make_room(connection, size, has_row=True)
             return id
-    # the index is wrong about a file that the lookup should have found
+    # its row is damaged, else the lookup would have found it
     context.remove_file(same.id, corrupt=False)
     raise _Changed
 
 
-def _put(context: StoreContext, chain: Chain, match: Match, made: _Draft, id: int) -> None:
-    """Write the file and make its row durable; after an error neither is there."""
-    row = made.row
+def _put(context: StoreContext, chain: Chain, match: Match, draft: _Draft, id: int) -> None:
+    """Write the file and make its row durable; on an error remove both."""
+    row = draft.row
     final = context.folder.file(row.kind, row.digest)
     temp = context.folder.temp(row.kind, row.digest, context.lock.name, id)
     try:
         with translated(final):
-            size = write(temp, final, made.buffers)
+            size = write(temp, final, draft.buffers)
         with context.database.write() as connection:
-            _make_durable(context, connection, made, id, size)
-            if made.tokens is None:
+            _make_durable(context, connection, draft, id, size)
+            if draft.tokens is None:
                 path = index.lookup(connection, chain)
                 limit = context.space.limit or 0
-                gone = unneeded(connection, chain.namespace, chain.ids, path, limit)
+                gone = surplus_checkpoints(connection, chain.namespace, chain.ids, path, limit)
                 context.space.remove(connection, gone)
             for checkpoint in match.checkpoints:
                 if checkpoint.parent is None and row.start < checkpoint.start <= row.stop:
@@ -273,25 +275,25 @@ def _put(context: StoreContext, chain: Chain, match: Match, made: _Draft, id: in
         with suppress(OSError):
             remove(final)
         raise
-    context.count("written_bytes", sum(len(buffer) for buffer in made.buffers))
+    context.count("written_bytes", sum(len(buffer) for buffer in draft.buffers))
     context.count("written_tokens", row.stop - row.start)
 
 
 def _make_durable(
-    context: StoreContext, connection: sqlite3.Connection, made: _Draft, id: int, size: int
+    context: StoreContext, connection: sqlite3.Connection, draft: _Draft, id: int, size: int
 ) -> None:
     changed = connection.execute(
         "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?", (size, context.now(), id)
     )
     if not changed.rowcount:
-        raise PrefixNotStored("what a run builds on was found damaged while it was written")
-    if made.tokens is not None:
-        index.put_tokens(connection, id, made.tokens)
+        raise PrefixNotStored("a run before it was removed as damaged while it was written")
+    if draft.tokens is not None:
+        index.put_tokens(connection, id, draft.tokens)
 
 
-def _path(match: Match) -> list[Row]:
+def _rows_of(match: Match) -> list[Row]:
     return [row for row, _, _ in match.cover] + list(match.checkpoints)
 
 
-def _essence(match: Match) -> tuple[int, list[int]]:
-    return (match.length, [row.id for row in _path(match)])
+def _identity_of(match: Match) -> tuple[int, list[int]]:
+    return (match.length, [row.id for row in _rows_of(match)])

@@ -413,8 +413,11 @@ def shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
     return most
 
 
-def along(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[int]:
-    """How many tokens of `ids` each leaf that goes along them shares; none without the tables."""
+def shared_lengths(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[int]:
+    """Tokens that each leaf with the conversation key of `ids` shares with them.
+
+    Empty if there are no tables of sessions.
+    """
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
         return []
     query = "SELECT DISTINCT anchor FROM leaves WHERE namespace = ?"

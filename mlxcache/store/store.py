@@ -12,12 +12,12 @@ from mlxcache.safetensors import Malformed, Tensor
 from mlxcache.store import index, maintenance
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import Database, translated
-from mlxcache.store.digests import Chains, root
+from mlxcache.store.digests import Chains, root_digest
 from mlxcache.store.eviction import Space
 from mlxcache.store.folder import CHECKPOINT, RUN, Folder
 from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
 from mlxcache.store.index import Row
-from mlxcache.store.kv_files import check_checkpoint, check_run, is_finite, opened, read_ahead
+from mlxcache.store.kv_files import check_checkpoint, check_run, is_finite, open_file, read_ahead
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held
 from mlxcache.store.lock import ProcessLock, opening
@@ -257,7 +257,7 @@ class Store:
         while left:
             id = left.pop()
             with self.database.read() as connection:
-                rows = index.below(connection, id)
+                rows = index.subtree(connection, id)
             if rows and not {row.id for row in rows} & needed:
                 gone += self._context.remove_file(id, corrupt=False)
                 # the run it was built on may have stayed only because of it
@@ -352,7 +352,7 @@ class Store:
             if index.one(connection, "id = ? AND owner IS NULL", file.id) is None:
                 raise gone
         try:
-            with opened(file.path) as fd:
+            with open_file(file.path) as fd:
                 check(fd)
         except FileNotFoundError as error:
             self._context.remove_file(file.id, corrupt=False)
@@ -370,14 +370,14 @@ class Store:
         if self._needs_checkpoints is not None:
             return self._needs_checkpoints
         with self.database.read() as connection:
-            return index.has_checkpoints(connection, root(self.namespace))
+            return index.has_checkpoints(connection, root_digest(self.namespace))
 
     def _is_sound_for_others(self, file: Piece | Saved, own: set[int], keep: int) -> bool:
         """Tell if a run is used by paths other than `own`, and finite beyond `keep`."""
         if isinstance(file, Saved):
             return False
         with self.database.read() as connection:
-            behind = {row.id for row in index.below(connection, file.id)} - own
+            behind = {row.id for row in index.subtree(connection, file.id)} - own
         shared = bool(behind) or file.end < file.last
         return shared and is_finite(file.path, max(0, keep - file.first))
 

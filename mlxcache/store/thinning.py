@@ -1,4 +1,4 @@
-"""Which checkpoints on disk go, so that they take linear room, and no more than their share."""
+"""Choice of checkpoints on disk to remove, so that their bytes stay linear and within a share."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from mlxcache.store import index
 from mlxcache.store.eviction import last_uses
 from mlxcache.store.folder import CHECKPOINT
 from mlxcache.store.index import Match, Row
-from mlxcache.store.session_rows import along
+from mlxcache.store.session_rows import shared_lengths
 from mlxcache.tree.thinning import BUDGET_SHARE, NEWEST, allowed, checkpoints_to_drop
 from mlxcache.types import Tokens
 
-LEFT_TOKENS = 1024
-"""The end of a reply that is no further from a path that left it may go: so many are fed again."""
+SIDE_TOKENS = 1024
+"""Tokens beside a path within which the checkpoint of a reply's end may be removed."""
 
-LEFT = 2
-"""Such ends that stay: a request may still go on with them."""
+SIDE_KEPT = 2
+"""Such checkpoints that stay: a request may still continue from them."""
 
 
-def unneeded(
+def surplus_checkpoints(
     connection: sqlite3.Connection, namespace: str, ids: Tokens, match: Match, limit: int
 ) -> list[Row]:
-    """The checkpoints along `ids` that are not worth their bytes, in a folder of `limit` bytes.
+    """Choose the checkpoints along `ids` to remove, in a folder of `limit` bytes.
 
-    First ends of replies beside the path go, such as those with a thought that the next prompt
-    leaves out; then those of the path itself: see `checkpoints_to_drop`. The newest of other paths
-    stay, and that at which a leaf of a session has its last one: a turn's files are there before
-    the turn is booked, and a fork may lag behind for good.
+    First the ends of replies beside the path (for example replies with a thought that the next
+    prompt leaves out), then those of the path itself as `checkpoints_to_drop` chooses. The newest
+    checkpoints of other paths stay, and so does the last one of each session's leaf: files of a
+    turn are written before the turn is recorded, and a fork may never be continued.
     """
     path = match.checkpoints
     if not path:
@@ -36,36 +36,36 @@ def unneeded(
     kv_bytes = sum(row.disk * (b - a) // (row.stop - row.start) for row, a, b in match.cover)
     size = max(row.disk for row in path)
     most = allowed(kv_bytes, size, limit) // max(1, size)
-    left = _left(connection, path)
-    excess = len(path) + len(left) - most
+    beside = _beside(connection, path)
+    excess = len(path) + len(beside) - most
     if excess <= 0:
         return []
-    last = _last(path, along(connection, namespace, ids))
-    gone = [row for row in left[:-LEFT] if row.previous not in last][:excess]
+    last = _last(path, shared_lengths(connection, namespace, ids))
+    gone = [row for row in beside[:-SIDE_KEPT] if row.previous not in last][:excess]
     positions = [row.start for row in path]
     parted = {row.start for row in path if len(_followers(connection, row.id)) > 1}
-    spare = checkpoints_to_drop(positions, max(match.length, positions[-1]), most, parted=parted)
+    drop = checkpoints_to_drop(positions, max(match.length, positions[-1]), most, parted=parted)
     away = {row.id for row in gone}
     return gone + [
         row
         for row in path
-        if row.start in spare and row.id not in last and not _needed(connection, row.id, away)
+        if row.start in drop and row.id not in last and not _is_newest(connection, row.id, away)
     ]
 
 
-def _left(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
-    """Checkpoints a little beside a path that nothing follows, the oldest first."""
+def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
+    """Checkpoints a little beside a path without followers, the least recently used first."""
     own = {row.id: row.start for row in path}
     found: list[Row] = []
     for id, start in own.items():
-        beside = index.rows(connection, "previous = ? AND owner IS NULL", id)
-        near = [row for row in beside if row.id not in own and row.start - start < LEFT_TOKENS]
+        after = index.rows(connection, "previous = ? AND owner IS NULL", id)
+        near = [row for row in after if row.id not in own and row.start - start < SIDE_TOKENS]
         found += [row for row in near if not _followers(connection, row.id)]
     return sorted(found, key=lambda row: (row.used, row.id))
 
 
 def _last(path: Sequence[Row], ends: Sequence[int]) -> set[int]:
-    """The ids of the last checkpoints before each of `ends`."""
+    """Ids of the last checkpoints at or before each of `ends`."""
     before = [
         max((row for row in path if row.start <= end), key=_start, default=None) for end in ends
     ]
@@ -76,12 +76,12 @@ def _start(row: Row) -> int:
     return row.start
 
 
-def crowded(connection: sqlite3.Connection, coming: int, limit: int) -> list[Row]:
-    """The checkpoints that go for `coming` bytes of another, so that they keep to their share.
+def checkpoints_over_share(connection: sqlite3.Connection, coming: int, limit: int) -> list[Row]:
+    """Choose checkpoints to remove for another of `coming` bytes, so that all keep to their share.
 
-    The least recently used first; of equal use those between a path's first and its last, then
-    the last, and the first, which new conversations share. Pinned ones go when no others are left.
-    One counts as used when those after it were.
+    The least recently used first; of equals those between a path's first and last, then the last,
+    then the first, which new conversations share. Pinned ones only when no others are left.
+    A checkpoint counts as used whenever a later one on its path was.
     """
     query = "SELECT ifnull(sum(disk), 0) FROM file WHERE kind = ?"
     (held,) = connection.execute(query, (CHECKPOINT,)).fetchone()
@@ -111,8 +111,8 @@ def _followers(connection: sqlite3.Connection, id: int) -> list[int]:
     return [found[0] for found in connection.execute(query, (id,))]
 
 
-def _needed(connection: sqlite3.Connection, id: int, away: Collection[int]) -> bool:
-    """Whether a checkpoint is among the newest of some path, when those in `away` have gone."""
+def _is_newest(connection: sqlite3.Connection, id: int, away: Collection[int]) -> bool:
+    """Tell if a checkpoint is among the newest of any path once those in `away` are removed."""
     level = [id]
     for _ in range(NEWEST):
         after: list[int] = []

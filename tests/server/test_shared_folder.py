@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from mlxcache.sessions.reply_feed import REFRESH_S
-from mlxcache.store.recovery import GONE_S
+from mlxcache.store.recovery import MISSING_S
 from tests.conftest import ToyMaker
 from tests.served import served
 from tests.server.api import Api, until, user, words
@@ -167,7 +167,7 @@ def test_what_one_removes_the_other_goes_on_with(begin: Begin, home: Path) -> No
             shutil.rmtree(home / "cache", ignore_errors=True)
         for api in (one, two):
             assert api.http.get("/v1/cache").status_code == 200
-        time.sleep(2 * GONE_S)
+        time.sleep(2 * MISSING_S)
 
     for api, label in labels.items():
         until_durable(api, label)

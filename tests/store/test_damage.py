@@ -263,9 +263,9 @@ def test_check_reports_and_changes_nothing(folder):
         what = {problem.path.name: problem.what for problem in store.check()}
         assert what == {
             first.name: "is damaged: a block's checksum is wrong",
-            second.name: "is in the index and not there",
+            second.name: "is in the index but missing",
             "stray": "is not in the index",
-            ".1-2-3.tmp": "was left by a process that is gone",
+            ".1-2-3.tmp": "was left by a process that ended",
         }
         assert store.stats().runs == 3
     with opened(folder) as store:

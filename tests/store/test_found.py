@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxcache.store import index
-from mlxcache.store.eviction import MOST_FOUND, victims
+from mlxcache.store.eviction import MOST_REUSES, files_to_evict
 from mlxcache.store.index import Row
 from tests.store.content import kv, opened, tokens
 
@@ -20,7 +20,7 @@ def run(id: int, used: float, parent: int | None = None, start: int = 0) -> Row:
 
 
 def gone(rows: list[Row], counts: dict[int, int], need: int = 10) -> list[int]:
-    return [row.id for row in victims(rows, need, (), counts) or []]
+    return [row.id for row in files_to_evict(rows, need, (), counts) or []]
 
 
 def test_who_was_never_found_goes_before_an_older_one_that_was():
@@ -48,20 +48,20 @@ def test_the_newest_end_of_a_conversation_has_its_uses():
 def test_pinned_ones_go_last_whatever_was_found(uses, pinned, times, need):
     """What goes is enough, in one order for any need, and never younger and found more."""
     rows = [run(id, float(at)) for id, at in enumerate(times, 1)]
-    chosen = [row.id for row in victims(rows, need, pinned, uses) or []]
+    chosen = [row.id for row in files_to_evict(rows, need, pinned, uses) or []]
     assert len(chosen) == -(-need // 10)
-    every = [row.id for row in victims(rows, 80, pinned, uses) or []]
+    every = [row.id for row in files_to_evict(rows, 80, pinned, uses) or []]
     assert chosen == every[: len(chosen)]
     assert [id in pinned for id in every] == sorted(id in pinned for id in every)
     used = {row.id: row.used for row in rows}
     for before, after in pairwise(every):
         if (before in pinned) == (after in pinned) and used[before] > used[after]:
-            assert min(uses.get(before, 0), MOST_FOUND) < min(uses.get(after, 0), MOST_FOUND)
+            assert min(uses.get(before, 0), MOST_REUSES) < min(uses.get(after, 0), MOST_REUSES)
 
 
 def counts(store) -> list[int]:
     with store.database.read() as connection:
-        return sorted(index.found_counts(connection).values())
+        return sorted(index.reuse_counts(connection).values())
 
 
 def test_two_servers_count_together(folder):

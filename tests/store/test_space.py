@@ -16,7 +16,7 @@ from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.store import Store, context, index
 from mlxcache.store import folder as store_folder
 from mlxcache.store.digests import Chains
-from mlxcache.store.eviction import victims
+from mlxcache.store.eviction import files_to_evict
 from mlxcache.store.folder import Folder
 from mlxcache.store.index import Row
 from tests.sampler import Sampler
@@ -305,7 +305,7 @@ def test_victims_are_leaves_in_order_of_use(data):
             break
         first = min(leaves, key=lambda row: (row.id in pinned, row.used, -row.stop))
         wanted.append(left.pop(first.id))
-    assert victims(rows, need, pinned) == wanted
+    assert files_to_evict(rows, need, pinned) == wanted
 
 
 def checkpoint(id: int, previous: int | None, used: float = 5.0) -> Row:
@@ -315,14 +315,14 @@ def checkpoint(id: int, previous: int | None, used: float = 5.0) -> Row:
 def test_the_first_checkpoint_of_a_path_goes_last():
     """Among those used at the same time; what ends further along goes first."""
     rows = [checkpoint(1, None), checkpoint(2, 1), checkpoint(3, 2)]
-    assert [row.id for row in victims(rows, 30, ()) or []] == [3, 2, 1]
+    assert [row.id for row in files_to_evict(rows, 30, ()) or []] == [3, 2, 1]
 
 
 def test_a_checkpoint_that_others_follow_was_used_when_they_were():
     """Two conversations behind one head, all written in a moment, whatever was noted when."""
     rows = [checkpoint(1, None, 1.0), checkpoint(2, 1, 2.0), checkpoint(3, 2, 3.0)]
     rows += [checkpoint(4, 1, 4.0), checkpoint(5, 4, 4.5)]
-    assert [row.id for row in victims(rows, 50, ()) or []] == [3, 2, 5, 4, 1]
+    assert [row.id for row in files_to_evict(rows, 50, ()) or []] == [3, 2, 5, 4, 1]
 
 
 ROOT = Path(__file__).parents[2]

@@ -19,12 +19,12 @@ from tests.store.content import assert_right, opened, put, snapshot, tokens, tur
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is gone is taken for gone."""
-    monkeypatch.setattr("mlxcache.store.recovery.GONE_S", 0.0)
+    monkeypatch.setattr("mlxcache.store.recovery.MISSING_S", 0.0)
 
 
 def test_nothing_is_made_while_a_folder_is_being_removed(folder, monkeypatch):
     """Whoever removes it would find new files in it."""
-    monkeypatch.setattr("mlxcache.store.recovery.GONE_S", 0.2)
+    monkeypatch.setattr("mlxcache.store.recovery.MISSING_S", 0.2)
     with opened(folder) as store:
         put(store, tokens(300))
         shutil.rmtree(folder)
