@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from mlxcache.bench.text import Filler
 from mlxcache.engine.admission import WORTH_BESIDE
 from tests.soak.ledger import Ledger, Sessions
-from tests.soak.life import Life
 from tests.soak.plan import Step
+from tests.soak.server import Life
 from tests.soak.wire import Asked, Leave, Outcome, ask, call
 
 MOST_TALKS, MOST_MESSAGES = 5, 14
@@ -69,14 +69,14 @@ class Agent:
 
     def work(self, servers: Servers, over: threading.Event, pause: float) -> None:
         """Do one thing after another until it is over."""
-        from tests.soak import chores
+        from tests.soak import steps
 
         while not over.wait(pause):
             life = servers.pick((step := next(self._steps)).server)
             if life is None:
                 time.sleep(0.1)
                 continue
-            doing: Callable[[Agent, Life, Step], None] = getattr(chores, step.kind)
+            doing: Callable[[Agent, Life, Step], None] = getattr(steps, step.kind)
             doing(self, life, step)
 
     # -- conversations -----------------------------------------------------------------------

@@ -16,8 +16,8 @@ from mlxcache.config.memory import read_footprint
 from tests.proofs import crash
 from tests.soak import wire
 from tests.soak.ledger import Ledger, Sample, Sessions
-from tests.soak.life import ROOM, ROOM_SHARE, Life, Rest
 from tests.soak.reference import Reference
+from tests.soak.server import ROOM, ROOM_SHARE, Life, Rest
 
 REST_S = 120.0
 """In which whatever runs or is being written must be over."""

@@ -15,10 +15,10 @@ from tests.proofs import models
 from tests.soak import checks, wire
 from tests.soak.agent import Agent
 from tests.soak.ledger import Ledger, Sessions
-from tests.soak.life import Flags, Life, Steady
-from tests.soak.ordeal import Ordeal, terminate
 from tests.soak.plan import Round, rounds, steps
 from tests.soak.reference import Reference
+from tests.soak.round import RoundRun, terminate
+from tests.soak.server import Flags, Life, Steady
 
 STEADY = Flags(ram="32MB")
 WIDE = "wide"
@@ -74,7 +74,7 @@ class Soak:
                 one.life.end()
 
     def _round(self, round_: Round) -> None:
-        ordeal = Ordeal(self, round_)
+        ordeal = RoundRun(self, round_)
         ordeal.run()
         if ordeal.steady is not None and round_.clear:
             self._clear(ordeal.steady)

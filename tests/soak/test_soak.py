@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.proofs import models
-from tests.soak import checks, ills
+from tests.soak import checks, faults
 from tests.soak.ledger import Ledger, Sessions
-from tests.soak.life import Flags, Life
 from tests.soak.plan import COUNTED, FAMILIES, FILES, LASTING, STEPS, rounds, steps
 from tests.soak.reference import Reference
 from tests.soak.run import Soak
+from tests.soak.server import Flags, Life
 from tests.soak.wire import Asked, Outcome
 
 
@@ -142,7 +142,7 @@ def test_what_a_server_may_say(tmp_path: Path, model: Path) -> None:
     life.ending = True
     assert life.permits(Outcome(status=0))
     assert not life.permits(Outcome(status=0, hang=True))
-    ills.end_all(life)
+    faults.end_all(life)
     assert life.faults.on("nan") is None
 
 

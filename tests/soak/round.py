@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from mlxcache.bench.process import Lives, tail
 from mlxcache.config import parse_size
-from tests.soak import checks, ills, wire
+from tests.soak import checks, faults, wire
 from tests.soak.agent import Agent
 from tests.soak.ledger import Ledger, Sessions
-from tests.soak.life import START_S, Flags, Life, launch
 from tests.soak.plan import Round
+from tests.soak.server import START_S, Flags, Life, launch
 
 if TYPE_CHECKING:
     from tests.soak.run import Soak
@@ -43,7 +43,7 @@ class Servers:
         return [life for life in (self.steady, self.mortal) if life is not None]
 
 
-class Ordeal:
+class RoundRun:
     """What a round is made of, begun by `run`."""
 
     def __init__(self, soak: Soak, round_: Round):
@@ -98,7 +98,7 @@ class Ordeal:
 
         def harm(names: Sequence[str]) -> None:
             for name in names:
-                ills.to_files(name, self.folder, rng, self.ledger)
+                faults.to_files(name, self.folder, rng, self.ledger)
 
         now = [name for name in self.round.files if name == "index"] or self.round.files[:1]
         harm(now)
@@ -119,7 +119,7 @@ class Ordeal:
         threads = []
         for fault in round_.faults:
             life = self.steady if fault.on == "steady" and self.steady else self.mortal
-            threads.append(self._thread(ills.befall, life, fault, self.ledger, over))
+            threads.append(self._thread(faults.befall, life, fault, self.ledger, over))
         _start(threads)
         try:
             time.sleep(round_.end_at / 2)
@@ -131,7 +131,7 @@ class Ordeal:
             over.set()
             self._join(threads)
             for life in self.servers.every():
-                ills.end_all(life)
+                faults.end_all(life)
 
     def _end_under_load(self) -> None:
         """Kill it, let its thread die, or have it end; some of the last come at rest instead."""

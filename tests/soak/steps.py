@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 from tests.soak.agent import TURN_TOKENS, Agent, Talk
-from tests.soak.life import Life
 from tests.soak.plan import Step
+from tests.soak.server import Life
 from tests.soak.wire import Leave, Outcome
 
 MOST_SNAPSHOT = 64 << 20

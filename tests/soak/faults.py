@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.soak.ledger import Ledger
-from tests.soak.life import Life
 from tests.soak.plan import Fault
+from tests.soak.server import Life
 
 
 def befall(life: Life, fault: Fault, ledger: Ledger, over: threading.Event) -> None:
