@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxcache.prompt.marks import APART
+from mlxcache.prompt.marks import MARK_DISTANCE
 from mlxcache.tree.prefix_tree import Node
 from mlxcache.tree.thinning import checkpoints_to_drop
 
@@ -28,7 +28,7 @@ def stops(
     for at in [*wanted, length]:
         while at - chosen[-1] > SPACING:
             chosen.append(chosen[-1] + SPACING)
-        if at - chosen[-1] >= APART and at < length:
+        if at - chosen[-1] >= MARK_DISTANCE and at < length:
             chosen.append(at)
     if most is not None:
         kept = {*marks[:1], *marks[-1:], min(parted, last)}

@@ -107,7 +107,7 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
 
     builder = _builder(settings)
     sides = _side(builder, one), _side(builder, other)
-    explained = Explainer(builder.reach, builder.decode).explain(*sides)
+    explained = Explainer(builder.message_position, builder.decode).explain(*sides)
     old, new = (len(side.ids) for side in sides)
     return {
         "object": "explanation",
@@ -163,7 +163,7 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
     side = _side(builder, one)
     found = audit(
         side.source,
-        builder.position,
+        builder.text_position,
         len(side.ids),
         order_kept=settings.rules["tool_order"],
     )

@@ -22,7 +22,7 @@ from mlxcache.engine.task import Task, owned
 from mlxcache.errors import MlxcacheError
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import Source
-from mlxcache.prompt.next_turn import continued
+from mlxcache.prompt.next_turn import append_reply
 from mlxcache.types import (
     WARMING,
     Event,
@@ -277,8 +277,8 @@ class Anticipation:
         """In the thread."""
         job, sent = task.job, task.job.prompt.source.sent
         try:
-            chat = continued(sent, pieces, job.prompt.names, thoughts=job.api == "messages")
-            prompt = self._builder(job.owner).ahead(chat, job.session, job.stop)
+            chat = append_reply(sent, pieces, job.prompt.names, thoughts=job.api == "messages")
+            prompt = self._builder(job.owner).next_turn(chat, job.session, job.stop)
         except MlxcacheError as error:  # such as: it is too long to go on with
             log.debug("%s: the next turn cannot be anticipated: %s", job.id, error)
             return

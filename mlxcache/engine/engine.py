@@ -247,7 +247,7 @@ class Engine:
             self._records.over(record)
             raise
         shared = shared or self._begin(job, record, core)
-        reply = Reply(job.prompt.names, builder.canonicaliser.emitted)
+        reply = Reply(job.prompt.names, builder.canonicaliser.remember_call)
         most = (job.timeout_s, self.settings.request_timeout)
         return shared.join(record, reply, min((s for s in most if s is not None), default=None))
 

@@ -16,7 +16,15 @@ from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.task import Task
 from mlxcache.prompt.advice import advice_for
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.explain import WORTH, Candidate, Candidates, Explainer, Explanation, Side, best
+from mlxcache.prompt.explain import (
+    LEAST_LOSS,
+    EarlierPrompt,
+    EarlierPrompts,
+    Explainer,
+    Explanation,
+    Side,
+    first_related,
+)
 from mlxcache.types import WARMING, Admitted, Event, Job, Piece, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")
@@ -48,9 +56,9 @@ class Losses:
         rate: Callable[[], float],
         booked: Callable[[str, Tokens], list[tuple[bool, int]]],
     ):
-        self._explainer = Explainer(builder.reach, builder.decode)
+        self._explainer = Explainer(builder.message_position, builder.decode)
         self._rate, self._booked = rate, booked
-        self._held = Candidates()
+        self._held = EarlierPrompts()
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-explain")
         self._open: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
@@ -72,7 +80,7 @@ class Losses:
             if not isinstance(event, Admitted) or self._loop.is_closed():
                 return
             cached = event.cached_tokens
-            if event.prompt_tokens - cached <= WORTH or not explained(task.job):
+            if event.prompt_tokens - cached <= LEAST_LOSS or not explained(task.job):
                 return
             opaque = memory.layout.opaque
             matched = memory.tree.match(ids, touch=False).length if opaque else cached
@@ -106,7 +114,7 @@ class Losses:
             ids = np.concatenate([task.ids, np.asarray(task.out, np.int32)])
             computed = record.cached_tokens + record.fed_tokens + max(0, len(task.out) - 1)
             side = Side(source, ids)
-            self._held.add(Candidate(task.job.session, side, computed, task.job.owner))
+            self._held.add(EarlierPrompt(task.job.session, side, computed, task.job.owner))
         spent = record.timing.get("prefill_s", time.perf_counter() - task.phase_began)
 
         def told(_: object = None) -> None:
@@ -130,12 +138,13 @@ class Losses:
 
     # -- in the thread ---------------------------------------------------------------------------
 
-    def _find(self, job: Job, held: list[Candidate], reuse: Reuse) -> dict[str, Any] | None:
+    def _find(self, job: Job, held: list[EarlierPrompt], reuse: Reuse) -> dict[str, Any] | None:
         side = Side(job.prompt.source, job.prompt.ids)
-        found = Candidates.by_worth(held, job.session, side.ids)
-        if any(shared >= len(one.side.ids) <= reuse.cached + WORTH for one, shared in found[:1]):
+        found = EarlierPrompts.ranked(held, job.session, side.ids)
+        enough = reuse.cached + LEAST_LOSS
+        if any(shared >= len(one.side.ids) <= enough for one, shared in found[:1]):
             return None  # it goes on with its session's last prompt, which was there
-        candidate = best(found, side)
+        candidate = first_related(found, side)
         if candidate is None:
             return self._unknown(job, side, reuse)
         explanation = self._explainer.explain(candidate.side, side)
@@ -144,7 +153,7 @@ class Losses:
         parted = explanation.new_from - max(explanation.at_token, reuse.cached)
         if not explanation.reason:
             parted = 0
-        if max(missing, parted) <= WORTH:
+        if max(missing, parted) <= LEAST_LOSS:
             return None
         if missing >= parted:
             reason, cause = _gone(reuse, kept)
@@ -157,7 +166,7 @@ class Losses:
         """What no prompt since the start is like: the sessions' own leaves say if it was before."""
         cached, booked = reuse.cached, self._booked(job.session, side.ids) if job.session else []
         own, most = max(booked, key=lambda found: (found[1], found[0]), default=(True, 0))
-        if most - cached <= WORTH:
+        if most - cached <= LEAST_LOSS:
             return self._lost("first_seen", "new_conversation", cached, 0)
         reason, cause = _gone(reuse, most) if own else ("namespace", "other_model")
         return self._lost(reason, cause, cached, most - cached, self._around(side, cached))
@@ -210,6 +219,6 @@ def _gone(reuse: Reuse, kept: int) -> tuple[str, str]:
     """Why a prefix that was computed is not there, though nothing differs."""
     if reuse.damaged:
         return "corrupt", "checksum"
-    if reuse.matched > reuse.cached + WORTH and reuse.matched + WORTH >= kept:
+    if reuse.matched > reuse.cached + LEAST_LOSS and reuse.matched + LEAST_LOSS >= kept:
         return "checkpoint_gap", "no_checkpoint"
     return "evicted", "memory"

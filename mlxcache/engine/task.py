@@ -16,7 +16,7 @@ from mlxcache.cache.restore import Look
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.errors import GenerationFailed, MlxcacheError
 from mlxcache.owner import own_ids
-from mlxcache.prompt.replies import Generated, generated
+from mlxcache.prompt.replies import GeneratedReply, make_reply
 from mlxcache.types import (
     Event,
     Finished,
@@ -166,12 +166,12 @@ class Task:
             )
         )
 
-    def generated(self) -> Generated | None:
+    def generated(self) -> GeneratedReply | None:
         """The reply, to be put in where it comes back; None where that cannot be."""
         if self.parser is None:
             return None
         calls, stopped = bool(self.job.tools), self.parser.stop_sequence
-        return generated(self.job.prompt, self.out, calls=calls, stopped=stopped)
+        return make_reply(self.job.prompt, self.out, calls=calls, stopped=stopped)
 
     def fail(self, error: MlxcacheError) -> None:
         """Make the record that of a failure."""

@@ -20,7 +20,7 @@ from mlxcache.types import Image
 Content = str | list[str | Image]
 """A message's text, or its texts and images in order."""
 
-APART = "apart"
+SEPARATE = "apart"
 """The key of a system message that stands by itself, and is not joined to the first."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -64,7 +64,7 @@ def adapt(
 def leading_systems(messages: Sequence[Mapping[str, Any]]) -> int:
     """The number of messages that make the system text in front of a conversation."""
     for i, message in enumerate(messages):
-        if message.get("role") not in ("system", "developer") or message.get(APART):
+        if message.get("role") not in ("system", "developer") or message.get(SEPARATE):
             return i
     return len(messages)
 
@@ -83,7 +83,7 @@ class _Placed:
             raise BadRequest(f"unknown role: {str(role)[:40]!r}", param="messages")
         text = _text(message.get("content"))
         if role in ("system", "developer"):
-            self._system(str(role), text, apart=bool(message.get(APART)))
+            self._system(str(role), text, apart=bool(message.get(SEPARATE)))
         elif role == "user":
             self._user({**message, "content": text})
         elif role == "assistant":

@@ -1,4 +1,4 @@
-"""From a conversation to the token ids that it renders to."""
+"""Build prompts: canonicalise, render, replay and tokenise conversations for one model."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 from mlxcache.common_prefix import common_characters, common_length
 from mlxcache.errors import ContextLengthExceeded, MlxcacheError
-from mlxcache.prompt.canonical.canonicaliser import LONGER, Canonical, Canonicaliser
+from mlxcache.prompt.canonical.canonicaliser import LENGTHENING, Canonical, Canonicaliser
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.explain import Source
-from mlxcache.prompt.images import Album, Pictures, with_images
+from mlxcache.prompt.images import ImageProcessor, ImageTemplate, add_images
 from mlxcache.prompt.incremental import (
-    Anchors,
+    ControlTokenFinder,
     Tokenised,
     Tokeniser,
-    incremental_holds,
-    place,
+    check_incremental,
+    spliced_position,
 )
-from mlxcache.prompt.marks import learn_openers, marks, wished
-from mlxcache.prompt.next_turn import following
+from mlxcache.prompt.marks import find_marks, keep_positions, learn_openers
+from mlxcache.prompt.next_turn import next_turns
 from mlxcache.prompt.renderer import Renderer
-from mlxcache.prompt.replay import Replay, Replayed
-from mlxcache.prompt.replies import Asked, Generated, Read, Reading, Replies
+from mlxcache.prompt.replay import Replay, ReplayedText
+from mlxcache.prompt.replies import GeneratedReply, PromptKey, ReadReply, Replies, ReplyReader
 from mlxcache.prompt.template import Template, check_arguments, too_deep
 from mlxcache.prompt.tokenizer import (
     Added,
@@ -47,17 +47,19 @@ Messages = Sequence[Mapping[str, Any]]
 class PromptBuilder:
     """Renders and tokenises conversations for one model. Safe in any thread.
 
-    `template_args` go to the chat template of every conversation; a conversation's own win.
-    What the template takes, and whether its tokenizer can work incrementally, is found out
-    here, by rendering and encoding small conversations; that takes tens of milliseconds.
-    `context`: the tokens that the model takes, if there is a limit. It spares tokenising what is
-    many times longer; what is a little too long is for others to refuse. `pictures`: what the model
-    has for images, if it takes any; `takes_images` tells whether its template does, too.
-    `rules`: which rules of canonicalisation are on, where not those that are on by themselves.
-    `read`: reads a reply's ids, if there are any to be put in again. `replies`: those known
-    already, and a place for new ones; others may add to it meanwhile.
-    `incremental`: only what changed since a session's last turn is tokenised.
-    Raises ConfigError where `template_args` are not for the template, or break it.
+    The constructor renders and encodes small conversations, which takes tens of milliseconds, to
+    find out what the template takes and whether its tokenizer can work incrementally.
+
+    `template_args` are given to the chat template for every conversation; a conversation's own take
+    precedence. `context`: the model's context length in tokens; far longer texts are refused before
+    they are tokenised. `processor`: the model's image processor, if it has one. `rules` overrides
+    the defaults of canonicalisation rules. `read` parses a reply's ids; without it no reply is
+    replayed. `replies`: known replies; new ones are added to it, and others may add more.
+
+    Attributes: `takes_images`: model and template take images. `incremental`: only what changed
+    since a session's last turn is tokenised. `openers`: ids of the tokens that open a message.
+
+    Raises ConfigError for `template_args` that the template does not take.
     """
 
     def __init__(
@@ -65,10 +67,10 @@ class PromptBuilder:
         tokenizer: ChatTokenizer,
         template_args: Mapping[str, Any] | None = None,
         context: int | None = None,
-        pictures: Pictures | None = None,
+        processor: ImageProcessor | None = None,
         rules: Mapping[str, bool] | None = None,
         *,
-        read: Read | None = None,
+        read: ReadReply | None = None,
         replies: Replies | None = None,
     ):
         args = dict(template_args or {})
@@ -80,54 +82,57 @@ class PromptBuilder:
         controls = control_tokens(added, template.source, [*thinking, *tool_marks(tokenizer)])
         escape = _escape(tokenizer, controls, thinking)
         self.traits = probe(template, args)
-        self._album = Album(template, pictures, args)
-        self.takes_images = self._album.exists
-        self._renderer = Renderer(template, self.traits, escape, args, self._album)
+        self._images = ImageTemplate(template, processor, args)
+        self.takes_images = self._images.supported
+        self._renderer = Renderer(template, self.traits, escape, args, self._images)
         self._codec = Codec(tokenizer, added, controls, escape)
-        anchors = Anchors(added, controls, normalizer=_normalizer(tokenizer) is not None)
-        self._tokeniser = Tokeniser(self._codec, anchors, incremental=self._codec.direct)
-        self.openers = learn_openers(self._renderer, anchors)
-        self.incremental = self._codec.direct and incremental_holds(
-            self._tokeniser, controls, self._sample()
+        finder = ControlTokenFinder(added, controls, normalizer=_normalizer(tokenizer) is not None)
+        self.openers = learn_openers(self._renderer, finder)
+        self.incremental = self._codec.direct and check_incremental(
+            Tokeniser(self._codec, finder), controls, self._sample()
         )
-        self._tokeniser.incremental = self.incremental
+        self._tokeniser = Tokeniser(self._codec, finder, incremental=self.incremental)
         self._replay: Replay | None = None
         if read is not None and self.incremental:
+            image_token = processor.token_id if processor else None
+            reader = ReplyReader(tokenizer, read, finder, image_token)
             known = Replies() if replies is None else replies
-            reading = Reading(tokenizer, read, anchors, pictures.token_id if pictures else None)
-            self._replay = Replay(reading, self._codec, self._renderer, escape.steady, known)
-        self.canonicaliser = Canonicaliser(rules, self._replay.thought if self._replay else None)
+            self._replay = Replay(reader, self._codec, self._renderer, escape.steady, known)
+        thought = self._replay.find_thinking if self._replay else None
+        self.canonicaliser = Canonicaliser(rules, thought)
         if not self.incremental:
             log.warning(
-                "this tokenizer cannot begin at a special token: every turn is encoded whole"
+                "incremental tokenisation is off: this tokenizer's ids depend on text before a "
+                "special token"
             )
 
     def text(self, text: str) -> Prompt:
-        """The prompt of a bare text, in which control tokens are control tokens.
+        """The prompt of a bare text, in which the text of a control token becomes that token.
 
-        Raises BadRequest if the text is not Unicode, ContextLengthExceeded if it is far too long.
+        Raises BadRequest if the text is not valid Unicode, ContextLengthExceeded if it is far too
+        long.
         """
         self._refuse_too_long(text, "prompt")
-        return Prompt(self._codec.raw(text))
+        return Prompt(self._codec.encode_raw(text))
 
     def chat(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
-        """The prompt of a conversation, which is canonicalised first.
+        """The prompt of a conversation.
 
-        `session` is a label under which texts are remembered, so that the next turn's is
-        tokenised from where it differs. `stop`: the strings that end the reply. Raises BadRequest
-        for a conversation that cannot be rendered, ContextLengthExceeded for one that is far too
-        long, GenerationFailed if the template breaks.
+        `session`: the label under which the text is remembered, so that the next turn is tokenised
+        from the first difference. `stop`: the strings that end the reply. Raises BadRequest for a
+        conversation that cannot be rendered, ContextLengthExceeded for one that is far too long,
+        GenerationFailed if the template fails.
         """
         return self._chat(chat, session, stop)
 
-    def ahead(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
-        """What the prompts of all that goes on with a conversation begin with.
+    def next_turn(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
+        """The common prefix of all prompts that may continue a conversation.
 
-        That is to where the next message's own text begins, and one token more, which is anything:
-        the least that there is to feed. Among its marks is where a client that takes white space
-        off the last reply parts from one that does not. Raises as `chat` does.
+        `chat` ends with the reply. The prefix ends where the text of the next message begins, and
+        has one arbitrary token more, as at least one token must be fed. A mark is added where a
+        client that strips the reply would differ. Raises as `chat` does.
         """
-        one, *others = (self._chat(way, session, stop, more) for way, more in following(chat))
+        one, *others = (self._chat(turn, session, stop, new) for turn, new in next_turns(chat))
         shared = [common_length(one.ids, other.ids) for other in others]
         end = shared[0] + 1
         return Prompt(
@@ -138,84 +143,84 @@ class PromptBuilder:
         )
 
     def _chat(
-        self, chat: Chat, session: str | None, stop: Sequence[str], more: Messages = ()
+        self, chat: Chat, session: str | None, stop: Sequence[str], new: Messages = ()
     ) -> Prompt:
-        """As `chat`; `more` are messages that follow on the canonicalised ones."""
+        """As `chat`; the messages `new` are appended after canonicalisation."""
         try:
-            canonical = self._canonical(chat, session, stop, more)
-            if not set(LONGER).isdisjoint(canonical.rules):
-                prompt = self._if_short(chat, canonical, session)
+            canonical = self._canonicalise(chat, session, stop, new)
+            if not set(LENGTHENING).isdisjoint(canonical.rules):
+                prompt = self._prompt_if_short(chat, canonical, session)
                 if prompt is not None:
                     return prompt
-                canonical = self._canonical(chat, session, stop, more, LONGER)
+                canonical = self._canonicalise(chat, session, stop, new, LENGTHENING)
         except RecursionError as error:
             raise too_deep() from error
         return self._prompt(chat, canonical, session)
 
-    def _canonical(
+    def _canonicalise(
         self,
         chat: Chat,
         session: str | None,
         stop: Sequence[str],
-        more: Messages,
+        new: Messages,
         without: Sequence[str] = (),
     ) -> Canonical:
-        found = self.canonicaliser.canonical(chat, session, stop, without)
-        if not more:
+        found = self.canonicaliser.canonicalise(chat, session, stop, without)
+        if not new:
             return found
-        return replace(found, chat=replace(found.chat, messages=[*found.chat.messages, *more]))
+        return replace(found, chat=replace(found.chat, messages=[*found.chat.messages, *new]))
 
-    def _if_short(self, sent: Chat, canonical: Canonical, session: str | None) -> Prompt | None:
-        """The prompt of what is longer than the client sent it, if that leaves a reply its room."""
+    def _prompt_if_short(
+        self, sent: Chat, canonical: Canonical, session: str | None
+    ) -> Prompt | None:
+        """The prompt of a lengthened conversation; None if it leaves too little of the context."""
         try:
             prompt = self._prompt(sent, canonical, session)
         except ContextLengthExceeded:
             return None
-        room = self._context is None or len(prompt.ids) <= self._context * 3 // 4
-        return prompt if room else None
+        fits = self._context is None or len(prompt.ids) <= self._context * 3 // 4
+        return prompt if fits else None
 
     def _prompt(self, sent: Chat, canonical: Canonical, session: str | None) -> Prompt:
         chat = canonical.chat
         rendered = self._renderer.render(chat)
         self._refuse_too_long(rendered.text, "messages")
-        replayed = self._replayed(rendered.text, chat)
+        replayed = self._splice_replies(rendered.text, chat)
         prompt = self._tokeniser.encode(replayed.text, session, replayed.splices)
-        begins = place(rendered.generation, prompt.splices)
-        generation = self._tokeniser.position(prompt, begins)
-        placed = marks(prompt, self.openers, generation)
-        end = self._breakpoint(chat, prompt, generation)
+        generation = spliced_position(rendered.generation, prompt.splices)
+        position = self._tokeniser.position(prompt, generation)
+        marks = find_marks(prompt, self.openers, position)
+        end = self._breakpoint(chat, prompt, position)
+        key = PromptKey(replayed.digest, len(rendered.text), replayed.tail, canonical.history)
         made = Prompt(
             ids=prompt.ids,
-            marks=placed,
+            marks=marks,
             breakpoint=end,
-            keeps=wished(chat.keeps, placed, end),
-            thinking_open=self._thinking(begins, prompt, placed),
+            keeps=keep_positions(chat.keeps, marks, end),
+            thinking_open=self._opens_thinking(generation, prompt, marks),
             generic_tools=bool(chat.tools) and not self.traits.tools,
             rules=canonical.rules + (("replay",) if prompt.splices and replayed.changed else ()),
             names=canonical.names,
-            source=Source(
-                sent,
-                canonical,
-                prompt,
-                begins,
-                Asked(replayed.digest, len(rendered.text), replayed.tail, canonical.history),
-            ),
+            source=Source(sent, canonical, prompt, generation, key),
         )
-        return with_images(made, self._album, rendered.images) if rendered.images else made
+        return add_images(made, self._images, rendered.images) if rendered.images else made
 
-    def _replayed(self, text: str, chat: Chat) -> Replayed:
-        """A rendered text with the replies in it as they were generated."""
+    def _splice_replies(self, text: str, chat: Chat) -> ReplayedText:
         if self._replay is None:
-            return Replayed(text)
-        return self._replay.replayed(text, chat.tools, on=self.canonicaliser.on("replay"))
+            return ReplayedText(text)
+        enabled = self.canonicaliser.is_on("replay")
+        return self._replay.splice_replies(text, chat.tools, enabled=enabled)
 
-    def remember(self, reply: Generated | None) -> None:
-        """Keep a reply, to be put in where it comes back. Any thread; returns at once."""
+    def remember(self, reply: GeneratedReply | None) -> None:
+        """Remember a reply, to replay it where it comes back. In any thread; returns at once."""
         if self._replay is not None and reply is not None:
-            self._replay.replies.put(reply)
+            self._replay.replies.add(reply)
 
-    def reach(self, source: Source, leading: int) -> int:
-        """How many tokens of a prompt stand before its message `leading`, or before its reply."""
+    def message_position(self, source: Source, leading: int) -> int:
+        """The token position at which message number `leading` of a prompt begins.
+
+        For the number of all messages, that of the reply; 0 where it cannot be rendered.
+        """
         chat, made = source.chat, source.tokenised
         if leading >= len(chat.messages):
             return self._tokeniser.position(made, source.generation)
@@ -227,14 +232,15 @@ class PromptBuilder:
             shown = self._renderer.render(replace(chat, messages=messages, continue_final=False))
         except MlxcacheError:
             return 0
-        return made.floor(place(common_characters(shown.text, made.plain), made.splices))
+        shared = common_characters(shown.text, made.rendered)
+        return made.position_before(spliced_position(shared, made.splices))
 
-    def position(self, source: Source, char: int) -> int:
-        """How many tokens of a prompt stand before a character of its rendered text."""
+    def text_position(self, source: Source, char: int) -> int:
+        """The number of tokens of a prompt before a character of its text."""
         return self._tokeniser.position(source.tokenised, char)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """A text for token ids, control tokens written out."""
+        """The text of token ids, with control tokens."""
         return str(self._decode(list(ids)))
 
     def _refuse_too_long(self, text: str, param: str) -> None:
@@ -245,24 +251,24 @@ class PromptBuilder:
             )
 
     def _breakpoint(self, chat: Chat, prompt: Tokenised, generation: int) -> int | None:
-        """The token position of a conversation's breakpoint."""
+        """The token position of a conversation's breakpoint. `generation`: that of the reply."""
         leading = chat.breakpoint
         if leading is None:
             return None
         if leading >= len(chat.messages):
             return generation
-        shared = self._renderer.shared(chat, leading, prompt.plain)
-        shared = place(shared, prompt.splices)
+        shared = self._renderer.shared_characters(chat, leading, prompt.rendered)
+        shared = spliced_position(shared, prompt.splices)
         if len(prompt.at):
-            return prompt.floor(shared)
+            return prompt.position_before(shared)
         return self._tokeniser.position(prompt, shared)
 
-    def _thinking(self, generation: int, prompt: Tokenised, placed: tuple[int, ...]) -> bool:
-        """Whether the text after the last mark opens a think block and does not close it."""
+    def _opens_thinking(self, generation: int, prompt: Tokenised, marks: tuple[int, ...]) -> bool:
+        """True if the text from the last mark on opens a think block and does not close it."""
         start, end = self._think
         if not start or not end:
             return False
-        tail = prompt.text[min(generation, prompt.char(placed[-1] if placed else 0)) :]
+        tail = prompt.text[min(generation, prompt.char_before(marks[-1] if marks else 0)) :]
         return tail.rfind(start) > tail.rfind(end)
 
     def _sample(self) -> str:

@@ -82,7 +82,7 @@ class Codec:
                 return True
         return False
 
-    def raw(self, text: str) -> Tokens:
+    def encode_raw(self, text: str) -> Tokens:
         """The ids of a text as it is, with the tokens that the tokenizer adds at its ends.
 
         None is added at the start where the text begins with it already. Raises BadRequest if

@@ -13,10 +13,10 @@ from mlxcache.prompt.advice import advice_for
 from mlxcache.prompt.canonical.canonicaliser import Canonical
 from mlxcache.prompt.differences import Difference, differences, first_new, related
 from mlxcache.prompt.incremental import Tokenised
-from mlxcache.prompt.replies import Asked
+from mlxcache.prompt.replies import PromptKey
 from mlxcache.types import Chat, Tokens
 
-WORTH = 64
+LEAST_LOSS = 64
 """Tokens from which on a loss is told: templates and tokenizers move a few at a turn's end."""
 
 RULE_OF = {
@@ -39,13 +39,13 @@ _BACK, _AHEAD = 12, 40
 class Source:
     """What a prompt was rendered from: the conversation as it was `sent`, the same after the rules
     of canonicalisation, and the text with its ids. `generation`: where in it the reply begins.
-    `asked`: by what its replies are found again."""
+    `key`: identifies the prompt to find replies to it."""
 
     sent: Chat
     canonical: Canonical
     tokenised: Tokenised
     generation: int
-    asked: Asked | None = None
+    key: PromptKey | None = None
 
     @property
     def chat(self) -> Chat:
@@ -121,7 +121,7 @@ class Explainer:
         found = differences(was.chat, now.chat)
         generation = self.reach(was, len(was.chat.messages))
         whole = shared >= min(generation, len(old.ids)) and not found
-        if whole and (shared + WORTH >= min(len(old.ids), new_from)):
+        if whole and (shared + LEAST_LOSS >= min(len(old.ids), new_from)):
             return Explanation(shared, new_from, len(new.ids))
         seen = self._seen(found, was, now)
         if seen is None:
@@ -207,7 +207,7 @@ def _squeezed(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
+class EarlierPrompt:
     """A served prompt: `computed` tokens of it and its reply were in a cache when it ended."""
 
     session: str | None
@@ -221,18 +221,18 @@ class Candidate:
         return self.side.source.nbytes + self.side.ids.nbytes
 
 
-class Candidates:
+class EarlierPrompts:
     """The last `each` prompts of every session, `count` and `limit` bytes of all at most.
 
     For one thread. What was kept first goes first.
     """
 
     def __init__(self, *, count: int = 64, each: int = 4, limit: int = 64 << 20):
-        self._held: LatestByGroup[tuple[str | None, str | None], Candidate] = LatestByGroup(
+        self._held: LatestByGroup[tuple[str | None, str | None], EarlierPrompt] = LatestByGroup(
             each=each, count=count, limit=limit, size=lambda one: one.nbytes
         )
 
-    def add(self, new: Candidate) -> None:
+    def add(self, new: EarlierPrompt) -> None:
         """Keep a prompt, in the place of one of its session that it goes on with."""
         ids, group = new.side.ids, (new.session, new.owner)
         continued = [
@@ -242,16 +242,18 @@ class Candidates:
         ]
         self._held.add(group, new, replaced=continued)
 
-    def all(self) -> list[Candidate]:
+    def all(self) -> list[EarlierPrompt]:
         """A copy of the list of them, for another thread."""
         return [one for _, one in self._held.items()]
 
     @staticmethod
-    def by_worth(
-        held: list[Candidate], session: str | None, ids: Tokens
-    ) -> list[tuple[Candidate, int]]:
-        """Candidates with the tokens that they share: the session's own first, then by these, then
-        the newest."""
+    def ranked(
+        held: list[EarlierPrompt], session: str | None, ids: Tokens
+    ) -> list[tuple[EarlierPrompt, int]]:
+        """Prompts with the number of tokens shared with `ids`.
+
+        Those of the session first, then by shared tokens, then the newest.
+        """
         found = [(one, common_length(one.side.ids, ids)) for one in reversed(held)]
         return sorted(found, key=lambda pair: (pair[0].session != session, -pair[1]))
 
@@ -264,7 +266,7 @@ class Candidates:
         return self._held.total
 
 
-def best(found: list[tuple[Candidate, int]], side: Side) -> Candidate | None:
+def first_related(found: list[tuple[EarlierPrompt, int]], side: Side) -> EarlierPrompt | None:
     """The first candidate that a prompt's conversation goes on with, or shares the head of."""
     for candidate, _ in found:
         if related(candidate.side.source.chat, side.source.chat):

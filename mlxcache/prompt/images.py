@@ -1,8 +1,8 @@
-"""Images in conversations: how a template is given them, and which ids stand for them.
+"""Images in conversations: how a template writes them, and which token ids stand for them.
 
-A template writes one token for an image, which the model's image processor turns into as many as
-the image has rows. Those are the same for any two images of one size, so the ids that a prompt is
-known by are made from what the images show.
+A template writes one token for an image; the model's image processor replaces it by as many tokens
+as the image has rows. Those tokens are equal for two images of one size, so a prompt is identified
+by ids that are derived from the content of its images.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ PARTS: tuple[Message, ...] = (
     {"type": "image_url", "image_url": {"url": "data:,"}},
     {"type": "image", "image": "data:,"},
 )
-"""The forms in which templates know an image, as a part of a message's content."""
+"""The forms of an image part in a message's content that templates know."""
 
 
-class Pictures(Protocol):
-    """What the model layer knows of images: see `model.vision.Vision`."""
+class ImageProcessor(Protocol):
+    """What is needed of a model's image processor; see `model.vision.Vision`.
+
+    `image_token` is the text that a template writes for an image, `token_id` the id that stands for
+    one row of it. `text(image)` is the text of all its rows.
+    """
 
     image_token: str
     token_id: int
@@ -38,25 +42,28 @@ class Pictures(Protocol):
     def text(self, image: Image) -> str: ...
 
 
-class Album:
-    """Images as one template takes them. Safe in any thread.
+class ImageTemplate:
+    """Writes images into one chat template's input and output. Safe in any thread.
 
-    `exists` tells whether it takes any: a template that writes none is found out here.
+    Which form of image part the template takes is found out here, by rendering. `processor` None:
+    the model takes no images.
     """
 
-    def __init__(self, template: Template, pictures: Pictures | None, args: Mapping[str, Any]):
-        self._pictures = pictures
-        self._part = _part(template, pictures.image_token, args) if pictures else None
-        if pictures is not None and self._part is None:
-            log.warning("the model's chat template writes no images: text alone is served")
+    def __init__(
+        self, template: Template, processor: ImageProcessor | None, args: Mapping[str, Any]
+    ):
+        self._processor = processor
+        self._part = _find_part(template, processor.image_token, args) if processor else None
+        if processor is not None and self._part is None:
+            log.warning("images are disabled: the model's chat template does not write them")
 
     @property
-    def exists(self) -> bool:
-        """Whether images can be rendered at all."""
+    def supported(self) -> bool:
+        """True if images can be rendered."""
         return self._part is not None
 
-    def shown(self, messages: Sequence[Message]) -> tuple[list[Message], list[Image]]:
-        """The messages as the template takes them, and their images in order.
+    def prepare(self, messages: Sequence[Message]) -> tuple[list[Message], list[Image]]:
+        """The messages with images in the template's form, and the images in order.
 
         Raises BadRequest where there are images and the template takes none.
         """
@@ -82,43 +89,43 @@ class Album:
                 parts.append({"type": "text", "text": item})
         return parts
 
-    def written_out(self, text: str, images: Sequence[Image]) -> str:
-        """A rendered text with each image's one token replaced by all that stands for it.
+    def expand(self, text: str, images: Sequence[Image]) -> str:
+        """Replace each image's one token in a rendered text by the text of all its rows.
 
-        Raises BadRequest where the template has left an image out, or an image cannot be read.
+        Raises BadRequest where the template left an image out, or an image cannot be decoded.
         """
         if not images:
             return text
-        assert self._pictures is not None
-        pieces = text.split(self._pictures.image_token)
+        assert self._processor is not None
+        pieces = text.split(self._processor.image_token)
         if len(pieces) != len(images) + 1:
             raise BadRequest(
                 "the model's chat template has no place for an image there", param="messages"
             )
         written = [pieces[0]]
         for image, piece in zip(images, pieces[1:], strict=True):
-            written += [self._pictures.text(image), piece]
+            written += [self._processor.text(image), piece]
         return "".join(written)
 
-    def place(self, ids: Tokens, images: Sequence[Image]) -> tuple[Tokens, tuple[ImageSpan, ...]]:
-        """The ids that the cache knows a prompt by, and where its images are.
+    def locate(self, ids: Tokens, images: Sequence[Image]) -> tuple[Tokens, tuple[ImageSpan, ...]]:
+        """The ids that identify a prompt in the cache, and the spans of its images.
 
-        Raises GenerationFailed where the tokens are not where the images should be.
+        Raises GenerationFailed where the image tokens do not match the images.
         """
-        assert self._pictures is not None
-        at = np.flatnonzero(ids == self._pictures.token_id)
+        assert self._processor is not None
+        at = np.flatnonzero(ids == self._processor.token_id)
         spans: list[ImageSpan] = []
         done = 0
         for image in images:
-            count = self._pictures.text(image).count(self._pictures.image_token)
+            count = self._processor.text(image).count(self._processor.image_token)
             own = at[done : done + count]
             if not count or len(own) < count or own[-1] - own[0] != count - 1:
-                raise GenerationFailed("the tokens of an image are not where they should be")
+                raise GenerationFailed("the tokens of an image are not in its place")
             spans.append(ImageSpan(int(own[0]), int(own[-1]) + 1, image))
             done += count
         if done != len(at) or (spans and spans[-1].end == len(ids)):
-            raise GenerationFailed("the tokens of an image are where none should be")
-        return known_by(ids, spans), tuple(spans)
+            raise GenerationFailed("there are image tokens without an image")
+        return ids_with_digests(ids, spans), tuple(spans)
 
 
 def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Image]:
@@ -132,12 +139,12 @@ def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Image]:
     ]
 
 
-def known_by(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
-    """A copy of `ids` in which an image's are less than 0 and stand for what it shows.
+def ids_with_digests(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
+    """A copy of `ids` in which the ids of images are negative and depend on their content.
 
-    Each is 31 bits drawn from the image's digest and the ids themselves, also those of the tokens
-    before and behind it, whose rows do not depend on the image: so two ids at least must
-    coincide before a wrong row would be reused.
+    Each is 31 bits of a hash over the image's digest and the ids. The tokens before and after an
+    image get such ids too, though their rows do not depend on it: two ids at least must collide
+    before a wrong row is reused.
     """
     known = ids.copy()
     last = 0
@@ -151,14 +158,14 @@ def known_by(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
     return known
 
 
-def with_images(prompt: Prompt, album: Album, images: Sequence[Image]) -> Prompt:
-    """A prompt whose ids stand for what its images show."""
-    known, spans = album.place(prompt.ids, images)
+def add_images(prompt: Prompt, template: ImageTemplate, images: Sequence[Image]) -> Prompt:
+    """A prompt whose ids depend on the content of its images."""
+    known, spans = template.locate(prompt.ids, images)
     return replace(prompt, ids=known, tokens=prompt.ids, images=spans)
 
 
-def _part(template: Template, token: str, args: Mapping[str, Any]) -> Message | None:
-    """The form of an image that comes out of the template as `token`, in its place."""
+def _find_part(template: Template, token: str, args: Mapping[str, Any]) -> Message | None:
+    """The form of an image part that the template renders as `token`, in its place."""
     for part in PARTS:
         content = [{"type": "text", "text": U}, part, {"type": "text", "text": U2}]
         try:

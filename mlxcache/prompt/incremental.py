@@ -1,8 +1,11 @@
-"""Tokenising only what changed since a text like it was last tokenised."""
+"""Incremental tokenisation: encode only what differs from a text that was encoded before.
+
+A rendered text is cut at control tokens, which tokenizers match before anything else. Parts of it
+may have given ids instead of their encoding (splices, made by `replay`).
+"""
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -17,12 +20,17 @@ from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.tokenizer import Added, any_of
 from mlxcache.types import Tokens
 
+Ints = npt.NDArray[np.int64]
+
+# -- splices -----------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splice:
-    """The characters `start` to `end` of a text are `ids`, shape (n,), in place of `shown`.
+    """Given token ids for a range of characters.
 
-    `closing` is the text of the control token that the ids end with; empty where it is none.
+    Characters `start` to `end` of the spliced text are `ids`, shape (n,); the template rendered
+    `shown` there. `closing`: the text of the control token that the ids end with, or empty.
     """
 
     start: int
@@ -31,18 +39,17 @@ class Splice:
     ids: Tokens
     closing: str
 
-    def holds(self, char: int) -> bool:
-        """Whether a character is inside, its first one excepted."""
+    def covers(self, char: int) -> bool:
+        """True for a character inside the splice, except its first one."""
         return self.start < char < self.end
 
     def same(self, other: Splice) -> bool:
-        """Whether both put the same ids in the same place."""
+        """True if both put the same ids in the same place."""
         return self.ids is other.ids and (self.start, self.end) == (other.start, other.end)
 
 
-def parted(a: Sequence[Splice], b: Sequence[Splice]) -> int:
-    """The character at which the first splice that only one has starts; at the end of all texts if
-    they are equal."""
+def first_difference(a: Sequence[Splice], b: Sequence[Splice]) -> int:
+    """The character at which the first splice of only one list starts; `sys.maxsize` if equal."""
     for mine, theirs in zip(a, b, strict=False):
         if not mine.same(theirs):
             return min(mine.start, theirs.start)
@@ -50,8 +57,8 @@ def parted(a: Sequence[Splice], b: Sequence[Splice]) -> int:
     return rest[0].start if rest else sys.maxsize
 
 
-def plain(text: str, splices: Sequence[Splice]) -> str:
-    """A text as it was rendered, without its splices."""
+def remove_splices(text: str, splices: Sequence[Splice]) -> str:
+    """The text as the template rendered it."""
     if not splices:
         return text
     parts, at = [], 0
@@ -61,8 +68,8 @@ def plain(text: str, splices: Sequence[Splice]) -> str:
     return "".join((*parts, text[at:]))
 
 
-def place(char: int, splices: Sequence[Splice]) -> int:
-    """Where a character of the rendered text stands among the splices; in one, its start."""
+def spliced_position(char: int, splices: Sequence[Splice]) -> int:
+    """Map a character of the rendered text to the spliced text; inside a splice, to its start."""
     moved = 0
     for splice in splices:
         start = splice.start - moved
@@ -74,16 +81,16 @@ def place(char: int, splices: Sequence[Splice]) -> int:
     return char + moved
 
 
-log = logging.getLogger(__name__)
-Ints = npt.NDArray[np.int64]
+# -- tokenised texts ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokenised:
-    """A rendered text with its ids, and where its anchors are.
+    """A rendered text with its token ids and the places of its control tokens.
 
-    An anchor is a control token of the template's own, or of a splice. `starts` and `ends` are
-    character offsets, ascending, `at` the same anchors' positions in `ids`; shapes (anchors,).
+    Those are control tokens written by the template or inside a splice. `starts` and `ends` are
+    character offsets, ascending; `at` are the positions of the same tokens in `ids`. All three
+    have shape (control tokens,).
     """
 
     text: str
@@ -94,31 +101,38 @@ class Tokenised:
     splices: tuple[Splice, ...] = ()
 
     @property
-    def plain(self) -> str:
-        """The text as it was rendered, without its splices."""
-        return plain(self.text, self.splices)
+    def rendered(self) -> str:
+        """The text as the template rendered it, without splices."""
+        return remove_splices(self.text, self.splices)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, the text's at four a character."""
+        """Bytes held; the text is counted with four bytes a character."""
         return 4 * len(self.text) + self.ids.nbytes + 3 * self.starts.nbytes
 
-    def floor(self, char: int) -> int:
-        """The position of the last anchor that starts at or before a character; else 0."""
+    def position_before(self, char: int) -> int:
+        """The token position of the last control token that starts at or before a character.
+
+        0 where there is none.
+        """
         i = int(np.searchsorted(self.starts, char, side="right")) - 1
         return int(self.at[i]) if i >= 0 else 0
 
-    def char(self, position: int) -> int:
-        """The character at which the last anchor at or before a token position starts; else 0."""
+    def char_before(self, position: int) -> int:
+        """The character offset of the last control token at or before a token position.
+
+        0 where there is none.
+        """
         i = int(np.searchsorted(self.at, position, side="right")) - 1
         return int(self.starts[i]) if i >= 0 else 0
 
 
-class Anchors:
-    """Finds the control tokens that cut a text into pieces tokenised independently.
+class ControlTokenFinder:
+    """Finds the control tokens at which a text can be cut.
 
-    Those are matched on the raw text, before any normaliser sees it, and without a look at
-    their neighbours. All added tokens so matched compete for the text, so all are looked for.
+    Only tokens that the tokenizer matches on the raw text, before its normaliser and regardless of
+    neighbouring characters. Other added tokens of that kind compete for the same characters, so
+    the pattern contains them too.
     """
 
     def __init__(self, added: Sequence[Added], controls: Sequence[Added], *, normalizer: bool):
@@ -128,23 +142,24 @@ class Anchors:
         self._pattern = any_of(token.text for token in raw)
         self.longest = max((len(token.text) for token in raw), default=0)
         top = max(chosen, default=0)
-        self._is_anchor = np.zeros(top + 2, dtype=bool)
-        self._is_anchor[list(self._ids.values())] = True
+        self._is_control = np.zeros(top + 2, dtype=bool)
+        self._is_control[list(self._ids.values())] = True
 
-    def scan(self, text: str, start: int = 0, end: int = sys.maxsize) -> list[re.Match[str]]:
-        """The anchors in a part of a text, leftmost and longest first."""
+    def find_all(self, text: str, start: int = 0, end: int = sys.maxsize) -> list[re.Match[str]]:
+        """The control tokens in a range of a text, leftmost and longest first."""
         return [m for m in self._pattern.finditer(text, start, end) if m.group() in self._ids]
 
     def id_of(self, match: re.Match[str]) -> int:
+        """The token id of a match."""
         return self._ids[match.group()]
 
     def positions(self, ids: Tokens) -> Ints:
-        """Where ids are anchors, shape (k,)."""
-        clipped = np.minimum(ids, len(self._is_anchor) - 1)
-        return np.flatnonzero(self._is_anchor[clipped])
+        """The positions of control tokens in ids, shape (k,)."""
+        clipped = np.minimum(ids, len(self._is_control) - 1)
+        return np.flatnonzero(self._is_control[clipped])
 
     def align(self, ids: Tokens, matches: Sequence[re.Match[str]]) -> Ints | None:
-        """The position of each match in ids, by order; None if they do not correspond."""
+        """The position in `ids` of each match, in order; None if they do not correspond."""
         at = self.positions(ids)
         found = [self._ids[match.group()] for match in matches]
         if len(at) != len(found) or ids[at].tolist() != found:
@@ -153,60 +168,65 @@ class Anchors:
 
 
 class Tokeniser:
-    """Encodes rendered texts, reusing the ids of texts that begin alike. Safe in any thread.
+    """Encodes rendered texts and reuses the ids of recent ones. Safe in any thread.
 
-    A new text is compared with the last few of its session and of all; the ids up to the last
-    shared anchor are reused, and the text is encoded again *from that anchor on*, whose id is
-    dropped then: a cut beside a special token is not the same for tokens that strip blanks, nor
-    for vocabularies that mark the start of a text.
+    A text is compared with the latest texts of its session and of all sessions. The ids before the
+    last shared control token are reused. The rest is encoded starting with that control token,
+    whose own id is then dropped: a cut directly before or after it would change the encoding where
+    tokens strip blanks, or where the vocabulary marks the start of a text.
+
+    `incremental` False: every text is encoded whole.
     """
 
-    def __init__(self, codec: Codec, anchors: Anchors, *, incremental: bool = True):
+    def __init__(self, codec: Codec, finder: ControlTokenFinder, *, incremental: bool = True):
         self._codec = codec
-        self._anchors = anchors
-        self.incremental = incremental
-        self._recent = Recent()
+        self._finder = finder
+        self._incremental = incremental
+        self._recent = RecentTexts()
 
     def encode(
         self, text: str, session: str | None = None, splices: tuple[Splice, ...] = ()
     ) -> Tokenised:
-        """Tokenise a rendered text (with sentinels) and remember it.
+        """Tokenise a rendered text, which may hold sentinels, and remember it.
 
-        Its `splices` keep their ids; where these do not fit into the text, it is tokenised as it
-        was rendered. Raises BadRequest if the text is not Unicode.
+        Where splices do not fit into the text, it is tokenised without them. Raises BadRequest if
+        the text is not valid Unicode.
         """
-        if not self.incremental:
-            return self.full(plain(text, splices))
-        old, shared = self._recent.nearest(text, session)
+        if not self._incremental:
+            return self.encode_whole(remove_splices(text, splices))
+        old, shared = self._recent.find_nearest(text, session)
         new = self.extend(old, shared, text, splices) if old is not None else None
         if new is None:
-            new = self.full(text, splices)
+            new = self.encode_whole(text, splices)
         if len(new.at):
-            follows = old is not None and shared >= _SAME * len(old.text)
+            follows = old is not None and shared >= _CONTINUES * len(old.text)
             self._recent.add(new, session, old if follows else None)
         return new
 
-    def full(self, text: str, splices: tuple[Splice, ...] = ()) -> Tokenised:
-        """Tokenise all of a text, whatever is remembered."""
+    def encode_whole(self, text: str, splices: tuple[Splice, ...] = ()) -> Tokenised:
+        """Tokenise a text without reusing anything. Remembers nothing."""
         ids = self._ids(text, 0, splices)
-        matches = self._anchors.scan(text)
-        at = self._anchors.align(ids, matches)
+        matches = self._finder.find_all(text)
+        at = self._finder.align(ids, matches)
         if at is None:
             if splices:
-                return self.full(plain(text, splices))
+                return self.encode_whole(remove_splices(text, splices))
             matches, at = [], np.zeros(0, dtype=np.int64)
         return Tokenised(text, ids, _starts(matches), _ends(matches), at, splices)
 
     def extend(
         self, old: Tokenised, shared: int, text: str, splices: tuple[Splice, ...] = ()
     ) -> Tokenised | None:
-        """Tokenise a text whose first `shared` characters are also old's; None if it can't be."""
-        shared = min(shared, parted(old.splices, splices))
-        # An anchor counts as shared if no longer token could start at or before it in either.
-        sure = int(np.searchsorted(old.starts, shared - self._anchors.longest, side="right")) - 1
-        sure = _outside(old.starts[: sure + 1].tolist(), splices) - 1
+        """Tokenise a text whose first `shared` characters equal those of `old`.
+
+        None where no control token is shared, or the ids do not correspond to the text.
+        """
+        shared = min(shared, first_difference(old.splices, splices))
+        # A control token is shared only if no longer token could start there in either text.
+        sure = int(np.searchsorted(old.starts, shared - self._finder.longest, side="right")) - 1
+        sure = _count_outside(old.starts[: sure + 1].tolist(), splices) - 1
         first = max(sure, 0)
-        matches = self._anchors.scan(text, int(old.starts[sure]) if sure >= 0 else 0)
+        matches = self._finder.find_all(text, int(old.starts[sure]) if sure >= 0 else 0)
         same = 0
         while (
             same < len(matches)
@@ -215,13 +235,13 @@ class Tokeniser:
             and matches[same].end() == old.ends[first + same] <= shared
         ):
             same += 1
-        same = _outside([m.start() for m in matches[:same]], splices)
-        if not same:
+        same = _count_outside([match.start() for match in matches[:same]], splices)
+        if same == 0:
             return None
         keep = first + same - 1
         tail = matches[same - 1 :]
         ids = self._ids(text, tail[0].start(), splices)
-        at = self._anchors.align(ids, tail)
+        at = self._finder.align(ids, tail)
         if at is None or at[0] != 0:
             return None
         cut = int(old.at[keep])
@@ -235,10 +255,10 @@ class Tokeniser:
         )
 
     def _ids(self, text: str, start: int, splices: Sequence[Splice]) -> Tokens:
-        """The ids of a text from a character on, which is in no splice.
+        """Encode a text from `start`, which is not inside a splice.
 
-        What follows a splice is encoded behind the control token that closes it, as it would be
-        behind that token in the text.
+        Text after a splice is encoded together with the control token that closes the splice, so
+        that it gets the ids that it would have behind that token in the text.
         """
         if not splices:
             return self._codec.encode(text[start:])
@@ -246,15 +266,15 @@ class Tokeniser:
         closing = ""
         for splice in splices:
             if splice.start >= start:
-                parts += [self._behind(closing, text[start : splice.start]), splice.ids]
+                parts += [self._encode_after(closing, text[start : splice.start]), splice.ids]
                 start, closing = splice.end, splice.closing
-        return np.concatenate((*parts, self._behind(closing, text[start:])))
+        return np.concatenate((*parts, self._encode_after(closing, text[start:])))
 
-    def _behind(self, closing: str, text: str) -> Tokens:
+    def _encode_after(self, closing: str, text: str) -> Tokens:
         return self._codec.encode(closing + text)[1 if closing else 0 :]
 
     def position(self, prompt: Tokenised, char: int) -> int:
-        """The number of ids that a prompt shares with its text cut at a character."""
+        """The number of leading ids that encode the first `char` characters of a prompt."""
         if char >= len(prompt.text):
             return len(prompt.ids)
         i = int(np.searchsorted(prompt.starts, char, side="right")) - 1
@@ -266,14 +286,14 @@ class Tokeniser:
         return at + (len(same) if same.all() else int(np.argmin(same)))
 
 
-_SAME = 0.75
-"""A text that shares this much of an older one takes its place: it is the next turn of it."""
+_CONTINUES = 0.75
+"""A text that shares this much of a recent text replaces it: it is the next turn of the same."""
 
 
-def _outside(chars: Sequence[int], splices: Sequence[Splice]) -> int:
-    """The number of characters up to the last one that is in no splice."""
+def _count_outside(chars: Sequence[int], splices: Sequence[Splice]) -> int:
+    """The number of leading offsets up to the last one that is inside no splice."""
     n = len(chars)
-    while n and any(splice.holds(chars[n - 1]) for splice in splices):
+    while n and any(splice.covers(chars[n - 1]) for splice in splices):
         n -= 1
     return n
 
@@ -286,10 +306,11 @@ def _ends(matches: Sequence[re.Match[str]]) -> Ints:
     return np.fromiter((m.end() for m in matches), dtype=np.int64, count=len(matches))
 
 
-class Recent:
-    """The last few tokenised texts, of each session and of all; bounded in count and bytes.
+class RecentTexts:
+    """The latest tokenised texts of each session, bounded in number and bytes.
 
-    Safe in any thread; nothing is computed under the lock but sums.
+    Safe in any thread. `each` texts per session, `latest` without a session; the `latest` newest
+    of all are compared with any text.
     """
 
     def __init__(self, *, count: int = 128, each: int = 4, latest: int = 8, limit: int = 64 << 20):
@@ -298,7 +319,7 @@ class Recent:
             each=each, count=count, limit=limit, size=lambda text: text.nbytes
         )
 
-    def nearest(self, text: str, session: str | None) -> tuple[Tokenised | None, int]:
+    def find_nearest(self, text: str, session: str | None) -> tuple[Tokenised | None, int]:
         """The remembered text with the longest common prefix, and its length in characters."""
         held = self._held.items()
         latest = held[-self._latest :]
@@ -312,10 +333,7 @@ class Recent:
         return best, shared
 
     def add(self, new: Tokenised, session: str | None, continues: Tokenised | None = None) -> None:
-        """Remember a text, in the place of one of its session that it continues.
-
-        What was remembered first is forgotten first.
-        """
+        """Remember a text; it replaces the one of its session that it continues, if any."""
         replaced = () if continues is None else (continues,)
         each = self._latest if session is None else None
         self._held.add(session, new, replaced=replaced, each=each)
@@ -329,7 +347,9 @@ class Recent:
         return self._held.total
 
 
-_PIECES = (
+# -- the check at load -------------------------------------------------------------------------
+
+_AWKWARD_TEXTS = (
     "user\nplain words here",
     "\n",
     "  two blanks before, two behind  ",
@@ -342,20 +362,21 @@ _PIECES = (
 )
 
 
-def incremental_holds(tokeniser: Tokeniser, controls: Sequence[Added], rendered: str) -> bool:
-    """Compare both ways on texts made of awkward pieces around control tokens.
+def check_incremental(tokeniser: Tokeniser, controls: Sequence[Added], rendered: str) -> bool:
+    """True if extending gives the same ids as encoding whole, on awkward texts.
 
-    `rendered` is a conversation as the template renders it; its control tokens come first.
+    `rendered` is a conversation as the template renders it. The texts are made of awkward pieces
+    around control tokens; those in `rendered` are tried first.
     """
     inside = [token.text for token in controls if token.text in rendered]
     others = [token.text for token in controls if token.text not in rendered]
     for a, b in _pairs(inside[:12] + others[:4]):
         text = rendered
-        for piece, token in zip(_PIECES, (a, b) * len(_PIECES), strict=False):
+        for piece, token in zip(_AWKWARD_TEXTS, (a, b) * len(_AWKWARD_TEXTS), strict=False):
             longer = text + piece + token + piece
-            old = tokeniser.full(text)
+            old = tokeniser.encode_whole(text)
             new = tokeniser.extend(old, common_characters(text, longer), longer)
-            if new is not None and new.ids.tolist() != tokeniser.full(longer).ids.tolist():
+            if new is not None and new.ids.tolist() != tokeniser.encode_whole(longer).ids.tolist():
                 return False
             text = longer
     return True

@@ -1,4 +1,7 @@
-"""Where in a prompt a checkpoint is worth its bytes."""
+"""Token positions in a prompt that are worth a checkpoint: the ends of its messages.
+
+Which control tokens open and close a message is learned from the template.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,23 @@ from itertools import pairwise
 import numpy as np
 
 from mlxcache.errors import MlxcacheError
-from mlxcache.prompt.incremental import Anchors, Tokenised
+from mlxcache.prompt.incremental import ControlTokenFinder, Tokenised
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.template import Message
 from mlxcache.prompt.traits import A2, END, LONG_ID, NAME, R2, S2, U2, A, R, S, U
 
-APART = 8
-"""Tokens that two marks are at least apart; a checkpoint saves nothing over a closer one."""
+MARK_DISTANCE = 8
+"""The least distance of two marks in tokens: a closer checkpoint saves nothing."""
 
 
-def learn_openers(renderer: Renderer, anchors: Anchors) -> frozenset[int]:
+def learn_openers(renderer: Renderer, finder: ControlTokenFinder) -> frozenset[int]:
     """The ids of the control tokens with which the template opens a message.
 
-    Between the words of two neighbours in a rendered conversation, a message is opened by the
-    token that the generation prompt starts with, if that stands there, else by the last one.
-    Empty if the template has no such tokens.
+    Of the control tokens between two neighbouring messages, the opening one is that with which the
+    generation prompt starts; where that is missing, the last one. Empty if there are none.
     """
     prompt = renderer.generation_prompt()
-    first = next((anchors.id_of(match) for match in anchors.scan(prompt)), None)
+    first = next((finder.id_of(match) for match in finder.find_all(prompt)), None)
     openers: set[int] = set()
     for words, messages, tools in _conversations():
         try:
@@ -36,13 +38,13 @@ def learn_openers(renderer: Renderer, anchors: Anchors) -> frozenset[int]:
             start, end = text.find(before), text.find(after)
             if not 0 <= start < end:
                 continue
-            found = [anchors.id_of(match) for match in anchors.scan(text[start:end])]
+            found = [finder.id_of(match) for match in finder.find_all(text[start:end])]
             if found:
                 openers.add(first if first in found and first is not None else found[-1])
     return frozenset(openers)
 
 
-def learn_closer(renderer: Renderer, anchors: Anchors) -> str:
+def learn_closer(renderer: Renderer, finder: ControlTokenFinder) -> str:
     """The control token with which the template ends a reply; empty if there is none."""
     words = ((U, "user"), (A, "assistant"), (END, "user"))
     try:
@@ -51,7 +53,7 @@ def learn_closer(renderer: Renderer, anchors: Anchors) -> str:
     except MlxcacheError:
         return ""
     start, end = text.find(A), text.find(END)
-    found = anchors.scan(text, start, end) if 0 <= start < end else []
+    found = finder.find_all(text, start, end) if 0 <= start < end else []
     return found[0].group() if found else ""
 
 
@@ -76,10 +78,10 @@ def _conversations() -> list[tuple[tuple[str, ...], list[Message], bool]]:
     ]
 
 
-def marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -> tuple[int, ...]:
-    """Ascending token positions: each message's start, and last the generation prompt's.
+def find_marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -> tuple[int, ...]:
+    """The token positions of each message's start and of the generation prompt, ascending.
 
-    None is 0, among the tokens that only begin the text, or the prompt's length.
+    Without 0, the prompt's length, and positions among the control tokens that begin the text.
     """
     ids = prompt.ids
     opens = np.isin(ids[prompt.at], list(openers)) if openers else np.zeros(0, dtype=bool)
@@ -89,20 +91,20 @@ def marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -> tup
         lead += 1
     kept: list[int] = []
     for position in found:
-        if position >= max(lead, 1) and (not kept or position >= kept[-1] + APART):
+        if position >= max(lead, 1) and (not kept or position >= kept[-1] + MARK_DISTANCE):
             kept.append(position)
     if 0 < generation_at < len(ids):
-        kept = [p for p in kept if p + APART <= generation_at] + [generation_at]
+        kept = [p for p in kept if p + MARK_DISTANCE <= generation_at] + [generation_at]
     return tuple(p for p in kept if p < len(ids))
 
 
-def wished(
+def keep_positions(
     keeps: Sequence[tuple[int, float]], placed: Sequence[int], breakpoint: int | None
 ) -> tuple[tuple[int, float], ...]:
-    """Token positions of what a client wishes kept, from numbers of leading messages.
+    """Convert a client's wishes, (leading messages, seconds), into (token position, seconds).
 
-    Tools and system end at the first of the marks that were `placed`; all else at `breakpoint`, or
-    with no such place at the last mark.
+    0 leading messages end at the first of the `placed` marks, the end of tools and system; any
+    other number at `breakpoint`, or without one at the last mark.
     """
     head = placed[0] if len(placed) > 1 else 0
     rest = breakpoint if breakpoint is not None else next(iter(placed[-1:]), 0)

@@ -1,4 +1,4 @@
-"""What the next turn of a conversation will begin with, before anybody has asked for it."""
+"""The next turn of a conversation, built before the client sends it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlxcache.prompt.canonical.restore import Restored
+from mlxcache.prompt.canonical.restore import NameRestorer
 from mlxcache.types import Chat, Piece, Text, Thinking, ToolCall
 
 OPENINGS = ("0", "x")
-"""Two texts that share no character: what prompts that differ in them alone share stands before."""
+"""Two texts without a common prefix: prompts that differ in them alone share all before them."""
 
 
-def continued(
+def append_reply(
     chat: Chat, pieces: Sequence[Piece], names: Mapping[str, str], *, thoughts: bool
 ) -> Chat:
-    """A conversation as its client will send it once it has the reply that `pieces` make.
+    """A conversation with the reply made of `pieces`, as its client is expected to send it back.
 
-    `names`: see `Prompt.names`. `thoughts`: the client sends back what it was told of the model's
-    thinking, where it has not shown yet whether it does.
+    `names`: see `Prompt.names`. `thoughts`: assume that the client sends thinking back, if its
+    earlier replies do not show it.
     """
-    shown = Restored(names)
+    shown = NameRestorer(names)
     reply: dict[str, Any] = {"role": "assistant", "content": shown.whole(_joined(pieces, Text))}
     thinking = shown.whole(_joined(pieces, Thinking))
     if thinking and _sends_thoughts(chat, otherwise=thoughts):
@@ -33,12 +33,11 @@ def continued(
     return replace(chat, messages=[*chat.messages, reply], breakpoint=None)
 
 
-def following(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:
-    """Ways for a conversation to go on: it and what follows.
+def next_turns(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:
+    """Possible next turns of a conversation that ends with a reply, as (chat, new messages).
 
-    The first two begin to differ where the client's own text begins. If there is a third, its
-    client has taken the white space off the last reply. Results of tools follow on calls, a user's
-    message on all else.
+    After calls the new messages are their results, else a user's message. The first two turns first
+    differ where the client's text begins. A third, if any, has the last reply stripped of blanks.
     """
     reply = chat.messages[-1]
     calls = reply.get("tool_calls") or ()
@@ -54,7 +53,7 @@ def following(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:
 
 
 def _sends_thoughts(chat: Chat, *, otherwise: bool) -> bool:
-    """Whether the client sends thinking back: as it does with its earlier replies."""
+    """True if the client's earlier replies hold thinking; `otherwise` if there are none."""
     replies = [message for message in chat.messages if message.get("role") == "assistant"]
     if not replies:
         return otherwise
@@ -65,7 +64,7 @@ def _joined(pieces: Sequence[Piece], kind: type[Text | Thinking]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, kind))
 
 
-def _call(call: ToolCall, shown: Restored) -> dict[str, Any]:
+def _call(call: ToolCall, shown: NameRestorer) -> dict[str, Any]:
     arguments = json.loads(shown.whole(call.arguments) or "{}")
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""A conversation as the text that its template makes of it."""
+"""Render conversations: escape, adapt to the template, and run it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
 from mlxcache.lru import LRU
 from mlxcache.prompt.adapt import adapt, leading_systems
 from mlxcache.prompt.escape import Escape
-from mlxcache.prompt.images import Album, images_of
+from mlxcache.prompt.images import ImageTemplate, images_of
 from mlxcache.prompt.template import RESERVED, Message, Template, too_deep
 from mlxcache.prompt.traits import NAME, SHORT_ID, TOOL, A, R, Traits, U
 from mlxcache.types import Chat, Image
@@ -33,10 +33,10 @@ _KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text with sentinels, and the character at which its generation prompt starts.
+    """A rendered text with sentinels.
 
-    That is the text's length where there is none, as when a message is to be continued. `images`
-    are those that stand in it, in order.
+    `generation`: the character at which the generation prompt starts; the text's length where there
+    is none, as when a message is to be continued. `images`: those of the text, in order.
     """
 
     text: str
@@ -53,20 +53,24 @@ class Renderer:
         traits: Traits,
         escape: Escape,
         args: Mapping[str, Any],
-        album: Album,
+        images: ImageTemplate,
     ):
         self._template, self._traits, self._escape, self._args = template, traits, escape, args
-        self._album = album
+        self._images = images
         self._generations: LRU[str, tuple[str | None]] = LRU(_KEPT)
 
     def render(self, chat: Chat) -> Rendered:
-        """Raises BadRequest for a conversation that the template refuses, GenerationFailed."""
+        """Render a conversation.
+
+        Raises BadRequest where the template refuses it, GenerationFailed where the template fails.
+        """
         try:
             return self._render(chat)
         except GenerationFailed as error:
             if not chat.template_args:
                 raise
-            self._render(replace(chat, template_args={}))  # if this works, the client is to blame
+            # Raises GenerationFailed again where the arguments are not the cause.
+            self._render(replace(chat, template_args={}))
             raise BadRequest(
                 f"with these arguments {error}", param="chat_template_kwargs"
             ) from error
@@ -89,10 +93,10 @@ class Renderer:
             return Rendered(text, len(text) - len(prompt), images)
         return Rendered(text, self._shared(text, messages, tools, args), images)
 
-    def shared(self, chat: Chat, leading: int, text: str) -> int:
-        """The characters that a conversation's text shares with that of its leading messages.
+    def shared_characters(self, chat: Chat, leading: int, text: str) -> int:
+        """The number of characters that `text` shares with the rendering of its leading messages.
 
-        0 leading messages stand for the tools and the system text alone.
+        `text` is the rendered conversation. 0 leading messages: tools and system text alone.
         """
         args, tools = self._arguments(chat), self._tools(chat)
         if leading == 0:
@@ -100,18 +104,18 @@ class Renderer:
         return self._shared(text, self._messages(chat, leading, tools), tools, args)
 
     def generation_prompt(self) -> str:
-        """What the template appends to ask for a reply; empty where that is not known."""
+        """The generation prompt after a user's message; empty where it is not known."""
         return self._generation("user", dict(self._args)) or ""
 
     def probe(self, messages: Sequence[Message], *, tools: bool, generation: bool = False) -> str:
-        """Render messages of our own. Raises as `render` does."""
+        """Render messages that no client sent, to learn about the template. Raises as `render`."""
         adapted = adapt(messages, (), self._traits)
         return self._text(adapted, [TOOL] if tools else None, self._args, generation=generation)
 
     def _shared(
         self, text: str, messages: list[Message], tools: Any, args: Mapping[str, Any]
     ) -> int:
-        """The common prefix with messages rendered alone, or before any other if they cannot be."""
+        """The common prefix with messages rendered alone, or else followed by probe messages."""
         asked = bool(messages) and messages[-1]["role"] == "user"
         for shown in (messages, [*messages, *((_REPLY, _USER) if asked else (_USER,))]):
             if not shown:
@@ -123,7 +127,7 @@ class Renderer:
         return 0
 
     def _generation(self, role: str, args: Mapping[str, Any]) -> str | None:
-        """What `add_generation_prompt` appends after a message of a role; None if not known."""
+        """The generation prompt after a message of a role; None where it is not known."""
         key = f"{role} {json.dumps(args, sort_keys=True, default=repr)}"
         known = self._generations.get(key)
         if known is None:
@@ -175,6 +179,6 @@ class Renderer:
         self, messages: list[Message], tools: Any, args: Mapping[str, Any], *, generation: bool
     ) -> str:
         listed = tools if self._traits.tools else None
-        shown, images = self._album.shown(messages)
+        shown, images = self._images.prepare(messages)
         text = self._template.render(shown, tools=listed, generation=generation, args=args)
-        return self._album.written_out(text, images)
+        return self._images.expand(text, images)

@@ -1,13 +1,12 @@
-"""Exact replay: a reply that comes back is put into the prompt as the model wrote it.
+"""Exact replay: a reply that a client sends back enters the prompt as the ids that were generated.
 
-Clients send replies back written anew: JSON with other blanks, text without the white space at
-its end. The template and the tokenizer then make other tokens of it than those that were computed.
-So where a rendered text begins as an earlier prompt did, and goes on with what a reply to that
-prompt says, the ids of that reply stand there in place of the text.
+Clients rewrite replies: JSON with other blanks, text stripped of white space. Template and
+tokenizer then make other tokens of a reply than those whose KV is cached. So, where a rendered text
+begins with an earlier prompt and continues with the content of a reply to it, the ids of that reply
+replace the text.
 
-What the reply says is compared by reading both with the model's own output parser. So an edit,
-another order of calls, or thinking that the template leaves out are no match, and the text is
-tokenised as it is.
+Contents are compared by parsing both forms with the model's own output parser. An edit, another
+order of calls, or thinking that the template leaves out is no match; such text is tokenised as is.
 """
 
 from __future__ import annotations
@@ -24,23 +23,34 @@ from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.incremental import Splice
 from mlxcache.prompt.marks import learn_closer
 from mlxcache.prompt.renderer import Renderer
-from mlxcache.prompt.replies import TAIL, Generated, Reading, Replies, Said, Spoken, Tools
+from mlxcache.prompt.replies import (
+    TAIL_CHARACTERS,
+    DecodedReply,
+    GeneratedReply,
+    Replies,
+    ReplyContent,
+    ReplyReader,
+    Tools,
+)
 from mlxcache.types import Tokens
 
-_LEAST_WINDOW = 4096
-_WINDOW = 4
-"""How far behind a prompt a reply may reach: a few times its own characters."""
+_LEAST_REACH = 4096
+_REACH = 4
+"""A rewritten reply takes at most so many times the characters of the generated one."""
 
 _MOST_ENDS = 16
-"""Places at which a reply may end that are tried."""
+"""Possible ends of a reply that are tried."""
+
+_CONTEXT = 256
+"""Characters before a reply in which a control token is looked for to start encoding at."""
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
-    """A text with the replies in it that are put in exactly.
+class ReplayedText:
+    """A text in which known replies are spliced in.
 
-    `digest`, `tail`: of the text as it was rendered. `changed`: some reply's ids are not those that
-    its text would have.
+    `digest` and `tail` are of the text as rendered. `changed`: the ids of at least one reply differ
+    from the encoding of its text.
     """
 
     text: str
@@ -52,7 +62,10 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """How a reply stands in a rendered text: as `shown`, and `guard` includes what must follow."""
+    """How a reply fits into a rendered text.
+
+    `shown` is the text that it replaces; `guard` is `shown` and what must follow it.
+    """
 
     shown: str
     guard: str
@@ -63,51 +76,55 @@ class _Fit:
 
 
 class Replay:
-    """Finds replies in rendered texts. Safe in any thread.
+    """Finds known replies in rendered texts. Safe in any thread.
 
-    `steady`: a rendered text as it would be in another process.
+    `steady` maps a rendered text to its form without the sentinels' nonce, equal in all processes.
     """
 
     def __init__(
         self,
-        reading: Reading,
+        reader: ReplyReader,
         codec: Codec,
         renderer: Renderer,
         steady: Callable[[str], str],
         replies: Replies,
     ):
         self.replies = replies
-        self._reading, self._anchors = reading, reading.anchors
+        self._reader, self._finder = reader, reader.finder
         self._codec, self._steady = codec, steady
-        self._closer = learn_closer(renderer, reading.anchors)
+        self._closer = learn_closer(renderer, reader.finder)
 
-    def thought(self, history: bytes, message: Mapping[str, Any], tools: Tools) -> str:
-        """What was thought behind a history in the newest reply that has a message's text and
-        calls; empty if there is none."""
-        said = Said.in_message(message)
-        if said is None:
+    def find_thinking(self, history: bytes, message: Mapping[str, Any], tools: Tools) -> str:
+        """The thinking of the newest reply after a history that has a message's text and calls.
+
+        Empty where there is none.
+        """
+        content = ReplyContent.of_message(message)
+        if content is None:
             return ""
-        for reply in reversed(self.replies.behind(history)):
-            spoken = self._reading.spoken(reply, tools)
-            if spoken is not None and spoken.said.same_but_thinking(said):
-                return spoken.said.thinking
+        for reply in reversed(self.replies.find_by_history(history)):
+            decoded = self._reader.decode(reply, tools)
+            if decoded is not None and decoded.content.same_except_thinking(content):
+                return decoded.content.thinking
         return ""
 
-    def replayed(self, text: str, tools: Tools, *, on: bool = True) -> Replayed:
-        """A rendered text with every reply put in that is found, if this is `on`. `tools`: the
-        conversation's."""
+    def splice_replies(self, text: str, tools: Tools, *, enabled: bool = True) -> ReplayedText:
+        """Splice every known reply into the rendered text of a conversation with `tools`.
+
+        Not `enabled`: only the digest and the tail are computed.
+        """
         walk = hashlib.blake2b(digest_size=16)
         steady = self._steady(text)
         parts: list[str] = []
         splices: list[Splice] = []
         hashed = done = length = 0
         changed = False
-        for at in self.replies.places(steady) if on else ():
+        for at in self.replies.prompt_lengths(steady) if enabled else ():
             if at < done:
                 continue
             walk.update(steady[hashed:at].encode("utf-8", "surrogatepass"))
             hashed = at
-            fit = self._best(text, at, self.replies.to(walk.digest()), tools)
+            fit = self._find_fit(text, at, self.replies.find(walk.digest()), tools)
             if fit is None:
                 continue
             parts += [text[done:at], fit.raw]
@@ -118,55 +135,62 @@ class Replay:
         walk.update(steady[hashed:].encode("utf-8", "surrogatepass"))
         parts.append(text[done:])
         spliced = "".join(parts) if splices else text
-        return Replayed(spliced, tuple(splices), walk.digest(), changed, steady[-TAIL:])
+        tail = steady[-TAIL_CHARACTERS:]
+        return ReplayedText(spliced, tuple(splices), walk.digest(), changed, tail)
 
-    def _best(self, text: str, at: int, replies: Sequence[Generated], tools: Tools) -> _Fit | None:
+    def _find_fit(
+        self, text: str, at: int, replies: Sequence[GeneratedReply], tools: Tools
+    ) -> _Fit | None:
+        """The fit of the newest reply that the text continues with at `at`."""
         for reply in reversed(replies):
-            fit = reply.fitted
-            if fit is not None and text.startswith(fit.guard, at):
-                assert isinstance(fit, _Fit)
-                return fit
+            known = reply.fit
+            if known is not None and text.startswith(known.guard, at):
+                assert isinstance(known, _Fit)
+                return known
             fit = self._fit(text, at, reply, tools)
             if fit is not None:
-                reply.fitted = fit
+                reply.set_fit(fit)
                 return fit
         return None
 
-    def _fit(self, text: str, at: int, reply: Generated, tools: Tools) -> _Fit | None:
-        """How the text from a character on says the same as a reply; None if it does not."""
-        spoken = self._reading.spoken(reply, tools)
-        if spoken is None:
+    def _fit(self, text: str, at: int, reply: GeneratedReply, tools: Tools) -> _Fit | None:
+        """The fit of one reply at a character; None where the contents differ."""
+        decoded = self._reader.decode(reply, tools)
+        if decoded is None:
             return None
-        for match in self._ends(text, at, spoken):
+        for match in self._find_ends(text, at, decoded):
             shown = text[at : match.start()]
             known = hash(shown)
-            if known in reply.refused:
+            if reply.is_rejected(known):
                 continue
-            # A template that leaves out what marks even an empty thought is followed.
-            if self._reading.thinks(shown) == self._reading.thinks(spoken.raw):
-                said = self._reading.said(self._codec.encode(shown).tolist(), reply, tools)
-                if said is not None and said.same(spoken.said):
-                    return self._placed(text, at, match.start(), match.group(), spoken)
-            reply.refused.append(known)
+            # A template that leaves out the marks of an empty thought takes precedence.
+            marks = self._reader.find_thinking_marks
+            if marks(shown) == marks(decoded.raw):
+                ids = self._codec.encode(shown).tolist()
+                content = self._reader.read_content(ids, reply, tools)
+                if content is not None and content.same(decoded.content):
+                    return self._make_fit(text, at, match.start(), match.group(), decoded)
+            reply.reject(known)
         return None
 
-    def _ends(self, text: str, at: int, spoken: Spoken) -> list[re.Match[str]]:
-        """Where in a text a reply from a character on may end: what ends it may be in it, too."""
-        ends = {spoken.closing, self._closer} - {""}
-        far = at + max(_LEAST_WINDOW, _WINDOW * len(spoken.raw))
-        found = [m for m in self._anchors.scan(text, at, far) if m.group() in ends]
-        within = sum(spoken.raw.count(end) for end in ends) + (not spoken.closing)
+    def _find_ends(self, text: str, at: int, decoded: DecodedReply) -> list[re.Match[str]]:
+        """The possible ends of a reply that starts at `at`: its content may hold end tokens too."""
+        ends = {decoded.closing, self._closer} - {""}
+        far = at + max(_LEAST_REACH, _REACH * len(decoded.raw))
+        found = [m for m in self._finder.find_all(text, at, far) if m.group() in ends]
+        within = sum(decoded.raw.count(end) for end in ends) + (not decoded.closing)
         return found[: min(within, _MOST_ENDS)]
 
-    def _placed(self, text: str, at: int, end: int, ended: str, spoken: Spoken) -> _Fit:
-        ids, raw, closing = spoken.ids, spoken.raw, spoken.closing
+    def _make_fit(self, text: str, at: int, end: int, ended: str, decoded: DecodedReply) -> _Fit:
+        ids, raw, closing = decoded.ids, decoded.raw, decoded.closing
         if closing and closing == ended:
             end += len(closing)
         elif closing:
             ids, raw, closing = ids[:-1], raw[: -len(closing)], ""
         shown = text[at:end]
         guard = shown if closing else shown + ended
-        start = max((m.start() for m in self._anchors.scan(text, max(0, at - 256), at)), default=at)
+        near = self._finder.find_all(text, max(0, at - _CONTEXT), at)
+        start = max((m.start() for m in near), default=at)
         before = self._codec.encode(text[start:at])
         canonical = self._codec.encode(text[start:end])
         changes = not np.array_equal(canonical, np.concatenate((before, ids)))

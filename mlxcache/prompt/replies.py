@@ -1,10 +1,13 @@
-"""Replies as the model wrote them, to be found again when a client sends them back."""
+"""Replies as the model generated them, remembered to be recognised when a client sends them back.
+
+`replay` puts their token ids into later prompts; this module keeps, decodes and compares them.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
@@ -12,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from mlxcache.lru import LRU
-from mlxcache.prompt.canonical.argument_order import alike
-from mlxcache.prompt.incremental import Anchors
+from mlxcache.prompt.canonical.argument_order import equal_values
+from mlxcache.prompt.incremental import ControlTokenFinder
 from mlxcache.prompt.tokenizer import ChatTokenizer, thinking_marks, tool_marks
 from mlxcache.store.session_rows import ReplyRow
 from mlxcache.types import Piece, Prompt, Text, Thinking, Tokens, ToolCall
@@ -21,8 +24,8 @@ from mlxcache.types import Piece, Prompt, Text, Thinking, Tokens, ToolCall
 Tools = Sequence[Mapping[str, Any]]
 
 
-class Read(Protocol):
-    """Reads a reply's ids; see `model.output.reader`."""
+class ReadReply(Protocol):
+    """Parses the token ids of a whole reply into pieces; see `model.output.reader`."""
 
     def __call__(
         self,
@@ -35,16 +38,19 @@ class Read(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """Text and thinking without white space around them, and each call's name and arguments."""
+class ReplyContent:
+    """The text, thinking and calls of a reply, independent of its formatting.
+
+    Text and thinking are stripped of surrounding blanks; a call is (name, arguments).
+    """
 
     text: str
     thinking: str
     calls: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, pieces: Iterable[Piece]) -> Said:
-        """What a reply's pieces say. Raises ValueError where arguments are no JSON."""
+    def of_pieces(cls, pieces: Iterable[Piece]) -> ReplyContent:
+        """The content of parsed pieces. Raises ValueError where arguments are not JSON."""
         text, thinking, calls = "", "", []
         for piece in pieces:
             if isinstance(piece, Text):
@@ -56,8 +62,8 @@ class Said:
         return cls(text.strip(), thinking.strip(), tuple(calls))
 
     @classmethod
-    def in_message(cls, message: Mapping[str, Any]) -> Said | None:
-        """What a message of the assistant's says; None where it is not only text and calls."""
+    def of_message(cls, message: Mapping[str, Any]) -> ReplyContent | None:
+        """The content of an assistant's message; None where it holds more than text and calls."""
         content, thinking = message.get("content") or "", message.get("reasoning_content") or ""
         if not isinstance(content, str) or not isinstance(thinking, str):
             return None
@@ -65,48 +71,51 @@ class Said:
         calls = tuple((str(one.get("name")), one.get("arguments")) for one in functions)
         return cls(content.strip(), thinking.strip(), calls)
 
-    def same(self, other: Said) -> bool:
-        """Whether both say the same: key order and `1` for `1.0` do not count, all else does."""
-        return self.thinking == other.thinking and self.same_but_thinking(other)
+    def same(self, other: ReplyContent) -> bool:
+        """True if text, thinking and calls are equal; key order and `1` for `1.0` do not count."""
+        return self.thinking == other.thinking and self.same_except_thinking(other)
 
-    def same_but_thinking(self, other: Said) -> bool:
-        """Whether both have the same text and calls."""
+    def same_except_thinking(self, other: ReplyContent) -> bool:
+        """True if text and calls are equal."""
         return (
             self.text == other.text
             and len(self.calls) == len(other.calls)
             and all(
-                mine[0] == theirs[0] and alike(mine[1], theirs[1])
+                mine[0] == theirs[0] and equal_values(mine[1], theirs[1])
                 for mine, theirs in zip(self.calls, other.calls, strict=True)
             )
         )
 
     @property
     def strings(self) -> tuple[str, ...]:
-        """All of it as texts."""
+        """Text, thinking, and each call as JSON."""
         calls = (json.dumps(call, ensure_ascii=False) for call in self.calls)
         return (self.text, self.thinking, *calls)
 
 
-LIMIT = 32 << 20
+LIMIT_BYTES = 32 << 20
 """Bytes of replies that are remembered."""
 
 ALTERNATIVES = 8
 """Replies to one prompt that are remembered."""
 
-TAIL = 24
-"""Characters of a prompt's end that are looked at before its digest is."""
+TAIL_CHARACTERS = 24
+"""Characters of a prompt's end that are compared before its digest is computed."""
 
 _OVERHEAD = 512
-_STOPPED = 64
+_MOST_STOP_TOKENS = 64
 
-_REFUSED = 32
-"""Texts, by their hashes, of which it is known that they do not say what a reply does."""
+_MOST_REJECTED = 32
+"""Hashes kept per reply of texts known to have another content."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A prompt as replies are found by it: the digest of its rendered text, without splices, its
-    length and its end. `history` is the digest of its messages, empty where nobody asks for it."""
+class PromptKey:
+    """Identifies a prompt to find the replies to it.
+
+    `digest`, `length` and `tail` are of its rendered text without splices. `history` is the digest
+    of its messages, or empty where thinking is not restored.
+    """
 
     digest: bytes
     length: int
@@ -114,15 +123,30 @@ class Asked:
     history: bytes = b""
 
 
-class Generated:
-    """One reply: its ids, shape (n,), and how they are to be read.
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodedReply:
+    """A reply as text and content.
 
-    `calls`: it was read for calls of tools. `stopped`: the stop string that ended it.
+    `raw`: the text of `ids` with control tokens. `closing`: the text of the control token that
+    ended the reply, or empty.
+    """
+
+    ids: Tokens
+    raw: str
+    content: ReplyContent
+    closing: str
+
+
+class GeneratedReply:
+    """One reply: its token ids, shape (n,), and how to parse them.
+
+    `calls`: tool calls were parsed. `stopped`: the stop string that ended the reply. What decoding
+    and comparing found out is kept with the reply.
     """
 
     def __init__(
         self,
-        asked: Asked,
+        key: PromptKey,
         ids: Tokens,
         *,
         calls: bool = True,
@@ -130,22 +154,21 @@ class Generated:
         generic_tools: bool = False,
         stopped: str | None = None,
     ):
-        self.asked = asked
+        self.key = key
         self.ids = ids
         self.calls = calls
         self.thinking_open = thinking_open
         self.generic_tools = generic_tools
         self.stopped = stopped
-        self.spoken: Spoken | None = None
-        self.unusable = False
-        self.fitted: Any = None
-        self.refused: deque[int] = deque(maxlen=_REFUSED)
+        self._decoded: tuple[DecodedReply | None] | None = None
+        self._fit: Any = None
+        self._rejected: deque[int] = deque(maxlen=_MOST_REJECTED)
 
     @classmethod
-    def of_row(cls, row: ReplyRow) -> Generated:
-        """As it was before a restart."""
+    def of_row(cls, row: ReplyRow) -> GeneratedReply:
+        """The reply of a database row."""
         return cls(
-            Asked(row.digest, row.length, row.tail, row.history),
+            PromptKey(row.digest, row.length, row.tail, row.history),
             row.ids,
             calls=row.calls,
             thinking_open=row.thinking_open,
@@ -153,73 +176,84 @@ class Generated:
             stopped=row.stopped,
         )
 
-    def like(self, other: Generated) -> bool:
-        """Whether both are the same ids to one prompt, read alike."""
-        mine, theirs = (
-            (r.asked, r.calls, r.thinking_open, r.generic_tools, r.stopped) for r in (self, other)
-        )
-        return mine == theirs and np.array_equal(self.ids, other.ids)
-
     @property
     def row(self) -> ReplyRow:
-        """As it outlives a restart."""
-        asked = self.asked
+        """The reply as a database row."""
+        key = self.key
         return ReplyRow(
-            *(asked.digest, asked.length, asked.tail, asked.history, self.ids),
+            *(key.digest, key.length, key.tail, key.history, self.ids),
             *(self.calls, self.thinking_open, self.generic_tools, self.stopped),
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: ids, and about as much again for each text made of them."""
+        """Bytes held: the ids, and an estimate for the texts made of them."""
         return self.ids.nbytes * 6 + _OVERHEAD
 
+    def same(self, other: GeneratedReply) -> bool:
+        """True if both are the same ids to one prompt, parsed alike."""
+        mine, theirs = (
+            (r.key, r.calls, r.thinking_open, r.generic_tools, r.stopped) for r in (self, other)
+        )
+        return mine == theirs and np.array_equal(self.ids, other.ids)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Spoken:
-    """A reply that was read: its ids, their text with control tokens, and what it says.
+    def decode_once(self, decode: Callable[[], DecodedReply | None]) -> DecodedReply | None:
+        """The result of `decode`, which is called the first time only."""
+        if self._decoded is None:
+            self._decoded = (decode(),)
+        return self._decoded[0]
 
-    `closing`: the text of the control token that ended it; empty where none did.
-    """
+    @property
+    def fit(self) -> Any:
+        """The value given to `set_fit`, or None."""
+        return self._fit
 
-    ids: Tokens
-    raw: str
-    said: Said
-    closing: str
+    def set_fit(self, fit: Any) -> None:
+        """Remember how the reply fits into a rendered text."""
+        self._fit = fit
+
+    def is_rejected(self, text: int) -> bool:
+        """True for the hash of a text that was rejected lately."""
+        return text in self._rejected
+
+    def reject(self, text: int) -> None:
+        """Remember the hash of a text whose content differs from the reply's."""
+        self._rejected.append(text)
 
 
-class Reading:
-    """Reads replies. Safe in any thread.
+class ReplyReader:
+    """Decodes replies and parses their content. Safe in any thread.
 
-    `read`: see `model.output.reader`. `never`: the id that stands for a part of an image.
+    `image_token`: an id that stands for a part of an image; a reply with it is not usable.
     """
 
     def __init__(
-        self, tokenizer: ChatTokenizer, read: Read, anchors: Anchors, never: int | None = None
+        self,
+        tokenizer: ChatTokenizer,
+        read: ReadReply,
+        finder: ControlTokenFinder,
+        image_token: int | None = None,
     ):
-        self.anchors = anchors
-        self._read, self._never = read, never
+        self.finder = finder
+        self._read, self._image_token = read, image_token
         self._decode, self._encode = tokenizer._tokenizer.decode, tokenizer.encode
         self._thinking = frozenset(thinking_marks(tokenizer))
         self._inner = self._thinking.union(tool_marks(tokenizer))
 
-    def thinks(self, text: str) -> list[str]:
-        """The marks of thinking in a text."""
-        return [m.group() for m in self.anchors.scan(text) if m.group() in self._thinking]
+    def find_thinking_marks(self, text: str) -> list[str]:
+        """The marks in a text that open or close thinking, in order."""
+        return [m.group() for m in self.finder.find_all(text) if m.group() in self._thinking]
 
-    def spoken(self, reply: Generated, tools: Sequence[Mapping[str, Any]]) -> Spoken | None:
-        """A reply as it is put in again; None where it cannot be. `tools`: of its conversation."""
-        if reply.spoken is None and not reply.unusable:
-            reply.spoken = self._spoken(reply, tools)
-            reply.unusable = reply.spoken is None
-        return reply.spoken
+    def decode(self, reply: GeneratedReply, tools: Tools) -> DecodedReply | None:
+        """Decode a reply to a conversation with `tools`; None where it cannot be replayed."""
+        return reply.decode_once(lambda: self._decode_reply(reply, tools))
 
-    def said(
-        self, ids: Sequence[int], reply: Generated, tools: Sequence[Mapping[str, Any]]
-    ) -> Said | None:
-        """What ids say, read as a reply was; None where that has no clear meaning."""
+    def read_content(
+        self, ids: Sequence[int], reply: GeneratedReply, tools: Tools
+    ) -> ReplyContent | None:
+        """Parse ids as `reply` was parsed; None where arguments of a call are not JSON."""
         try:
-            return Said.of(
+            return ReplyContent.of_pieces(
                 self._read(
                     ids,
                     tools=tools if reply.calls else (),
@@ -230,111 +264,116 @@ class Reading:
         except (ValueError, RecursionError):
             return None
 
-    def _spoken(self, reply: Generated, tools: Sequence[Mapping[str, Any]]) -> Spoken | None:
-        ids = self._before_stop(reply)
-        if ids is None or not len(ids) or (ids == self._never).any():
+    def _decode_reply(self, reply: GeneratedReply, tools: Tools) -> DecodedReply | None:
+        ids = self._ids_before_stop(reply)
+        if ids is None or not len(ids) or (ids == self._image_token).any():
             return None
         raw = self._text(ids)
-        found = self.anchors.scan(raw)
-        if self.anchors.align(ids, found) is None:
+        found = self.finder.find_all(raw)
+        if self.finder.align(ids, found) is None:
             return None
-        said = self.said(ids.tolist(), reply, tools)
-        # What was written with a control token, and read as text, comes back as text.
-        if said is None or any(self.anchors.scan(text) for text in said.strings):
+        content = self.read_content(ids.tolist(), reply, tools)
+        # A control token that was parsed as text comes back as text, never as a control token.
+        if content is None or any(self.finder.find_all(text) for text in content.strings):
             return None
         last = found[-1].group() if found and found[-1].end() == len(raw) else ""
-        return Spoken(ids, raw, said, "" if last in self._inner else last)
+        return DecodedReply(ids, raw, content, "" if last in self._inner else last)
 
-    def _before_stop(self, reply: Generated) -> Tokens | None:
-        """The ids before the stop string, what a token has of both written in others; None where
-        that cannot be."""
+    def _ids_before_stop(self, reply: GeneratedReply) -> Tokens | None:
+        """The ids before the stop string; None where they cannot be told apart.
+
+        Where one token holds text before the stop string and a part of it, other tokens are
+        written for that text.
+        """
         if not reply.stopped:
             return reply.ids
         text = self._text(reply.ids)
         text = text[: max(text.rfind(reply.stopped), 0)]
-        for n in range(len(reply.ids), max(0, len(reply.ids) - _STOPPED), -1):
+        for n in range(len(reply.ids), max(0, len(reply.ids) - _MOST_STOP_TOKENS), -1):
             kept = self._text(reply.ids[:n])
             if text.startswith(kept):
-                return self._written_out(reply.ids[:n], text, text[len(kept) :])
+                return self._append_text(reply.ids[:n], text, text[len(kept) :])
         return None
 
-    def _written_out(self, ids: Tokens, text: str, rest: str) -> Tokens | None:
-        """The ids and those of `rest`, if they are `text` together."""
+    def _append_text(self, ids: Tokens, text: str, rest: str) -> Tokens | None:
+        """The ids followed by those of `rest`, if together they decode to `text`."""
         if rest:
             ids = np.concatenate((ids, self._encode(rest, add_special_tokens=False)))
         return ids if self._text(ids) == text else None
 
     def _text(self, ids: Tokens) -> str:
-        """With every token in it, and no blank moved."""
+        """The text of ids, with special tokens and every blank."""
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._decode(ids.tolist(), **options))
 
 
 class Replies:
-    """The replies of late, bounded in bytes; what was asked for longest ago is forgotten first.
+    """Recent replies by prompt, bounded in bytes, least recently used first out.
 
-    Safe in any thread.
+    Safe in any thread; no method waits for a disk.
     """
 
-    def __init__(self, limit: int = LIMIT):
+    def __init__(self, limit: int = LIMIT_BYTES):
         self._lock = Lock()
-        self._held: LRU[bytes, tuple[Generated, ...]] = LRU(limit, _nbytes)
-        self._behind: dict[bytes, tuple[Generated, ...]] = {}
-        self._places: tuple[Asked, ...] | None = ()
+        self._held: LRU[bytes, tuple[GeneratedReply, ...]] = LRU(limit, _nbytes)
+        self._by_history: dict[bytes, tuple[GeneratedReply, ...]] = {}
+        self._keys: tuple[PromptKey, ...] | None = ()
 
-    def put(self, reply: Generated) -> None:
-        """Remember a reply beside others to the same prompt."""
+    def add(self, reply: GeneratedReply) -> None:
+        """Remember a reply beside the others to the same prompt."""
         with self._lock:
-            others = self._held.peek(reply.asked.digest) or ()
-            same = [o for o in others if o.like(reply)]
-            reply = same[0] if same else reply  # what was found out about it stays
+            others = self._held.peek(reply.key.digest) or ()
+            same = [o for o in others if o.same(reply)]
+            reply = same[0] if same else reply  # keeps what decoding found out
             kept = [o for o in others if o not in same][-ALTERNATIVES + 1 :]
             for gone in others:
                 if gone not in kept:
                     self._forget(gone)
-            history = reply.asked.history
+            history = reply.key.history
             if history:
-                self._behind[history] = (*self._behind.get(history, ()), reply)
-            for evicted in self._held.put(reply.asked.digest, (*kept, reply)):
+                self._by_history[history] = (*self._by_history.get(history, ()), reply)
+            for evicted in self._held.put(reply.key.digest, (*kept, reply)):
                 for gone in evicted:
                     self._forget(gone)
-            self._places = None
+            self._keys = None
 
     def learn(self, rows: Iterable[ReplyRow]) -> None:
-        """Remember replies that an earlier run or another server wrote, oldest first."""
+        """Add replies that an earlier run or another server wrote, oldest first."""
         for row in rows:
-            self.put(Generated.of_row(row))
+            self.add(GeneratedReply.of_row(row))
 
-    def _forget(self, reply: Generated) -> None:
-        history = reply.asked.history
-        left = tuple(one for one in self._behind.get(history, ()) if one is not reply)
+    def _forget(self, reply: GeneratedReply) -> None:
+        history = reply.key.history
+        left = tuple(one for one in self._by_history.get(history, ()) if one is not reply)
         if left:
-            self._behind[history] = left
+            self._by_history[history] = left
         else:
-            self._behind.pop(history, None)
+            self._by_history.pop(history, None)
 
-    def to(self, digest: bytes) -> tuple[Generated, ...]:
-        """The replies to a prompt, the newest last."""
+    def find(self, digest: bytes) -> tuple[GeneratedReply, ...]:
+        """The replies to a prompt by its digest, newest last. Counts as a use."""
         return self._held.get(digest) or ()
 
-    def behind(self, history: bytes) -> tuple[Generated, ...]:
-        """The replies behind a conversation, the newest last."""
-        return self._behind.get(history, ())
+    def find_by_history(self, history: bytes) -> tuple[GeneratedReply, ...]:
+        """The replies to a conversation by the digest of its messages, newest last."""
+        return self._by_history.get(history, ())
 
-    def places(self, text: str) -> Iterator[int]:
-        """The lengths of prompts that a text may begin with, ascending."""
+    def prompt_lengths(self, text: str) -> Iterator[int]:
+        """The lengths of known prompts that may be a prefix of a text, ascending.
+
+        Only length and tail are compared: the caller compares digests.
+        """
         with self._lock:
-            if self._places is None:
-                found = {
-                    (a.length, a.tail): a for held in self._held.values() for a in [held[0].asked]
-                }
-                self._places = tuple(found[key] for key in sorted(found))
-            places = self._places
-        for asked in places:
-            if asked.length > len(text):
+            if self._keys is None:
+                keys = [held[0].key for held in self._held.values()]
+                found = {(key.length, key.tail): key for key in keys}
+                self._keys = tuple(found[at] for at in sorted(found))
+            keys_by_length = self._keys
+        for key in keys_by_length:
+            if key.length > len(text):
                 return
-            if text.startswith(asked.tail, asked.length - len(asked.tail)):
-                yield asked.length
+            if text.startswith(key.tail, key.length - len(key.tail)):
+                yield key.length
 
     @property
     def nbytes(self) -> int:
@@ -345,19 +384,19 @@ class Replies:
         return sum(map(len, self._held.values()))
 
 
-def _nbytes(replies: tuple[Generated, ...]) -> int:
+def _nbytes(replies: tuple[GeneratedReply, ...]) -> int:
     return sum(reply.nbytes for reply in replies)
 
 
-def generated(
+def make_reply(
     prompt: Prompt, ids: Sequence[int], *, calls: bool, stopped: str | None
-) -> Generated | None:
-    """A reply to a prompt; None where it could not be found again."""
-    asked = getattr(prompt.source, "asked", None)
-    if asked is None or not len(ids):
+) -> GeneratedReply | None:
+    """The reply to a prompt; None for an empty one, or a prompt of no conversation."""
+    key = getattr(prompt.source, "key", None)
+    if key is None or not len(ids):
         return None
-    return Generated(
-        asked,
+    return GeneratedReply(
+        key,
         np.asarray(ids, np.int32),
         calls=calls,
         thinking_open=prompt.thinking_open,

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from mlxcache.errors import BadRequest, ConfigError, GenerationFailed, MlxcacheError
-from mlxcache.prompt.time_limit import bounded
+from mlxcache.prompt.time_limit import run_limited
 from mlxcache.prompt.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Template:
             rendered = partial(
                 self._tokenizer.apply_chat_template, list(messages), tokenize=False, **given, **args
             )
-            text = bounded(rendered, RENDER_SECONDS)
+            text = run_limited(rendered, RENDER_SECONDS)
         except TimeoutError as error:
             raise GenerationFailed(f"the model's chat template does not end: {error}") from error
         except RecursionError as error:

@@ -69,7 +69,7 @@ def _interrupt(thread: int) -> None:
 _watch = _Watch()
 
 
-def bounded(work: Callable[[], T], seconds: float) -> T:
+def run_limited(work: Callable[[], T], seconds: float) -> T:
     """The result of `work`, which is Python code. Raises TimeoutError once it takes too long.
 
     Work that never returns to Python, such as one long call into C, is not interrupted.

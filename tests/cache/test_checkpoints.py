@@ -17,7 +17,7 @@ from mlxcache.cache.kv_cache import Memory
 from mlxcache.cache.write_behind import Spill
 from mlxcache.engine import scheduler
 from mlxcache.engine.cost import STOPS, Cost
-from mlxcache.prompt.marks import APART
+from mlxcache.prompt.marks import MARK_DISTANCE
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST
@@ -61,13 +61,13 @@ def test_a_prefill_stops_at_each_mark_it_has_not_seen() -> None:
 def test_of_marks_close_together_the_first_counts() -> None:
     """Also right after what is reused: the end of a reply, and the start of the next message."""
     assert stops((101, 150), 100, 200) == (150,)
-    assert stops((100, 100 + APART - 1), 0, 200) == (100,)
+    assert stops((100, 100 + MARK_DISTANCE - 1), 0, 200) == (100,)
 
 
 def test_a_prefill_stops_where_an_earlier_one_parted() -> None:
     """Unless that is at what is reused."""
     assert stops((100, 190), 0, 200, parted=140) == (100, 140, 190)
-    assert stops((100, 190), 100, 200, parted=100 + APART - 1) == (190,)
+    assert stops((100, 190), 100, 200, parted=100 + MARK_DISTANCE - 1) == (190,)
     assert stops((100, 150), 100, 200, parted=900) == (150, 199)
 
 
@@ -93,7 +93,7 @@ def test_stops_are_few_and_apart(
     found = stops(marks, cached, length, parted=parted, most=most)
     every = stops(marks, cached, length, parted=parted)
     assert set(found) <= set(every)
-    assert all(b - a >= APART for a, b in zip([cached, *every], every, strict=False))
+    assert all(b - a >= MARK_DISTANCE for a, b in zip([cached, *every], every, strict=False))
     assert all(cached < at < length for at in found)
     kept = {*marks[:1], *marks[-1:], parted, *every[-NEWEST:]} & set(every)
     assert kept <= set(found)
@@ -127,7 +127,7 @@ def test_an_edited_message_anywhere_keeps_all_before_it(
         at = starts[message]
         edited = [*ids[:at], *prompt(rng, 30)]
         task = bench.ask(edited, marks=[*starts[: message + 1]], tokens=2)
-        assert at - APART < admitted(task).cached_tokens <= at + 2
+        assert at - MARK_DISTANCE < admitted(task).cached_tokens <= at + 2
         assert task.out == bench.cold(edited, 2)
 
 

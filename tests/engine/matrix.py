@@ -16,7 +16,7 @@ from mlxcache.cache.disk import Disk
 from mlxcache.cache.kv_cache import Memory
 from mlxcache.engine.decoder import Drawn
 from mlxcache.engine.task import Task
-from mlxcache.prompt.marks import APART
+from mlxcache.prompt.marks import MARK_DISTANCE
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.types import TokenLogprob
@@ -124,7 +124,7 @@ class Ledger:
             return max(0, min(known, most) - 1)
         there = {len(point) for point in self.points if shared(ids, point) == len(point) <= most}
         last = max(there, default=0)
-        return min((at for at in there if at > last - APART), default=0)
+        return min((at for at in there if at > last - MARK_DISTANCE), default=0)
 
     def note(self, talk: Talk, computed: list[int]) -> None:
         """Account for a request: what was computed of it and of its reply."""

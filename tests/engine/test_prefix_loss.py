@@ -17,7 +17,7 @@ from mlxcache.cache.kv_cache import forget_all
 from mlxcache.cli.output import log_line
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.prompt.explain import WORTH
+from mlxcache.prompt.explain import LEAST_LOSS
 from mlxcache.types import Chat, Job, Progress, RequestRecord, Text, Thinking, ToolCall
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -132,7 +132,7 @@ async def test_a_date_in_the_system_prompt(talk: Talk):
     size = min(len(before.ids), len(after.ids))
     assert found["at_token"] == int(np.flatnonzero(before.ids[:size] != after.ids[:size])[0])
     assert record.cached_tokens <= found["at_token"]
-    assert WORTH < found["lost_tokens"] <= record.fed_tokens
+    assert LEAST_LOSS < found["lost_tokens"] <= record.fed_tokens
     assert found["lost_tokens"] > record.fed_tokens - 64
     assert found["lost_s"] > 0
     assert found["advice"]
@@ -215,7 +215,7 @@ async def test_changed_history_is_told(talk: Talk, reason: str, cause: str, chan
     change(talk)
     found = lost(await talk.say(user("And the rest?")))
     assert (found["reason"], found["cause"]) == (reason, cause)
-    assert found["lost_tokens"] > WORTH
+    assert found["lost_tokens"] > LEAST_LOSS
 
 
 async def test_a_message_that_is_taken_back_is_no_loss(talk: Talk):
@@ -350,4 +350,4 @@ async def test_after_a_restart_the_sessions_leaves_are_compared(toy, tmp_path, r
         record = await Talk(engine, "main").say(*head)
         found = lost(record)
         assert found["reason"] == reason
-        assert record.prompt_tokens - WORTH <= found["lost_tokens"] <= record.prompt_tokens
+        assert record.prompt_tokens - LEAST_LOSS <= found["lost_tokens"] <= record.prompt_tokens

@@ -12,7 +12,7 @@ import numpy as np
 from mlxcache.common_prefix import common_length
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.replies import Replies, generated
+from mlxcache.prompt.replies import Replies, make_reply
 from mlxcache.types import Chat, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
 from tests.prompt import families
 from tests.prompt.chats import TOOLS
@@ -79,7 +79,7 @@ class Served:
                 break
         pieces += parser.finish(reason)
         stopped = parser.stop_sequence
-        self.last = generated(prompt, out, calls=bool(tools), stopped=stopped)
+        self.last = make_reply(prompt, out, calls=bool(tools), stopped=stopped)
         self.builder.remember(self.last)
         return pieces, out
 

@@ -179,7 +179,7 @@ def builder() -> PromptBuilder:
 def audited(chat: Chat) -> tuple[list[Finding], int]:
     made = builder()
     prompt = made.chat(chat, "s")
-    return audit(prompt.source, made.position, len(prompt.ids)), len(prompt.ids)
+    return audit(prompt.source, made.text_position, len(prompt.ids)), len(prompt.ids)
 
 
 def test_a_clean_request_raises_no_alarm():
@@ -247,7 +247,7 @@ def test_tools_out_of_order_are_no_matter_where_the_order_is_kept():
     """That is what the rule tool_order is for."""
     made, tools = builder(), request().tools
     prompt = made.chat(Chat(request().messages, [*tools[1:], tools[0]]))
-    (one,) = audit(prompt.source, made.position, len(prompt.ids), order_kept=True)
+    (one,) = audit(prompt.source, made.text_position, len(prompt.ids), order_kept=True)
     assert (one.cause, one.rule, one.tokens_behind) == ("tool_order", "tool_order", 0)
 
 

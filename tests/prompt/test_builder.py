@@ -67,7 +67,7 @@ def test_what_is_remembered_never_changes_the_ids(kind: str, turns: list[Chat]) 
     made = builder(kind)
     for chat in turns:
         warm = made.chat(chat, "s")
-        fresh = made._tokeniser.full(made._renderer.render(chat).text)
+        fresh = made._tokeniser.encode_whole(made._renderer.render(chat).text)
         assert warm.ids.tolist() == fresh.ids.tolist()
         assert made.chat(chat, None).marks == warm.marks
 
@@ -235,7 +235,7 @@ def test_a_new_turn_costs_a_fraction_of_the_whole() -> None:
 
     def seconds(session: str | None, text: str) -> float:
         start = time.perf_counter()
-        tokenise.encode(text, session) if session else tokenise.full(text)
+        tokenise.encode(text, session) if session else tokenise.encode_whole(text)
         return time.perf_counter() - start
 
     texts = [made._renderer.render(Chat([*history, user("x " * n)])).text for n in range(1, 9)]

@@ -115,8 +115,8 @@ def test_raw_text_gets_the_tokens_that_the_tokenizer_adds_once() -> None:
     from transformers import PreTrainedTokenizerFast
 
     codec, _, _ = make(Wrapped(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")))
-    assert codec.raw("hello").tolist() == codec.raw("<s>hello").tolist()
-    assert codec.raw("hello").tolist()[0] == start
+    assert codec.encode_raw("hello").tolist() == codec.encode_raw("<s>hello").tolist()
+    assert codec.encode_raw("hello").tolist()[0] == start
 
 
 def test_half_a_surrogate_pair_is_the_client_s_mistake() -> None:
@@ -125,7 +125,7 @@ def test_half_a_surrogate_pair_is_the_client_s_mistake() -> None:
     with pytest.raises(BadRequest):
         codec.encode("a\ud800b")
     with pytest.raises(BadRequest):
-        codec.raw("a\ud800b")
+        codec.encode_raw("a\ud800b")
 
 
 def test_truncation_and_padding_in_the_tokenizer_s_file_are_off() -> None:

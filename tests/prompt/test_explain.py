@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.differences import related
-from mlxcache.prompt.explain import Candidate, Candidates, Side
+from mlxcache.prompt.explain import EarlierPrompt, EarlierPrompts, Side
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
 
@@ -23,35 +23,35 @@ def side(words: str, size: int) -> Side:
 
 def test_what_is_kept_for_comparing_is_bounded():
     """In prompts, per session and of all, and in bytes; the oldest go first."""
-    held = Candidates(count=6, each=2, limit=10**9)
+    held = EarlierPrompts(count=6, each=2, limit=10**9)
     for i in range(20):
-        held.add(Candidate(f"s{i % 4}", side(f"w{i}", 3), 10))
+        held.add(EarlierPrompt(f"s{i % 4}", side(f"w{i}", 3), 10))
         assert len(held) <= 6
     assert all(sum(one.session == f"s{i}" for one in held.all()) <= 2 for i in range(4))
-    one = Candidate("s", side("big", 50), 10)
-    small = Candidates(limit=3 * one.nbytes)
+    one = EarlierPrompt("s", side("big", 50), 10)
+    small = EarlierPrompts(limit=3 * one.nbytes)
     for i in range(8):
-        small.add(Candidate(f"s{i}", side(f"v{i}", 50), 10))
+        small.add(EarlierPrompt(f"s{i}", side(f"v{i}", 50), 10))
         assert small.nbytes <= 3 * one.nbytes
     assert len(small) >= 2
-    tiny = Candidates(limit=1)
+    tiny = EarlierPrompts(limit=1)
     tiny.add(one)
     assert len(tiny) == 0
 
 
 def test_a_prompt_takes_the_place_of_the_one_it_goes_on_with():
     """So a long conversation is kept once."""
-    held = Candidates()
+    held = EarlierPrompts()
     one = side("w", 30)
-    held.add(Candidate("s", Side(one.source, one.ids[:-5]), 10))
-    held.add(Candidate("s", one, 10))
+    held.add(EarlierPrompt("s", Side(one.source, one.ids[:-5]), 10))
+    held.add(EarlierPrompt("s", one, 10))
     assert len(held) == 1
 
 
 def test_the_newest_of_those_that_share_as_much_comes_first():
     """And those of the session before any other."""
-    held = [Candidate(session, side("w", 9), 10) for session in ("a", "b", "a", "b")]
-    found = Candidates.by_worth(held, "a", held[0].side.ids)
+    held = [EarlierPrompt(session, side("w", 9), 10) for session in ("a", "b", "a", "b")]
+    found = EarlierPrompts.ranked(held, "a", held[0].side.ids)
     assert [one for one, _ in found] == [held[2], held[0], held[3], held[1]]
 
 

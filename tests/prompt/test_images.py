@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.images import Album, known_by
+from mlxcache.prompt.images import ImageTemplate, ids_with_digests
 from mlxcache.prompt.template import Template
 from mlxcache.types import Chat, Image, ImageSpan
 from tests.prompt import kinds, templates
@@ -36,7 +36,7 @@ ALTERNATES = """\
 {%- endfor -%}"""
 
 
-class Pictures:
+class ImageProcessor:
     """An image of n bytes has n tokens, between two marks."""
 
     image_token = TOKEN
@@ -64,8 +64,8 @@ def assistant(text: str) -> dict[str, Any]:
 
 def make(template: str) -> PromptBuilder:
     tokenizer = kinds.tokenizer("byte_level", template)
-    pictures = Pictures(tokenizer.get_added_vocab()[TOKEN])
-    return PromptBuilder(tokenizer, pictures=pictures)
+    pictures = ImageProcessor(tokenizer.get_added_vocab()[TOKEN])
+    return PromptBuilder(tokenizer, processor=pictures)
 
 
 BUILDER = make(source())
@@ -86,7 +86,7 @@ def test_a_template_that_writes_no_image_takes_none(
 ) -> None:
     builder = make(template)
     assert not builder.takes_images
-    assert "text alone" in caplog.text
+    assert "images are disabled" in caplog.text
     with pytest.raises(BadRequest, match="no images"):
         builder.chat(Chat([user("See ", image("a"))]))
     assert builder.chat(Chat([{"role": "user", "content": "Hi"}])).tokens is None
@@ -122,7 +122,7 @@ def test_the_ids_of_an_image_are_the_same_in_every_process() -> None:
     """They are on disk, and there they have to be found again."""
     ids = np.arange(100, 110, dtype=np.int32)
     span = ImageSpan(3, 6, Image(b"", bytes(range(32))))
-    known = known_by(ids, [span])
+    known = ids_with_digests(ids, [span])
     assert known.tolist() == GOLDEN
     assert ids.tolist() == list(range(100, 110))
 
@@ -130,17 +130,17 @@ def test_the_ids_of_an_image_are_the_same_in_every_process() -> None:
 def test_images_side_by_side_keep_their_own_ids() -> None:
     ids = np.full(8, 7, np.int32)
     first, second = (Image(b"", bytes([i]) * 32) for i in (1, 2))
-    alone = known_by(ids, [ImageSpan(0, 4, first)])
-    both = known_by(ids, [ImageSpan(0, 4, first), ImageSpan(4, 8, second)])
+    alone = ids_with_digests(ids, [ImageSpan(0, 4, first)])
+    both = ids_with_digests(ids, [ImageSpan(0, 4, first), ImageSpan(4, 8, second)])
     assert (both < 0).all()
     assert (alone[:5] < 0).all()
-    assert not (both[4:] == known_by(ids, [ImageSpan(0, 4, first)])[4:]).all()
+    assert not (both[4:] == ids_with_digests(ids, [ImageSpan(0, 4, first)])[4:]).all()
 
 
 def test_the_token_in_a_persons_text_is_no_image() -> None:
     prompt = BUILDER.chat(Chat([user(f"{TOKEN} is text, ", image("1"), f" also {TOKEN}")]))
     (span,) = prompt.images
-    token = BUILDER._album._pictures.token_id  # type: ignore[union-attr]
+    token = BUILDER._images._processor.token_id  # type: ignore[union-attr]
     assert np.count_nonzero(prompt.fed == token) == span.end - span.start == 5
 
 
@@ -197,10 +197,10 @@ def test_what_the_processor_refuses_is_a_bad_request() -> None:
 
 
 def test_tokens_that_are_not_where_they_should_be_are_an_error() -> None:
-    pictures = Pictures(9)
+    pictures = ImageProcessor(9)
     template = Template(kinds.tokenizer("byte_level", source()))
-    album = Album(template, pictures, {})
+    template_images = ImageTemplate(template, pictures, {})
     for ids in ([1, 9, 9, 1], [1, 9, 9, 9, 1], [1, 9, 9, 2, 9, 1], [1, 9, 9, 9]):
         wanted = 4 if ids.count(9) == 3 and ids[-1] == 1 and 2 not in ids else 3
         with pytest.raises(GenerationFailed):
-            album.place(np.array(ids, np.int32), [image("1", wanted)])
+            template_images.locate(np.array(ids, np.int32), [image("1", wanted)])

@@ -11,11 +11,11 @@ from mlxcache.common_prefix import common_characters
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.incremental import (
-    Anchors,
-    Recent,
+    ControlTokenFinder,
+    RecentTexts,
     Tokenised,
     Tokeniser,
-    incremental_holds,
+    check_incremental,
 )
 from mlxcache.prompt.tokenizer import added_tokens, control_tokens
 from tests.prompt import kinds
@@ -30,7 +30,7 @@ def make(kind: str) -> tuple[Tokeniser, Escape]:
     escape = Escape([token.text for token in controls])
     codec = Codec(tokenizer, added, controls, escape)
     normalizes = kinds.backend(kind).normalizer is not None
-    return Tokeniser(codec, Anchors(added, controls, normalizer=normalizes)), escape
+    return Tokeniser(codec, ControlTokenFinder(added, controls, normalizer=normalizes)), escape
 
 
 MADE = {kind: make(kind) for kind in KINDS}
@@ -47,14 +47,14 @@ def test_incremental_is_full(
 ) -> None:
     """Whatever is edited, appended or escaped, ids are those of the whole text."""
     tokeniser, escape = MADE[kind]
-    tokeniser = Tokeniser(tokeniser._codec, tokeniser._anchors)
+    tokeniser = Tokeniser(tokeniser._codec, tokeniser._finder)
     now = "".join(text)
     tokeniser.encode(now, "s")
     for where, new, plain in edits:
         cut = where[0] % (len(now) + 1)
         piece = escape.text("".join(new)) if plain else "".join(new)
         now = now[:cut] + piece + now[cut + (where[-1] if len(where) > 1 else 0) :]
-        got, expected = tokeniser.encode(now, "s"), tokeniser.full(now)
+        got, expected = tokeniser.encode(now, "s"), tokeniser.encode_whole(now)
         assert got.ids.tolist() == expected.ids.tolist()
         assert got.at.tolist() == expected.at.tolist()
         assert got.starts.tolist() == expected.starts.tolist()
@@ -64,7 +64,7 @@ def test_incremental_is_full(
 def test_only_what_changed_is_encoded(kind: str) -> None:
     """A long text with a new end is encoded from its last control token on."""
     tokeniser, _ = MADE[kind]
-    old = tokeniser.full("<s>" + "word " * 500 + "</s>" + "more " * 9 + "<s>")
+    old = tokeniser.encode_whole("<s>" + "word " * 500 + "</s>" + "more " * 9 + "<s>")
     seen: list[str] = []
 
     class Spy:
@@ -72,12 +72,12 @@ def test_only_what_changed_is_encoded(kind: str) -> None:
             seen.append(text)
             return tokeniser._codec.encode(text)
 
-    spied = Tokeniser(Spy(), tokeniser._anchors)  # type: ignore[arg-type]
+    spied = Tokeniser(Spy(), tokeniser._finder)  # type: ignore[arg-type]
     longer = old.text + "new <s>"
     new = spied.extend(old, len(old.text), longer)
     assert new is not None
     assert seen == ["<s>new <s>"]
-    assert new.ids.tolist() == tokeniser.full(longer).ids.tolist()
+    assert new.ids.tolist() == tokeniser.encode_whole(longer).ids.tolist()
 
 
 def test_a_control_token_that_grows_is_not_an_anchor() -> None:
@@ -85,11 +85,11 @@ def test_a_control_token_that_grows_is_not_an_anchor() -> None:
     tokeniser, _ = MADE["one_in_another"]
     for a, b in (("x<|im", "x<|im_end|>"), ("x<|im_end|>", "x<|im_end|>\n"), ("<s", "<s>>")):
         first = "<s>hello" + a
-        old = tokeniser.full(first)
+        old = tokeniser.encode_whole(first)
         text = "<s>hello" + b + " end"
         new = tokeniser.extend(old, common_characters(first, text), text)
         assert new is not None
-        assert new.ids.tolist() == tokeniser.full(text).ids.tolist()
+        assert new.ids.tolist() == tokeniser.encode_whole(text).ids.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +97,7 @@ def test_the_check_at_load_agrees_with_the_kinds(kind: str) -> None:
     """What the property shows on many texts, the check finds on a few."""
     tokeniser, _ = MADE[kind]
     controls = control_tokens(added_tokens(kinds.tokenizer(kind, None)), None, ())
-    assert incremental_holds(tokeniser, controls, "<s>user hello</s>")
+    assert check_incremental(tokeniser, controls, "<s>user hello</s>")
 
 
 def test_the_check_finds_a_tokenizer_that_depends_on_what_stood_before() -> None:
@@ -110,9 +110,9 @@ def test_the_check_finds_a_tokenizer_that_depends_on_what_stood_before() -> None
         def encode(self, text: str) -> object:
             return np.append(tokeniser._codec.encode(text), np.int32(len(text) % 50))
 
-    odd = Tokeniser(Counting(), tokeniser._anchors)  # type: ignore[arg-type]
+    odd = Tokeniser(Counting(), tokeniser._finder)  # type: ignore[arg-type]
     controls = control_tokens(added_tokens(kinds.tokenizer("byte_level", None)), None, ())
-    assert not incremental_holds(odd, controls, "<s>user hello</s>")
+    assert not check_incremental(odd, controls, "<s>user hello</s>")
 
 
 def held(text: str) -> Tokenised:
@@ -122,21 +122,21 @@ def held(text: str) -> Tokenised:
 
 def test_the_longest_common_prefix_wins_among_a_session_s_and_the_latest() -> None:
     """Agents that share a label, and forks under another, each find their own."""
-    recent = Recent(latest=2)
+    recent = RecentTexts(latest=2)
     main, helper = held("tools A main"), held("tools B helper")
     recent.add(main, "s")
     recent.add(helper, "s")
     for i in range(3):
         recent.add(held(f"other {i}"), f"o{i}")
-    assert recent.nearest("tools A main, next", "s") == (main, 12)
-    assert recent.nearest("tools B helper, next", "s") == (helper, 14)
-    assert recent.nearest("tools A main, next", "new")[0] is None
-    assert recent.nearest("other 2, forked", "new")[1] == 7
+    assert recent.find_nearest("tools A main, next", "s") == (main, 12)
+    assert recent.find_nearest("tools B helper, next", "s") == (helper, 14)
+    assert recent.find_nearest("tools A main, next", "new")[0] is None
+    assert recent.find_nearest("other 2, forked", "new")[1] == 7
 
 
 def test_a_text_that_is_continued_is_replaced_and_others_are_kept() -> None:
     """One conversation holds one text, however long it goes on."""
-    recent = Recent()
+    recent = RecentTexts()
     first, second = held("a"), held("ab")
     recent.add(first, "s")
     recent.add(second, "s", first)
@@ -147,7 +147,7 @@ def test_a_text_that_is_continued_is_replaced_and_others_are_kept() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     """In texts for each session, in all, and in bytes."""
-    recent = Recent(count=10, each=3, latest=2, limit=50_000)
+    recent = RecentTexts(count=10, each=3, latest=2, limit=50_000)
     for i in range(50):
         recent.add(held(f"{i} " * 10), f"s{i % 5}")
         recent.add(held(f"{i} " * 10), None)
@@ -161,20 +161,20 @@ def test_what_is_remembered_is_bounded() -> None:
 
 def test_a_session_keeps_its_last_few() -> None:
     """An agent with many helpers does not push out other sessions."""
-    recent = Recent(each=3)
+    recent = RecentTexts(each=3)
     texts = [held(f"{i} helper") for i in range(5)]
     for text in texts:
         recent.add(text, "s")
     assert len(recent) == 3
-    assert recent.nearest("4 helper", "s")[0] is texts[4]
-    assert recent.nearest("0 helper", "s")[0] is None
+    assert recent.find_nearest("4 helper", "s")[0] is texts[4]
+    assert recent.find_nearest("0 helper", "s")[0] is None
 
 
 def test_tokens_found_after_normalising_or_by_their_neighbours_are_no_anchors() -> None:
     """In the raw text one may be missing and another, written otherwise, be there."""
     for kind in ("normalized_specials", "single_words"):
-        assert MADE[kind][0]._anchors.scan("a <s> b </s>") == []
-        assert len(MADE[kind][0]._anchors.scan("<think>a</think>")) == 2
+        assert MADE[kind][0]._finder.find_all("a <s> b </s>") == []
+        assert len(MADE[kind][0]._finder.find_all("<think>a</think>")) == 2
 
 
 def test_a_text_that_does_not_begin_with_its_anchor_is_encoded_whole() -> None:
@@ -185,15 +185,15 @@ def test_a_text_that_does_not_begin_with_its_anchor_is_encoded_whole() -> None:
         def encode(self, text: str) -> object:
             return np.concatenate(([np.int32(0)], tokeniser._codec.encode(text)))
 
-    odd = Tokeniser(Before(), tokeniser._anchors)  # type: ignore[arg-type]
-    old = odd.full("<s>hello</s>")
+    odd = Tokeniser(Before(), tokeniser._finder)  # type: ignore[arg-type]
+    old = odd.encode_whole("<s>hello</s>")
     assert odd.extend(old, len(old.text), "<s>hello</s>more") is None
     assert odd.encode("<s>hello</s>more", "s").ids[0] == 0
 
 
 def test_many_threads_share_a_tokeniser() -> None:
     """Fifty requests at once each get their own text's ids."""
-    tokeniser = Tokeniser(MADE["byte_level"][0]._codec, MADE["byte_level"][0]._anchors)
+    tokeniser = Tokeniser(MADE["byte_level"][0]._codec, MADE["byte_level"][0]._finder)
     wrong: list[int] = []
 
     def work(number: int) -> None:
@@ -201,7 +201,7 @@ def test_many_threads_share_a_tokeniser() -> None:
         for turn in range(20):
             text += f"<s>turn {turn}</s>"
             got = tokeniser.encode(text, f"s{number % 3}")
-            if got.text != text or got.ids.tolist() != tokeniser.full(text).ids.tolist():
+            if got.text != text or got.ids.tolist() != tokeniser.encode_whole(text).ids.tolist():
                 wrong.append(number)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(12)]
@@ -215,9 +215,9 @@ def test_many_threads_share_a_tokeniser() -> None:
 def test_a_position_is_what_a_prompt_shares_with_its_own_start() -> None:
     """Inside words too, where the cut text ends in other tokens."""
     tokeniser, _ = MADE["byte_level"]
-    prompt = tokeniser.full("<s>hello hello</s>next")
+    prompt = tokeniser.encode_whole("<s>hello hello</s>next")
     for char in range(len(prompt.text) + 1):
-        cut = tokeniser.full(prompt.text[:char]).ids.tolist()
+        cut = tokeniser.encode_whole(prompt.text[:char]).ids.tolist()
         same = next(
             (i for i, (a, b) in enumerate(zip(cut, prompt.ids, strict=False)) if a != b), len(cut)
         )

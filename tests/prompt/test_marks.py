@@ -6,7 +6,7 @@ import pytest
 from mlxcache.common_prefix import common_length
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.incremental import Tokenised
-from mlxcache.prompt.marks import APART, marks, wished
+from mlxcache.prompt.marks import MARK_DISTANCE, find_marks, keep_positions
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
 from tests.prompt.chats import TOOLS, call, result
@@ -38,17 +38,17 @@ def prompt(length: int, at: list[int], opener: int = 7) -> Tokenised:
 
 def test_marks_ascend_and_are_apart_and_end_at_the_generation_prompt() -> None:
     """None at 0, none at the end, none so close that a checkpoint is wasted."""
-    assert marks(prompt(100, [0, 20, 22, 50, 90]), frozenset([7]), 90) == (20, 50, 90)
-    assert marks(prompt(100, [0, 20, 85, 90]), frozenset([7]), 90) == (20, 90)
-    assert marks(prompt(100, [0, 20]), frozenset([7]), 100) == (20,)
-    assert marks(prompt(100, []), frozenset(), 60) == (60,)
-    assert marks(prompt(100, [1]), frozenset([3]), 0) == ()
-    assert APART > 1
+    assert find_marks(prompt(100, [0, 20, 22, 50, 90]), frozenset([7]), 90) == (20, 50, 90)
+    assert find_marks(prompt(100, [0, 20, 85, 90]), frozenset([7]), 90) == (20, 90)
+    assert find_marks(prompt(100, [0, 20]), frozenset([7]), 100) == (20,)
+    assert find_marks(prompt(100, []), frozenset(), 60) == (60,)
+    assert find_marks(prompt(100, [1]), frozenset([3]), 0) == ()
+    assert MARK_DISTANCE > 1
 
 
 def test_tokens_that_only_begin_the_text_are_no_mark() -> None:
     """Nothing would be saved there."""
-    assert marks(prompt(100, [0, 1, 40]), frozenset([7]), 80) == (40, 80)
+    assert find_marks(prompt(100, [0, 1, 40]), frozenset([7]), 80) == (40, 80)
 
 
 @pytest.mark.parametrize("name", ["QWEN3", "LLAMA3", "GEMMA"])
@@ -144,7 +144,7 @@ def test_wishes_end_at_marks():
     """Tools and system at the first, the others where the last cache_control mark is, or at the
     prompt's last."""
     keeps = ((0, 3600.0), (3, 300.0))
-    assert wished(keeps, (10, 20, 30), 20) == ((10, 3600.0), (20, 300.0))
-    assert wished(keeps, (10, 20, 30), None) == ((10, 3600.0), (30, 300.0))
-    assert wished(keeps, (30,), None) == ((30, 300.0),)
-    assert wished(keeps, (), None) == ()
+    assert keep_positions(keeps, (10, 20, 30), 20) == ((10, 3600.0), (20, 300.0))
+    assert keep_positions(keeps, (10, 20, 30), None) == ((10, 3600.0), (30, 300.0))
+    assert keep_positions(keeps, (30,), None) == ((30, 300.0),)
+    assert keep_positions(keeps, (), None) == ()

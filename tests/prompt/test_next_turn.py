@@ -9,7 +9,7 @@ import pytest
 
 from mlxcache.common_prefix import common_length
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.next_turn import continued
+from mlxcache.prompt.next_turn import append_reply
 from mlxcache.types import Chat, Piece, Text, Thinking, ToolCall
 from tests.prompt import kinds, templates
 from tests.prompt.chats import TOOLS
@@ -51,8 +51,8 @@ def next_turns(chat: Chat, begins: str) -> list[dict[str, Any]]:
 def test_the_next_turn_begins_so(name: str, reply: str, thoughts: bool) -> None:
     """To the token; beyond it stands but what the client adds, and what opens it."""
     builder = PromptBuilder(kinds.tokenizer("byte_level", TEMPLATES[name]))
-    chat = continued(Chat(MESSAGES, TOOLS), REPLIES[reply], {}, thoughts=thoughts)
-    ahead = builder.ahead(chat, "s").ids[:-1]
+    chat = append_reply(Chat(MESSAGES, TOOLS), REPLIES[reply], {}, thoughts=thoughts)
+    ahead = builder.next_turn(chat, "s").ids[:-1]
     for begins in ("go on, please", "0 is it", "Éa", "{}"):
         turns = next_turns(chat, begins)
         prompt = builder.chat(Chat([*chat.messages, *turns], TOOLS), "s").ids
@@ -67,7 +67,7 @@ def test_a_client_that_has_left_thinking_out_does_so_again(before: str | None) -
     earlier = [] if before is None else [{"role": "assistant", "content": "", before: "hm"}]
     chat = Chat([*MESSAGES, *earlier, *MESSAGES[1:]] if earlier else MESSAGES)
     for thoughts in (True, False):
-        reply = continued(chat, REPLIES["text"], {}, thoughts=thoughts).messages[-1]
+        reply = append_reply(chat, REPLIES["text"], {}, thoughts=thoughts).messages[-1]
         sent = {None: thoughts, "reasoning_content": True, "content": False}[before]
         assert ("reasoning_content" in reply) is sent
         assert reply["content"] == "There are " + "two of them. " * 6
@@ -77,7 +77,7 @@ def test_names_are_those_that_the_client_reads() -> None:
     """The model wrote a stable UUID in the place of the client's."""
     call = ToolCall(0, "call_1", "Read", json.dumps({"path": "/tmp/stable/a"}))
     pieces: list[Piece] = [Thinking("/tmp/sta"), Thinking("ble"), Text("in sta"), Text("ble"), call]
-    reply = continued(Chat(MESSAGES), pieces, {"stable": "own"}, thoughts=True).messages[-1]
+    reply = append_reply(Chat(MESSAGES), pieces, {"stable": "own"}, thoughts=True).messages[-1]
     assert reply["reasoning_content"] == "/tmp/own"
     assert reply["content"] == "in own"
     assert reply["tool_calls"][0]["function"]["arguments"] == {"path": "/tmp/own/a"}
@@ -86,8 +86,8 @@ def test_names_are_those_that_the_client_reads() -> None:
 def test_a_placeholder_is_never_remembered() -> None:
     """A result that a rule of canonicalisation puts back is the client's own."""
     builder = PromptBuilder(kinds.tokenizer("byte_level", TEMPLATES["llama3"]))
-    chat = continued(Chat(MESSAGES, TOOLS), REPLIES["one call"], {}, thoughts=False)
-    builder.ahead(chat, "s")
+    chat = append_reply(Chat(MESSAGES, TOOLS), REPLIES["one call"], {}, thoughts=False)
+    builder.next_turn(chat, "s")
     cleared = "[Old tool result content cleared]"
     prompt = builder.chat(Chat([*chat.messages, *next_turns(chat, cleared)], TOOLS), "s")
     assert cleared in builder.decode(prompt.ids)

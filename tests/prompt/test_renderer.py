@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.prompt.escape import Escape
-from mlxcache.prompt.images import Album
+from mlxcache.prompt.images import ImageTemplate
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.template import Template
 from mlxcache.prompt.traits import probe
@@ -22,8 +22,8 @@ FAMILIES = ("CHATML", "STRICT_SYSTEM", "LLAMA3", "GEMMA", "MISTRAL", "HOISTS")
 def make(source: str, **args: Any) -> tuple[Renderer, Escape]:
     template = Template(kinds.tokenizer("byte_level", source))
     escape = Escape([*CONTROL, *MARKS], MARKS[:2])
-    album = Album(template, None, args)
-    return Renderer(template, probe(template, args), escape, args, album), escape
+    template_images = ImageTemplate(template, None, args)
+    return Renderer(template, probe(template, args), escape, args, template_images), escape
 
 
 def source_of(name: str) -> str:
@@ -181,12 +181,12 @@ def test_what_a_conversation_shares_with_its_first_messages() -> None:
     renderer, _ = MADE["CHATML"]
     chat = Chat([{"role": "system", "content": "S"}, user("one"), user("two")], TOOLS)
     text = renderer.render(chat).text
-    assert text[: renderer.shared(chat, 0, text)].endswith("<|im_end|>\n")
-    assert "one" not in text[: renderer.shared(chat, 0, text)]
-    assert text[: renderer.shared(chat, 2, text)].endswith("one<|im_end|>\n")
+    assert text[: renderer.shared_characters(chat, 0, text)].endswith("<|im_end|>\n")
+    assert "one" not in text[: renderer.shared_characters(chat, 0, text)]
+    assert text[: renderer.shared_characters(chat, 2, text)].endswith("one<|im_end|>\n")
     alone = replace(chat, messages=chat.messages[1:])
     text = renderer.render(alone).text
-    assert "Read" in text[: renderer.shared(alone, 0, text)]
+    assert "Read" in text[: renderer.shared_characters(alone, 0, text)]
 
 
 def test_first_messages_that_a_template_refuses_alone_are_shared_all_the_same() -> None:
@@ -198,7 +198,7 @@ def test_first_messages_that_a_template_refuses_alone_are_shared_all_the_same() 
     renderer, _ = make(source)
     chat = Chat([{"role": "system", "content": "Some system text"}, user("one")])
     text = renderer.render(chat).text
-    assert "Some system text<|im_end|>" in text[: renderer.shared(chat, 0, text)]
+    assert "Some system text<|im_end|>" in text[: renderer.shared_characters(chat, 0, text)]
 
 
 def nested(depth: int) -> Chat:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from mlxcache.prompt.replies import Asked, Generated, Reading, Replies, Said
+from mlxcache.prompt.replies import GeneratedReply, PromptKey, Replies, ReplyContent, ReplyReader
 from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
@@ -170,12 +170,12 @@ def test_a_prompt_begins_with_all_that_was_generated(
         shown = text if name != "gpt-oss" else ""
         prompt = served.asked(messages)
         reply, held = served.reply(prompt, served.writes(thinking, shown, made))
-        said = Said.in_message(reply)
+        said = ReplyContent.of_message(reply)
         assert said is not None
         thought = thinking.strip() if FAMILIES[name].thinks else ""
         # An empty thought's marks are left out by templates, and by what is put in.
         clear = clear and bool(thought or not FAMILIES[name].thinks)
-        clear = clear and said.same(Said(shown.strip(), thought, tuple(made)))
+        clear = clear and said.same(ReplyContent(shown.strip(), thought, tuple(made)))
         messages = [*messages, reply, *(results(reply) or [user("And?")])]
         again = served.asked(messages)
         if clear:
@@ -193,13 +193,13 @@ def test_a_reply_that_does_not_come_back_is_read_once(
     served = Served(name)
     messages = list(START)
     read: list[int] = []
-    said = Reading.said
+    said = ReplyReader.read_content
 
-    def counted(self: Reading, ids: Any, *more: Any) -> Said | None:
+    def counted(self: ReplyReader, ids: Any, *more: Any) -> ReplyContent | None:
         read.append(len(ids))
         return said(self, ids, *more)
 
-    monkeypatch.setattr(Reading, "said", counted)
+    monkeypatch.setattr(ReplyReader, "read_content", counted)
     for turn in range(4):
         reply, _ = served.reply(served.asked(messages), served.writes(THOUGHT, TEXT, []))
         messages += [reply, user(f"{turn} And then?")]
@@ -282,16 +282,16 @@ def test_what_is_remembered_is_bounded_in_bytes() -> None:
     """The replies asked for longest ago go; those of a conversation in use stay."""
     replies = Replies(limit=40_000)
     ids = np.arange(200, dtype=np.int32)
-    made = [Generated(Asked(bytes([n]), n, "", bytes([n])), ids + n) for n in range(20)]
+    made = [GeneratedReply(PromptKey(bytes([n]), n, "", bytes([n])), ids + n) for n in range(20)]
     for one in made:
-        replies.put(one)
-        assert made[0] in replies.to(bytes([0]))
+        replies.add(one)
+        assert made[0] in replies.find(bytes([0]))
     assert (
-        replies.nbytes == sum(m.nbytes for m in made if m in replies.to(m.asked.digest)) <= 40_000
+        replies.nbytes == sum(m.nbytes for m in made if m in replies.find(m.key.digest)) <= 40_000
     )
-    assert not replies.to(bytes([1]))
-    assert not replies.behind(bytes([1]))
-    assert replies.behind(bytes([0])) == (made[0],)
+    assert not replies.find(bytes([1]))
+    assert not replies.find_by_history(bytes([1]))
+    assert replies.find_by_history(bytes([0])) == (made[0],)
 
 
 def test_what_was_written_before_a_restart_is_put_in() -> None:

@@ -11,7 +11,7 @@ import pytest
 from mlxcache.common_prefix import common_length
 from mlxcache.model.output import reader
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.next_turn import continued
+from mlxcache.prompt.next_turn import append_reply
 from mlxcache.types import Chat, Image, Text, Thinking, ToolCall
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES
@@ -26,7 +26,7 @@ PARTS = """\
 {%- endfor -%}{%- endif -%}"""
 
 
-class Pictures:
+class ImageProcessor:
     """An image of n bytes has n tokens, between two marks."""
 
     image_token = PAD
@@ -53,8 +53,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     family = replace(plain, template=plain.template.replace(old, shown), controls=controls)
     monkeypatch.setitem(FAMILIES, "qwen3 with images", family)
     made = Served("qwen3 with images")
-    pictures = Pictures(made.tokenizer.get_added_vocab()[PAD])
-    made.builder = PromptBuilder(made.tokenizer, pictures=pictures, read=reader(made.tokenizer))
+    pictures = ImageProcessor(made.tokenizer.get_added_vocab()[PAD])
+    made.builder = PromptBuilder(made.tokenizer, processor=pictures, read=reader(made.tokenizer))
     return made
 
 
@@ -96,8 +96,8 @@ def test_what_is_computed_ahead_has_the_images(served: Served) -> None:
     prompt = served.asked(seen("a"))
     ids = served.writes(THOUGHT, "It is a file, as I said. " * 4, [])
     pieces, _ = served.pieces(prompt, ids)
-    chat = continued(Chat(seen("a"), TOOLS), pieces, {}, thoughts=False)
-    ahead = served.builder.ahead(chat, "s")
+    chat = append_reply(Chat(seen("a"), TOOLS), pieces, {}, thoughts=False)
+    ahead = served.builder.next_turn(chat, "s")
     assert [span.image for span in ahead.images] == [image("a")]
     said = "".join(p.text for p in pieces if isinstance(p, Text))
     assert not any(isinstance(p, ToolCall) for p in pieces)

@@ -11,7 +11,7 @@ import pytest
 from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.prompt import template as module
 from mlxcache.prompt.template import Template
-from mlxcache.prompt.time_limit import bounded
+from mlxcache.prompt.time_limit import run_limited
 from tests.prompt import kinds
 
 USER = {"role": "user", "content": "hi"}
@@ -78,18 +78,18 @@ def test_one_that_does_not_end_is_ended(of: str, monkeypatch: pytest.MonkeyPatch
 
 class TestBounded:
     def test_gives_what_the_work_gives(self) -> None:
-        assert bounded(lambda: 7, 10) == 7
+        assert run_limited(lambda: 7, 10) == 7
         with pytest.raises(KeyError):
-            bounded(lambda: {}["x"], 10)
+            run_limited(lambda: {}["x"], 10)
 
     def test_leaves_no_exception_behind_and_takes_one_thread_for_all(self) -> None:
         """Also where the work ends just when its time does."""
-        bounded(int, 10)
+        run_limited(int, 10)
         before = threading.active_count()
         ended = late = 0
         for _ in range(60):
             try:
-                bounded(lambda: time.sleep(0.003), 0.003)
+                run_limited(lambda: time.sleep(0.003), 0.003)
                 ended += 1
             except TimeoutError:
                 late += 1
@@ -109,7 +109,7 @@ class TestBounded:
                     time.sleep(0.005)
 
             try:
-                bounded(sleeping, seconds)
+                run_limited(sleeping, seconds)
                 told.append(f"{name} ended")
             except TimeoutError:
                 told.append(f"{name} late")

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxcache.common_prefix import common_length
 from mlxcache.engine.anticipate import NEAR
-from mlxcache.prompt.next_turn import continued
+from mlxcache.prompt.next_turn import append_reply
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
 from mlxcache.wire.anthropic_reply import ContentBlocks
 from mlxcache.wire.chat_bodies import request_to_chat
@@ -184,8 +184,9 @@ class Talk(Client):
         return self.replies(self.model.family.writes(thinking, text, calls))
 
     def _anticipate(self, prompt: Prompt, pieces: list[Piece], stop: Sequence[str]) -> None:
-        chat = continued(prompt.source.sent, pieces, prompt.names, thoughts=self.api == "messages")
-        ahead = self.model.builder.ahead(chat, "s", stop)
+        thoughts = self.api == "messages"
+        chat = append_reply(prompt.source.sent, pieces, prompt.names, thoughts=thoughts)
+        ahead = self.model.builder.next_turn(chat, "s", stop)
         target = len(ahead.ids) - 1
         last = max((mark for mark in ahead.marks if mark < target), default=0)
         end = last if 0 < target - last <= NEAR else target

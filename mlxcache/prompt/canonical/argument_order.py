@@ -14,7 +14,7 @@ Calls = LRU[Hashable, tuple[Mapping[str, Any], int]]
 """Arguments by the call's id and the tool's name, with their length in characters."""
 
 
-def emitted(call: ToolCall, calls: Calls) -> None:
+def remember_call(call: ToolCall, calls: Calls) -> None:
     """Remember a call as the model wrote it."""
     try:
         arguments = json.loads(call.arguments)
@@ -46,15 +46,15 @@ def _as_known(call: Mapping[str, Any], calls: Calls) -> Mapping[str, Any]:
     text = json.dumps(arguments, default=repr)
     key = (call.get("id"), function.get("name"))
     known, _ = calls.setdefault(key, (arguments, len(text)))
-    if json.dumps(known, default=repr) == text or not alike(known, arguments):
+    if json.dumps(known, default=repr) == text or not equal_values(known, arguments):
         return call
     return {**call, "function": {**function, "arguments": known}}
 
 
-def alike(a: Any, b: Any) -> bool:
+def equal_values(a: Any, b: Any) -> bool:
     """Whether two JSON values say the same: 1 and 1.0 do, 1 and true do not."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(equal_values(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(alike, a, b))
+        return len(a) == len(b) and all(map(equal_values, a, b))
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)

@@ -21,7 +21,7 @@ from mlxcache.prompt.canonical import (
 from mlxcache.prompt.canonical.draft import Draft
 from mlxcache.types import Chat, ToolCall
 
-LONGER = ("cleared_results", "thinking")
+LENGTHENING = ("cleared_results", "thinking")
 """The rules that make a prompt longer than what the client sent."""
 
 MOST_ORDERS = 256
@@ -66,7 +66,7 @@ class Canonicaliser:
         self._results: cleared.Results = LRU(MOST_CHARACTERS, len)
         self._places: git_status.Places = LRU(MOST_PLACES)
 
-    def canonical(
+    def canonicalise(
         self,
         chat: Chat,
         session: str | None = None,
@@ -114,11 +114,11 @@ class Canonicaliser:
         if on["cleared_results"] and cleared.apply(draft, self._results):
             draft.hits.add("cleared_results")
 
-    def on(self, rule: str) -> bool:
+    def is_on(self, rule: str) -> bool:
         """Whether a rule is on."""
         return self._on[rule]
 
-    def emitted(self, call: ToolCall) -> None:
+    def remember_call(self, call: ToolCall) -> None:
         """Take note of a call that the model wrote."""
         if self._on["argument_order"]:
-            argument_order.emitted(call, self._calls)
+            argument_order.remember_call(call, self._calls)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from mlxcache.prompt.adapt import APART
+from mlxcache.prompt.adapt import SEPARATE
 from mlxcache.prompt.canonical.draft import Draft
 
 _TOLD = re.compile(
@@ -51,7 +51,7 @@ def apply(draft: Draft) -> bool:
         return False
     if rest:
         draft.insert(at + 1, rest)
-    draft.messages[at] = {**draft.messages[at], "content": told, APART: True}
+    draft.messages[at] = {**draft.messages[at], "content": told, SEPARATE: True}
     draft.move(at, first)
     return True
 

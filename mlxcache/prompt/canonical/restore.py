@@ -9,7 +9,7 @@ from dataclasses import replace
 from mlxcache.types import Event, Finished, Text, Thinking, ToolCall
 
 
-class Restored:
+class NameRestorer:
     """Maps a text that arrives in pieces; at most the start of a name is held back.
 
     `names` are what to look for and what to put in its place. No name may begin with the end of
@@ -47,7 +47,7 @@ class Reply:
     """The events of one reply, mapped; `on_call` is given each call as the model wrote it."""
 
     def __init__(self, names: Mapping[str, str], on_call: Callable[[ToolCall], None] | None = None):
-        self._restored = Restored(names) if names else None
+        self._restored = NameRestorer(names) if names else None
         self._on_call = on_call
         self._kind: type[Text | Thinking] = Text
 

@@ -22,7 +22,7 @@ def system(text, role="system"):
 
 
 def rendered(*messages):
-    return Canonicaliser().canonical(Chat((*messages, {"role": "user", "content": "hi"})))
+    return Canonicaliser().canonicalise(Chat((*messages, {"role": "user", "content": "hi"})))
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -73,17 +73,17 @@ def test_what_a_person_wrote_stays(line):
         system(line),
         {"role": "user", "content": f"{line}\n{PROMPT}"},
     )
-    made = Canonicaliser().canonical(Chat(messages))
+    made = Canonicaliser().canonicalise(Chat(messages))
     assert tuple(made.chat.messages) == messages
 
 
 def test_a_prompt_that_is_nothing_but_noise_is_left_alone():
     """There must be something to render."""
     chat = Chat((system(LINES[0]),))
-    assert Canonicaliser().canonical(chat).chat is chat
+    assert Canonicaliser().canonicalise(chat).chat is chat
 
 
 def test_breakpoints_stay_behind_the_message_that_they_stood_behind():
     """Dropping a message moves what is counted in messages."""
     chat = Chat((system(LINES[0]), system(PROMPT), {"role": "user", "content": "hi"}), breakpoint=2)
-    assert Canonicaliser().canonical(chat).chat.breakpoint == 1
+    assert Canonicaliser().canonicalise(chat).chat.breakpoint == 1

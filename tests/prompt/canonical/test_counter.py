@@ -29,7 +29,7 @@ CHAT = Chat(
 
 def test_counters_go_from_system_messages():
     """As all of a message, and at the end of one, also several."""
-    made = Canonicaliser().canonical(CHAT)
+    made = Canonicaliser().canonicalise(CHAT)
     assert [m["content"] for m in made.chat.messages] == [
         "Be brief.",
         "one",
@@ -43,7 +43,7 @@ def test_counters_go_from_system_messages():
 
 def test_the_newest_can_stand_at_the_end():
     """Behind everything that the next turn shares with this one."""
-    made = Canonicaliser({"newest_counter": True}).canonical(CHAT)
+    made = Canonicaliser({"newest_counter": True}).canonicalise(CHAT)
     assert [m["content"] for m in made.chat.messages][-2:] == ["A reminder.", NEXT]
     assert sum("total_tokens" in m["content"] for m in made.chat.messages) == 1
     assert made.rules == ("newest_counter",)
@@ -68,7 +68,7 @@ def test_counters_go_in_the_order_in_which_they_came(text, left, counters):
 def test_a_counter_between_the_paragraphs_of_a_later_message_goes():
     """As Claude Code 2.1.330 sends it; in the system prompt such a paragraph may be an example."""
     text = f"# Environment\n- a\n\n{COUNTER}\n\nToday's date is 2026-11-21."
-    made = Canonicaliser().canonical(
+    made = Canonicaliser().canonicalise(
         Chat((message("system", text), message("user", "hi"), message("system", text)))
     )
     assert [m["content"] for m in made.chat.messages] == [
@@ -82,7 +82,7 @@ def test_a_counter_between_the_paragraphs_of_a_later_message_goes():
 def test_a_reply_that_is_to_be_continued_stays_last():
     """The newest counter stands before it."""
     chat = Chat((*CHAT.messages, message("assistant", "Once")), continue_final=True)
-    made = Canonicaliser({"newest_counter": True}).canonical(chat)
+    made = Canonicaliser({"newest_counter": True}).canonicalise(chat)
     assert [m["content"] for m in made.chat.messages][-2:] == [NEXT, "Once"]
 
 
@@ -112,4 +112,4 @@ def test_what_a_person_wrote_stays():
         for role in ("user", "assistant", "tool")
     )
     for rules in ({}, {"newest_counter": True}):
-        assert tuple(Canonicaliser(rules).canonical(Chat(messages)).chat.messages) == messages
+        assert tuple(Canonicaliser(rules).canonicalise(Chat(messages)).chat.messages) == messages

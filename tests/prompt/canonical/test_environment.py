@@ -70,7 +70,7 @@ ASKED = message("user", "Fix the test.")
 def test_it_stands_before_the_first_message(told):
     """In each turn, so that turns extend each other, and two sessions begin alike."""
     chat = [HEAD, ASKED, message("system", told)]
-    made = Canonicaliser().canonical(Chat(chat, breakpoint=3))
+    made = Canonicaliser().canonicalise(Chat(chat, breakpoint=3))
     assert texts(made) == [HEAD["content"], told, ASKED["content"]]
     assert made.rules == ("environment",)
     assert made.chat.breakpoint == 3
@@ -80,7 +80,7 @@ def test_it_stands_before_the_first_message(told):
         message("user", "Thanks."),
         message("system", "x"),
     ]
-    later = Canonicaliser().canonical(Chat(more))
+    later = Canonicaliser().canonicalise(Chat(more))
     assert texts(later) == [*texts(made), "Done.", "Thanks.", "x"]
 
 
@@ -89,10 +89,10 @@ def test_it_stands_before_the_first_message(told):
 def test_what_goes_with_the_first_message_stays_behind_it(told, rest):
     """A plan to make, what a program said to it: in each turn, and a mark behind all stays so."""
     chat = [HEAD, ASKED, message("system", f"{told}\n\n{rest}")]
-    made = Canonicaliser().canonical(Chat(chat, breakpoint=3))
+    made = Canonicaliser().canonicalise(Chat(chat, breakpoint=3))
     assert texts(made) == [HEAD["content"], told, ASKED["content"], rest]
     assert made.chat.breakpoint == 4
-    later = Canonicaliser().canonical(Chat([*chat, message("assistant", "Done.")]))
+    later = Canonicaliser().canonicalise(Chat([*chat, message("assistant", "Done.")]))
     assert texts(later) == [*texts(made), "Done."]
 
 
@@ -101,24 +101,24 @@ def test_what_goes_with_the_first_message_stays_behind_it(told, rest):
 def test_a_file_that_the_first_message_names_stays_behind_it(before, rest):
     """With all that comes before what is told; a list in the file itself has numbered lines."""
     text = "\n\n".join(part for part in (before, LISTS, rest) if part)
-    made = Canonicaliser().canonical(Chat([HEAD, ASKED, message("system", text)]))
+    made = Canonicaliser().canonicalise(Chat([HEAD, ASKED, message("system", text)]))
     left = "\n\n".join(part for part in (before, rest) if part)
     assert texts(made) == [HEAD["content"], LISTS, ASKED["content"], left]
     numbered = "\n".join(f"{n}\t{line}" for n, line in enumerate(LISTS.split("\n"), 1))
     chat = Chat([HEAD, ASKED, message("system", f"{READ}\n{numbered}")])
-    assert Canonicaliser().canonical(chat).chat is chat
+    assert Canonicaliser().canonicalise(chat).chat is chat
 
 
 def test_a_file_that_the_first_message_names_may_come_between():
     """As reminders in messages of their own; two persons' messages are no such thing."""
     read = message("user", "<system-reminder>\nCalled Read: a.py\n</system-reminder>")
     chat = [HEAD, read, read, ASKED, message("system", MAIN)]
-    made = Canonicaliser().canonical(Chat(chat))
+    made = Canonicaliser().canonicalise(Chat(chat))
     assert list(made.chat.messages[2:]) == chat[1:4]
     assert texts(made)[1] == MAIN
     for between in (message("user", f"So: {read['content']}"), message("assistant", "Yes.")):
         other = Chat([HEAD, read, between, ASKED, message("system", MAIN)])
-        assert Canonicaliser().canonical(other).chat is other
+        assert Canonicaliser().canonicalise(other).chat is other
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_file_that_the_first_message_names_may_come_between():
 def test_in_another_place_it_stays(messages):
     """Or where a person wrote it."""
     chat = Chat(messages)
-    assert Canonicaliser().canonical(chat).chat is chat
+    assert Canonicaliser().canonicalise(chat).chat is chat
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_in_another_place_it_stays(messages):
 def test_with_other_words_in_it_it_stays(text):
     """Where it is not known what something is, or where what is told ends."""
     chat = Chat([HEAD, ASKED, message("system", text)])
-    assert Canonicaliser().canonical(chat).chat is chat
+    assert Canonicaliser().canonicalise(chat).chat is chat
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_each_word_of_its_beginning_counts(told, fixed):
             text = re.sub(rf"(?<!\w){word}(?!\w)", other, told, count=1)
             assert text != told
             chat = Chat([HEAD, ASKED, message("system", text)])
-            assert Canonicaliser().canonical(chat).chat is chat, (word, other)
+            assert Canonicaliser().canonicalise(chat).chat is chat, (word, other)
 
 
 PARTS = (PLACE, DEFERRED, AGENTS, TOGETHER, SKILLS, MORE, POWERED, DATE, HOOK, PLAN, BEGUN, READ)
@@ -203,7 +203,7 @@ def test_every_word_is_there_once_and_each_turn_extends_the_one_before(parts):
     text = "\n\n".join(parts)
     chat = [HEAD, ASKED, message("system", text)]
     rules = Canonicaliser({"counter": False})
-    made = rules.canonical(Chat(chat))
+    made = rules.canonicalise(Chat(chat))
     said = texts(made)
     if made.rules:
         told, rest = said[1], "".join(said[3:])
@@ -217,13 +217,13 @@ def test_every_word_is_there_once_and_each_turn_extends_the_one_before(parts):
     else:
         assert made.chat.messages == chat
     more = [*chat, message("assistant", "Done."), message("user", "Thanks.")]
-    assert texts(rules.canonical(Chat(more))) == [*said, "Done.", "Thanks."]
+    assert texts(rules.canonicalise(Chat(more))) == [*said, "Done.", "Thanks."]
 
 
 def test_it_can_be_switched_off():
     """As any rule."""
     chat = Chat([HEAD, ASKED, message("system", MAIN)])
-    assert Canonicaliser({"environment": False}).canonical(chat).chat is chat
+    assert Canonicaliser({"environment": False}).canonicalise(chat).chat is chat
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_it_can_be_switched_off():
 def test_it_stays_behind_the_tools(traits, roles):
     """Another date, or another folder, then leaves the tools warm, whatever the template takes."""
     chat = Chat([HEAD, ASKED, message("system", MAIN)], TOOLS)
-    shown = adapt(Canonicaliser().canonical(chat).chat.messages, TOOLS, traits)
+    shown = adapt(Canonicaliser().canonicalise(chat).chat.messages, TOOLS, traits)
     assert [m["role"] for m in shown] == roles
     assert MAIN not in shown[0]["content"]
     assert "".join(m["content"] for m in shown[1:]).startswith(MAIN)

@@ -40,7 +40,7 @@ def texts(made):
 
 
 def apply(rules, *messages, session="s"):
-    return rules.canonical(Chat(messages), session=session)
+    return rules.canonicalise(Chat(messages), session=session)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_status_moves_behind_the_last_message(rules, status, end):
 def test_it_is_off_unless_asked_for():
     """It changes where the model reads it."""
     chat = Chat((head(), message("user", "hi")))
-    assert Canonicaliser().canonical(chat).chat is chat
+    assert Canonicaliser().canonicalise(chat).chat is chat
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,12 @@ def test_another_session_s_status_is_not_told(rules, labels):
 def test_a_reply_that_is_to_be_continued_stays_last(rules):
     """The status stands before it."""
     chat = Chat((head(), message("user", "hi"), message("assistant", "Once")), continue_final=True)
-    assert texts(rules.canonical(chat))[-2:] == [STATUS, "Once"]
+    assert texts(rules.canonicalise(chat))[-2:] == [STATUS, "Once"]
 
 
 def test_a_mark_behind_the_last_message_stays_behind_all(rules):
     """The breakpoint counts the status as what it stands behind."""
     chat = Chat((head(), message("user", "hi")), breakpoint=2)
-    assert rules.canonical(chat).chat.breakpoint == 3
-    assert rules.canonical(Chat((head(), message("user", "hi")), breakpoint=0)).chat.breakpoint == 0
+    assert rules.canonicalise(chat).chat.breakpoint == 3
+    chat = Chat((head(), message("user", "hi")), breakpoint=0)
+    assert rules.canonicalise(chat).chat.breakpoint == 0

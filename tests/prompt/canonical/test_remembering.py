@@ -6,7 +6,7 @@ import random
 import pytest
 
 from mlxcache.prompt.canonical import cleared
-from mlxcache.prompt.canonical.argument_order import alike
+from mlxcache.prompt.canonical.argument_order import equal_values
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
 from mlxcache.types import Chat, ToolCall
 
@@ -36,27 +36,27 @@ def test_tools_in_changing_order_keep_the_first():
     """The client's own order, until it shows that it means nothing by it."""
     rules = Canonicaliser()
     tools = [tool(name) for name in "dacb"]
-    first = rules.canonical(Chat((USER,), tools))
+    first = rules.canonicalise(Chat((USER,), tools))
     assert (order(first), first.rules) == (list("dacb"), ())
     for seed in range(5):
         random.Random(seed).shuffle(tools)
-        made = rules.canonical(Chat((USER,), tuple(tools)))
+        made = rules.canonicalise(Chat((USER,), tuple(tools)))
         assert order(made) == list("dacb")
 
 
 def test_other_tools_have_an_order_of_their_own():
     """One more, one less, or another description: these are not the same tools."""
     rules = Canonicaliser()
-    assert order(rules.canonical(Chat((USER,), [tool("b"), tool("a")]))) == ["b", "a"]
+    assert order(rules.canonicalise(Chat((USER,), [tool("b"), tool("a")]))) == ["b", "a"]
     for tools in ([tool("a"), tool("b"), tool("c")], [tool("a"), tool("b", "new")], [tool("a")]):
-        assert rules.canonical(Chat((USER,), tools)).rules == ()
+        assert rules.canonicalise(Chat((USER,), tools)).rules == ()
 
 
 def test_a_tool_that_is_sent_twice_stays_twice():
     """Nothing is lost by the order."""
     rules = Canonicaliser()
-    rules.canonical(Chat((USER,), [tool("b"), tool("a"), tool("b")]))
-    made = rules.canonical(Chat((USER,), [tool("a"), tool("b"), tool("b")]))
+    rules.canonicalise(Chat((USER,), [tool("b"), tool("a"), tool("b")]))
+    made = rules.canonicalise(Chat((USER,), [tool("a"), tool("b"), tool("b")]))
     assert order(made) == ["b", "a", "b"]
 
 
@@ -64,9 +64,9 @@ def test_a_call_comes_back_as_the_model_wrote_it():
     """Whatever the client's JSON library did to it."""
     rules = Canonicaliser()
     written = '{"path": "a", "range": {"to": 2.0, "from": 1}, "all": true}'
-    rules.emitted(ToolCall(0, "c1", "Read", written))
+    rules.remember_call(ToolCall(0, "c1", "Read", written))
     anew = {"all": True, "path": "a", "range": {"from": 1, "to": 2}}
-    made = rules.canonical(Chat((USER, call(anew), result("r"))))
+    made = rules.canonicalise(Chat((USER, call(anew), result("r"))))
     shown = made.chat.messages[1]["tool_calls"][0]["function"]["arguments"]
     assert json.dumps(shown) == written
     assert made.rules == ("argument_order",)
@@ -75,28 +75,28 @@ def test_a_call_comes_back_as_the_model_wrote_it():
 def test_a_call_that_says_something_else_is_the_client_s():
     """Edited arguments, another tool, another id."""
     rules = Canonicaliser()
-    rules.emitted(ToolCall(0, "c1", "Read", '{"path": "a", "all": true}'))
+    rules.remember_call(ToolCall(0, "c1", "Read", '{"path": "a", "all": true}'))
     for changed in (call({"all": 1, "path": "a"}), call({"all": True, "path": "b"})):
-        assert rules.canonical(Chat((USER, changed, result("r")))).rules == ()
+        assert rules.canonicalise(Chat((USER, changed, result("r")))).rules == ()
     same = {"all": True, "path": "a"}
     for other in (call(same, id="c2"), call(same, name="Write")):
-        assert rules.canonical(Chat((USER, other, result("r")))).rules == ()
+        assert rules.canonicalise(Chat((USER, other, result("r")))).rules == ()
 
 
 def test_after_a_restart_the_first_form_that_came_is_kept():
     """Calls that this server did not write itself."""
     rules = Canonicaliser()
-    assert rules.canonical(Chat((USER, call({"b": 1, "a": 2}), result("r")))).rules == ()
-    made = rules.canonical(Chat((USER, call({"a": 2, "b": 1}), result("r"))))
+    assert rules.canonicalise(Chat((USER, call({"b": 1, "a": 2}), result("r")))).rules == ()
+    made = rules.canonicalise(Chat((USER, call({"a": 2, "b": 1}), result("r"))))
     assert list(made.chat.messages[1]["tool_calls"][0]["function"]["arguments"]) == ["b", "a"]
 
 
 def test_a_call_that_is_no_json_is_let_be():
     """A model may write anything."""
     rules = Canonicaliser()
-    rules.emitted(ToolCall(0, "c1", "Read", "{"))
-    rules.emitted(ToolCall(0, "c1", "Read", "[1]"))
-    assert rules.canonical(Chat((USER, call("as text"), result("r")))).rules == ()
+    rules.remember_call(ToolCall(0, "c1", "Read", "{"))
+    rules.remember_call(ToolCall(0, "c1", "Read", "[1]"))
+    assert rules.canonicalise(Chat((USER, call("as text"), result("r")))).rules == ()
 
 
 @pytest.mark.parametrize(
@@ -113,19 +113,19 @@ def test_a_call_that_is_no_json_is_let_be():
 )
 def test_values_that_say_the_same(a, b, same):
     """As JSON has it, where true is no number."""
-    assert alike(a, b) == same
+    assert equal_values(a, b) == same
 
 
 def test_a_cleared_result_is_rendered_as_it_was():
     """In the same place of the same conversation."""
     rules = Canonicaliser()
     before = (USER, call({"path": "a"}), result(LONG))
-    assert rules.canonical(Chat(before)).rules == ()
+    assert rules.canonicalise(Chat(before)).rules == ()
     after = (USER, call({"path": "a"}), result(cleared.CLEARED), {"role": "user", "content": "on"})
-    made = rules.canonical(Chat(after))
+    made = rules.canonicalise(Chat(after))
     assert tuple(made.chat.messages) == (*before, after[-1])
     assert made.rules == ("cleared_results",)
-    assert rules.canonical(Chat(after), without=("cleared_results",)).rules == ()
+    assert rules.canonicalise(Chat(after), without=("cleared_results",)).rules == ()
 
 
 def test_several_cleared_results_all_come_back():
@@ -138,8 +138,8 @@ def test_several_cleared_results_all_come_back():
         turns = [m for n in range(3) for m in (calls[n], result(results[n], str(n)))]
         return Chat((USER, *turns))
 
-    rules.canonical(chat(texts))
-    made = rules.canonical(chat([cleared.CLEARED, cleared.CLEARED, texts[2]]))
+    rules.canonicalise(chat(texts))
+    made = rules.canonicalise(chat([cleared.CLEARED, cleared.CLEARED, texts[2]]))
     assert made.chat.messages == chat(texts).messages
 
 
@@ -157,5 +157,5 @@ def test_several_cleared_results_all_come_back():
 def test_what_was_cleared_elsewhere_stays_cleared(messages):
     """Another conversation, another call, other words; never a person's."""
     rules = Canonicaliser()
-    rules.canonical(Chat((USER, call({"path": "a"}), result(LONG))))
-    assert rules.canonical(Chat(messages)).rules == ()
+    rules.canonicalise(Chat((USER, call({"path": "a"}), result(LONG))))
+    assert rules.canonicalise(Chat(messages)).rules == ()

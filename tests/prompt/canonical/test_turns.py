@@ -102,7 +102,7 @@ def test_no_message_of_a_person_is_changed_moved_or_dropped(
     """Nor is a reply, a call or a result lost; nothing is written to."""
     sent = [dict(message) for message in messages]
     chat = Chat(tuple(messages), breakpoint=min(marked, len(messages)))
-    made = Canonicaliser(rules).canonical(chat, "s").chat
+    made = Canonicaliser(rules).canonicalise(chat, "s").chat
     assert messages == sent
 
     def spoken(chat: Chat) -> list[str]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
 from mlxcache.prompt.canonical.draft import strings
-from mlxcache.prompt.canonical.restore import Reply, Restored
+from mlxcache.prompt.canonical.restore import NameRestorer, Reply
 from mlxcache.prompt.canonical.uuids import _candidate
 from mlxcache.types import Chat, Finished, Text, Thinking, TokenLogprob, ToolCall
 
@@ -37,15 +37,17 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def canonical(*messages, stop=(), **fields):
-    return Canonicaliser().canonical(Chat(messages, **fields), stop=stop)
+def canonicalise(*messages, stop=(), **fields):
+    return Canonicaliser().canonicalise(Chat(messages, **fields), stop=stop)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("around", AROUND)
 def test_two_sessions_render_alike(path, around):
     """Their own UUIDs were the only difference."""
-    made = [canonical(system(around.format(path.format(own))), user("hi")) for own in (OWN, OTHER)]
+    made = [
+        canonicalise(system(around.format(path.format(own))), user("hi")) for own in (OWN, OTHER)
+    ]
     assert made[0].rules == ("uuid",)
     assert made[0].chat.messages == made[1].chat.messages
     assert list(made[0].names.values()) == [OWN]
@@ -69,7 +71,7 @@ def test_two_sessions_render_alike(path, around):
 )
 def test_what_only_looks_like_it_stays(text):
     """Other paths, other places, other shapes."""
-    made = canonical(system(text), user("hi"))
+    made = canonicalise(system(text), user("hi"))
     assert made.chat.messages[0]["content"] == text
     assert made.rules == ()
 
@@ -79,7 +81,7 @@ def test_what_a_person_wrote_stays():
     path = f"/tmp/claude/{OWN}/scratchpad"
     call = {"name": f"see_{OWN}", "arguments": {path: [path, 1]}}
     tool = {"name": f"see_{OWN}", "description": path, "parameters": {"type": "object"}}
-    made = canonical(
+    made = canonicalise(
         system(path),
         user(path),
         {
@@ -104,22 +106,22 @@ def test_what_a_person_wrote_stays():
 def test_a_uuid_that_appears_after_the_first_reply_is_no_session_s():
     """So a mapping does not change in the middle of a conversation."""
     later = [user("a"), {"role": "assistant", "content": "b"}, system(f"/tmp/{OWN}/x"), user("c")]
-    assert canonical(system("x"), *later).rules == ()
+    assert canonicalise(system("x"), *later).rules == ()
 
 
 def test_a_stable_uuid_that_the_conversation_holds_is_not_taken():
     """A person who writes it gets it back as it is."""
     messages = system(f"/tmp/{OWN}/x"), user("hi")
-    (first,) = canonical(*messages).names
-    (second,) = canonical(*messages, user(f"what is {first}?")).names
+    (first,) = canonicalise(*messages).names
+    (second,) = canonicalise(*messages, user(f"what is {first}?")).names
     assert first != second
-    assert Restored({second: OWN}).whole(f"{first} {second}") == f"{first} {OWN}"
+    assert NameRestorer({second: OWN}).whole(f"{first} {second}") == f"{first} {OWN}"
 
 
 @pytest.mark.parametrize("stop", ["e", OWN, f"/{OWN}/", OWN[5:9], "0-9"])
 def test_stop_strings_that_could_meet_a_uuid_switch_it_off(stop):
     """They are looked for in what the model writes, and mean what the client reads."""
-    made = canonical(system(f"/tmp/{OWN}/x"), user("hi"), stop=(stop,))
+    made = canonicalise(system(f"/tmp/{OWN}/x"), user("hi"), stop=(stop,))
     assert bool(made.rules) == (stop == "0-9")
 
 
@@ -127,7 +129,7 @@ def test_a_reply_to_be_continued_inside_a_uuid_switches_it_off():
     """The model has to see the UUID whose rest it is to write."""
     for text, rules in ((f"in /tmp/{OWN[:9]}", ()), (f"in /tmp/{OWN}", ("uuid",))):
         messages = system(f"/tmp/{OWN}/x"), user("hi"), {"role": "assistant", "content": text}
-        assert canonical(*messages, continue_final=True).rules == rules
+        assert canonicalise(*messages, continue_final=True).rules == rules
 
 
 def test_stable_uuids_cannot_overlap():
@@ -168,12 +170,12 @@ def test_a_text_that_was_mapped_comes_back_exactly_however_it_is_split(case, dat
     """Forward over machine-written text, then back over a stream: nothing is different."""
     owns, text = case
     head = " ".join(f"/tmp/{own}/x" for own in owns)
-    made = canonical(system(head), user("hi"), {"role": "assistant", "content": text})
+    made = canonicalise(system(head), user("hi"), {"role": "assistant", "content": text})
     shown = made.chat.messages[2]["content"]
     there = {own: name for name, own in made.names.items()}
     assert shown == re.sub("|".join(owns), lambda match: there[match.group()], text)
     assert not any(name in text or name in head for name in made.names)
-    restored = Restored(made.names)
+    restored = NameRestorer(made.names)
     assert restored.whole(shown) == text
     assert "".join(map(restored.feed, pieces(data, shown))) + restored.flush() == text
 
@@ -185,7 +187,7 @@ def test_what_the_model_writes_is_mapped_alike_in_any_pieces(case, data):
     owns, text = case
     names = dict(zip(STABLES, owns, strict=False))
     expected = re.sub("|".join(names), lambda match: names[match.group()], text)
-    restored = Restored(names)
+    restored = NameRestorer(names)
     assert "".join(map(restored.feed, pieces(data, text))) + restored.flush() == expected
 
 
