@@ -10,7 +10,7 @@ import pytest
 
 from mlxcache.embed import Model
 from mlxcache.errors import BadRequest, ConfigError, NotFound
-from mlxcache.store.lock import InUse, alone
+from mlxcache.store.lock import InUse, exclusive_lock
 from mlxcache.types import Finished
 
 HELLO = [{"role": "user", "content": "Say something about a cache. " * 20}]
@@ -53,7 +53,7 @@ async def test_turns_are_warm_cancelled_ones_are_kept_and_the_folder_is_held(
     """In one life of a model: what holds of a server holds here."""
     folder = tmp_path / "cache"
     async with Model(str(toy_llama), cache_dir=str(folder), ram="200MB") as model:
-        with pytest.raises(InUse), alone(folder):
+        with pytest.raises(InUse), exclusive_lock(folder):
             pass
         first = await model.chat(HELLO, max_tokens=8, temperature=0, session="one")
         assert first.cached_tokens < first.prompt_tokens
@@ -76,6 +76,6 @@ async def test_turns_are_warm_cancelled_ones_are_kept_and_the_folder_is_held(
         with pytest.raises(NotFound):
             await model.sessions.get("ses_none")
         assert model.figures()["requests"]["total"] >= 2
-    with alone(folder):
+    with exclusive_lock(folder):
         pass  # it is free again
     await model.close()  # nothing happens

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from mlxcache.api.http import Deps, arriving, json_response, read, read_body, serving
 from mlxcache.errors import BadRequest
-from mlxcache.store.database import translated
+from mlxcache.store.database import store_errors
 from mlxcache.wire.decode import decode
 from mlxcache.wire.titles import to_one_line
 
@@ -150,7 +150,7 @@ async def restore(deps: Deps, request: Request) -> Response:
     prompt = b""
     fd, path = tempfile.mkstemp(".safetensors", f"restore-{os.getpid()}-", folder)
     try:
-        with translated(folder), os.fdopen(fd, "wb") as file:
+        with store_errors(folder), os.fdopen(fd, "wb") as file:
             unseen = ROOM_BYTES if not announced.isdecimal() else None
             async for chunk in arriving(request, seconds=RESTORE_SECONDS):
                 head, rest = chunk[:left], chunk[left:]

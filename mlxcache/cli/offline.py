@@ -12,7 +12,7 @@ from mlxcache.cli.remote import Progress
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create
 from mlxcache.store.listing import Held, Listed
-from mlxcache.store.lock import alone
+from mlxcache.store.lock import exclusive_lock
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.snapshot_format import format_of
 from mlxcache.store.snapshot_read import read_snapshot, restore
@@ -56,7 +56,7 @@ class Offline:
 
     def patch(self, id: str, **changes: Any) -> dict[str, Any]:
         """Change `name` or `pinned` of a session, and return it."""
-        with alone(self.cache_dir), self._open() as (store, sessions):
+        with exclusive_lock(self.cache_dir), self._open() as (store, sessions):
             sessions.update(id, **changes)
             if "pinned" in changes:
                 store.pin_session(sessions, id, pinned=changes["pinned"])
@@ -64,12 +64,12 @@ class Offline:
 
     def delete(self, id: str) -> None:
         """Remove a session, and the files that no other session uses."""
-        with alone(self.cache_dir), self._open() as (store, sessions):
+        with exclusive_lock(self.cache_dir), self._open() as (store, sessions):
             store.delete_session(sessions, id)
 
     def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
         """Make a session that continues `id`, from its first `at_tokens` tokens or all."""
-        with alone(self.cache_dir), self._open() as (store, sessions):
+        with exclusive_lock(self.cache_dir), self._open() as (store, sessions):
             made = sessions.fork(id, time.time(), name, at_tokens)
             return _listing(store, sessions, made).as_object()
 
@@ -99,7 +99,7 @@ class Offline:
         if format_of(path) == "mlx-lm":
             raise MlxcacheError("Only a server imports prompt caches of mlx-lm: start one.")
         checked = read_snapshot(path)
-        with alone(self.cache_dir), self._open(make=True) as (store, sessions):
+        with exclusive_lock(self.cache_dir), self._open(make=True) as (store, sessions):
             info = restore(store.for_namespace(checked.session.namespace), checked, progress)
             return _listing(store, sessions, sessions.adopt(info, time.time(), name)).as_object()
 
@@ -132,14 +132,14 @@ class Offline:
         """Remove damaged files, then evict down to `limit` bytes on disk."""
         if not self._exists():
             return {"freed_bytes": 0}
-        with alone(self.cache_dir), self._open() as (store, _):
+        with exclusive_lock(self.cache_dir), self._open() as (store, _):
             return {"freed_bytes": store.prune(limit, progress)}
 
     def clear(self, *, pinned: bool) -> dict[str, Any]:
         """Remove all sessions and files; those of pinned sessions only if `pinned`."""
         if not self._exists():
             return {"sessions": 0, "freed_bytes": 0}
-        with alone(self.cache_dir), self._open() as (store, sessions):
+        with exclusive_lock(self.cache_dir), self._open() as (store, sessions):
             return {
                 "sessions": sessions.clear(pinned=pinned),
                 "freed_bytes": store.clear(pinned=pinned),

@@ -14,8 +14,8 @@ from mlxcache.owner import OWNER, own_ids, plain_ids
 from mlxcache.private import make_folder
 from mlxcache.sessions.journal import Served
 from mlxcache.sessions.mlx_lm_files import PromptCacheExport, Submit, compute, take_in
-from mlxcache.store.database import translated
-from mlxcache.store.lock import runs
+from mlxcache.store.database import store_errors
+from mlxcache.store.lock import is_running
 from mlxcache.store.sessions import new_id
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
 from mlxcache.store.snapshot_read import Snapshot, owned, read_snapshot, restore
@@ -35,7 +35,7 @@ def sweep(folder: Path) -> None:
     """Remove what servers that were killed were receiving."""
     for path in folder.glob("restore-*"):
         match = INCOMING.fullmatch(path.name)
-        if match and not runs(int(match[1])):
+        if match and not is_running(int(match[1])):
             path.unlink(missing_ok=True)
 
 
@@ -75,7 +75,7 @@ class Portable:
 
     def incoming(self, nbytes: int) -> Path:
         """Where to put a file of `nbytes` for `restore`. Raises DiskFull where it has no room."""
-        with translated(self._incoming):
+        with store_errors(self._incoming):
             make_folder(self._incoming)
             if shutil.disk_usage(self._incoming).free < nbytes + FREE_FLOOR:
                 raise DiskFull(f"The disk has no room for a file of {nbytes} bytes.")

@@ -1,4 +1,4 @@
-"""The SQLite file that the index and the sessions live in: transactions from any thread."""
+"""The SQLite file of the index and the sessions: transactions from any thread."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from mlxcache.errors import DiskFull, StoreError
 
 BUSY_S = 30.0
-"""How long a transaction waits for another process's."""
+"""Seconds that a transaction waits for another process's."""
 
 WAL_PAGES = 256
-"""Pages of 4 KiB after which what was committed moves from the log into the file."""
+"""Pages of 4 KiB after which commits move from the log into the file."""
 
 OF_THE_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
-"""After these the disk may come back, and a connection from before would not know."""
+"""Errors of a disk that may return; connections opened before it do not notice."""
 
 _PRAGMAS = (
     "auto_vacuum=INCREMENTAL",  # takes effect in a new file, before its first table
@@ -28,23 +28,23 @@ _PRAGMAS = (
     f"wal_autocheckpoint={WAL_PAGES}",
     f"journal_size_limit={WAL_PAGES * 4096}",
     "temp_store=MEMORY",
-    "cache_spill=OFF",  # the log grows at commits only, when room has been made for it
+    "cache_spill=OFF",  # the log grows at commits only, after room was made for it
     "foreign_keys=ON",
 )
 
 
 class ReadOnly(sqlite3.Connection):
-    """Good for one transaction: the next may be able to write again."""
+    """A connection for one transaction: the next one may be able to write again."""
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """A connection to the file, which must be there. Raises sqlite3.Error."""
+    """Connect to an existing file, read-only if the disk is. Raises sqlite3.Error."""
     try:
         return _connected(path, "mode=rw", _PRAGMAS, sqlite3.Connection)
     except sqlite3.OperationalError as error:
         if error.sqlite_errorcode & 0xFF not in OF_THE_DISK:
             raise
-    # so much is left of a disk that is read-only; without a log nothing can be missed
+    # a read-only disk; without a log the file alone is complete
     log = path.with_name(f"{path.name}-wal")
     return _connected(path, "mode=ro" if log.exists() else "immutable=1", (), ReadOnly)
 
@@ -74,15 +74,15 @@ NAME = "index.sqlite"
 
 
 class Locked(StoreError):
-    """Another process, or another thread of this one, has been writing for too long."""
+    """Another process or thread wrote for longer than this one may wait."""
 
 
 class Database:
     """One SQLite file in WAL mode.
 
     Connections come from a pool, so every method may be called on any thread. Threads of one
-    process take turns at writing; other processes' are waited for. Errors of SQLite come out of
-    the `with` blocks as StoreError, of a full disk as DiskFull.
+    process take turns at writing, and wait for other processes. The `with` blocks turn errors of
+    SQLite into StoreError, those of a full disk into DiskFull.
     """
 
     def __init__(self, path: Path):
@@ -99,21 +99,22 @@ class Database:
 
     @classmethod
     def open(cls, folder: Path) -> Database:
-        """The database in `folder`, made if it is not there (mode 0600).
+        """Open the database in `folder`, created if missing (mode 0600).
 
-        Raises StoreError where it cannot be opened, also because it is damaged.
+        Raises StoreError, also if it is damaged.
         """
         database = cls(folder / NAME)
-        with translated(database.path):
+        with store_errors(database.path):
             database._make()
-            with database.write():  # a damaged file shows here
+            with database.write():  # fails on a damaged file
                 pass
         return database
 
     def create(self, script: str) -> None:
-        """Run `script` (CREATE TABLE IF NOT EXISTS ...; statements end with ;) in one transaction.
+        """Run a script of CREATE ... IF NOT EXISTS statements in one transaction.
 
-        Each module that keeps tables calls this once, after opening.
+        Each module with tables calls this once after opening. The script runs again when the file
+        is made again. Raises StoreError.
         """
         if script not in self._scripts:
             self._scripts.append(script)
@@ -128,23 +129,23 @@ class Database:
                 raise ValueError(f"no ; ends {statement.strip()!r}")
 
     def check_before(self, check: Callable[[], None] | None) -> None:
-        """Call `check` before each transaction that is not part of another; None: no more."""
+        """Call `check` before each outermost transaction; None ends that."""
         self._check = check
 
     def is_there(self) -> bool:
-        """Whether the file in its place is the one that was opened."""
+        """Tell if the file at the path is the one that was opened."""
         try:
             return self.path.stat().st_ino == self._inode
         except OSError:
             return False
 
     def renew(self) -> None:
-        """Use the file that is in place now, made with its tables if there is none.
+        """Switch to the file at the path now, created with its tables if missing.
 
         Raises StoreError.
         """
         self._forget()
-        with translated(self.path):
+        with store_errors(self.path):
             self._make()
         try:
             for script in self._scripts:
@@ -154,7 +155,7 @@ class Database:
             raise
 
     def _forget(self) -> None:
-        """Have new connections made: those that there are may be to what is gone."""
+        """Replace pooled connections: they may be of a file that was removed."""
         with self._pool_lock:
             idle, self._idle = self._idle, []
             self._era += 1
@@ -168,7 +169,7 @@ class Database:
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """Inside the block, this thread waits no longer than so for others' transactions."""
+        """Limit to `seconds` what this thread waits for other writers inside the block."""
         before, self._mine.busy_s = self._busy_s(), seconds
         try:
             yield
@@ -177,15 +178,15 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """A connection that sees one state of the database until the block ends.
+        """Yield a connection that sees one state of the database until the block ends.
 
-        Inside a `write` block of the same thread it is that block's.
+        Inside a `write` block of the same thread it is that block's connection.
         """
         current = self._current()
         if current is not None:
             yield current
             return
-        with translated(self.path), self._checked(), self._connection() as connection:
+        with store_errors(self.path), self._checked(), self._connection() as connection:
             connection.execute("BEGIN")
             try:
                 yield connection
@@ -194,17 +195,17 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """A connection in a write transaction: committed at the end, rolled back on an error.
+        """Yield a connection in a write transaction, committed at the end, else rolled back.
 
-        Durable once the block is left. Inside another `write` block of the same thread it joins it.
-        Raises Locked where others write for longer than `BUSY_S`, or what `patience` says.
+        Durable once the block is left. Inside another `write` block of the same thread it joins
+        that transaction. Blocks while others write; raises Locked after `BUSY_S` or `patience`.
         """
         current = self._current()
         if current is not None:
             yield current
             return
         with (
-            translated(self.path),
+            store_errors(self.path),
             self._checked(),
             self._writing(),
             self._connection() as connection,
@@ -222,13 +223,13 @@ class Database:
                 self._mine.connection = None
 
     def shrink(self) -> None:
-        """Give unused pages and the log back to the file system, as far as nobody reads them."""
-        with translated(self.path), self._writing(), self._connection() as connection:
+        """Return unused pages and the log to the file system, except those being read."""
+        with store_errors(self.path), self._writing(), self._connection() as connection:
             connection.execute("PRAGMA incremental_vacuum").fetchall()
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
-        """Close every connection that no block holds; those in use close as their blocks end."""
+        """Close the pooled connections; those in use close as their blocks end."""
         with self._pool_lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -236,7 +237,7 @@ class Database:
             connection.close()
 
     def check_open(self) -> None:
-        """Raise StoreError once this is closed."""
+        """Raise StoreError if the database is closed."""
         if self._closed:
             raise StoreError(f"{self.path} is closed.")
 
@@ -251,7 +252,7 @@ class Database:
         yield
 
     def _busy_s(self) -> float:
-        """How long this thread waits for others."""
+        """Seconds that this thread waits for other writers."""
         seconds: float = getattr(self._mine, "busy_s", BUSY_S)
         return seconds
 
@@ -290,8 +291,11 @@ class Database:
 
 
 @contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """Turn errors of SQLite and of the file system inside the block into StoreError."""
+def store_errors(path: Path) -> Iterator[None]:
+    """Turn errors of SQLite and of the file system inside the block into StoreError.
+
+    Errors of a full disk become DiskFull, of a busy database Locked. `path` is named in messages.
+    """
     try:
         yield
     except sqlite3.Error as error:
@@ -300,7 +304,7 @@ def translated(path: Path) -> Iterator[None]:
         if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF == sqlite3.SQLITE_BUSY:
             raise Locked(f"{path} is being written by another process.") from error
         raise StoreError(f"{path}: {error}.") from error
-    except UnicodeDecodeError as error:  # how a damaged schema, or text in a row, shows
+    except UnicodeDecodeError as error:  # raised for a damaged schema or text
         raise StoreError(f"{path}: {error}.") from sqlite3.DatabaseError(str(error))
     except OSError as error:
         where = error.filename or path
@@ -310,7 +314,10 @@ def translated(path: Path) -> Iterator[None]:
 
 
 class TemporaryDatabase(Database):
-    """As `Database`, of one connection that every block waits for. Nothing reaches a disk."""
+    """A database in memory, for a server without a disk tier.
+
+    Blocks take turns at its one connection.
+    """
 
     def __init__(self) -> None:
         super().__init__(Path(":memory:"))
@@ -325,9 +332,9 @@ class TemporaryDatabase(Database):
             yield self._only
 
     def shrink(self) -> None:
-        """Nothing to do: there is no file."""
+        """Do nothing: there is no file."""
 
     def close(self) -> None:
-        """Forget everything."""
+        """Close the connection, which discards all rows."""
         with self._one_at_a_time:
             self._only.close()

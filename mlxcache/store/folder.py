@@ -26,10 +26,10 @@ QUARANTINE_PART = 8
 
 
 class Folder:
-    """The paths below one folder.
+    """Paths below one folder, readable by the user only.
 
     runs/ab/DIGEST.safetensors, checkpoints/ab/DIGEST.safetensors, beside them .OWNER-ID.tmp while
-    they are written; quarantine/, locks/OWNER, index.sqlite and its log. Only the user may read.
+    they are written; quarantine/, locks/OWNER, index.sqlite and its log.
     """
 
     def __init__(self, path: Path):
@@ -41,30 +41,33 @@ class Folder:
         self.device = 0
 
     def make(self) -> None:
-        """Make the folders that are not there. Raises OSError."""
+        """Create the folders that are missing. Raises OSError."""
         make_folder(self.path)
         for path in (*self.kinds.values(), self.quarantine, self.locks):
             path.mkdir(mode=0o700, exist_ok=True)
         self.device = os.stat(self.path).st_dev
 
     def may_be_made_again(self) -> bool:
-        """Whether it would be where it was: the disk that it was on may be gone."""
+        """Tell if the folder would be made on the same disk, which may be unmounted.
+
+        Raises OSError.
+        """
         place = self.path
         while not place.exists() and place != place.parent:
             place = place.parent
         return os.stat(place).st_dev == self.device
 
     def file(self, kind: str, digest: bytes) -> Path:
-        """Where the file of `digest` is, or would be."""
+        """Path of the file of `digest`."""
         name = digest.hex()
         return self.kinds[kind] / name[:2] / (name + SUFFIX)
 
     def temp(self, kind: str, digest: bytes, owner: str, id: int) -> Path:
-        """Where it is while `owner` writes it."""
+        """Path of that file while the store with the lock `owner` writes it."""
         return self.file(kind, digest).with_name(f".{owner}-{id}{TEMP_SUFFIX}")
 
     def files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Every file below the kinds' folders, with its kind; one that goes meanwhile may be in."""
+        """Yield every file of runs and checkpoints with its kind; it may be removed meanwhile."""
         for kind, top in self.kinds.items():
             for sub in _entries(top):
                 if sub.is_dir(follow_symlinks=False):
@@ -74,7 +77,7 @@ class Folder:
                     yield kind, sub
 
     def overhead(self) -> int:
-        """Bytes on disk of all but runs and checkpoints: the index, folders, quarantine, locks."""
+        """Bytes on disk besides runs and checkpoints: index, folders, quarantine, locks."""
         total = blocks(self.path) + sum(blocks(entry) for entry in _entries(self.path))
         for top in self.kinds.values():
             total += sum(blocks(sub) for sub in _entries(top))
@@ -125,17 +128,17 @@ class Folder:
         return blocks(self.path / f"{NAME}-wal")
 
     def free(self) -> int:
-        """Bytes that the file system has left for this user."""
+        """Bytes of the file system that are free for this user."""
         stat = os.statvfs(self.path)
         return stat.f_bavail * stat.f_frsize
 
     def block_size(self) -> int:
-        """Bytes that files grow by."""
+        """Allocation unit of the file system in bytes, at least 4096."""
         return max(4096, os.statvfs(self.path).f_frsize)
 
 
 def blocks(path: Path | os.DirEntry[str]) -> int:
-    """Bytes that the file system counts for one file or folder; 0 if it is gone."""
+    """Bytes on disk of one file or folder; 0 if it is missing."""
     try:
         return os.lstat(path).st_blocks * 512
     except FileNotFoundError:
@@ -143,9 +146,9 @@ def blocks(path: Path | os.DirEntry[str]) -> int:
 
 
 def write(temp: Path, final: Path, buffers: Sequence[bytes | memoryview]) -> int:
-    """Write `buffers` to `temp`, make it durable, and give it its name; bytes on disk.
+    """Write `buffers` to `temp`, sync it, and rename it to `final`; returns bytes on disk.
 
-    Raises OSError; then neither file is there.
+    Durable on return. Raises OSError, after removing both files.
     """
     if not final.parent.exists():
         make_folder(final.parent)
@@ -153,7 +156,7 @@ def write(temp: Path, final: Path, buffers: Sequence[bytes | memoryview]) -> int
     try:
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            # The size first: XFS gives a file that grows by its end up to twice the room.
+            # The size first: XFS allocates up to twice the bytes for a file that grows at its end.
             os.ftruncate(fd, sum(len(buffer) for buffer in buffers))
             for buffer in buffers:
                 _write_all(fd, memoryview(buffer))
@@ -171,13 +174,13 @@ def write(temp: Path, final: Path, buffers: Sequence[bytes | memoryview]) -> int
 
 
 def remove(path: Path) -> None:
-    """Remove a file that may be gone already."""
+    """Remove a file if it exists. Raises OSError."""
     with suppress(FileNotFoundError):
         path.unlink()
 
 
 def sync_folder(path: Path) -> None:
-    """Make new names in the folder durable."""
+    """Sync a folder, which makes new names in it durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""What the store answers with: frozen values, positions in tokens, sizes in bytes."""
+"""Frozen results of the store: positions in tokens, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one run contributes to a prefix.
+    """Part of a prefix that one run covers: tokens [start, end) of a file of [first, last).
 
-    `start` and `end` are the absolute token positions wanted of it, `first` and `last` those that
-    the file holds, so row `start - first` of each of its tensors is the first one wanted.
+    Row `start - first` of each of its tensors is the first one of the part.
     """
 
     path: Path
@@ -25,7 +24,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint on disk: state after `position` tokens."""
+    """A checkpoint on disk: the state after `position` tokens."""
 
     path: Path
     id: int
@@ -35,10 +34,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The part of some token ids that is on disk.
+    """Prefix of some token ids that is on disk.
 
-    `pieces` are contiguous, ascending and cover [0, length). `checkpoints` ascend, and may lie
-    beyond `length`: a model without sliceable layers has no runs.
+    `pieces` ascend without a gap and cover [0, length). `checkpoints` ascend, and may lie beyond
+    `length`: a model without sliceable layers has no runs.
     """
 
     length: int
@@ -48,11 +47,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Figures of one store. Counts of what happened are of this process, since it opened.
+    """Figures of one store folder.
 
-    `used_bytes` is what the file system counts for the whole folder: runs, checkpoints, and the
-    index with all that is beside them. `verified` and `corrupt`
-    count checks of files before use, `evicted` files that made room for others.
+    `used_bytes`: bytes on disk of the whole folder, by the file system's count. `written_*`,
+    `verified`, `corrupt` (checks of files before use) and `evicted` count events of this process
+    since it opened the folder.
     """
 
     limit_bytes: int | None
@@ -74,7 +73,7 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something in the folder that should not be: where, and what, as a sentence's end."""
+    """A problem of the folder: the path, and a predicate such as "is damaged"."""
 
     path: Path
     what: str

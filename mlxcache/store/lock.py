@@ -1,7 +1,8 @@
-"""Who serves from a cache folder: so that commands without a server change nothing under one.
+"""Locks of processes: open stores in a store folder, and servers of a cache folder.
 
-Every server holds `serving.lock` shared and leaves a note of its address beside it; a command that
-changes files takes the lock alone. The system lets go of a lock however its process ends.
+Each open store holds a lock file of its own, so that others know which files are in writing. Every
+server holds `serving.lock` shared and leaves a note of its address beside it; a command that
+changes files takes it exclusively. The system releases a lock however its process ends.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mlxcache.store.folder import Folder, remove
 
 
 class InUse(StoreError):
-    """Somebody else has the folder, in a way that leaves no room for this."""
+    """Another process uses the folder in a way that excludes this use."""
 
 
 NAME = "serving.lock"
@@ -40,9 +41,9 @@ class Serving:
 
 @contextmanager
 def serving(cache_dir: Path, url: str, model: str) -> Iterator[None]:
-    """Held by a server as long as it runs.
+    """Hold the shared lock of a server, and publish its address, inside the block.
 
-    Raises InUse while a command changes the folder, StoreError where it cannot be written.
+    Raises InUse while a command changes the folder, StoreError if it cannot be written.
     """
     with _locked(cache_dir, fcntl.LOCK_SH) as free:
         if not free:
@@ -51,7 +52,7 @@ def serving(cache_dir: Path, url: str, model: str) -> Iterator[None]:
                 "with --cache-dir DIR."
             )
         note = cache_dir / NOTES / f"{os.getpid()}.json"
-        with _named(cache_dir):
+        with _folder_errors(cache_dir):
             note.parent.mkdir(mode=0o700, exist_ok=True)
             _sweep(note.parent)
             note.touch(mode=0o600)
@@ -59,15 +60,15 @@ def serving(cache_dir: Path, url: str, model: str) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # the disk may have gone: a stale note does no harm
+            with suppress(OSError):  # the disk may be gone; a stale note is harmless
                 note.unlink(missing_ok=True)
 
 
 @contextmanager
-def alone(cache_dir: Path) -> Iterator[None]:
-    """Held by a command that changes the folder without a server.
+def exclusive_lock(cache_dir: Path) -> Iterator[None]:
+    """Hold the exclusive lock of a command that changes the folder without a server.
 
-    Raises InUse, naming the servers, where one runs.
+    Raises InUse, naming the servers, if one runs.
     """
     with _locked(cache_dir, fcntl.LOCK_EX) as free:
         if not free:
@@ -80,25 +81,25 @@ def alone(cache_dir: Path) -> Iterator[None]:
 
 
 def servers(cache_dir: Path) -> list[Serving]:
-    """The servers that run on this folder, by their notes."""
+    """List the servers that run on this folder, by their notes."""
     found = []
     for note in sorted((cache_dir / NOTES).glob("*.json")):
         with suppress(OSError, ValueError, TypeError):
             one = Serving(**json.loads(note.read_text()))
-            if runs(one.pid):
+            if is_running(one.pid):
                 found.append(one)
     return found
 
 
 def _sweep(notes: Path) -> None:
-    """Remove what servers left that were killed."""
+    """Remove the notes of killed servers."""
     for note in notes.glob("*.json"):
-        if note.stem.isdecimal() and not runs(int(note.stem)):
+        if note.stem.isdecimal() and not is_running(int(note.stem)):
             note.unlink(missing_ok=True)
 
 
-def runs(pid: int) -> bool:
-    """Whether there is a process `pid`."""
+def is_running(pid: int) -> bool:
+    """Tell if a process `pid` exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -110,8 +111,8 @@ def runs(pid: int) -> bool:
 
 @contextmanager
 def _locked(cache_dir: Path, kind: int) -> Iterator[bool]:
-    """Whether the lock could be had, which is then held. Raises StoreError."""
-    with _named(cache_dir):
+    """Try to hold the lock inside the block; yields False if it is taken. Raises StoreError."""
+    with _folder_errors(cache_dir):
         make_folder(cache_dir)
         fd = os.open(cache_dir / NAME, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -128,7 +129,7 @@ def _locked(cache_dir: Path, kind: int) -> Iterator[bool]:
 
 
 @contextmanager
-def _named(cache_dir: Path) -> Iterator[None]:
+def _folder_errors(cache_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -136,30 +137,30 @@ def _named(cache_dir: Path) -> Iterator[None]:
 
 
 _TRIES, _PAUSE_S = 20, 0.01
-"""A process that is gone may hold its lock a little longer."""
+"""A process that ended may hold its lock for a moment longer."""
 
 
 class ProcessLock:
-    """One open store. The lock goes with the process, however that ends."""
+    """Lock of one open store, released with the process however that ends."""
 
     def __init__(self, folder: Folder):
-        """Raises OSError. To be made inside `opening`, so that nobody takes it for dead."""
+        """Take the lock, inside `opening_lock` so that no process sees it free. Raises OSError."""
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._path = folder.locks / self.name
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Remove the lock; a second time nothing happens."""
+        """Remove and release the lock; idempotent."""
         if self._fd >= 0:
-            with suppress(OSError):  # the disk may be read-only by now, or gone
+            with suppress(OSError):  # the disk may be read-only or gone
                 remove(self._path)
             os.close(self._fd)
             self._fd = -1
 
 
-def alive(folder: Folder, name: str) -> bool:
-    """Whether the store that `name` belongs to is still open."""
+def is_alive(folder: Folder, name: str) -> bool:
+    """Tell if the store that holds the lock `name` is still open."""
     try:
         fd = os.open(folder.locks / name, os.O_RDWR)
     except FileNotFoundError:
@@ -183,7 +184,7 @@ def _free(fd: int) -> bool:
 
 
 def _exists(name: str) -> bool:
-    """Whether a process of the name's id is there; another container's may not be seen."""
+    """Tell if the process in a lock's name exists; one of another container may be invisible."""
     try:
         os.kill(int(name.partition("-")[0]), 0)
     except (ProcessLookupError, ValueError, OverflowError):
@@ -194,8 +195,8 @@ def _exists(name: str) -> bool:
 
 
 @contextmanager
-def opening(folder: Folder) -> Iterator[None]:
-    """Held by one store at a time, while it opens."""
+def opening_lock(folder: Folder) -> Iterator[None]:
+    """Hold the lock that one store at a time takes while it opens. Blocks. Raises OSError."""
     path: Path = folder.path / "open.lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -10,13 +10,13 @@ from pathlib import Path
 from mlxcache.safetensors import Malformed
 from mlxcache.store import index
 from mlxcache.store.context import StoreContext
-from mlxcache.store.database import translated
+from mlxcache.store.database import store_errors
 from mlxcache.store.eviction import files_to_evict
 from mlxcache.store.folder import TEMP_SUFFIX, remove
 from mlxcache.store.found import Problem
 from mlxcache.store.index import Row
 from mlxcache.store.kv_files import check_whole
-from mlxcache.store.lock import alive
+from mlxcache.store.lock import is_alive
 
 Progress = Callable[[int, int], None]
 """Called with the number of files read and the number to read."""
@@ -39,7 +39,7 @@ def _problems(context: StoreContext, progress: Progress) -> Iterator[tuple[Probl
 
     Files that another process removes meanwhile are not reported.
     """
-    with translated(context.folder.path):
+    with store_errors(context.folder.path):
         with context.database.write() as connection:  # no file is added or removed while listing
             context.check_present()
             (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
@@ -81,7 +81,7 @@ def _stray_problem(context: StoreContext, path: Path) -> str | None:
     """Problem of a file without a row, or None."""
     if not path.name.endswith(TEMP_SUFFIX):
         return "is not in the index"
-    if alive(context.folder, path.name[1:].rpartition("-")[0]):
+    if is_alive(context.folder, path.name[1:].rpartition("-")[0]):
         return None
     return "was left by a process that ended"
 
@@ -89,7 +89,7 @@ def _stray_problem(context: StoreContext, path: Path) -> str | None:
 def _row_problem(context: StoreContext, path: Path, row: Row, ids: Collection[int]) -> str | None:
     """Problem of a row or of its file, which is read, or None."""
     if row.owner is not None:
-        if alive(context.folder, row.owner):
+        if is_alive(context.folder, row.owner):
             return None
         return "was left unfinished by a process that ended"
     if row.parent is not None and row.parent not in ids:
@@ -108,7 +108,7 @@ def _row_problem(context: StoreContext, path: Path, row: Row, ids: Collection[in
 def prune(context: StoreContext, limit: int | None, progress: Progress) -> int:
     """Remove what is wrong and evict down to `limit`; see `Store.prune`."""
     _remove_problems(context, progress)
-    with translated(context.folder.path):
+    with store_errors(context.folder.path):
         with context.database.write() as connection:
             context.check_present()
             context.write_uses(connection)
@@ -121,7 +121,7 @@ def prune(context: StoreContext, limit: int | None, progress: Progress) -> int:
 
 def clear(context: StoreContext, pinned: bool) -> int:
     """Remove every file, pinned ones only if `pinned`; see `Store.clear`."""
-    with translated(context.folder.path):
+    with store_errors(context.folder.path):
         with context.database.write() as connection:
             context.check_present()
             before = context.space.used(connection)

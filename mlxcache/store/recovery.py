@@ -1,4 +1,4 @@
-"""Recovery of a folder: at opening, after a kill, a damaged index, or a removed folder."""
+"""Recovery of a folder: at opening_lock, after a kill, a damaged index, or a removed folder."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mlxcache.errors import StoreError, Vanished
 from mlxcache.safetensors import Malformed
 from mlxcache.store import index
 from mlxcache.store.context import StoreContext
-from mlxcache.store.database import Database, translated
+from mlxcache.store.database import Database, store_errors
 from mlxcache.store.digests import block_digests, root_digest
 from mlxcache.store.eviction import TOKEN_BYTES
 from mlxcache.store.folder import CHECKPOINT, RUN, SUFFIX, TEMP_SUFFIX, Folder, remove
 from mlxcache.store.index import Row
 from mlxcache.store.kv_files import open_file, read_checkpoint, read_run
-from mlxcache.store.lock import alive, opening
+from mlxcache.store.lock import is_alive, opening_lock
 from mlxcache.types import Tokens
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def open_database(folder: Folder, limit: int | None) -> Database:
         if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in _NOT_DAMAGED:
             raise
         log.warning("index %s is damaged, rebuilding it from the files: %s", folder.index, error)
-    with translated(folder.index):
+    with store_errors(folder.index):
         folder.set_aside(folder.index, limit)
         _remove_logs(folder)
     return _open(folder)
@@ -83,9 +83,9 @@ def recover(context: StoreContext) -> None:
 
     Raises StoreError.
     """
-    with translated(context.folder.path):
+    with store_errors(context.folder.path):
         for lock in list(context.folder.locks.iterdir()):
-            if not alive(context.folder, lock.name):
+            if not is_alive(context.folder, lock.name):
                 remove(lock)
         with context.database.write() as connection:
             _drop_unfinished(context, connection)
@@ -126,7 +126,7 @@ def _drop_unfinished(context: StoreContext, connection: sqlite3.Connection) -> N
     """Remove files, and their rows, that dead processes were writing."""
     for row in index.rows(connection, "owner IS NOT NULL"):
         assert row.owner is not None
-        if not alive(context.folder, row.owner):
+        if not is_alive(context.folder, row.owner):
             remove(context.folder.file(row.kind, row.digest))
             index.delete(connection, row)
 
@@ -143,7 +143,7 @@ def _survey(
     for kind, entry in context.folder.files():
         path = Path(entry.path)
         if entry.name.endswith(TEMP_SUFFIX):
-            if not alive(context.folder, entry.name[1:].rpartition("-")[0]):
+            if not is_alive(context.folder, entry.name[1:].rpartition("-")[0]):
                 remove(path)
         elif (kind, entry.name) in known:
             sizes[kind, entry.name] = entry.stat(follow_symlinks=False).st_size
@@ -266,12 +266,12 @@ class StoreReopener:
             self._missed_at = now
         if now - self._missed_at < MISSING_S and not folder.index.exists():
             context.check_present()
-        with translated(folder.path):
+        with store_errors(folder.path):
             context.database.check_open()
             if not folder.may_be_made_again():
                 raise Vanished(f"{folder.path} has vanished with the disk that it was on.")
             folder.make()
-            with opening(folder):
+            with opening_lock(folder):
                 context.renew_lock()
                 context.database.renew()
                 with context.database.read() as connection:

@@ -12,7 +12,7 @@ from mlxcache.errors import PrefixNotStored, StoreError
 from mlxcache.safetensors import Header, Tensor
 from mlxcache.store import index
 from mlxcache.store.context import StoreContext
-from mlxcache.store.database import translated
+from mlxcache.store.database import store_errors
 from mlxcache.store.digests import BLOCK, Chain
 from mlxcache.store.folder import CHECKPOINT, RUN, remove, write
 from mlxcache.store.index import Match, Row
@@ -24,7 +24,7 @@ from mlxcache.store.kv_files import (
     compose_checkpoint,
     compose_run,
 )
-from mlxcache.store.lock import alive
+from mlxcache.store.lock import is_alive
 from mlxcache.store.thinning import checkpoints_over_share, surplus_checkpoints
 from mlxcache.types import Tokens
 
@@ -230,7 +230,7 @@ def _reserve(
         for stale in index.rows(connection, "owner = ?", context.lock.name):
             index.delete(connection, stale)  # left by a failed write that could not remove it
         same = index.one(connection, "kind = ? AND digest = ?", row.kind, row.digest)
-        if same is not None and same.owner is not None and alive(context.folder, same.owner):
+        if same is not None and same.owner is not None and is_alive(context.folder, same.owner):
             raise _Taken
         changed = index.version(connection) != version
         if changed and _identity_of(index.lookup(connection, chain)) != _identity_of(match):
@@ -255,7 +255,7 @@ def _put(context: StoreContext, chain: Chain, match: Match, draft: _Draft, id: i
     final = context.folder.file(row.kind, row.digest)
     temp = context.folder.temp(row.kind, row.digest, context.lock.name, id)
     try:
-        with translated(final):
+        with store_errors(final):
             size = write(temp, final, draft.buffers)
         with context.database.write() as connection:
             _make_durable(context, connection, draft, id, size)

@@ -11,7 +11,7 @@ from mlxcache.errors import Corrupt, Gone, StoreError
 from mlxcache.safetensors import Malformed, Tensor
 from mlxcache.store import index, maintenance
 from mlxcache.store.context import StoreContext
-from mlxcache.store.database import Database, translated
+from mlxcache.store.database import Database, store_errors
 from mlxcache.store.digests import Chains, root_digest
 from mlxcache.store.eviction import Space
 from mlxcache.store.folder import CHECKPOINT, RUN, Folder
@@ -20,7 +20,7 @@ from mlxcache.store.index import Row
 from mlxcache.store.kv_files import check_checkpoint, check_run, is_finite, open_file, read_ahead
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held
-from mlxcache.store.lock import ProcessLock, opening
+from mlxcache.store.lock import ProcessLock, opening_lock
 from mlxcache.store.maintenance import Progress
 from mlxcache.store.recovery import StoreReopener, open_database, recover
 from mlxcache.store.saving import save_checkpoint, save_run
@@ -75,9 +75,9 @@ class Store:
         process opens the same folder. Raises StoreError.
         """
         place = Folder(folder)
-        with translated(folder):
+        with store_errors(folder):
             place.make()
-            with opening(place):
+            with opening_lock(place):
                 lock = ProcessLock(place)
                 try:
                     database = open_database(place, limit)
@@ -283,7 +283,7 @@ class Store:
     def stats(self) -> StoreStats:
         """Figures of the whole folder, and counts of this process. Raises StoreError."""
         context = self._context
-        with self.database.read() as connection, translated(self.folder):
+        with self.database.read() as connection, store_errors(self.folder):
             used = context.space.used(connection)
             query = "SELECT kind, count(*), sum(disk) FROM file GROUP BY kind"
             kinds = {kind: held for kind, *held in connection.execute(query)}

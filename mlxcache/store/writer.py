@@ -1,4 +1,4 @@
-"""Writing behind: one thread that saves what it is offered, in order, within a bound of bytes."""
+"""Writer thread: saves offered jobs in order, within a byte limit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mlxcache.types import Tokens
 log = logging.getLogger(__name__)
 
 IDLE_S = 2.0
-"""After so long without work, uses that `find` noted go to the index."""
+"""Seconds without work after which noted uses are written to the index."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """A run of tokens [start, len(ids)), or a checkpoint after `ids` where `start` is None.
 
-    `nbytes`: what it counts against the writer's limit. `tag` is the caller's own. `late`:
-    see `Store.write_run`.
+    `nbytes`: bytes it counts against the writer's limit. `tag`: the caller's own. `late`: see
+    `Store.write_run`.
     """
 
     ids: Tokens
@@ -38,16 +38,16 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """How many tokens' KV it holds."""
+        """Tokens whose KV it holds; 0 for a checkpoint."""
         return 0 if self.start is None else len(self.ids) - self.start
 
 
 class Writer:
     """One thread that writes jobs to `store` in the order they were offered.
 
-    `done(job, error)` is called on that thread after each; `error` None: the job is durable. An
-    error ends the job and not the thread. `idle` is called there when nothing was offered for a
-    while, once. Every method may be called on any thread.
+    `done(job, error)` is called on that thread after each job; `error` None: the job is durable.
+    An error ends the job, not the thread. `idle` is called there once when nothing was offered for
+    `IDLE_S`. Every method may be called on any thread.
     """
 
     def __init__(
@@ -71,12 +71,15 @@ class Writer:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of jobs offered and not done, the one being written included."""
+        """Bytes of jobs offered and not done, including the one being written."""
         with self._state:
             return self._pending
 
     def offer(self, job: Job) -> bool:
-        """Take `job`, or answer False at once if it does not fit; an empty queue takes any."""
+        """Queue `job`; False if it exceeds the byte limit. An empty queue takes any job.
+
+        Does not block.
+        """
         with self._state:
             full = self._pending and self._pending + job.nbytes > self._limit
             if full or self._closing:
@@ -86,18 +89,18 @@ class Writer:
             return True
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run `action` on the thread after the jobs before it; what it raises is logged.
+        """Run `action` on the thread after the jobs offered before; its errors are logged.
 
-        After `close` nothing is run.
+        Does not block. After `close` it is ignored.
         """
         with self._state:
             if not self._closing:
                 self._add(action)
 
     def flush(self, seconds: float) -> int:
-        """Wait at most `seconds` for all offered so far; returns the bytes pending then.
+        """Wait at most `seconds` for the jobs offered so far; returns the bytes still pending.
 
-        0: whatever was offered before is done, durable or reported.
+        0: all of them are durable, or their errors were reported.
         """
         deadline = time.monotonic() + seconds
         with self._state:
@@ -110,9 +113,9 @@ class Writer:
             return self._pending if self._finished < goal else 0
 
     def close(self, seconds: float | None = None) -> None:
-        """End the thread after the job in hand; what waits is dropped without a report.
+        """End the thread after the current job; queued jobs are dropped without a report.
 
-        Waits for that job, for at most `seconds`: the disk may hang, or the index be locked.
+        Blocks for that job, at most `seconds`: the disk may hang, or the index be locked.
         """
         with self._state:
             self._closing = True
@@ -133,9 +136,9 @@ class Writer:
             if isinstance(item, Job):
                 self._write(item)
             else:
-                _guarded("an action", item)
+                _run_logged("queued action", item)
             nbytes = item.nbytes if isinstance(item, Job) else 0
-            del item  # its buffers are free before anybody is told so
+            del item  # its buffers are freed before the count says so
             with self._state:
                 self._pending -= nbytes
                 self._finished += 1
@@ -153,8 +156,8 @@ class Writer:
                     return None
                 if self._queue:
                     return self._queue.popleft()
-            _guarded("noting uses", self._store.note_uses)
-            _guarded("resting", self._idle)
+            _run_logged("writing of uses", self._store.note_uses)
+            _run_logged("idle callback", self._idle)
 
     def _write(self, job: Job) -> None:
         error: StoreError | None = None
@@ -165,14 +168,14 @@ class Writer:
                 self._store.write_run(job.ids, job.start, job.tensors, job.late)
         except StoreError as raised:
             error = raised
-        except Exception as raised:  # logged; the next job is written
-            log.exception("a save failed")
+        except Exception as raised:
+            log.exception("save failed")
             error = StoreError(f"A save failed: {raised!r}.")
-        _guarded("reporting a save", lambda: self._done(job, error))
+        _run_logged("save callback", lambda: self._done(job, error))
 
 
-def _guarded(what: str, action: Callable[[], None]) -> None:
-    """Run `action`; the thread outlives what it raises."""
+def _run_logged(what: str, action: Callable[[], None]) -> None:
+    """Run `action` and log what it raises, so that the thread goes on."""
     try:
         action()
     except StoreError as error:

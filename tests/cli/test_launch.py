@@ -25,7 +25,7 @@ from mlxcache.cli.launch import chooser
 from mlxcache.cli.launch.clients import CLIENTS, LAST_CODEX_WITH_CHAT, ClientName, Service
 from mlxcache.cli.main import app
 from mlxcache.errors import ConfigError
-from mlxcache.store.lock import runs
+from mlxcache.store.lock import is_running
 from tests.served import Served, served
 
 FAKE = """#!/bin/sh
@@ -277,7 +277,7 @@ def pid_of(result: Result) -> int:
 
 def until_gone(pid: int) -> None:
     end = time.monotonic() + 60
-    while runs(pid):
+    while is_running(pid):
         try:
             os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:

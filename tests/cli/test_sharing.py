@@ -6,7 +6,7 @@ import pytest
 
 from mlxcache.cli.sharing import sharing
 from mlxcache.config import Settings
-from mlxcache.store.lock import InUse, alone, servers
+from mlxcache.store.lock import InUse, exclusive_lock, servers
 
 URL = "http://127.0.0.1:8081"
 
@@ -16,14 +16,14 @@ def test_a_server_is_seen_as_long_as_it_runs(tmp_path):
     with sharing(Settings(cache_dir=tmp_path, model="org/name"), URL):
         [one] = servers(tmp_path)
         assert (one.url, one.model) == (URL, "org/name")
-        with pytest.raises(InUse, match="org/name"), alone(tmp_path):
+        with pytest.raises(InUse, match="org/name"), exclusive_lock(tmp_path):
             pass
     assert servers(tmp_path) == []
 
 
 def test_a_folder_that_is_being_changed_is_waited_for_by_hand(tmp_path):
     """Unless the server is to keep nothing there."""
-    with alone(tmp_path):
+    with exclusive_lock(tmp_path):
         with pytest.raises(InUse), sharing(Settings(cache_dir=tmp_path), URL):
             pass
         with sharing(Settings(cache_dir=tmp_path, disk="off"), URL):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mlxcache.errors import StoreError
-from mlxcache.store.lock import NOTES, Serving, alone, servers, serving
+from mlxcache.store.lock import NOTES, Serving, exclusive_lock, servers, serving
 
 HOLD = """
 import sys; from pathlib import Path; from mlxcache.store.lock import serving
@@ -35,7 +35,7 @@ def test_a_change_is_refused_while_a_server_runs_and_named(tmp_path, server):
     """With its address and process; once it is killed the folder is free."""
     with (
         pytest.raises(StoreError, match=f"127.0.0.1:9 .*some/model, process {server.pid}"),
-        alone(tmp_path),
+        exclusive_lock(tmp_path),
     ):
         pass
     with serving(tmp_path, "http://127.0.0.1:10", "other"):
@@ -47,16 +47,16 @@ def test_a_change_is_refused_while_a_server_runs_and_named(tmp_path, server):
     server.kill()
     server.wait()
     assert servers(tmp_path) == []
-    with alone(tmp_path):
+    with exclusive_lock(tmp_path):
         pass
 
 
 def test_a_server_waits_for_no_command(tmp_path):
     """It says what is going on instead, and so does a second command."""
-    with alone(tmp_path):
+    with exclusive_lock(tmp_path):
         with pytest.raises(StoreError, match="Another command"), serving(tmp_path, "u", "m"):
             pass
-        with pytest.raises(StoreError, match="Another mlxcache command"), alone(tmp_path):
+        with pytest.raises(StoreError, match="Another mlxcache command"), exclusive_lock(tmp_path):
             pass
     assert servers(tmp_path) == []
 
@@ -76,7 +76,7 @@ def test_notes_that_are_damaged_or_stale_are_passed_over(tmp_path):
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
     """Such as below a file."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="file"), alone(tmp_path / "file" / "below"):
+    with pytest.raises(StoreError, match="file"), exclusive_lock(tmp_path / "file" / "below"):
         pass
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxcache.store import folder as store_folder
-from mlxcache.store.lock import alive
+from mlxcache.store.lock import is_alive
 from tests.store.content import assert_right, files, opened, put, snapshot, tokens, turns
 from tests.store.soak import ROOT, soak
 
@@ -169,11 +169,11 @@ def test_an_owner_is_alive_as_long_as_its_process(folder):
         other = run_python(code)
         assert other.stdout is not None
         name = other.stdout.readline().strip()
-        assert alive(store._context.folder, name)
-        assert alive(store._context.folder, store._context.lock.name)
+        assert is_alive(store._context.folder, name)
+        assert is_alive(store._context.folder, store._context.lock.name)
         other.kill()
         other.wait()
-        assert not alive(store._context.folder, name)
+        assert not is_alive(store._context.folder, name)
 
 
 def test_threads_share_a_store(store):
