@@ -10,7 +10,7 @@ from rich.text import Text
 
 from mlxcache.cli import show
 from mlxcache.cli.output import console
-from mlxcache.cli.progress import counting
+from mlxcache.cli.progress import count_bar
 from mlxcache.cli.target import Json, Where, located
 from mlxcache.config import format_size, parse_size
 from mlxcache.errors import ConfigError
@@ -77,7 +77,7 @@ def check(
 
     Changes nothing; a server may run at the same time.
     """
-    with counting("reading the files") as progress:
+    with count_bar("reading the files") as progress:
         problems = where.check(progress)
     if as_json:
         show.print_json({"object": "list", "data": problems})
@@ -106,7 +106,7 @@ def prune(
 ) -> None:
     """Verify every file, remove damaged ones and, with --to, those used least recently."""
     limit = None if to is None else _parse_limit(to)
-    with counting("reading the files") as progress:
+    with count_bar("reading the files") as progress:
         found = where.prune(limit, progress)
     if as_json:
         show.print_json(found)

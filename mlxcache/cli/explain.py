@@ -19,7 +19,7 @@ from rich.text import Text
 
 from mlxcache.cli import show
 from mlxcache.cli.output import reporting
-from mlxcache.cli.progress import counting
+from mlxcache.cli.progress import count_bar
 from mlxcache.cli.target import Json
 from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
@@ -92,7 +92,7 @@ def explain(
         flags = {"model": model, "no_canonicalise": no_canonicalise}
         settings = load_settings(flags, os.environ)
         one, other = read_request(first), second and read_request(second)
-        with counting("rendering"):
+        with count_bar("rendering"):
             found = explain_pair(one, other, settings) if other else audit_one(one, settings)
         if as_json:
             show.print_json(found)

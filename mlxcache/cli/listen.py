@@ -1,4 +1,4 @@
-"""Opening the port before anything slow happens."""
+"""The server's listening sockets, opened before the model loads."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ IN_USE = "is in use by another program"
 
 
 class CannotListen(MlxcacheError):
-    """The address is taken, not this machine's, or not allowed."""
+    """The address is in use, does not belong to this machine, or is not allowed."""
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets bound to every address that `host` has here; port 0 picks a free one for all.
+    """Open sockets on every address of `host` on this machine; port 0 picks one port for all.
 
-    Raises CannotListen, saying what to type instead.
+    Raises CannotListen, with the flag to change.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise CannotListen(f"--host {host} is no address of this machine: {error}") from error
+        raise CannotListen(f"--host {host} is not an address of this machine: {error}") from error
     sockets: list[socket.socket] = []
     failure: OSError | None = None
     for family, kind, protocol, _, address in dict.fromkeys(found):
@@ -35,7 +35,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
                     f"port {port} of {host} {IN_USE}: stop it, or choose "
                     "another port with --port N (0 picks a free one)"
                 ) from error
-            failure = error  # such as ::1 for localhost where IPv6 is off
+            failure = error  # e.g. ::1 for localhost without IPv6
             continue
         port = int(sockets[-1].getsockname()[1])
     if not sockets:

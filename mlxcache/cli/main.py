@@ -75,7 +75,7 @@ def version(*, as_json: Json = False) -> None:
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def bench(ctx: typer.Context) -> None:
-    """Measure this server, and others beside it, as a client sees them."""
+    """Measure this server, and others for comparison, as a client sees them."""
     # Here and not above: it imports MLX, which takes seconds.
     from mlxcache.bench.command import bench as command  # noqa: PLC0415
 
@@ -89,13 +89,13 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        _leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        _exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
-def _leave(status: int) -> None:
-    """Exit without waiting for threads: a download or a load in one cannot be interrupted.
+def _exit(status: int) -> None:
+    """Exit without waiting for threads, which may download or load a model.
 
-    MLX's own threads count as well: its destructors abort the process while one still computes.
+    MLX's threads count too: its destructors abort the process while one of them computes.
     """
     sys.stdout.flush()
     sys.stderr.flush()

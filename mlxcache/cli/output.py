@@ -1,6 +1,6 @@
-"""What the person at the terminal sees: progress, a line per request, errors.
+"""Output for people: consoles, errors, the log and its line per request.
 
-A terminal gets colour and a moving bar; a file or a pipe gets plain lines.
+A terminal gets colours; a file or a pipe gets plain lines.
 """
 
 from __future__ import annotations
@@ -9,36 +9,32 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 from rich.text import Text
 
 from mlxcache.errors import ConfigError, MlxcacheError
 from mlxcache.types import RequestRecord
 
-_STEP = 0.1
-
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that a terminal obeys or that turn lines around; not ends of lines, nor tabs."""
+"""Control characters, and those that change the direction of text, except newline and tab."""
 
 
 def visible(text: str) -> str:
-    """`text`, which a client or a stranger's file may have chosen, as a terminal only shows it."""
+    """Remove control characters from `text` that comes from a client or a foreign file."""
     return UNSEEN.sub("", text)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console for lines that are meant to be read as they are."""
+    """Return a console that prints lines as they are: no markup, highlighting or wrapping."""
     return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Turn what mlxcache raises on purpose into a sentence and an exit status (2: wrong usage)."""
+    """Print a MlxcacheError as one line and exit with status 1, or 2 for a ConfigError."""
     try:
         yield
     except MlxcacheError as error:
@@ -46,53 +42,8 @@ def reporting() -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error
 
 
-class Loading:
-    """Shows what is being loaded; call it with what and the share done, from any thread.
-
-    A share is from 0 to 1, or None where nobody knows.
-    """
-
-    def __init__(self, console: Console):
-        self._console = console
-        self._shown: tuple[str, int] | None = None
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("starting", total=None)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
-
-    def __call__(self, what: str, share: float | None) -> None:
-        """Show one step; on a plain output at most one line per tenth."""
-        if self._console.is_terminal:
-            total = None if share is None else 1.0
-            self._bar.update(self._task, description=what, total=total, completed=share or 0.0)
-            return
-        step = (what, 0 if share is None else int(share / _STEP))
-        if step != self._shown:
-            self._shown = step
-            percent = "" if share is None else f" {share:.0%}"
-            self._console.print(f"{what}{percent}")
-
-
 class ConsoleHandler(logging.Handler):
-    """Log records as lines of the console, so that a bar and a log share one terminal."""
+    """Prints log records on a rich console, so that they do not break a progress bar."""
 
     def __init__(self, console: Console):
         super().__init__()
@@ -100,7 +51,7 @@ class ConsoleHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print `record`; a warning or worse says so."""
+        """Print `record`, with its level from warning on."""
         style = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}.get(record.levelname, "")
         text = visible(self.format(record))
         if style:
@@ -110,15 +61,15 @@ class ConsoleHandler(logging.Handler):
 
 
 def configure_logging(console: Console, level: str) -> None:
-    """Log mlxcache from `level` on, and warnings of everything else."""
+    """Log mlxcache from `level` on, and other libraries from warning on."""
     logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler(console)], force=True)
     logging.getLogger("mlxcache").setLevel(level.upper())
-    # Its warnings are of what strangers send to the port, and their advice is for programmers.
+    # its warnings are about what unknown programs send to the port
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
 def log_line(record: RequestRecord) -> str:
-    """One request in one line: who, what was reused, how fast, how it ended."""
+    """Format a request as one line: session, tokens, speed, end, and the prefix that was lost."""
     first, decode = record.timing.get("first_token_s"), record.timing.get("decode_s")
     # decode_s begins with the first token, so it measures the steps after it
     steps = record.generated_tokens - 1
@@ -145,7 +96,7 @@ def log_line(record: RequestRecord) -> str:
 
 
 def _lost(lost: dict[str, Any]) -> str:
-    """Why a prefix was lost; nothing of its text, for logs are read by others too."""
+    """Format the cause of a lost prefix, without its text, which must not be in logs."""
     if not lost["lost_tokens"]:
         return str(lost["reason"])
     why = f"{lost['reason']}: {lost['cause']}"

@@ -1,6 +1,6 @@
-"""HTTP on one connection, as uvicorn and h11 have it, with an end to waiting for a request.
+"""HTTP/1.1 on one connection: uvicorn's h11 protocol with a timeout for request headers.
 
-Whoever opens connections and sends their requests a byte at a time would hold them all open.
+Without it, clients that send their headers byte by byte could occupy all connections.
 """
 
 from __future__ import annotations
@@ -15,59 +15,59 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 30.0
-"""From a connection's start, or the first byte of a later request, to the end of its headers."""
+"""Timeout for headers, from the connection's start or from the first byte of a later request."""
 
-NOT_HTTP = "This is no HTTP request that could be read."
+NOT_HTTP = "The request is not valid HTTP."
 TOO_SLOW = "The request's headers did not arrive in time."
 TOO_LARGE = "The request's headers are too large."
 
 
 class Protocol(H11Protocol):
-    """One connection. Errors below the API are JSON that clients of both APIs can read."""
+    """One connection. Its errors are JSON that clients of OpenAI's and Anthropic's API can read."""
 
     head_seconds = HEAD_SECONDS
-    _waiting: asyncio.TimerHandle | None = None
+    _timeout: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait()
+        self._start_timeout()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._update_timeout()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch()
+        self._update_timeout()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._stop_timeout()
         super().connection_lost(exc)
 
-    def _watch(self) -> None:
-        """Wait for the headers of a request that has begun; its body is the API's to wait for."""
+    def _update_timeout(self) -> None:
+        """Run the timeout while headers of a request are incomplete; the API limits its body."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
-            self._stop_waiting()
-        elif self._waiting is None and self.conn.trailing_data[0]:
-            self._wait()
+            self._stop_timeout()
+        elif self._timeout is None and self.conn.trailing_data[0]:
+            self._start_timeout()
 
-    def _wait(self) -> None:
-        self._waiting = self.loop.call_later(self.head_seconds, self._too_slow)
+    def _start_timeout(self) -> None:
+        self._timeout = self.loop.call_later(self.head_seconds, self._too_slow)
 
-    def _stop_waiting(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+    def _stop_timeout(self) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None
 
     def _too_slow(self) -> None:
-        self._waiting = None
+        self._timeout = None
         if not self.transport.is_closing():
             if self.conn.trailing_data[0]:
                 self._refuse(HTTPStatus.REQUEST_TIMEOUT, TOO_SLOW)
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls where h11 could not read a request."""
+        """Answer 400 or 431; uvicorn calls this if h11 could not parse a request."""
         hint = getattr(sys.exception(), "error_status_hint", 400)
         large = hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
         status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if large else HTTPStatus.BAD_REQUEST
@@ -76,7 +76,7 @@ class Protocol(H11Protocol):
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            return  # a reply is on its way, which this would be taken for a part of
+            return  # a reply is being sent, and the client would read this as a part of it
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = json.dumps({"type": "error", "error": error}).encode()
         headers: list[tuple[Any, Any]] = [

@@ -1,76 +1,84 @@
-"""One process, one event loop: the port, the engine behind it, and a clean end.
+"""The server's process: port, engine, HTTP server, signals, and the end of all three.
 
-The port answers from the first moment (503 while the model loads). The first Ctrl-C or SIGTERM
-ends every reply, keeps what was computed, and closes; a second one ends at once.
+The port answers at once, with 503 while the model loads. The first Ctrl-C or SIGTERM ends every
+reply, keeps what was computed, and exits within ten seconds; a second one exits immediately.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 from rich.console import Console
 
 from mlxcache.api.app import create_app
+from mlxcache.api.cache import warm
 from mlxcache.api.http import ApiSettings
 from mlxcache.api.record import Recorder
-from mlxcache.cli import descriptors
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.listen import listen
-from mlxcache.cli.output import Loading, log_line
+from mlxcache.cli.output import log_line
+from mlxcache.cli.progress import Loading
 from mlxcache.cli.protocol import Protocol
-from mlxcache.cli.sharing import sharing
 from mlxcache.cli.show import print_run_summary
-from mlxcache.cli.warming import warm_files
-from mlxcache.cli.welcome import welcome
+from mlxcache.cli.welcome import print_welcome
 from mlxcache.config import Keys, Settings, read_keys
 from mlxcache.engine.engine import Engine
-from mlxcache.errors import ModelError
+from mlxcache.errors import MlxcacheError, ModelError, StoreError
+from mlxcache.owner import OWNER, owner_of
+from mlxcache.store.lock import InUse, serving
 from mlxcache.types import RequestRecord
 
-STOP_SECONDS = 7
-"""How long the engine and the connections may take to end; the whole stays below ten seconds."""
-FAREWELL_SECONDS = 1
-"""How long a server whose MLX thread died answers at least, so that clients are told."""
-KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep idle connections, so that none reuses one that has just been closed."""
-SWITCH_SECONDS = 0.001
-"""How long a thread of Python's may keep others waiting: 5 ms, the default, show in a warm turn."""
+STOP_S = 7
+"""Time for the engine and the connections to end; the whole stop stays below ten seconds."""
 
-log = logging.getLogger("mlxcache.requests")
-owners = logging.getLogger("mlxcache.server")
+FAILED_S = 1
+"""Minimum time for which a server with a dead MLX thread still answers, to inform clients."""
 
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that none reuses one that was just closed."""
 
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to `run`, which ends the engine's replies first."""
-        yield
+SWITCH_S = 0.001
+"""Python's thread switch interval; its default, 5 ms, is noticeable in a warm turn."""
 
+DESCRIPTORS = 16_384
+"""Wanted limit of open files; a Mac's default, 256, is low for files, models and connections."""
 
-def _log_request(record: RequestRecord) -> None:
-    log.info("%s", log_line(record))
+ACCEPT_REPORT_S = 30.0
+"""Minimum time between two log lines about connections that cannot be accepted."""
+
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+log = logging.getLogger("mlxcache.server")
+request_log = logging.getLogger("mlxcache.requests")
 
 
 async def run(settings: Settings, console: Console) -> None:
-    """Serve until a signal. Raises CannotListen, ModelError or ConfigError if that cannot be.
+    """Serve until a signal.
 
-    ModelError also where the MLX thread died: whoever watches this process then starts another.
+    Raises CannotListen, ConfigError, InUse, or ModelError: the last one also if the MLX thread
+    died, so that the process can be started again by whatever supervises it.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)
-    descriptors.raise_limit()
-    descriptors.tell_rarely(asyncio.get_running_loop())
+    sys.setswitchinterval(SWITCH_S)
+    _raise_descriptor_limit()
+    _limit_accept_errors(asyncio.get_running_loop())
     keys = read_keys(settings)
     sockets = listen(settings.host, settings.port)
     url = base_url(settings.host, sockets[0].getsockname()[1])
-    with sharing(settings, url):
+    with announced(settings, url):
         await _serve(settings, keys, console, sockets, url)
 
 
@@ -82,8 +90,8 @@ async def _serve(
     _on_signals(stop, console)
     with Loading(console) as progress:
         engine = Engine(settings, progress, _log_request)
-        api = _api(settings, keys, recorder)
-        server = _Server(_config(create_app(engine, api)))
+        api = _api_settings(settings, keys, recorder)
+        server = _HttpServer(_http_config(create_app(engine, api)))
         serving = asyncio.create_task(server.serve(sockets))
         try:
             loaded = await _load(engine, stop)
@@ -91,27 +99,32 @@ async def _serve(
             await _end(server, serving, engine)
             raise
     if loaded and engine.info is not None:
-        welcome(console, url, engine.info, engine.figures(), has_key=bool(keys.values))
+        print_welcome(console, url, engine.info, engine.figures(), has_key=bool(keys.values))
         warming = asyncio.create_task(warm_files(engine, settings.warm, api.owned_keys))
-        await _first(stop, engine.dead)
+        await _first_of(stop, engine.dead)
         warming.cancel()
-    if engine.dead.is_set():
-        await _farewell(server, engine)
-    await _end(server, serving, engine)
+    failed = engine.dead.is_set()
+    if failed:  # /health reports the failure while what the MLX thread held is written to disk
+        await asyncio.gather(engine.stop(STOP_S), asyncio.sleep(FAILED_S))
+    await _end(server, serving, engine, grace_s=FAILED_S if failed else STOP_S)
     figures = engine.figures()
     if figures.get("requests", {}).get("total"):
         print_run_summary(console, figures, engine.tally)
     if recorder is not None:
         recorder.close()
     if engine.dead.is_set():
-        raise ModelError(f"{engine.failure} Start the server again: it goes on from disk.")
+        raise ModelError(f"{engine.failure} Start the server again: it continues from disk.")
 
 
-def _api(settings: Settings, keys: Keys, recorder: Recorder | None) -> ApiSettings:
-    """How the API behaves. One key by itself is everybody's."""
+def _log_request(record: RequestRecord) -> None:
+    request_log.info("%s", log_line(record))
+
+
+def _api_settings(settings: Settings, keys: Keys, recorder: Recorder | None) -> ApiSettings:
+    """Derive the API's settings; several keys each own their sessions, a single one is shared."""
     if keys.owned:
         named = f", {', '.join(keys.names)} among them" if keys.names else ""
-        owners.info("%d keys, each with sessions of its own%s", len(keys.values), named)
+        log.info("%d keys, each with sessions of its own%s", len(keys.values), named)
     return ApiSettings(
         api_key=None if keys.owned else next(iter(keys.values), None),
         owned_keys=keys.values if keys.owned else (),
@@ -122,22 +135,8 @@ def _api(settings: Settings, keys: Keys, recorder: Recorder | None) -> ApiSettin
     )
 
 
-def _config(app: object) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type] # uvicorn's own type is stricter than ASGI's
-        http=Protocol,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=STOP_SECONDS,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-    )
-
-
 async def _load(engine: Engine, stop: asyncio.Event) -> bool:
-    """Start `engine`; False if `stop` came first. Raises ModelError or ConfigError."""
+    """Start `engine`; return false if `stop` came first. Raises ModelError or ConfigError."""
     loading = asyncio.create_task(engine.start())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +148,7 @@ async def _load(engine: Engine, stop: asyncio.Event) -> bool:
     return False
 
 
-async def _first(*events: asyncio.Event) -> None:
+async def _first_of(*events: asyncio.Event) -> None:
     """Wait for any of `events`."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -157,26 +156,119 @@ async def _first(*events: asyncio.Event) -> None:
         wait.cancel()
 
 
-async def _farewell(server: uvicorn.Server, engine: Engine) -> None:
-    """Say in /health what has happened while what the MLX thread held goes to disk."""
-    server.config.timeout_graceful_shutdown = FAREWELL_SECONDS
-    await asyncio.gather(engine.stop(STOP_SECONDS), asyncio.sleep(FAREWELL_SECONDS))
+# -- the HTTP server ---------------------------------------------------------------------------
 
 
-async def _end(server: uvicorn.Server, serving: asyncio.Task[None], engine: Engine) -> None:
-    server.should_exit = True
-    # What is cut off at the end, such as a request whose body never came, is cut off on purpose.
+class _HttpServer(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no handlers: the signals are handled by `_on_signals`."""
+        yield
+
+    def end(self, grace_s: int) -> None:
+        """Accept no more requests, and close the connections after at most `grace_s`."""
+        self.config.timeout_graceful_shutdown = grace_s
+        self.should_exit = True
+
+
+def _http_config(app: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type] # uvicorn's own type is stricter than ASGI's
+        http=Protocol,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+
+
+async def _end(
+    server: _HttpServer, serving: asyncio.Task[None], engine: Engine, grace_s: int = STOP_S
+) -> None:
+    """End the engine's replies and the connections."""
+    server.end(grace_s)
+    # connections are cut off on purpose now, also those whose request never came completely
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    await asyncio.gather(engine.stop(STOP_SECONDS), serving)
+    await asyncio.gather(engine.stop(STOP_S), serving)
 
 
 def _on_signals(stop: asyncio.Event, console: Console) -> None:
     def on_signal() -> None:
         if stop.is_set():
-            os._exit(1)  # asked for twice: nothing that could hang is waited for
-        console.print("Stopping; once more to end at once.")
+            os._exit(1)  # the second signal: do not wait for anything that may hang
+        console.print("Stopping. Send the signal again to exit at once.")
         stop.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+
+
+# -- files and folders -------------------------------------------------------------------------
+
+
+@contextmanager
+def announced(settings: Settings, url: str) -> Iterator[None]:
+    """Announce the server in its cache folder while it runs, so that commands find it.
+
+    A folder that cannot be written is only logged. Raises InUse while a command changes files of
+    the folder that this server would use.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(serving(settings.cache_dir, url, settings.model or "the demo"))
+        except StoreError as error:
+            if isinstance(error, InUse) and settings.disk != "off":
+                raise
+            log.warning("commands cannot find this server by its cache folder: %s", error)
+        yield
+
+
+async def warm_files(engine: Engine, files: Sequence[Path], keys: Sequence[str] = ()) -> None:
+    """Compute the prefixes in `files`, for each owner in turn if there are owned `keys`.
+
+    A file that cannot be computed is logged and skipped.
+    """
+    for key, file in product(keys or (None,), files):
+        OWNER.set(owner_of(key) if key is not None else None)
+        try:
+            done = await warm(engine, await asyncio.to_thread(file.read_bytes))
+        except MlxcacheError as error:
+            log.warning("%s is not warm: %s", file, error)
+        except OSError as error:
+            log.warning("%s is not warm: it cannot be read: %s", file, error.strerror)
+        else:
+            log.info(
+                "%s is warm: %d tokens, %d of them computed in %.1f s",
+                *(file, done["prompt_tokens"], done["fed_tokens"], done["seconds"]),
+            )
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise this process's limit of open files to `DESCRIPTORS`, or as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # the old limit stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
+    """Log connections that `loop` cannot accept once per `ACCEPT_REPORT_S`, in one line.
+
+    By default asyncio logs a traceback for each of its attempts, many per second.
+    """
+    reported_at = float("-inf")
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal reported_at
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in _NONE_LEFT):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - reported_at > ACCEPT_REPORT_S:
+            reported_at = time.monotonic()
+            log.error("no new connection can be accepted now: %s", error.strerror)
+
+    loop.set_exception_handler(handle)

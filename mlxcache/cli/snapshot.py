@@ -11,7 +11,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.output import console
-from mlxcache.cli.progress import moving
+from mlxcache.cli.progress import byte_bar
 from mlxcache.cli.sessions import Id, find_session
 from mlxcache.cli.target import Json, Where, located
 from mlxcache.config import format_size
@@ -63,7 +63,7 @@ def snapshot(
     found = find_session(where.sessions(), id)
     part = output.with_name(f".{output.name}.part")
     try:
-        with moving("writing") as progress:
+        with byte_bar("writing") as progress:
             size = where.snapshot(found, part, format.value, progress)
         part.replace(output)
     except OSError as error:
@@ -103,7 +103,7 @@ def restore(
     check_snapshot(file)
     if prompt == "-":
         prompt = typer.get_text_stream("stdin").read()
-    with moving("reading") as progress:
+    with byte_bar("reading") as progress:
         made = where.restore(file, name, prompt, progress)
     if as_json:
         show.print_json(made)

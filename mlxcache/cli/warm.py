@@ -1,4 +1,4 @@
-"""`mlxcache warm`: a prefix into the cache ahead of its first use."""
+"""The command `mlxcache warm`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from mlxcache.cli import show
 from mlxcache.cli.output import console, reporting
-from mlxcache.cli.progress import counting
+from mlxcache.cli.progress import count_bar
 from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, find_server
 from mlxcache.errors import MlxcacheError
 
@@ -22,7 +22,7 @@ def warm(
             exists=True,
             dir_okay=False,
             allow_dash=True,
-            help="A chat request as JSON, of either API, or a plain system prompt; - is the input.",
+            help="A chat request of either API as JSON, or a system prompt; - for standard input.",
         ),
     ],
     *,
@@ -31,13 +31,13 @@ def warm(
     api_key: ApiKey = None,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Compute a prefix ahead of its first use, so that the first turn is warm too.
+    """Compute a prefix ahead of its first use, so that the first turn is warm.
 
     Needs a running server.
     """
     with reporting():
         target, body = find_server(url, api_key, cache_dir), read_warm(file)
-        with counting("computing, in tokens") as progress:
+        with count_bar("computing, in tokens") as progress:
             found = target.warm(body, progress)
         if as_json:
             show.print_json(found)
@@ -49,7 +49,7 @@ def warm(
 
 
 def read_warm(file: Path) -> bytes:
-    """What a file to warm holds; `-` is the standard input. Raises MlxcacheError."""
+    """Read a file to warm; `-` is standard input. Raises MlxcacheError."""
     try:
         return typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is said once the model serves: where, what, how much memory, and how to connect."""
+"""The text printed once the model serves: address, model, memory, and how to connect."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from mlxcache.model.demo import DEMO_NOTICE
 from mlxcache.types import ModelInfo
 
 
-def welcome(
+def print_welcome(
     console: Console, url: str, info: ModelInfo, figures: Mapping[str, Any], *, has_key: bool
 ) -> None:
     """Print the address, the model, its context, the budgets, and the lines to paste.
 
-    `figures` are what `GET /v1/cache` says.
-
-    The lines stand outside of any frame, each unbroken, so that a copy of one is the command.
+    `figures` are those of `GET /v1/cache`. The lines to paste are unbroken and outside the frame,
+    so that they can be copied.
     """
     facts = _facts(url, info, figures)
     if console.is_terminal:
@@ -48,7 +47,7 @@ def welcome(
 
 
 def _command() -> str:
-    """What the user types for `mlxcache`: in a clone that is not installed, its script."""
+    """Return the command that runs mlxcache here: in a clone that is not installed, its script."""
     script = Path(__file__).parents[2] / "bin" / "mlxcache"
     return "mlxcache" if which("mlxcache") or not script.exists() else "bin/mlxcache"
 
@@ -70,5 +69,5 @@ def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any]) -> Text:
 
 def _disk(used: int, limit: int) -> str:
     if not limit:
-        return "off: what was computed ends with the server"
+        return "off: computed prefixes are lost when the server ends"
     return f"{format_size(limit)}, {format_size(used)} of it used"

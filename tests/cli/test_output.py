@@ -7,7 +7,8 @@ import pytest
 import typer
 from rich.console import Console
 
-from mlxcache.cli.output import ConsoleHandler, Loading, log_line, reporting
+from mlxcache.cli.output import ConsoleHandler, log_line, reporting
+from mlxcache.cli.progress import Loading
 from mlxcache.errors import ConfigError, ModelError
 from mlxcache.types import RequestRecord
 

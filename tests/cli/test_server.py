@@ -1,5 +1,6 @@
-"""The server as a process: it starts, says what it is, logs, and ends cleanly."""
+"""The server's process: start, welcome, log, files and end."""
 
+import logging
 import re
 import signal
 import socket
@@ -9,6 +10,11 @@ import time
 import httpx
 import pytest
 
+from mlxcache.cli.server import announced, warm_files
+from mlxcache.config import Settings
+from mlxcache.errors import ContextLengthExceeded
+from mlxcache.store.lock import InUse, exclusive_lock, servers
+from tests.api.fake import FakeEngine
 from tests.served import served
 
 KEY = "swordfish-0001"
@@ -132,3 +138,50 @@ def test_the_built_in_demo_is_served_without_a_model(tmp_path):
         reply = httpx.post(f"{running.url}/v1/chat/completions", json=CHAT, timeout=60)
         assert reply.status_code == 200
         assert running.stop() == 0
+
+
+def test_a_server_is_seen_as_long_as_it_runs(tmp_path):
+    """With its address and its model."""
+    with announced(Settings(cache_dir=tmp_path, model="org/name"), "http://127.0.0.1:8081"):
+        [one] = servers(tmp_path)
+        assert (one.url, one.model) == ("http://127.0.0.1:8081", "org/name")
+        with pytest.raises(InUse, match="org/name"), exclusive_lock(tmp_path):
+            pass
+    assert servers(tmp_path) == []
+
+
+def test_a_folder_that_is_being_changed_is_waited_for_by_hand(tmp_path):
+    """Unless the server is to keep nothing there."""
+    with exclusive_lock(tmp_path):
+        with pytest.raises(InUse), announced(Settings(cache_dir=tmp_path), "http://127.0.0.1:8081"):
+            pass
+        with announced(Settings(cache_dir=tmp_path, disk="off"), "http://127.0.0.1:8081"):
+            assert servers(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_used_is_no_reason_not_to_serve(tmp_path, caplog):
+    """It is said once."""
+    (tmp_path / "file").write_text("")
+    with (
+        caplog.at_level(logging.WARNING, "mlxcache"),
+        announced(Settings(cache_dir=tmp_path / "file" / "below"), "http://127.0.0.1:8081"),
+    ):
+        pass
+    assert len(caplog.records) == 1
+
+
+async def test_each_file_is_computed_and_a_bad_one_stops_none(tmp_path, caplog):
+    """The log says which, why, and what it took."""
+    good, bad, gone = (tmp_path / name for name in ("good", "bad", "gone"))
+    good.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
+    bad.write_text("{")
+    engine = FakeEngine()
+    with caplog.at_level(logging.INFO, "mlxcache"):
+        await warm_files(engine, (bad, gone, good))
+    assert len(engine.jobs) == 1
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(" is ")[0] for line in lines] == [str(bad), str(gone), str(good)]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
+    engine.submit_error = ContextLengthExceeded("prompt is too long")
+    await warm_files(engine, (good,))
+    assert "too long" in caplog.text

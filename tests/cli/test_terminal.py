@@ -22,7 +22,7 @@ from mlxcache.cli.doctor.finding import Finding
 from mlxcache.cli.main import app
 from mlxcache.cli.remote import Remote
 from mlxcache.cli.sessions import print_sessions
-from mlxcache.cli.welcome import welcome
+from mlxcache.cli.welcome import print_welcome
 from mlxcache.config import load_settings
 from mlxcache.errors import ConfigError
 from mlxcache.model.demo import DEMO_NOTICE
@@ -106,7 +106,7 @@ def test_remedies_and_notices_are_never_broken_or_boxed() -> None:
     terminal = Console(file=io.StringIO(), width=60, force_terminal=True, soft_wrap=True)
     info = ModelInfo("demo", 100, 100, 1, "llama", False, True, is_demo=True)
     figures = {"ram": {"limit_bytes": 1}, "disk": {"used_bytes": 0, "limit_bytes": 0}}
-    welcome(terminal, "http://h:1", info, figures, has_key=False)
+    print_welcome(terminal, "http://h:1", info, figures, has_key=False)
     assert isinstance(terminal.file, io.StringIO)
     shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.file.getvalue()).splitlines()
     assert set(DEMO_NOTICE.splitlines()) <= set(shown)
@@ -117,10 +117,10 @@ def test_bars_are_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> No
     for terminal in (False, True):
         out = Console(file=io.StringIO(), force_terminal=terminal, width=80)
         monkeypatch.setattr(progress, "console", lambda *, stderr, out=out: out)
-        with progress.counting("reading the files") as step:
+        with progress.count_bar("reading the files") as step:
             step(1, 0)
             step(3, 12)
-        with progress.moving("writing") as step:
+        with progress.byte_bar("writing") as step:
             step(3_000_000, 12_000_000)
         assert isinstance(out.file, io.StringIO)
         text = out.file.getvalue()

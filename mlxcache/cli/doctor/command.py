@@ -18,7 +18,7 @@ from mlxcache.cli.doctor import clients, disk, machine, serving
 from mlxcache.cli.doctor.finding import Finding, worst
 from mlxcache.cli.options import Config, Flags, with_settings
 from mlxcache.cli.output import reporting
-from mlxcache.cli.progress import counting, moving
+from mlxcache.cli.progress import byte_bar, count_bar
 from mlxcache.cli.show import print_json
 from mlxcache.cli.target import CacheDir, Json
 from mlxcache.config import Settings, disk_limit, format_size, load_settings, ram_limit
@@ -87,14 +87,14 @@ class Examination:
         settings = self.settings
         url = base_url(settings.host, settings.port)
         self._add(machine.examine_versions())
-        with counting("examining the machine and the model") if shown else nullcontext():
+        with count_bar("examining the machine and the model") if shown else nullcontext():
             self._machine()
         self._add(machine.examine_files())
         self._add(disk.examine_folder(settings.cache_dir))
         if self.findings[-1].status != "fail":
             self._add(disk.examine_room(settings.cache_dir, settings.disk))
             if not quick:
-                with moving("testing the disk") if shown else nullcontext(_nothing) as step:
+                with byte_bar("testing the disk") if shown else nullcontext(_nothing) as step:
                     self._add(disk.examine_speed(settings.cache_dir, step))
         self._add(serving.examine_port(settings, url))
         self._add(*serving.examine_servers(settings, url))

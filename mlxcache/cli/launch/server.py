@@ -23,7 +23,8 @@ import psutil
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.launch.clients import Service
 from mlxcache.cli.listen import IN_USE
-from mlxcache.cli.output import Loading, console
+from mlxcache.cli.output import console
+from mlxcache.cli.progress import Loading
 from mlxcache.cli.remote import ANSWER_S, NoServer, Remote, proxied
 from mlxcache.config import Settings
 from mlxcache.errors import MlxcacheError
