@@ -149,7 +149,7 @@ def _query(tree: ast.AST) -> Iterator[str]:
     """Names that the handler reads from the query."""
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
-        at = {"request.query_params.get": 0, "whole_number": 1}.get(name)
+        at = {"request.query_params.get": 0, "read_number": 1}.get(name)
         if at is not None and isinstance(call.args[at], ast.Constant):
             yield str(call.args[at].value)
 
@@ -157,7 +157,7 @@ def _query(tree: ast.AST) -> Iterator[str]:
 def _bodies(tree: ast.AST, handler: Callable[..., Any]) -> Iterator[type[msgspec.Struct]]:
     """The types that the handler decodes."""
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        if ast.unparse(call.func).rpartition(".")[2] not in ("read", "decode"):
+        if ast.unparse(call.func).rpartition(".")[2] not in ("read_json", "decode"):
             continue
         for argument in call.args:
             if isinstance(argument, ast.Name | ast.Attribute):

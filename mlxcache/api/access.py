@@ -1,8 +1,8 @@
-"""Keeping web pages out: by what browsers say of who makes a request.
+"""Access checks: web pages of foreign origins, CORS, API keys, and a rate-limited log of refusals.
 
 A page that a person visits can make their browser send requests to 127.0.0.1, and, by pointing
-its own name there (DNS rebinding), also read the answers. Such requests carry the page's name in
-Host and Origin, and newer browsers say in Sec-Fetch-Site that another site made them.
+its own host name there (DNS rebinding), also read the answers. Such requests carry the page's name
+in Host and Origin, and newer browsers say in Sec-Fetch-Site that another site made them.
 """
 
 from __future__ import annotations
@@ -18,54 +18,70 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mlxcache.api.dashboard import FILES, PAGE
+from mlxcache.api.errors import error_response
+from mlxcache.api.http import HEALTH, ApiSettings
 from mlxcache.errors import Unauthorized
-from mlxcache.owner import owner_of
-
-log = logging.getLogger("mlxcache.door")
+from mlxcache.owner import OWNER, owner_of
 
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
-"""Names below these are never a stranger's: they are not in the public DNS."""
+"""Suffixes of local names: no public DNS has names below them."""
 
-PAGES = frozenset({"/dashboard"})
-"""Paths that a link on another page may lead to: nothing but a person reads them."""
+LINKABLE_PATHS = frozenset({PAGE})
+"""Paths that a link on another page may open: they change nothing and are shown in no frame."""
 
-_FOREIGN = ("cross-site", "same-site")
+KEYLESS_PATHS = frozenset({HEALTH, *FILES})
+"""Paths that need no key: they hold no data."""
+
+MAX_HEADERS, MAX_HEADER_BYTES = 128, 32 << 10
+
+LOG_INTERVAL_S = 10.0
+"""Shortest time between two log lines about refusals."""
+
+_FOREIGN_SITES = ("cross-site", "same-site")
+
+log = logging.getLogger(__name__)
 
 
-def stranger(
+# -- foreign pages ---------------------------------------------------------------------------
+
+
+def foreign_origin(
     headers: Headers,
     allowed: frozenset[str] = frozenset(),
     *,
     any_host: bool = False,
-    followed: bool = False,
+    linkable: bool = False,
 ) -> str | None:
-    """The name of a web page that made the request, or None if none did.
+    """Return the name of the foreign web page that made a request, or None if there is none.
 
-    A page of this server's own is none, and those of the origins `allowed` are let in. An origin
-    that is no page's, such as an editor's `vscode-webview://...`, is none; a page that hides its
-    own (`null`) is one. `any_host`: this server has names of its own, whatever they are.
-    `followed`: a link to this path may be followed.
+    Pages of this server and of the origins `allowed` are not foreign. Nor are origins of other
+    schemes, for example an editor's `vscode-webview://...`; the hidden origin `null` is foreign.
+    `any_host`: accept every name in Host. `linkable`: the path may be opened by a link.
     """
     host, origin = headers.get("host", ""), headers.get("origin", "").lower()
-    if not any_host and not is_local(_name(f"//{host}")):
+    if not any_host and not is_local(_host_name(f"//{host}")):
         return host
     if origin in allowed:
         return None
     site = headers.get("sec-fetch-site", "")
-    if site in _FOREIGN and not (followed and _is_link(headers)):
+    if site in _FOREIGN_SITES and not (linkable and _is_navigation(headers)):
         return origin or "a page of another site"
-    if site == "same-origin":  # which no page can write itself
+    if site == "same-origin":  # set by the browser; a page cannot write this header
         return None
     if origin != "null" and not origin.startswith(("http://", "https://")):
         return None
-    place = _place(origin)
-    return None if place is not None and place == _place(f"//{host}", origin) else origin
+    address = _address(origin)
+    return None if address is not None and address == _address(f"//{host}", origin) else origin
 
 
 def is_local(name: str | None) -> bool:
-    """Whether a name can be this machine's or its own network's: an address, or no public name."""
+    """Return True for an IP address, and for a name that only this machine or network resolves."""
     if name is None:
         return False
     name = name.rstrip(".").lower()
@@ -78,21 +94,21 @@ def is_local(name: str | None) -> bool:
     return True
 
 
-def _is_link(headers: Headers) -> bool:
-    """Whether a person followed a link, so that the answer is a page of its own, in no frame."""
-    mode, where = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
-    return mode == "navigate" and where == "document"
+def _is_navigation(headers: Headers) -> bool:
+    """Return True if the answer becomes a page of its own, not a frame in another one."""
+    mode, destination = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
+    return mode == "navigate" and destination == "document"
 
 
-def _name(url: str) -> str | None:
+def _host_name(url: str) -> str | None:
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
         return None
 
 
-def _place(url: str, like: str = "") -> tuple[str, int] | None:
-    """The name and the port in a URL; one that names none has that of its scheme, or `like`'s."""
+def _address(url: str, like: str = "") -> tuple[str, int] | None:
+    """Return host and port of `url`; the default port is that of its scheme, or of `like`'s."""
     try:
         parts = urlsplit(url)
         scheme = parts.scheme or urlsplit(like).scheme
@@ -102,62 +118,161 @@ def _place(url: str, like: str = "") -> tuple[str, int] | None:
         return None
 
 
+class PageMiddleware:
+    """Refuse requests of foreign pages (403), and requests with too many headers (431).
+
+    Where there are keys, or with `any_host`, every host name is accepted: a page cannot know a key.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ApiSettings, refusals: RefusalLog):
+        self._app = app
+        self._origins = settings.origins
+        self._any_host = settings.any_host or bool(Keyring(settings.api_key, settings.owned_keys))
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        try:
+            self._check(request)
+        except HTTPException as error:
+            self._refusals.log_refusal(request, error)
+            await error_response(request, error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, request: Request) -> None:
+        raw = request.scope["headers"]
+        if len(raw) > MAX_HEADERS or sum(len(k) + len(v) for k, v in raw) > MAX_HEADER_BYTES:
+            raise HTTPException(
+                431, f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them"
+            )
+        page = foreign_origin(
+            request.headers,
+            self._origins,
+            any_host=self._any_host,
+            linkable=request.method == "GET" and request.scope["path"] in LINKABLE_PATHS,
+        )
+        if page is not None:
+            raise HTTPException(
+                403,
+                f"{page[:100]!r} is not a name of this machine, or it is a web page of another "
+                "origin; both are refused. Use an IP address or localhost, allow the page with "
+                "--allow-origin, or start the server with an API key to use other names",
+            )
+
+
+# -- CORS ------------------------------------------------------------------------------------
+
+
+class OriginMiddleware(CORSMiddleware):
+    """Starlette's CORS for the origins in the settings. Cookies are never allowed."""
+
+    def __init__(self, app: ASGIApp, settings: ApiSettings):
+        super().__init__(
+            app,
+            allow_origins=settings.origins,
+            allow_methods=("GET", "HEAD", "POST", "PATCH", "DELETE"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("X-Mlxcache-Request", "Retry-After", "Content-Disposition"),
+            max_age=600,
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Return 204 with the permissions, or 403 without any."""
+        # Starlette answers 200 with a text, and lists permissions also in a refusal.
+        answer = super().preflight_response(request_headers)
+        if answer.status_code != 200:
+            return Response(status_code=403)
+        body_headers = ("content-length", "content-type")
+        headers = {name: text for name, text in answer.headers.items() if name not in body_headers}
+        return Response(status_code=204, headers=headers)
+
+
+# -- keys ------------------------------------------------------------------------------------
+
+
 class Keyring:
-    """The keys that are let in. `common` is everybody's, `owned` are each an owner's."""
+    """Accepted API keys: `common` without an owner, each of `owned` with its own sessions."""
 
     def __init__(self, common: str | None, owned: tuple[str, ...] = ()):
         keys: list[tuple[str, str | None]] = [(key, owner_of(key)) for key in owned]
         if common is not None:
             keys.append((common, None))
-        # Digests are of one length, so that not even a key's length shows.
+        # Digests have one length, so that comparing them does not reveal a key's length.
         self._keys = [(sha256(key.encode()).digest(), owner) for key, owner in keys]
 
     def __bool__(self) -> bool:
-        """Whether a key is asked for."""
+        """Return True if a key is required."""
         return bool(self._keys)
 
-    def owner(self, headers: Headers) -> str | None:
-        """The owner of the key that a request carries: as `Authorization: Bearer`, or `X-Api-Key`.
+    def find_owner(self, headers: Headers) -> str | None:
+        """Return the owner of the key in `Authorization: Bearer` or `X-Api-Key`.
 
-        All keys are compared with both, whichever fits. Raises Unauthorized where none does.
+        Compares both with all keys, in constant time. Raises Unauthorized if none matches.
         """
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
         # Header values are bytes, read as latin-1.
         digests = [sha256(each.encode("latin-1")).digest() for each in given]
-        fitting = [
+        matching = [
             owner
             for digest in digests
             for key, owner in self._keys
             if hmac.compare_digest(digest, key)
         ]
-        if not fitting:
+        if not matching:
             raise Unauthorized("The API key is missing or wrong.")
-        return fitting[0]
+        return matching[0]
 
 
-EACH_S = 10.0
-"""The least time between two lines."""
+class KeyMiddleware:
+    """Require a key where there are keys (401), and set `OWNER` to the key's owner."""
+
+    def __init__(self, app: ASGIApp, settings: ApiSettings, refusals: RefusalLog):
+        self._app = app
+        self._keys = Keyring(settings.api_key, settings.owned_keys)
+        self._refusals = refusals
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on, or refuse it."""
+        if scope["type"] == "http":
+            request = Request(scope)
+            needs_key = self._keys and scope["path"] not in KEYLESS_PATHS
+            try:
+                OWNER.set(self._keys.find_owner(request.headers) if needs_key else None)
+            except Unauthorized as error:
+                self._refusals.log_refusal(request, error)
+                await error_response(request, error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
-class Refusals:
-    """Tells of requests that were refused at the door, and of how many there was no line."""
+class RefusalLog:
+    """Log refused requests, one line in `LOG_INTERVAL_S` and never a key.
+
+    So a client that tries keys cannot fill the disk with lines; the rest is counted.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._silent_until = float("-inf")
-        self._untold = 0
+        self._unlogged = 0
 
-    def tell(self, request: Request, error: Exception) -> None:
-        """Log a refusal, or count it. What the client sent is shown as a literal, cut short."""
+    def log_refusal(self, request: Request, error: Exception) -> None:
+        """Log a refusal, or count it. The path is logged as a literal, cut at 100 characters."""
         now = self._clock()
         if now < self._silent_until:
-            self._untold += 1
+            self._unlogged += 1
             return
         status = error.status_code if isinstance(error, HTTPException) else 401
-        why = error.detail if isinstance(error, HTTPException) else error
-        client = request.client.host if request.client else "somebody"
-        more = f" (and {self._untold} others not told of)" if self._untold else ""
+        reason = error.detail if isinstance(error, HTTPException) else error
+        client = request.client.host if request.client else "unknown address"
+        more = f" (and {self._unlogged} others not logged)" if self._unlogged else ""
         path = request.scope["path"][:100]
-        log.warning("%d for %s, %s %r: %s%s", status, client, request.method, path, why, more)
-        self._silent_until, self._untold = now + EACH_S, 0
+        log.warning("%d for %s, %s %r: %s%s", status, client, request.method, path, reason, more)
+        self._silent_until, self._unlogged = now + LOG_INTERVAL_S, 0

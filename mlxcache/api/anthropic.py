@@ -1,7 +1,7 @@
-"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens.
+"""Endpoints of Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens.
 
-Source: https://docs.anthropic.com/en/api/messages. Query strings and `anthropic-beta` headers
-change nothing here.
+Source: https://docs.anthropic.com/en/api/messages. Query strings and `anthropic-beta` headers are
+ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlxcache.api import http, sse
-from mlxcache.api.errors import anthropic_error
+from mlxcache.api.errors import build_anthropic_error
 from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
 from mlxcache.types import Admitted, Finished, Job, Text, Thinking, ToolCall
 from mlxcache.wire import anthropic_types as types
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 
 def routes(deps: http.Deps) -> list[Route]:
-    """The two endpoints, over `deps`."""
+    """Return the routes of this API."""
 
     async def messages(request: Request) -> Response:
-        """One reply to a conversation."""
-        body = await http.read(request, types.Request, deps)
+        """Generate one reply to a conversation."""
+        body = await http.read_json(request, types.Request, deps)
         if body.stream:
             return await _streamed(request, body, deps)
         return http.json_response(await http.while_connected(request, _whole(request, body, deps)))
 
     async def count_tokens(request: Request) -> Response:
-        """How many tokens the conversation's prompt has; nothing is generated."""
-        body = await http.read(request, types.Conversation, deps)
-        chat, _ = to_chat(body, strict=False, images=http.takes_images(deps))
-        http.serving(deps)
-        prompt = await deps.engine.render(chat)  # no session: a count is no turn of one
+        """Count the tokens of a conversation's prompt; nothing is generated."""
+        body = await http.read_json(request, types.Conversation, deps)
+        chat, _ = to_chat(body, strict=False, images=http.accepts_images(deps))
+        http.require_model(deps)
+        prompt = await deps.engine.render(chat)  # without a session: a count is not a turn
         return http.json_response({"input_tokens": len(prompt.ids)})
 
     return [
@@ -70,7 +70,7 @@ async def _whole(request: Request, body: types.Request, deps: http.Deps) -> dict
             elif isinstance(event, Finished):
                 last = event
     finally:
-        await sse.close(stream)
+        await sse.close_stream(stream)
     last = finished_or_raise(last)
     blocks.close()
     counts = count_usage(job.prompt, last.cached_tokens, last.generated_tokens)
@@ -80,13 +80,13 @@ async def _whole(request: Request, body: types.Request, deps: http.Deps) -> dict
 
 async def _streamed(request: Request, body: types.Request, deps: http.Deps) -> Response:
     job = await http.while_connected(request, _job(request, body, deps))
-    stream, admitted = await http.while_connected(request, sse.start(deps, job))
+    stream, admitted = await http.while_connected(request, sse.start_stream(deps, job))
     return sse.EventStream(
         stream,
         _events(stream, job, body, admitted),
         deps.settings,
         ping=lambda: _event({"type": "ping"}),
-        on_error=lambda error: _event(anthropic_error(error, job.id)),
+        on_error=lambda error: _event(build_anthropic_error(error, job.id)),
     )
 
 
@@ -114,15 +114,15 @@ async def _events(
 
 
 async def _job(request: Request, body: types.Request, deps: http.Deps) -> Job:
-    chat, tools = to_chat(body, images=http.takes_images(deps))
-    http.serving(deps)
+    chat, tools = to_chat(body, images=http.accepts_images(deps))
+    http.require_model(deps)
     session = _label(request, body)
     begun = time.perf_counter()
     stop = tuple(body.stop_sequences or ())
     prompt = await deps.engine.render(chat, session=session, stop=stop)
     choice = body.tool_choice or types.ToolChoice("auto")
     return Job(
-        id=http.request_id(request),
+        id=http.get_request_id(request),
         prompt=prompt,
         sampling=to_sampling(body),
         max_tokens=body.max_tokens,
@@ -150,4 +150,4 @@ def _label(request: Request, body: types.Conversation) -> str | None:
 
 
 def _event(data: StreamEvent) -> ServerSentEvent:
-    return sse.event(data, name=data["type"])
+    return sse.make_event(data, name=data["type"])

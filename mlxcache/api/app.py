@@ -1,4 +1,4 @@
-"""The application as a value: routes, errors as a mapping, one middleware."""
+"""The HTTP application as a value: routes, error handlers, middleware."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from mlxcache.api import anthropic, cache, dashboard, live, metrics, openai, sessions, status
+from mlxcache.api.access import KeyMiddleware, OriginMiddleware, PageMiddleware, RefusalLog
 from mlxcache.api.errors import HANDLERS
 from mlxcache.api.http import ApiSettings, Deps
-from mlxcache.api.middleware import RequestMiddleware
+from mlxcache.api.middleware import FallbackMiddleware, RequestMiddleware
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
 
 
 def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette:
-    """The HTTP server over `engine`, which may still be loading its model.
+    """Build the HTTP application over `engine`, which may still be loading its model.
 
-    Answers no cross-origin request: a web page that a person visits is no client of this server.
+    Requests of web pages are refused, except from this server's own pages and
+    `settings.origins`.
     """
     settings = settings or ApiSettings()
     deps = Deps(engine, settings)
@@ -34,6 +36,21 @@ def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette
             *dashboard.routes(),
             *metrics.routes(deps),
         ],
-        middleware=[Middleware(RequestMiddleware, settings=settings, refusals=deps.refusals)],
+        middleware=_middleware(deps),
         exception_handlers=dict(HANDLERS),
     )
+
+
+def _middleware(deps: Deps) -> list[Middleware]:
+    """Middleware from the outermost inwards."""
+    settings, refusals = deps.settings, RefusalLog()
+    # Pages are refused before CORS adds headers. A preflight carries no key, so CORS comes before
+    # the keys; an allowed page must be able to read a 500, so CORS comes before the fallback.
+    cors = [Middleware(OriginMiddleware, settings=settings)] if settings.origins else []
+    return [
+        Middleware(RequestMiddleware, error_counts=deps.error_counts),
+        Middleware(PageMiddleware, settings=settings, refusals=refusals),
+        *cors,
+        Middleware(FallbackMiddleware),
+        Middleware(KeyMiddleware, settings=settings, refusals=refusals),
+    ]

@@ -1,4 +1,4 @@
-"""What a person asks of the cache: warm a prefix, check the files, make room, clear all."""
+"""Endpoints of the cache: figures, warming, checking and removing files, the prefix tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,14 +15,16 @@ from starlette.routing import Route
 
 from mlxcache.api.http import (
     Deps,
+    get_request_id,
     json_response,
-    new_request_id,
+    make_request_id,
     read_body,
-    request_id,
-    serving,
+    read_number,
+    require_model,
     while_connected,
 )
-from mlxcache.api.sessions import DEFAULT_LIMIT, book, whole_number
+from mlxcache.api.sessions import DEFAULT_SESSIONS, require_sessions
+from mlxcache.common_prefix import common_length
 from mlxcache.errors import BadRequest
 from mlxcache.owner import OWNER
 from mlxcache.sessions.tree_view import picture
@@ -36,75 +37,50 @@ if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook
     from mlxcache.store.listing import Listed
 
+DEFAULT_NODES, MAX_NODES = 200, 1000
+MAX_SESSIONS = 1000
+
 
 def routes(deps: Deps) -> list[Route]:
-    """The routes below /v1/cache; `status` has the figures."""
+    """Return the routes at and below /v1/cache."""
     return [
+        Route("/v1/cache", partial(read_figures, deps), methods=["GET"]),
+        Route("/v1/cache", partial(clear, deps), methods=["DELETE"]),
         Route("/v1/cache/warm", partial(warm_prefix, deps), methods=["POST"]),
         Route("/v1/cache/tree", partial(tree, deps), methods=["GET"]),
         Route("/v1/cache/check", partial(check, deps), methods=["GET"]),
         Route("/v1/cache/prune", partial(prune, deps), methods=["POST"]),
-        Route("/v1/cache", partial(clear, deps), methods=["DELETE"]),
     ]
+
+
+async def read_figures(deps: Deps, request: Request) -> Response:
+    """Return the figures of both tiers, and of requests since the server started."""
+    # In a thread: the figures of the disk wait for its lock.
+    return json_response(await asyncio.to_thread(deps.engine.figures))
+
+
+# -- warming ---------------------------------------------------------------------------------
 
 
 async def warm_prefix(deps: Deps, request: Request) -> Response:
     """Compute the prefix that the body describes: a chat request, or a system prompt as text."""
     body = await read_body(request, deps.settings.max_body_bytes)
-    serving(deps)
-    work = warm(deps.engine, body, request_id(request))
+    require_model(deps)
+    work = warm(deps.engine, body, get_request_id(request))
     return json_response(await while_connected(request, work))
 
 
-def _refuse_owners() -> None:
-    """Raise HTTPException where there are several keys: what follows concerns everybody's files."""
-    if OWNER.get() is not None:
-        raise HTTPException(
-            403,
-            "this server has several keys, and all files are nobody's alone: run `mlxcache cache` "
-            "on its machine while it is stopped",
-        )
-
-
-async def check(deps: Deps, request: Request) -> Response:
-    """What is wrong with the files on disk, all of which are read."""
-    _refuse_owners()
-    problems = await book(deps).check()
-    data = [{"path": str(one.path), "what": one.what} for one in problems]
-    return json_response({"object": "list", "data": data})
-
-
-async def prune(deps: Deps, request: Request) -> Response:
-    """Read all files and remove damaged ones; with `?limit_bytes=` what was used least recently."""
-    _refuse_owners()
-    asked = "limit_bytes" in request.query_params
-    limit = whole_number(request, "limit_bytes", 0) if asked else None
-    return json_response({"object": "cache.pruned", "freed_bytes": await book(deps).prune(limit)})
-
-
-async def clear(deps: Deps, request: Request) -> Response:
-    """Empty both tiers; pinned sessions stay on disk unless `?pinned=true`.
-
-    Where there are several keys: of what is the key's.
-    """
-    pinned = request.query_params.get("pinned", "false")
-    if pinned not in ("true", "false"):
-        raise BadRequest("`pinned` must be 'true' or 'false'.", param="pinned")
-    cleared = await book(deps).clear(pinned=pinned == "true")
-    return json_response({"object": "cache.cleared", **cleared})
-
-
 async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, Any]:
-    """Compute the prefix that `body` describes, and say what that took.
+    """Compute the prefix that `body` describes, and return its counts in tokens and seconds.
 
-    A chat request of either API is computed to where the reply begins, one without a message of a
-    person up to where that would stand. What is no JSON object is a system prompt. Counts are in
-    tokens. Raises BadRequest for a body that is neither, and what `Engine.submit` raises.
+    The prefix of a chat request ends where the reply would begin; without a user message it ends
+    where that message would begin. A body that is not a JSON object is a system prompt. Raises
+    BadRequest for a body that is neither, and what `Engine.submit` raises.
     """
     began = time.perf_counter()
     prompts = [await engine.render(chat) for chat in chats_to_warm(body)]
-    prompt = prompts[0] if len(prompts) == 1 else _shared(*prompts)
-    job = Job(id or new_request_id(), prompt, max_tokens=1, raw=True, api=WARMING)
+    prompt = prompts[0] if len(prompts) == 1 else _common_prefix(*prompts)
+    job = Job(id or make_request_id(), prompt, max_tokens=1, raw=True, api=WARMING)
     stream = await engine.submit(job)
     last: Finished | None = None
     try:
@@ -123,37 +99,75 @@ async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, 
     }
 
 
-def _shared(one: Prompt, other: Prompt) -> Prompt:
-    """What two prompts begin with in common. Raises BadRequest where that is nothing."""
-    size = min(len(one.ids), len(other.ids))
-    differ = np.flatnonzero(one.ids[:size] != other.ids[:size])
-    length = int(differ[0]) if len(differ) else size
+def _common_prefix(one: Prompt, other: Prompt) -> Prompt:
+    length = common_length(one.ids, other.ids)
     if not length:
         raise BadRequest("There is nothing to warm: the prompt has no beginning of its own.")
     return Prompt(one.ids[:length], tuple(mark for mark in one.marks if mark < length))
 
 
-DEFAULT_NODES, MOST_NODES = 200, 1000
-MOST_SESSIONS = 1000
+# -- files -----------------------------------------------------------------------------------
+
+
+def _refuse_owners() -> None:
+    """Raise HTTPException (403) for the key of an owner: the files belong to all owners."""
+    if OWNER.get() is not None:
+        raise HTTPException(
+            403,
+            "this server has several keys, and the files belong to all of them: run "
+            "`mlxcache cache` on its machine while it is stopped",
+        )
+
+
+async def check(deps: Deps, request: Request) -> Response:
+    """Read all files on disk and list what is wrong with them."""
+    _refuse_owners()
+    problems = await require_sessions(deps).check()
+    data = [{"path": str(one.path), "what": one.what} for one in problems]
+    return json_response({"object": "list", "data": data})
+
+
+async def prune(deps: Deps, request: Request) -> Response:
+    """Read all files and remove damaged ones; with `?limit_bytes=` also the least recently used."""
+    _refuse_owners()
+    has_limit = "limit_bytes" in request.query_params
+    limit = read_number(request, "limit_bytes", 0) if has_limit else None
+    freed = await require_sessions(deps).prune(limit)
+    return json_response({"object": "cache.pruned", "freed_bytes": freed})
+
+
+async def clear(deps: Deps, request: Request) -> Response:
+    """Empty both tiers; pinned sessions stay on disk unless `?pinned=true`.
+
+    On a server with several keys, only what belongs to the request's key is cleared.
+    """
+    pinned = request.query_params.get("pinned", "false")
+    if pinned not in ("true", "false"):
+        raise BadRequest("`pinned` must be 'true' or 'false'.", param="pinned")
+    cleared = await require_sessions(deps).clear(pinned=pinned == "true")
+    return json_response({"object": "cache.cleared", **cleared})
+
+
+# -- prefix tree -----------------------------------------------------------------------------
 
 
 async def tree(deps: Deps, request: Request) -> Response:
-    """The tree of the sessions used last, `?limit=` of them, as at most `?nodes=` nodes.
+    """Show the prefix tree of the `?limit=` sessions used last, as at most `?nodes=` nodes.
 
-    Of either from 1 to 1,000; 100 sessions and 200 nodes unless told.
+    Both from 1 to 1,000; 100 sessions and 200 nodes by default.
     """
-    sessions, limit = book(deps), whole_number(request, "limit", DEFAULT_LIMIT)
-    nodes = whole_number(request, "nodes", DEFAULT_NODES)
-    for name, given, most in (("limit", limit, MOST_SESSIONS), ("nodes", nodes, MOST_NODES)):
+    sessions, limit = require_sessions(deps), read_number(request, "limit", DEFAULT_SESSIONS)
+    nodes = read_number(request, "nodes", DEFAULT_NODES)
+    for name, given, most in (("limit", limit, MAX_SESSIONS), ("nodes", nodes, MAX_NODES)):
         if not 1 <= given <= most:
             raise BadRequest(f"`{name}` must be from 1 to {most}.", param=name)
-    return json_response(await tree_object(sessions, await sessions.list(limit), nodes))
+    return json_response(await build_tree(sessions, await sessions.list(limit), nodes))
 
 
-async def tree_object(
+async def build_tree(
     sessions: SessionBook, listed: Sequence[Listed], nodes: int = DEFAULT_NODES
 ) -> dict[str, Any]:
-    """The picture of what was listed for the owner that asks, made in a thread."""
+    """Build the prefix tree of `listed` sessions, in a thread, for the current owner."""
     own = [one for one in listed if one.session.namespace == sessions.namespace]
     owner = OWNER.get()
     return await asyncio.to_thread(picture, own, sessions.decode, owner=owner, most=nodes)

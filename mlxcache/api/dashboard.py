@@ -1,7 +1,6 @@
-"""The page that a person looks at: files of this package, and nothing else.
+"""The dashboard: static files of this package.
 
-It holds no data: it asks the API like any client, with the key where there is one. So it needs
-none itself.
+The files hold no data, so they need no key: the page asks the API like any client, with the key.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ HEADERS = {
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
     "Cache-Control": "no-cache",
 }
-"""No script but its own files, no request but to its own server, and no text taken for HTML."""
+"""Scripts only from its own files, requests only to its own server, no text parsed as HTML."""
 
 
 def _files() -> dict[str, tuple[str, bytes]]:
-    """Each file's type and content by its path below `PAGE`."""
+    """Return each file's type and content, by its URL path."""
     found = {}
     for file in files("mlxcache.api").joinpath("page").iterdir():
         kind = TYPES.get(file.name[file.name.rfind(".") :])
@@ -59,11 +58,11 @@ def _files() -> dict[str, tuple[str, bytes]]:
 
 
 FILES = _files()
-"""Everything that the page consists of. These paths need no key."""
+"""All files of the page by their URL path."""
 
 
 def routes() -> list[Route]:
-    """The page, and what it is made of."""
+    """Return the routes of the page and its files."""
     return [
         Route(PAGE, file, methods=["GET"]),
         Route(f"{PAGE}/{{name}}", file, methods=["GET"]),
@@ -71,7 +70,7 @@ def routes() -> list[Route]:
 
 
 async def file(request: Request) -> Response:
-    """One file, or 304 where the browser has it. Raises NotFound."""
+    """Return one file, or 304 if the browser has it."""
     found = FILES.get(request.url.path)
     if found is None:
         raise NotFound("The dashboard has no such file.")

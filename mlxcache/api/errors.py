@@ -1,4 +1,4 @@
-"""One table from each error to its status and to its shape in each API.
+"""Errors to responses: each error's status, and its shape in each API.
 
 Shapes: https://platform.openai.com/docs/guides/error-codes and
 https://docs.anthropic.com/en/api/errors.
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A status, and the words by which each API's clients tell an error's kind."""
+    """A status, the error type in each API, and OpenAI's error code."""
 
     status: int
     openai: str
@@ -58,7 +58,7 @@ SHAPES: Mapping[type[errors.MlxcacheError], Shape] = {
     errors.PrefixNotStored: Shape(500, "server_error", "api_error", "store_error"),
     errors.DiskFull: Shape(507, "server_error", "api_error", "disk_full"),
 }
-"""Every class of `mlxcache.errors`, each by name: nothing is inherited silently."""
+"""One entry for each class of `mlxcache.errors`; a test checks that none is missing."""
 
 _HTTP: Mapping[int, Shape] = {
     403: Shape(403, "invalid_request_error", "permission_error", "forbidden"),
@@ -70,8 +70,8 @@ _HTTP: Mapping[int, Shape] = {
 _UNEXPECTED = SHAPES[errors.MlxcacheError]
 
 
-def shape_of(error: Exception) -> Shape:
-    """The row for `error`; an exception that is not in the table is an internal error."""
+def find_shape(error: Exception) -> Shape:
+    """Return the shape for `error`; an exception outside of the table is an internal error."""
     if isinstance(error, HTTPException):
         other = Shape(error.status_code, "invalid_request_error", "invalid_request_error")
         return _HTTP.get(error.status_code, other)
@@ -81,9 +81,9 @@ def shape_of(error: Exception) -> Shape:
     return _UNEXPECTED
 
 
-def openai_error(error: Exception) -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`."""
-    shape = shape_of(error)
+def build_openai_error(error: Exception) -> dict[str, Any]:
+    """Build `{"error": {"message", "type", "param", "code"}}`."""
+    shape = find_shape(error)
     body = {
         "message": _message(error),
         "type": shape.openai,
@@ -93,15 +93,15 @@ def openai_error(error: Exception) -> dict[str, Any]:
     return {"error": body}
 
 
-def anthropic_error(error: Exception, request_id: str | None = None) -> dict[str, Any]:
-    """`{"type": "error", "error": {"type", "message"}, "request_id"}`.
+def build_anthropic_error(error: Exception, request_id: str | None = None) -> dict[str, Any]:
+    """Build `{"type": "error", "error": {"type", "message"}, "request_id"}`.
 
-    A prompt that does not fit says `prompt is too long`, the words that clients look for.
+    The message for a prompt beyond the context has `prompt is too long`, which clients search for.
     """
     message = _message(error)
     if isinstance(error, errors.ContextLengthExceeded) and "prompt is too long" not in message:
         message = f"prompt is too long: {message}"
-    body = {"type": shape_of(error).anthropic, "message": message}
+    body = {"type": find_shape(error).anthropic, "message": message}
     return {"type": "error", "error": body, "request_id": request_id}
 
 
@@ -113,32 +113,34 @@ def _message(error: Exception) -> str:
     return "Internal error; the server's log has the details under this request's id."
 
 
-def speaks_anthropic(request: Request) -> bool:
-    """Whether errors go out in Anthropic's shape: by the path, else by its version header."""
-    path = request.scope["path"]  # the URL also holds the Host header, which may be anything
+def is_anthropic_client(request: Request) -> bool:
+    """Return True for Anthropic's API, by the path or the `anthropic-version` header."""
+    path = request.scope["path"]  # not request.url: it needs a valid Host header
     return path.startswith("/v1/messages") or "anthropic-version" in request.headers
 
 
 def error_response(request: Request, error: Exception) -> Response:
-    """The response for `error`, in the shape of the API that the request speaks."""
+    """Build the response for `error`, in the shape of the request's API."""
     id = request.scope.get("state", {}).get("request_id")
-    body = anthropic_error(error, id) if speaks_anthropic(request) else openai_error(error)
+    anthropic = is_anthropic_client(request)
+    body = build_anthropic_error(error, id) if anthropic else build_openai_error(error)
     headers = dict(getattr(error, "headers", None) or {})
     if isinstance(error, errors.Busy | errors.Vanished):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     return Response(
         msgspec.json.encode(body),
-        status_code=shape_of(error).status,
+        status_code=find_shape(error).status,
         headers=headers,
         media_type="application/json",
     )
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    if shape_of(error).status == 500:
+    if find_shape(error).status == 500:
         id = request.scope.get("state", {}).get("request_id")
-        ours = isinstance(error, errors.StoreError)  # the disk's fault, which the words name
-        log.error("%s: %s", id, error, exc_info=None if ours else error)
+        # The message of a StoreError names the file and the cause: no traceback is needed.
+        trace = None if isinstance(error, errors.StoreError) else error
+        log.error("%s: %s", id, error, exc_info=trace)
     return error_response(request, error)
 
 
@@ -152,9 +154,9 @@ async def _no_route(request: Request, error: Exception) -> Response:
     )
 
 
-async def _gone(request: Request, _: Exception) -> Response:
-    """Nobody reads this: it ends the exchange for the server's sake."""
-    log.info("%s: the client went away", request.scope.get("state", {}).get("request_id"))
+async def _disconnected(request: Request, _: Exception) -> Response:
+    # Sent to a closed connection: Starlette needs a response to end the exchange.
+    log.info("%s: client disconnected", request.scope.get("state", {}).get("request_id"))
     return Response(status_code=499)
 
 
@@ -162,6 +164,6 @@ HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
     errors.MlxcacheError: _handle,
     HTTPException: _handle,
     404: _no_route,
-    ClientDisconnect: _gone,
+    ClientDisconnect: _disconnected,
 }
-"""What the application gives Starlette; all other exceptions are the middleware's."""
+"""Exception handlers for Starlette; `FallbackMiddleware` handles all other exceptions."""

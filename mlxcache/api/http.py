@@ -1,7 +1,4 @@
-"""From a raw request to a checked value, and what routes are made of.
-
-Decoding a body, request ids, and the names by which people tell requests apart.
-"""
+"""Parts of every route: settings and engine, request bodies and ids, JSON responses."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mlxcache.api.record import Recorder
-from mlxcache.errors import ModelError, NotReady, TooLarge
+from mlxcache.errors import BadRequest, ModelError, NotReady, TooLarge
 from mlxcache.types import ModelInfo
 from mlxcache.wire.decode import decode
 
@@ -29,19 +26,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+HEALTH = "/health"
+
+BODY_PAUSE_S, BODY_S = 30.0, 600.0
+"""Longest wait for the next part of a body, and for all of a body that is held in memory."""
+
+_DRAIN_BYTES = 256 << 20
+_DRAIN_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """How the API behaves, apart from the model. Times are in seconds.
+    """Settings of the API, apart from the model. Times are in seconds.
 
-    `api_key` None: none is asked for. `default_max_tokens` holds where a request names none.
-    `ping_seconds`: the longest silence in a stream. `send_timeout`: how long a reader may stall.
-    `stalled_seconds`: for how long one step of the MLX thread's may go on before /health says that
-    nothing is served.
-    `queue_grace`: how long a streamed request may wait in the queue before its headers go out.
-    `any_host`: serve requests for any host name, also without a key. `origins`: web pages that are
-    let in. `recorder`: keeps the bodies of chat requests.
-    `owned_keys`: keys that are let in too, each of which has sessions of its own.
+    `api_key`: the key that requests must carry; None: none. `owned_keys`: further keys, each with
+    sessions of its own. `origins`: web pages that may use the API. `any_host`: accept every host
+    name, also without a key. `default_max_tokens`: used where a request has no limit.
+    `ping_seconds`: longest silence in a stream. `stalled_seconds`: longest step of the MLX thread
+    before /health reports 503. `send_timeout`: longest time that a reader may stall. `queue_grace`:
+    longest wait in the queue before a streamed response starts. `recorder`: writes the bodies of
+    chat requests to files.
     """
 
     api_key: str | None = None
@@ -57,102 +61,89 @@ class ApiSettings:
     recorder: Recorder | None = None
 
 
-USUAL_REFUSALS = (400, 401, 403, 404, 405, 413, 429, 500, 503)
+COMMON_ERRORS = (400, 401, 403, 404, 405, 413, 429, 500, 503)
 
 
-def _no_refusals() -> Counter[int]:
-    """Prometheus sees no rise from nothing to one."""
-    return Counter(dict.fromkeys(USUAL_REFUSALS, 0))
+def _zero_counts() -> Counter[int]:
+    # Prometheus sees no increase in a counter whose first value is 1.
+    return Counter(dict.fromkeys(COMMON_ERRORS, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Deps:
-    """What every route is made of. `refusals` counts answers that are errors, by status."""
+    """Dependencies of the routes. `error_counts`: error responses by status."""
 
     engine: Engine
     settings: ApiSettings
-    refusals: Counter[int] = field(default_factory=_no_refusals)
+    error_counts: Counter[int] = field(default_factory=_zero_counts)
 
 
-def new_request_id() -> str:
-    """`req_` and 24 hexadecimal digits."""
+def make_request_id() -> str:
+    """Return `req_` and 24 random hexadecimal digits."""
     return f"req_{secrets.token_hex(12)}"
 
 
-def request_id(request: Request) -> str:
-    """The id of this request: the engine's job id and the header of the response."""
+def get_request_id(request: Request) -> str:
+    """Return the id of a request: its job id in the engine, and a header of its response."""
     return str(request.scope["state"]["request_id"])
 
 
-async def read(request: Request, type: type[T], deps: Deps) -> T:
-    """`read_body` and `decode` in one, within the settings' limit; recorded if that is on."""
-    body = await read_body(request, deps.settings.max_body_bytes)
-    value = decode(type, body)
-    if deps.settings.recorder is not None:
-        deps.settings.recorder.keep(request_id(request), request.url.path, body)
-    return value
+def require_model(deps: Deps) -> ModelInfo:
+    """Return the loaded model.
 
-
-def json_response(body: Any, status: int = 200) -> Response:
-    """`body` as JSON."""
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
-
-
-def serving(deps: Deps) -> ModelInfo:
-    """The model that is served. Raises NotReady before and after, ModelError if it failed."""
+    Raises NotReady while it loads and while the server stops, ModelError if loading failed.
+    """
     engine = deps.engine
     if engine.state == "ready" and engine.info is not None:
         return engine.info
     if engine.state == "failed":
-        why = engine.failure or "The model could not be loaded."
-        raise ModelError(f"{why} The server's log says more.")
+        reason = engine.failure or "The model could not be loaded."
+        raise ModelError(f"{reason} The server's log says more.")
     if engine.state == "stopped":
         raise NotReady("The server is stopping.", retry_after=10.0)
     raise NotReady("The model is still loading.", retry_after=5.0)
 
 
-def takes_images(deps: Deps) -> bool:
-    """Whether the model that is served takes images; False while there is none."""
+def accepts_images(deps: Deps) -> bool:
+    """Return True if the loaded model takes images; False while none is loaded."""
     return deps.engine.info is not None and deps.engine.info.has_images
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away.
+def json_response(body: Any, status: int = 200) -> Response:
+    """Encode `body` as a JSON response."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
-    The body must have been read. Raises what `work` raises, or starlette's ClientDisconnect.
+
+def read_number(request: Request, name: str, default: int) -> int:
+    """Return a number of the query string, at most 17 digits. Raises BadRequest."""
+    text = request.query_params.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 18):
+        raise BadRequest(f"`{name}` must be a whole number.", param=name)
+    return int(text)
+
+
+# -- bodies ----------------------------------------------------------------------------------
+
+
+async def read_json(request: Request, type: type[T], deps: Deps) -> T:
+    """Read a body as a `type`, and record it if recording is on.
+
+    Raises what `read_body` and `decode` raise.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.wait({task, gone})
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-BODY_PAUSE, BODY_SECONDS = 30.0, 600.0
-"""How long the next byte of a body may take, and all of one that is held in memory."""
-
-_DRAIN_BYTES = 256 << 20
-_DRAIN_SECONDS = 10.0
+    body = await read_body(request, deps.settings.max_body_bytes)
+    value = decode(type, body)
+    if deps.settings.recorder is not None:
+        deps.settings.recorder.record(get_request_id(request), request.url.path, body)
+    return value
 
 
 async def read_body(
-    request: Request, limit: int, *, pause: float = BODY_PAUSE, seconds: float = BODY_SECONDS
+    request: Request, limit: int, *, pause: float = BODY_PAUSE_S, seconds: float = BODY_S
 ) -> bytes:
-    """The whole body, at most `limit` bytes.
+    """Read a whole body of at most `limit` bytes.
 
-    Raises TooLarge by the announced length or as soon as more arrives, HTTPException as `arriving`
-    does, and starlette's ClientDisconnect if the client goes away first.
+    Raises TooLarge by the announced length or as soon as more arrives, and what `iterate_body`
+    raises.
     """
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
@@ -160,7 +151,7 @@ async def read_body(
         raise _too_large(limit)
     chunks: list[bytes] = []
     size = 0
-    async for chunk in arriving(request, pause, seconds):
+    async for chunk in iterate_body(request, pause, seconds):
         size += len(chunk)
         if size > limit:
             chunks.clear()
@@ -170,11 +161,14 @@ async def read_body(
     return b"".join(chunks)
 
 
-async def arriving(
-    request: Request, pause: float = BODY_PAUSE, seconds: float | None = None
+async def iterate_body(
+    request: Request, pause: float = BODY_PAUSE_S, seconds: float | None = None
 ) -> AsyncIterator[bytes]:
-    """A body's parts. Raises HTTPException (408) where none comes for `pause` seconds, or where
-    not all have come after `seconds`; and ClientDisconnect."""
+    """Yield a body in parts as they arrive.
+
+    Raises HTTPException (408) if no part comes for `pause` seconds or the body is not complete
+    after `seconds`, ClientDisconnect if the client leaves.
+    """
     end = None if seconds is None else time.monotonic() + seconds
     async with aclosing(request.stream()) as parts:
         while True:
@@ -196,7 +190,7 @@ def _too_large(limit: int) -> TooLarge:
 
 
 async def _drain(request: Request) -> None:
-    """Read on for a while and forget it.
+    """Read and drop the rest of a body, within limits.
 
     A connection closed on unread data is reset, and the client would see that, not the answer.
     """
@@ -204,9 +198,35 @@ async def _drain(request: Request) -> None:
         return
     left = _DRAIN_BYTES
     with suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_SECONDS):
+        async with asyncio.timeout(_DRAIN_S):
             while left > 0:
                 message = await request.receive()
                 left -= len(message.get("body", b""))
                 if message["type"] != "http.request" or not message.get("more_body"):
                     return
+
+
+# -- disconnects -----------------------------------------------------------------------------
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; cancel it if the client disconnects. The body must have been read.
+
+    Raises what `work` raises, or ClientDisconnect.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.wait({task, gone})
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

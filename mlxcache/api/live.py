@@ -1,4 +1,8 @@
-"""What goes on, as server-sent events: one look at the engine for all who watch."""
+"""`GET /v1/live`: the server's state as server-sent events, polled once for all readers.
+
+A `Feed` polls the engine for one owner, only while that owner has readers, and each reader gets the
+parts that changed.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from mlxcache import __version__
-from mlxcache.api.cache import tree_object
+from mlxcache.api.cache import build_tree
 from mlxcache.api.http import ApiSettings, Deps
-from mlxcache.api.sse import comment, event
-from mlxcache.api.status import model_object, progress, record_object
+from mlxcache.api.sse import make_comment, make_event
+from mlxcache.api.status import describe_model, describe_request, measure_progress
 from mlxcache.errors import BadRequest, MlxcacheError, TooMany
 from mlxcache.owner import OWNER
 
@@ -31,29 +35,37 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PARTS = ("server", "cache", "requests", "sessions", "tree")
-"""What can be watched, in the order in which it is told."""
+"""Parts of the state, in the order in which they are sent."""
 
-BUSY_S, IDLE_S, FIGURES_S = 0.25, 0.5, 1.0
-SESSIONS_S, SHARE, MOST_S = 1.5, 5.0, 10.0
-"""Seconds between two looks: at requests while some run, while none does, and at figures; at
-sessions at least, or so many times as long as the last look took, at most `MOST_S`."""
+BUSY_S, IDLE_S = 0.25, 0.5
+"""Poll interval of requests: while one runs, and while none does."""
 
-FIRST_S = 1.0
-"""How long the first reader waits for figures, so that what is first told is whole."""
+FIGURES_S = 1.0
+"""Poll interval of the cache's figures."""
 
-RECENT = 100
-"""Requests that are told of, beside those that run."""
+SESSIONS_S, SESSIONS_COST, MAX_SESSIONS_S = 1.5, 5.0, 10.0
+"""Poll interval of sessions: the first, or the second times the last poll's duration, up to the
+third."""
 
-SHOWN = 100
-"""Sessions that are told of: those used last."""
+FIRST_FIGURES_S = 1.0
+"""Longest wait of the first reader for figures, so that the first state it gets is complete."""
+
+RECENT_REQUESTS = 100
+"""Requests sent, besides those that run."""
+
+RECENT_SESSIONS = 100
+"""Sessions sent: the last used."""
+
+MAX_READERS = 32
+"""Streams that each owner may have open at once."""
 
 
 class Feed:
-    """What one owner sees. Use from the event loop.
+    """The state that one owner may see. Use from the event loop.
 
-    Nothing is queued for anybody: a reader that comes late is told what is, and not what was. It
-    looks at the sessions only where something may have changed, so the MLX thread is asked
-    seldom, and never once per reader. Figures wait for the disk, so they are read in a thread.
+    Nothing is queued: a slow reader gets the present state and misses intermediate ones. Sessions
+    are read only after something may have changed, because that asks the MLX thread; figures wait
+    for the disk, so a thread reads them.
     """
 
     def __init__(self, engine: Engine, owner: str | None):
@@ -63,69 +75,70 @@ class Feed:
         self._rows: dict[str, tuple[int, Mapping[str, Any]]] = {}
         self._wanted: Counter[str] = Counter()
         self._readers = 0
-        self._news = asyncio.Event()
-        self._over: str | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._end_reason: str | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._figures: asyncio.Task[None] | None = None
         self._sessions: asyncio.Task[None] | None = None
-        self._seen: Any = None
-        self._due = self._figures_due = 0.0
+        self._sessions_seen: Any = None
+        self._sessions_due = self._figures_due = 0.0
 
     async def watch(self, parts: Sequence[str]) -> AsyncGenerator[tuple[str, Any], None]:
-        """Each of `parts` as it is now, and from then on when it changes.
+        """Yield (part, body) for each of `parts` as it is now, then after each change.
 
-        Yields (part, body), of `requests` those that changed; at last ("end", {"reason"}).
+        The body of `requests` holds only the requests that changed. The last item is
+        ("end", {"reason"}).
         """
         self._wanted.update(parts)
         self._readers += 1
         seen = -1
         try:
             if self._readers == 1:
-                self._begin()
+                self._start()
                 if self._figures is not None:
-                    await asyncio.wait([self._figures], timeout=FIRST_S)
+                    await asyncio.wait([self._figures], timeout=FIRST_FIGURES_S)
             while True:
-                news, told = self._news, self._version
-                for each in self._since(seen, parts):
-                    yield each
-                seen = told
-                if self._over is not None:
-                    yield "end", {"reason": self._over}
+                changed, version = self._changed, self._version
+                for item in self._changes_since(seen, parts):
+                    yield item
+                seen = version
+                if self._end_reason is not None:
+                    yield "end", {"reason": self._end_reason}
                     return
                 if seen == self._version:
-                    await news.wait()
+                    await changed.wait()
         finally:
             self._wanted.subtract(parts)
             self._readers -= 1
             if self._readers == 0:
-                self._end()
+                self._stop()
 
-    def _begin(self) -> None:
-        self._over, self._seen, self._due, self._figures_due = None, None, 0.0, 0.0
+    def _start(self) -> None:
+        self._end_reason, self._sessions_seen = None, None
+        self._sessions_due = self._figures_due = 0.0
         token = OWNER.set(self._owner)
         try:
-            self._look()
-            self._looking = asyncio.create_task(self._look_on())
+            self._poll()
+            self._polling = asyncio.create_task(self._poll_on())
         finally:
             OWNER.reset(token)
-        self._looking.add_done_callback(self._ended)
+        self._polling.add_done_callback(self._end_on_failure)
 
-    def _end(self) -> None:
-        for task in (self._looking, self._figures, self._sessions):
+    def _stop(self) -> None:
+        for task in (self._polling, self._figures, self._sessions):
             if task is not None:
                 task.cancel()
-        self._looking = self._figures = self._sessions = None
+        self._polling = self._figures = self._sessions = None
         self._parts.clear()
         self._rows.clear()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """Nobody waits for news that will not come."""
+    def _end_on_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the live feed failed", exc_info=error)
-            self._over = "failed"
-            self._tell()
+            log.error("live feed failed", exc_info=error)
+            self._end_reason = "failed"
+            self._notify()
 
-    def _since(self, seen: int, parts: Sequence[str]) -> list[tuple[str, Any]]:
+    def _changes_since(self, seen: int, parts: Sequence[str]) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []
         for part in PARTS:
             if part not in parts:
@@ -138,112 +151,112 @@ class Feed:
                 found.append((part, self._parts[part][1]))
         return found
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._version += 1
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    def _put(self, part: str, body: Any) -> None:
+    def _set_part(self, part: str, body: Any) -> None:
         if part not in self._parts or self._parts[part][1] != body:
             self._parts[part] = (self._version + 1, body)
-            self._tell()
+            self._notify()
 
-    # -- looking -----------------------------------------------------------------------------
+    # -- polling -----------------------------------------------------------------------------
 
-    async def _look_on(self) -> None:
+    async def _poll_on(self) -> None:
         await asyncio.sleep(BUSY_S)
         while True:
-            runs = self._look()
-            if self._over is not None:
+            runs = self._poll()
+            if self._end_reason is not None:
                 return
             await asyncio.sleep(BUSY_S if runs else IDLE_S)
 
-    def _look(self) -> bool:
-        """Look at all that is at hand; whether a request runs."""
+    def _poll(self) -> bool:
+        """Read what needs no wait, and start the reads that are due; True while a request runs."""
         engine, now = self._engine, asyncio.get_running_loop().time()
         info = engine.info
-        self._put(
+        self._set_part(
             "server",
             {
                 "state": engine.state,
                 "version": __version__,
-                "model": model_object(info) if info is not None else None,
+                "model": describe_model(info) if info is not None else None,
                 "stalled_s": round(engine.silent_s),
             },
         )
         if now >= self._figures_due and (self._figures is None or self._figures.done()):
             self._figures_due = now + FIGURES_S
-            self._figures = asyncio.create_task(self._see_figures())
-            self._figures.add_done_callback(self._ended)
+            self._figures = asyncio.create_task(self._read_figures())
+            self._figures.add_done_callback(self._end_on_failure)
             if engine.state == "ready" and (self._wanted["sessions"] or self._wanted["tree"]):
-                self._look_at_sessions(now)
-        runs = self._look_at_requests()
+                self._poll_sessions(now)
+        runs = self._poll_requests()
         if engine.state in ("stopped", "failed"):
-            self._over = engine.state
-            self._tell()
+            self._end_reason = engine.state
+            self._notify()
         return runs
 
-    async def _see_figures(self) -> None:
-        self._put("cache", await asyncio.to_thread(self._engine.figures))
+    async def _read_figures(self) -> None:
+        self._set_part("cache", await asyncio.to_thread(self._engine.figures))
 
-    def _look_at_requests(self) -> bool:
-        runs, rows, told = False, {}, False
+    def _poll_requests(self) -> bool:
+        any_runs, rows, changed = False, {}, False
         for number, record in enumerate(self._engine.requests()):
-            going = progress(record) is not None
-            runs = runs or going
-            if number >= RECENT and not going:
+            runs = measure_progress(record) is not None
+            any_runs = any_runs or runs
+            if number >= RECENT_REQUESTS and not runs:
                 continue
-            row = record_object(record)
+            row = describe_request(record)
             before = self._rows.get(record.id)
-            told = told or before is None or before[1] != row
+            changed = changed or before is None or before[1] != row
             rows[record.id] = before if before and before[1] == row else (self._version + 1, row)
         self._rows = rows
-        if told:
-            self._tell()
-        return runs
+        if changed:
+            self._notify()
+        return any_runs
 
-    def _look_at_sessions(self, now: float) -> None:
-        if now >= self._due and (self._sessions is None or self._sessions.done()):
-            self._sessions = asyncio.create_task(self._see_sessions())
+    def _poll_sessions(self, now: float) -> None:
+        if now >= self._sessions_due and (self._sessions is None or self._sessions.done()):
+            self._sessions = asyncio.create_task(self._read_sessions())
 
-    async def _see_sessions(self) -> None:
-        """Tell of the sessions, and of their tree, if anything can have changed in them."""
+    async def _read_sessions(self) -> None:
+        """Read the sessions and their tree, unless nothing can have changed in them."""
         book, loop = self._engine.sessions, asyncio.get_running_loop()
         try:
-            held = await asyncio.to_thread(self._held)
-            seen = (await book.rows(SHOWN), held, bool(self._wanted["tree"]))
-            if seen == self._seen:
+            held = await asyncio.to_thread(self._held_bytes)
+            seen = (await book.rows(RECENT_SESSIONS), held, bool(self._wanted["tree"]))
+            if seen == self._sessions_seen:
                 return
             began = loop.time()
-            listed = await book.list(SHOWN)
+            listed = await book.list(RECENT_SESSIONS)
             data = [one.as_object() for one in listed]
-            self._put("sessions", {"object": "list", "data": data})
+            self._set_part("sessions", {"object": "list", "data": data})
             if self._wanted["tree"]:
-                self._put("tree", await tree_object(book, listed))
+                self._set_part("tree", await build_tree(book, listed))
         except MlxcacheError as error:
-            log.debug("the sessions cannot be told of: %s", error)
+            log.debug("live feed: sessions not read: %s", error)
             return
-        self._seen = seen
-        self._due = loop.time() + min(MOST_S, max(SESSIONS_S, SHARE * (loop.time() - began)))
+        self._sessions_seen = seen
+        cost = SESSIONS_COST * (loop.time() - began)
+        self._sessions_due = loop.time() + min(MAX_SESSIONS_S, max(SESSIONS_S, cost))
 
-    def _held(self) -> Any:
-        """What tells that the tiers hold something else than before."""
+    def _held_bytes(self) -> Any:
+        """Return figures that differ whenever the tiers hold something else."""
         figures = self._engine.figures()
         tiers = [figures.get(tier, {}).get("used_bytes") for tier in ("ram", "disk")]
         return (*tiers, figures.get("pending_bytes"), figures.get("segments"))
 
 
-MOST_READERS = 32
-"""Streams that each owner may have open at once."""
+# -- the endpoint ----------------------------------------------------------------------------
 
 
 def routes(deps: Deps) -> list[Route]:
-    """The one stream."""
-    return [Route("/v1/live", partial(live, deps, Live(deps)), methods=["GET"])]
+    """Return the route of the stream."""
+    return [Route("/v1/live", partial(live, deps, LiveReaders(deps)), methods=["GET"])]
 
 
-class Live:
-    """The feeds of those owners of whom somebody watches."""
+class LiveReaders:
+    """Readers of all owners, counted, and a feed for each owner."""
 
     def __init__(self, deps: Deps):
         self._deps = deps
@@ -251,40 +264,42 @@ class Live:
         self._readers: Counter[str | None] = Counter()
 
     def enter(self) -> Callable[[], None]:
-        """Count one more reader, of the owner that asks; what is returned counts it no more.
+        """Count one more reader of the current owner, and return the function that uncounts it.
 
-        Raises TooMany. Nobody's readers keep another owner's out.
+        Raises TooMany if the owner has `MAX_READERS` already; other owners do not count.
         """
         owner = OWNER.get()
-        if self._readers[owner] >= MOST_READERS:
-            raise TooMany(f"{MOST_READERS} readers watch already.", retry_after=30.0)
+        if self._readers[owner] >= MAX_READERS:
+            raise TooMany(f"{MAX_READERS} readers watch already.", retry_after=30.0)
         self._readers[owner] += 1
         return partial(self._readers.subtract, (owner,))
 
-    async def events(self, parts: list[str]) -> AsyncGenerator[ServerSentEvent, None]:
-        """What the owner that asks sees, until it leaves or the server stops."""
+    async def stream_events(self, parts: list[str]) -> AsyncGenerator[ServerSentEvent, None]:
+        """Yield the events of the current owner's feed, until the server stops."""
         owner = OWNER.get()
         if owner not in self._feeds:
             self._feeds[owner] = Feed(self._deps.engine, owner)
         async with aclosing(self._feeds[owner].watch(parts)) as watched:
             async for name, body in watched:
-                yield event(body, name=name)
+                yield make_event(body, name=name)
 
 
-async def live(deps: Deps, watched: Live, request: Request) -> Response:
-    """What is now, then what changes; `?parts=` names some of them, with commas between.
+async def live(deps: Deps, readers: LiveReaders, request: Request) -> Response:
+    """Stream the present state, then each change; `?parts=` selects parts, separated by commas.
 
-    Answers also while the model loads. Raises BadRequest, and TooMany where too many watch.
+    Available also while the model loads. 429 if too many streams are open.
     """
     parts = request.query_params.get("parts", ",".join(PARTS)).split(",")
     if not set(parts) <= set(PARTS):
         raise BadRequest(f"`parts` are some of {', '.join(PARTS)}.", param="parts")
-    leave = watched.enter()  # and not when the stream begins: many may come at once
-    return LiveStream(watched.events(list(dict.fromkeys(parts))), deps.settings, leave)
+    # Counted here, not when the stream begins: many requests may arrive before the first begins.
+    leave = readers.enter()
+    events = readers.stream_events(list(dict.fromkeys(parts)))
+    return LiveStream(events, deps.settings, leave)
 
 
 class LiveStream(EventSourceResponse):
-    """A stream of what goes on: whatever happens to its reader, the look at the engine ends."""
+    """A live stream; it leaves its feed however the response ends."""
 
     def __init__(
         self, events: AsyncGenerator[Any, None], settings: ApiSettings, leave: Callable[[], None]
@@ -294,16 +309,16 @@ class LiveStream(EventSourceResponse):
             events,
             sep="\n",
             ping=0.9 * settings.ping_seconds,
-            ping_message_factory=lambda: comment("live"),
+            ping_message_factory=lambda: make_comment("live"),
             send_timeout=settings.send_timeout,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it all; returns early if the client leaves or stalls."""
+        """Send all events; return early if the client disconnects or stalls."""
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            log.debug("a watcher reads nothing, and is left")
+            log.debug("live stream closed: the client reads nothing")
         finally:
             self._leave()
             await self._events.aclose()

@@ -1,4 +1,7 @@
-"""`GET /metrics`: the server's figures in the words of Prometheus, read when they are asked for."""
+"""`GET /metrics`: the server's figures as Prometheus metrics, read at each scrape.
+
+Conventions: https://prometheus.io/docs/practices/naming/.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,11 @@ Kind = Literal["counter", "gauge"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a family's values stand among the figures: `path` leads to a number, or to a table of
-    numbers by label. `labels` are the values of those labels that all of it has in common."""
+    """The place of a family's values in the figures.
+
+    `path` leads to a number, or to a mapping of label value to number. `labels`: values of the
+    labels before that one.
+    """
 
     path: tuple[str, ...]
     labels: tuple[str, ...] = ()
@@ -48,8 +54,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A metric that is one of the figures. `name` is without the prefix and, of a counter, without
-    `_total`; `labels` are the names of its labels."""
+    """A metric taken from the figures.
+
+    `name` is without the prefix, and without the `_total` of a counter; `labels` are label names.
+    """
 
     kind: Kind
     name: str
@@ -57,8 +65,10 @@ class Family:
     places: tuple[Place, ...]
     labels: tuple[str, ...] = ()
 
-    def samples(self, figures: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
-        """The values of its labels with each number; none for what the figures lack."""
+    def iterate_samples(
+        self, figures: Mapping[str, Any]
+    ) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Yield (label values, number) for each value that `figures` have."""
         for place in self.places:
             value: Any = figures
             for key in place.path:
@@ -153,8 +163,8 @@ _SERVER = (
 FAMILIES = (*_REQUESTS, *_MEMORY, *_DISK, *_SERVER)
 
 
-def arranged(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures with what `FAMILIES` looks for: words as numbers, tables without their sums."""
+def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the mappings that `FAMILIES` need: states as 0 or 1, tables without their totals."""
     disk, queue = figures.get("disk", {}), figures.get("queue", {})
     level = figures.get("pressure", {}).get("level")
     made: dict[str, Any] = {
@@ -168,55 +178,57 @@ def arranged(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def routes(deps: Deps) -> list[Route]:
-    """The one route."""
-    figures = Figures(deps.engine, deps.refusals)
+    """Return the route of the metrics."""
+    collector = EngineCollector(deps.engine, deps.error_counts)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(figures)
-    return [Route("/metrics", partial(metrics, figures, registry), methods=["GET"])]
+    registry.register(collector)
+    return [Route("/metrics", partial(metrics, collector, registry), methods=["GET"])]
 
 
-async def metrics(figures: Figures, registry: CollectorRegistry, request: Request) -> Response:
-    """All figures, of the whole server: as text, or as OpenMetrics where `Accept` asks for it."""
-    await figures.renew()
-    body, type = _encoded(registry, request.headers.get("accept", ""))
+async def metrics(
+    collector: EngineCollector, registry: CollectorRegistry, request: Request
+) -> Response:
+    """Return all metrics of the server, as text or, by `Accept`, as OpenMetrics."""
+    await collector.refresh()
+    body, type = _encode(registry, request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": type})
 
 
-def _encoded(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """What goes out, and its type."""
+def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """Return the body and its content type."""
     try:
         encode, type = choose_encoder(accept)
         return encode(registry), type
-    except (TypeError, ValueError):  # a version that is none
+    except (TypeError, ValueError):  # `accept` holds an invalid version
         return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
-class Figures(Collector):
-    """What an engine counts, as metrics. Nothing is counted here, so nothing is counted twice.
+class EngineCollector(Collector):
+    """An engine's figures and counts as metrics; it counts nothing itself.
 
-    Call everything from the event loop.
+    Call from the event loop.
     """
 
-    def __init__(self, engine: Engine, refusals: Counter[int]):
-        self._engine, self._refusals = engine, refusals
-        self._now: dict[str, Any] = {}
+    def __init__(self, engine: Engine, error_counts: Counter[int]):
+        self._engine, self._error_counts = engine, error_counts
+        self._figures: dict[str, Any] = {}
 
-    async def renew(self) -> None:
-        """Read the figures anew, which waits for the disk's and never for the MLX thread."""
-        self._now = await run_sync(self._engine.figures)
+    async def refresh(self) -> None:
+        """Read the figures again; this waits for the disk, never for the MLX thread."""
+        self._figures = await run_sync(self._engine.figures)
 
     def describe(self) -> list[Metric]:
-        """Nothing: names are the same before a model is loaded, values are not there yet."""
+        """Return no metrics: there are no values before a model is loaded."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Each metric once, those without a value too."""
+        """Yield each metric once, also those without a value."""
         engine = self._engine
         ready = engine.state == "ready" and engine.failure is None
-        now = arranged({**self._now, "ready": ready, "silent_s": engine.silent_s})
+        now = arrange_figures({**self._figures, "ready": ready, "silent_s": engine.silent_s})
         yield _build(engine)
-        yield _refused(self._refusals)
-        yield from _tallied(engine.tally)
+        yield _http_errors(self._error_counts)
+        yield from _tally_metrics(engine.tally)
         yield from (_figure(family, now) for family in FAMILIES)
 
 
@@ -232,23 +244,23 @@ def _build(engine: Engine) -> Metric:
 def _figure(family: Family, now: dict[str, Any]) -> Metric:
     of = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
     made = of(PREFIX + family.name, family.help, labels=family.labels)
-    for labels, value in family.samples(now):
+    for labels, value in family.iterate_samples(now):
         made.add_metric(labels, value)
     return made
 
 
-def _refused(refusals: Counter[int]) -> Metric:
-    """Answers that were errors, whatever was asked: also of what was no request to the model."""
+def _http_errors(error_counts: Counter[int]) -> Metric:
+    """Count error responses of all paths, also those that never reach the engine."""
     made = CounterMetricFamily(
         f"{PREFIX}http_errors", "Answers over HTTP that were errors.", labels=("status",)
     )
-    for status, count in refusals.items():
+    for status, count in error_counts.items():
         made.add_metric((str(status),), count)
     return made
 
 
-def _tallied(tally: Tally) -> Iterator[Metric]:
-    """What is counted when a request is over."""
+def _tally_metrics(tally: Tally) -> Iterator[Metric]:
+    """Yield the metrics that are counted at the end of a request."""
     requests = CounterMetricFamily(
         f"{PREFIX}requests", "Requests that are over.", labels=("api", "outcome")
     )

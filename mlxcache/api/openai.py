@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: POST /v1/chat/completions and /v1/completions."""
+"""Endpoints of OpenAI's API: POST /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlxcache.api.errors import openai_error
+from mlxcache.api.errors import build_openai_error
 from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
 from mlxcache.api.http import (
     Deps,
+    accepts_images,
+    get_request_id,
     json_response,
-    read,
-    request_id,
-    serving,
-    takes_images,
+    read_json,
+    require_model,
     while_connected,
 )
-from mlxcache.api.sse import Events, EventStream, Pulse, close, event, raw_event, start
+from mlxcache.api.sse import (
+    Events,
+    EventStream,
+    ReplyProgress,
+    close_stream,
+    make_event,
+    make_raw_event,
+    start_stream,
+)
 from mlxcache.errors import BadRequest
 from mlxcache.types import Job
 from mlxcache.wire import openai_request as wire
@@ -43,7 +51,7 @@ if TYPE_CHECKING:
     from mlxcache.engine.engine import Stream
 
 TEXT_MAX_TOKENS = 16
-"""What OpenAI documents for a completion that names no limit."""
+"""OpenAI's default limit for a text completion."""
 
 
 class _Whole(Protocol):
@@ -70,7 +78,7 @@ TEXT = Endpoint("cmpl-", "text_completion", "text_completion", text_completion, 
 
 
 def routes(deps: Deps) -> list[Route]:
-    """The routes of this API."""
+    """Return the routes of this API."""
     return [
         Route("/v1/chat/completions", partial(chat_completions, deps), methods=["POST"]),
         Route("/v1/completions", partial(completions, deps), methods=["POST"]),
@@ -78,10 +86,10 @@ def routes(deps: Deps) -> list[Route]:
 
 
 async def chat_completions(deps: Deps, request: Request) -> Response:
-    """One reply to a conversation."""
-    body = await read(request, ChatRequest, deps)
+    """Generate one reply to a conversation."""
+    body = await read_json(request, ChatRequest, deps)
     wire.check_supported(body)
-    chat = wire.to_chat(body, images=takes_images(deps))
+    chat = wire.to_chat(body, images=accepts_images(deps))
     fields = _fields(deps, request, body) | {
         "tools": tuple(chat.tools) if wire.wants_tool_calls(body) else None,
         "parallel_tools": body.parallel_tool_calls is not False,
@@ -100,8 +108,8 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
 
 
 async def completions(deps: Deps, request: Request) -> Response:
-    """The continuation of a text, or of token ids as they are."""
-    body = await read(request, TextRequest, deps)
+    """Continue a text, or token ids as they are."""
+    body = await read_json(request, TextRequest, deps)
     wire.check_supported(body)
     given = wire.read_prompt(body)
     fields = _fields(deps, request, body) | {
@@ -125,9 +133,9 @@ async def completions(deps: Deps, request: Request) -> Response:
 
 
 def _fields(deps: Deps, request: Request, body: Generation) -> dict[str, Any]:
-    serving(deps)
+    require_model(deps)
     return {
-        "id": request_id(request),
+        "id": get_request_id(request),
         "sampling": wire.to_sampling(body),
         "stop": wire.read_stop_strings(body),
         "session": read_session_label(request.headers, prompt_cache_key=body.prompt_cache_key),
@@ -143,12 +151,12 @@ async def _answer(
     endpoint: Endpoint,
     make_job: Callable[[], Awaitable[Job]],
 ) -> Response:
-    id = request_id(request).replace("req_", endpoint.id_prefix)
-    model = body.model or serving(deps).id
+    id = get_request_id(request).replace("req_", endpoint.id_prefix)
+    model = body.model or require_model(deps).id
 
     async def begin() -> tuple[Stream, bool]:
         job = await make_job()
-        stream, _ = await start(deps, job)
+        stream, _ = await start_stream(deps, job)
         return stream, job.top_logprobs is not None
 
     async def whole() -> dict[str, Any]:
@@ -157,32 +165,34 @@ async def _answer(
             envelope = Envelope(id, model, endpoint.object)
             return endpoint.whole(await gather_reply(stream), envelope, logprobs=logprobs)
         finally:
-            await close(stream)
+            await close_stream(stream)
 
     if not body.stream:
         return json_response(await while_connected(request, whole()))
     stream, logprobs = await while_connected(request, begin())
-    pulse = Pulse()
+    progress = ReplyProgress()
     chunks = endpoint.chunks(
         Envelope(id, model, endpoint.chunk_object),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         logprobs=logprobs,
     )
-    events = _events(stream, chunks, pulse)
-    return EventStream(stream, events, deps.settings, ping=pulse.ping, on_error=_late_error)
+    events = _events(stream, chunks, progress)
+    return EventStream(
+        stream, events, deps.settings, ping=progress.to_comment, on_error=_late_error
+    )
 
 
-async def _events(stream: Stream, chunks: Chunks, pulse: Pulse) -> Events:
+async def _events(stream: Stream, chunks: Chunks, progress: ReplyProgress) -> Events:
     for chunk in chunks.begin():
-        yield event(chunk)
+        yield make_event(chunk)
     async for item in stream:
-        pulse.see(item)
+        progress.update(item)
         for chunk in chunks.feed(item):
-            yield event(chunk)
+            yield make_event(chunk)
     for chunk in chunks.end():
-        yield event(chunk)
-    yield raw_event("[DONE]")
+        yield make_event(chunk)
+    yield make_raw_event("[DONE]")
 
 
 def _late_error(error: Exception) -> Any:
-    return event(openai_error(error))
+    return make_event(build_openai_error(error))

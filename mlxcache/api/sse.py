@@ -1,4 +1,4 @@
-"""A reply as server-sent events: pings, stalled readers, clients that leave, late errors.
+"""Replies as server-sent events: pings, stalled readers, disconnects, errors after the start.
 
 Built on sse-starlette's EventSourceResponse, which sends, pings and listens for a disconnect.
 """
@@ -27,75 +27,74 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Events = AsyncGenerator[ServerSentEvent, None]
-SHUTDOWN_GRACE = 2.0
-"""Seconds that a stream has for its farewell when the server stops."""
-
+SHUTDOWN_GRACE_S = 2.0
+"""Time for a stream's last events when the server stops."""
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""Unicode's line ends, at which lenient clients break lines too, as JSON escapes."""
+"""Unicode line ends as JSON escapes: some clients break lines at them."""
 
 
-def event(data: Any, *, name: str | None = None) -> ServerSentEvent:
-    """An event whose data is `data` as JSON, on one line; `name` is its `event:` line."""
+def make_event(data: Any, *, name: str | None = None) -> ServerSentEvent:
+    """Encode `data` as JSON on one line; `name` becomes the `event:` line."""
     text = msgspec.json.encode(data).decode()
     if not text.isascii():
         text = text.translate(_LINE_ENDS)
     return ServerSentEvent(text, event=name, sep="\n")
 
 
-def raw_event(text: str) -> ServerSentEvent:
-    """An event whose data is `text` as it is, such as `[DONE]`."""
+def make_raw_event(text: str) -> ServerSentEvent:
+    """Make an event of `text` as it is, for example `[DONE]`."""
     return ServerSentEvent(text, sep="\n")
 
 
-def comment(text: str) -> ServerSentEvent:
-    """A line that clients skip and that keeps proxies from giving up."""
+def make_comment(text: str) -> ServerSentEvent:
+    """Make a comment: clients skip it, and proxies see that the connection is alive."""
     return ServerSentEvent(comment=text, sep="\n")
 
 
-class Pulse:
-    """How far a reply has come, for the comments that fill its silences."""
+class ReplyProgress:
+    """Progress of one reply, as comments for its silences."""
 
     def __init__(self) -> None:
-        self._words = "queued"
+        self._text = "queued"
 
-    def see(self, event: Event) -> None:
+    def update(self, event: Event) -> None:
         """Note one event of the stream."""
         match event:
             case Progress(done, total):
-                self._words = f"prefill {done}/{total}"
+                self._text = f"prefill {done}/{total}"
             case Admitted():
-                self._words = f"prefill {event.cached_tokens}/{event.prompt_tokens}"
+                self._text = f"prefill {event.cached_tokens}/{event.prompt_tokens}"
             case _:
-                self._words = "decode"
+                self._text = "decode"
 
-    def ping(self) -> ServerSentEvent:
-        """A comment such as `prefill 1024/18500`; done and total are in tokens."""
-        return comment(self._words)
+    def to_comment(self) -> ServerSentEvent:
+        """Make a comment: `queued`, `prefill DONE/TOTAL` in tokens, or `decode`."""
+        return make_comment(self._text)
 
 
-async def close(stream: Stream) -> None:
-    """Close `stream`, also while the task that asks for it is being cancelled."""
+async def close_stream(stream: Stream) -> None:
+    """Close `stream`, even while the calling task is being cancelled."""
     with anyio.CancelScope(shield=True):
         await stream.aclose()
 
 
-async def start(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
+async def start_stream(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
     """Submit `job` and wait for its admission, at most `queue_grace` seconds.
 
-    The second value is None if it still waits in the queue. The caller closes the stream; if
-    this raises (what `Engine.submit` raises) or is cancelled, it is closed already.
+    The second value is None if the job is still queued then. The caller closes the stream; it is
+    closed already if this is cancelled or raises. Raises what `Engine.submit` raises.
     """
     stream = await deps.engine.submit(job)
     try:
         return stream, await stream.admitted(deps.settings.queue_grace)
     except BaseException:
-        await close(stream)
+        await close_stream(stream)
         raise
 
 
 class EventStream(EventSourceResponse):
-    """A streamed reply that owns its engine stream: whatever happens, the stream is closed."""
+    """A streamed reply. It owns its engine stream and closes it however the response ends."""
 
     def __init__(
         self,
@@ -106,22 +105,22 @@ class EventStream(EventSourceResponse):
         ping: Callable[[], ServerSentEvent],
         on_error: Callable[[Exception], ServerSentEvent],
     ):
-        """`ping` makes what is sent in a silence, `on_error` the last event of a failed reply."""
+        """`ping` makes the event sent in a silence, `on_error` the last event of a failed reply."""
         self._stream = stream
         self.stopping = anyio.Event()
         super().__init__(
-            _guarded(events, on_error),
+            _with_errors(events, on_error),
             sep="\n",
-            # A little early, so that the silence including the send stays within the promise.
+            # Earlier than promised, so that the time to send it is covered too.
             ping=0.9 * settings.ping_seconds,
             ping_message_factory=ping,
             send_timeout=settings.send_timeout,
             shutdown_event=self.stopping,
-            shutdown_grace_period=SHUTDOWN_GRACE,
+            shutdown_grace_period=SHUTDOWN_GRACE_S,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it all; returns early if the client leaves or stalls."""
+        """Send all events; return early if the client disconnects or stalls."""
         watch = asyncio.ensure_future(self._close_on_shutdown())
         try:
             await super().__call__(scope, receive, send)
@@ -130,14 +129,14 @@ class EventStream(EventSourceResponse):
             log.warning("%s: cancelled, the client reads nothing", id)
         finally:
             watch.cancel()
-            await close(self._stream)
+            await close_stream(self._stream)
 
     async def _close_on_shutdown(self) -> None:
         await self.stopping.wait()
         await self._stream.aclose()
 
 
-async def _guarded(
+async def _with_errors(
     events: Events, on_error: Callable[[Exception], ServerSentEvent]
 ) -> AsyncIterator[ServerSentEvent]:
     async with aclosing(events):
@@ -145,8 +144,8 @@ async def _guarded(
             async for item in events:
                 yield item
         except MlxcacheError as error:
-            log.warning("a stream failed: %s", error)
+            log.warning("stream failed: %s", error)
             yield on_error(error)
         except Exception as error:
-            log.exception("a stream failed")
+            log.exception("stream failed")
             yield on_error(error)

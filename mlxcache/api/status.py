@@ -1,8 +1,7 @@
-"""What the server is and does: health, models, the cache's figures, recent requests."""
+"""Endpoints of the server's state: health, models, recent requests."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -12,17 +11,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlxcache.api.http import Deps, json_response, serving
+from mlxcache.api.http import Deps, json_response, read_number, require_model
 from mlxcache.engine.metrics import reuse_of
-from mlxcache.errors import BadRequest, NotFound
+from mlxcache.errors import NotFound
 from mlxcache.types import ModelInfo, RequestRecord
 
 TIMINGS = ("queue_s", "render_s", "match_s", "restore_s", "prefill_s", "first_token_s", "decode_s")
-"""The stages of a request, in order; one that it has not reached is null."""
+"""Stages of a request in order; null for one not reached yet."""
 
 
 def routes(deps: Deps) -> list[Route]:
-    """The routes that tell and change nothing."""
+    """Return the routes; all of them only read."""
     handlers = {
         "/health": health,
         "/v1/models": models,
@@ -31,7 +30,6 @@ def routes(deps: Deps) -> list[Route]:
         "/v1/api/v0/models": lm_studio_models,
         "/api/v0/models/{id:path}": lm_studio_model,
         "/v1/api/v0/models/{id:path}": lm_studio_model,
-        "/v1/cache": cache,
         "/v1/requests": requests,
         "/v1/requests/{id}": one_request,
     }
@@ -39,7 +37,7 @@ def routes(deps: Deps) -> list[Route]:
 
 
 async def health(deps: Deps, request: Request) -> Response:
-    """200 only when the model can serve. A thread that does not move is told, and not ended."""
+    """Return 200 only while the model can serve; a stalled MLX thread gives 503."""
     engine = deps.engine
     body: dict[str, Any] = {"status": engine.state, "stalled_s": round(engine.silent_s, 1)}
     if engine.state == "ready" and engine.info is not None:
@@ -54,12 +52,12 @@ async def health(deps: Deps, request: Request) -> Response:
 
 
 async def models(deps: Deps, request: Request) -> Response:
-    """The one model, in a list that both OpenAI's and Anthropic's clients read."""
-    info = serving(deps)
+    """List the one model, in a form for clients of OpenAI and of Anthropic."""
+    info = require_model(deps)
     return json_response(
         {
             "object": "list",
-            "data": [model_object(info)],
+            "data": [describe_model(info)],
             "has_more": False,
             "first_id": info.id,
             "last_id": info.id,
@@ -68,32 +66,35 @@ async def models(deps: Deps, request: Request) -> Response:
 
 
 async def model(deps: Deps, request: Request) -> Response:
-    """The one model, under whatever name it is asked for."""
-    return json_response(model_object(serving(deps), _name(request)))
+    """Describe the one model, under any name."""
+    return json_response(describe_model(require_model(deps), _name(request)))
 
 
 async def lm_studio_models(deps: Deps, request: Request) -> Response:
-    """The list in LM Studio's shape. Source: https://lmstudio.ai/docs/developer/rest/endpoints."""
-    return json_response({"object": "list", "data": [lm_studio_object(serving(deps))]})
+    """List the one model in LM Studio's form.
+
+    Source: https://lmstudio.ai/docs/developer/rest/endpoints.
+    """
+    return json_response({"object": "list", "data": [_lm_studio_object(require_model(deps))]})
 
 
 async def lm_studio_model(deps: Deps, request: Request) -> Response:
-    """The one model in LM Studio's shape, under whatever name it is asked for."""
-    return json_response(lm_studio_object(serving(deps), _name(request)))
+    """Describe the one model in LM Studio's form, under any name."""
+    return json_response(_lm_studio_object(require_model(deps), _name(request)))
 
 
 def _name(request: Request) -> str:
     name = str(request.path_params["id"])
     if not name:
-        raise NotFound("A model has a name.")
+        raise NotFound("The path ends in a model's name, and none was given.")
     return name
 
 
-def model_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
-    """A model as OpenAI, Anthropic (`type`, `display_name`) and local servers describe it.
+def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
+    """Build a model object with the fields of OpenAI, Anthropic and other local servers.
 
-    Lengths are in tokens: `max_context_length` is what the model was made for,
-    the other two are what requests are held to. `created` is in seconds since 1970.
+    Lengths are in tokens: `max_context_length` is the model's own limit, the other two are this
+    server's. `created` is in seconds since 1970.
     """
     return {
         "id": name or info.id,
@@ -108,8 +109,8 @@ def model_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
     }
 
 
-def lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
-    """A model as LM Studio describes it; what is not known is null."""
+def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
+    """Build a model object in LM Studio's form; unknown fields are null."""
     publisher, slash, _ = info.id.partition("/")
     return {
         "id": name or info.id,
@@ -125,31 +126,23 @@ def lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]
     }
 
 
-async def cache(deps: Deps, request: Request) -> Response:
-    """The engine's figures, which wait for the disk's."""
-    return json_response(await asyncio.to_thread(deps.engine.figures))
-
-
 async def requests(deps: Deps, request: Request) -> Response:
-    """Recent requests, newest first; `?limit=` of them, 100 unless told."""
-    text = request.query_params.get("limit", "100")
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise BadRequest("`limit` must be a whole number.", param="limit")
-    records = deps.engine.requests()[: int(text)]
-    return json_response({"object": "list", "data": [record_object(r) for r in records]})
+    """List recent requests, newest first: `?limit=` of them, 100 by default."""
+    records = deps.engine.requests()[: read_number(request, "limit", 100)]
+    return json_response({"object": "list", "data": [describe_request(r) for r in records]})
 
 
 async def one_request(deps: Deps, request: Request) -> Response:
-    """What one recent request did."""
+    """Show one recent request: its tokens, timings and why a prefix was not reused."""
     id = str(request.path_params["id"])
     record = await deps.engine.request(id)
     if record is None:
         raise NotFound(f"No recent request has the id {id!r}.")
-    return json_response(record_object(record))
+    return json_response(describe_request(record))
 
 
-def record_object(record: RequestRecord) -> Mapping[str, Any]:
-    """A record as the API shows it; times are in seconds, counts in tokens."""
+def describe_request(record: RequestRecord) -> Mapping[str, Any]:
+    """Build a request's object; times are in seconds, counts in tokens."""
     computed = record.cached_tokens or record.fed_tokens
     return {
         "id": record.id,
@@ -173,16 +166,16 @@ def record_object(record: RequestRecord) -> Mapping[str, Any]:
         "timing": {name: record.timing.get(name) for name in TIMINGS},
         "lost": record.lost,
         "joined": record.joined,
-        "progress": progress(record),
+        "progress": measure_progress(record),
     }
 
 
-def progress(record: RequestRecord, now: float | None = None) -> dict[str, Any] | None:
-    """The phase of a request, and how far it is in it; None once it is over.
+def measure_progress(record: RequestRecord, now: float | None = None) -> dict[str, Any] | None:
+    """Return the phase of a request and its progress in tokens, or None once it is over.
 
-    `done_tokens` of `total_tokens`: those of the prompt that the cache holds, in `decode` those
-    of the reply, whose number nobody knows. `tokens_per_s` is the reply's average so far, null
-    before its second token. `now`: seconds since 1970.
+    `done_tokens` of `total_tokens`: prompt tokens in the cache; in `decode` tokens of the reply,
+    whose total is unknown (null). `tokens_per_s` is the reply's average so far, null before its
+    second token. `now`: seconds since 1970.
     """
     if record.status not in ("queued", "prefill", "decode"):
         return None
@@ -200,7 +193,7 @@ def progress(record: RequestRecord, now: float | None = None) -> dict[str, Any] 
 
 
 def _speed(record: RequestRecord, now: float) -> float | None:
-    """Tokens per second since the first one, from the clock of the record's creation."""
+    """Return the reply's tokens per second since its first one."""
     timing = record.timing
     if "first_token_s" not in timing or record.generated_tokens < 2:
         return None

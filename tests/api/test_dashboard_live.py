@@ -13,7 +13,7 @@ import pytest
 
 from mlxcache.api import live
 from mlxcache.api.live import Feed
-from mlxcache.api.status import progress
+from mlxcache.api.status import measure_progress
 from mlxcache.types import RequestRecord
 from tests.api.conftest import FakeEngine
 
@@ -128,7 +128,7 @@ async def test_few_requests_are_told_of_and_all_that_run(engine: FakeEngine) -> 
     engine.records = [record(f"r{i}", "done") for i in range(500)] + [record("old", "decode")]
     async with watching(engine, "requests") as soon:
         _, body = await soon()
-        assert len(body["data"]) == live.RECENT + 1
+        assert len(body["data"]) == live.RECENT_REQUESTS + 1
         assert body["data"][-1]["id"] == "old"
 
 
@@ -143,7 +143,7 @@ async def test_over_http(engine: FakeEngine, client: httpx.AsyncClient) -> None:
 async def test_what_cannot_be_watched(client: httpx.AsyncClient, monkeypatch: Any) -> None:
     refused = await client.get("/v1/live?parts=cache,secrets")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "parts")
-    monkeypatch.setattr(live, "MOST_READERS", 0)
+    monkeypatch.setattr(live, "MAX_READERS", 0)
     full = await client.get("/v1/live")
     assert full.status_code == 429
     assert int(full.headers["retry-after"]) > 0
@@ -151,13 +151,13 @@ async def test_what_cannot_be_watched(client: httpx.AsyncClient, monkeypatch: An
 
 def test_how_far_a_request_is() -> None:
     one = record("a", prompt_tokens=10)
-    assert progress(one) == {
+    assert measure_progress(one) == {
         "phase": "queued", "done_tokens": 0, "total_tokens": 10, "tokens_per_s": None,
     }  # fmt: skip
     one.status, one.generated_tokens = "decode", 41
     one.timing = {"first_token_s": 3.0, "render_s": 1.0}
-    assert progress(one, now=one.created_at + 12.0) == {
+    assert measure_progress(one, now=one.created_at + 12.0) == {
         "phase": "decode", "done_tokens": 41, "total_tokens": None, "tokens_per_s": 4.0,
     }  # fmt: skip
     one.status = "cancelled"
-    assert progress(one) is None
+    assert measure_progress(one) is None

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from mlxcache.api import access, http
-from mlxcache.api.access import EACH_S, Keyring, Refusals
+from mlxcache.api.access import LOG_INTERVAL_S, Keyring, RefusalLog
 from mlxcache.api.http import ApiSettings
 from mlxcache.errors import Unauthorized
 from mlxcache.owner import OWNER, owner_of
@@ -40,7 +40,7 @@ class TestKeyring:
         for key in ("common", "a", "b" * 500, "wrong", ""):
             compared.clear()
             try:
-                ring.owner(Headers({"x-api-key": key}))
+                ring.find_owner(Headers({"x-api-key": key}))
             except Unauthorized:
                 assert key in ("wrong", "")
             assert len(compared) == 6
@@ -49,12 +49,12 @@ class TestKeyring:
     def test_the_key_says_who_the_owner_is(self) -> None:
         """The key that is everybody's is nobody's; of two keys the bearer's counts."""
         ring = Keyring("common", ("a", "b"))
-        assert ring.owner(Headers({"x-api-key": "common"})) is None
-        assert ring.owner(Headers({"authorization": "Bearer a"})) == owner_of("a")
+        assert ring.find_owner(Headers({"x-api-key": "common"})) is None
+        assert ring.find_owner(Headers({"authorization": "Bearer a"})) == owner_of("a")
         both = {"authorization": "Bearer a", "x-api-key": "b"}
-        assert ring.owner(Headers(both)) == owner_of("a")
+        assert ring.find_owner(Headers(both)) == owner_of("a")
         with pytest.raises(Unauthorized):
-            ring.owner(Headers({}))
+            ring.find_owner(Headers({}))
 
 
 class TestOwners:
@@ -180,13 +180,13 @@ class TestRefusals:
     def test_one_line_for_many_and_never_a_key(self, caplog: pytest.LogCaptureFixture) -> None:
         """Whoever tries keys must not fill the disk with lines."""
         now = 100.0
-        refusals = Refusals(lambda: now)
+        refusals = RefusalLog(lambda: now)
         for _ in range(50):
-            refusals.tell(self.request(), Unauthorized("The API key is missing or wrong."))
+            refusals.log_refusal(self.request(), Unauthorized("The API key is missing or wrong."))
         assert len(caplog.records) == 1
         assert "401 for 10.0.0.7" in caplog.text
-        now += EACH_S
-        refusals.tell(self.request("/v1/\nfake line"), Unauthorized("wrong"))
+        now += LOG_INTERVAL_S
+        refusals.log_refusal(self.request("/v1/\nfake line"), Unauthorized("wrong"))
         assert len(caplog.records) == 2
         assert "49 others" in caplog.text
         assert "\nfake line" not in caplog.text

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from mlxcache import errors
-from mlxcache.api.errors import SHAPES, anthropic_error, openai_error, shape_of
+from mlxcache.api.errors import SHAPES, build_anthropic_error, build_openai_error, find_shape
 from tests.api.conftest import FakeEngine
 
 CLASSES = [
@@ -44,10 +44,10 @@ def anthropic_shaped(response: httpx.Response) -> dict[str, Any]:
 @pytest.mark.parametrize("cls", CLASSES)
 def test_every_class_is_mapped_by_name(cls: type[errors.MlxcacheError]) -> None:
     assert cls in SHAPES
-    shape = shape_of(cls("It failed."))
+    shape = find_shape(cls("It failed."))
     assert 400 <= shape.status < 600
-    assert openai_error(cls("It failed."))["error"]["message"] == "It failed."
-    assert anthropic_error(cls("It failed."))["error"]["type"] == shape.anthropic
+    assert build_openai_error(cls("It failed."))["error"]["message"] == "It failed."
+    assert build_anthropic_error(cls("It failed."))["error"]["type"] == shape.anthropic
 
 
 def test_nothing_is_mapped_that_does_not_exist() -> None:
@@ -93,10 +93,10 @@ async def test_busy_says_when_to_come_again_in_whole_seconds(
 
 def test_a_prompt_that_does_not_fit_says_the_words_that_anthropics_clients_look_for() -> None:
     plain = errors.ContextLengthExceeded("9000 tokens > 8192 maximum")
-    assert anthropic_error(plain)["error"]["message"].startswith("prompt is too long: 9000")
+    assert build_anthropic_error(plain)["error"]["message"].startswith("prompt is too long: 9000")
     full = errors.ContextLengthExceeded("prompt is too long: 9 tokens > 8 maximum")
-    assert anthropic_error(full)["error"]["message"] == str(full)
-    assert openai_error(plain)["error"]["code"] == "context_length_exceeded"
+    assert build_anthropic_error(full)["error"]["message"] == str(full)
+    assert build_openai_error(plain)["error"]["code"] == "context_length_exceeded"
 
 
 async def test_unknown_paths_and_methods_have_the_shape_of_their_api(

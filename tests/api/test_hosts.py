@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from mlxcache.api.access import stranger
+from mlxcache.api.access import foreign_origin
 from mlxcache.api.http import ApiSettings
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -24,7 +24,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 )
 def test_names_of_this_machine_and_its_network(host: str) -> None:
     """Also from inside a container, and by a name that only the local network knows."""
-    assert stranger(Headers({"host": host})) is None
+    assert foreign_origin(Headers({"host": host})) is None
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_names_of_this_machine_and_its_network(host: str) -> None:
 )
 def test_a_name_that_anyone_can_point_here(host: str) -> None:
     """That is how a page would read the answers."""
-    assert stranger(Headers({"host": host})) == host
+    assert foreign_origin(Headers({"host": host})) == host
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_name_that_anyone_can_point_here(host: str) -> None:
 )
 def test_origins(origin: str, let_in: bool) -> None:
     """Pages of other origins can send a request without reading its answer: it would still run."""
-    found = stranger(Headers({"host": "127.0.0.1:8081", "origin": origin}))
+    found = foreign_origin(Headers({"host": "127.0.0.1:8081", "origin": origin}))
     assert found == (None if let_in else origin)
 
 
@@ -70,26 +70,26 @@ def test_origins(origin: str, let_in: bool) -> None:
 )
 def test_a_page_of_this_servers_own(host: str, origin: str) -> None:
     """The dashboard asks too."""
-    assert stranger(Headers({"host": host, "origin": origin})) is None
+    assert foreign_origin(Headers({"host": host, "origin": origin})) is None
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 def test_what_a_browser_says_of_a_request_without_an_origin(site: str) -> None:
     """An image, a script, a link: browsers name no origin for these."""
     headers = {"host": "127.0.0.1:8081", "sec-fetch-site": site, "sec-fetch-mode": "no-cors"}
-    assert stranger(Headers(headers)) == "a page of another site"
-    assert stranger(Headers(headers | {"origin": "https://a.example"})) == "https://a.example"
+    assert foreign_origin(Headers(headers)) == "a page of another site"
+    assert foreign_origin(Headers(headers | {"origin": "https://a.example"})) == "https://a.example"
     allowed = frozenset({"https://a.example"})
-    assert stranger(Headers(headers | {"origin": "https://a.example"}), allowed) is None
-    assert stranger(Headers(headers | {"origin": "https://b.example"}), allowed) is not None
+    assert foreign_origin(Headers(headers | {"origin": "https://a.example"}), allowed) is None
+    assert foreign_origin(Headers(headers | {"origin": "https://b.example"}), allowed) is not None
 
 
 @pytest.mark.parametrize("site", ["same-origin", "none"])
 def test_a_person_and_this_servers_own_page(site: str) -> None:
     """An address that was typed, and a page behind a proxy that changes Host."""
-    assert stranger(Headers({"host": "127.0.0.1:8081", "sec-fetch-site": site})) is None
+    assert foreign_origin(Headers({"host": "127.0.0.1:8081", "sec-fetch-site": site})) is None
     proxied = {"host": "127.0.0.1:8081", "origin": "https://m.example", "sec-fetch-site": site}
-    assert (stranger(Headers(proxied)) is None) == (site == "same-origin")
+    assert (foreign_origin(Headers(proxied)) is None) == (site == "same-origin")
 
 
 def test_a_name_that_was_rebound_is_refused_though_it_is_its_own_origin() -> None:
@@ -99,15 +99,15 @@ def test_a_name_that_was_rebound_is_refused_though_it_is_its_own_origin() -> Non
         "origin": "http://evil.example:8081",
         "sec-fetch-site": "same-origin",
     }
-    assert stranger(Headers(headers)) == "evil.example:8081"
+    assert foreign_origin(Headers(headers)) == "evil.example:8081"
 
 
 def test_a_link_may_lead_to_a_page_but_not_into_a_frame() -> None:
     """What is shown in a frame of another page can be clicked by accident."""
     link = {"host": "x", "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
-    assert stranger(Headers(link | {"sec-fetch-dest": "document"}), followed=True) is None
-    assert stranger(Headers(link | {"sec-fetch-dest": "document"})) is not None
-    assert stranger(Headers(link | {"sec-fetch-dest": "iframe"}), followed=True) is not None
+    assert foreign_origin(Headers(link | {"sec-fetch-dest": "document"}), linkable=True) is None
+    assert foreign_origin(Headers(link | {"sec-fetch-dest": "document"})) is not None
+    assert foreign_origin(Headers(link | {"sec-fetch-dest": "iframe"}), linkable=True) is not None
 
 
 @pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "https://evil.example"}])

@@ -8,7 +8,7 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
-from mlxcache.api.http import new_request_id, read_body
+from mlxcache.api.http import make_request_id, read_body
 from mlxcache.errors import TooLarge
 
 
@@ -59,7 +59,7 @@ async def test_a_client_that_goes_away_while_sending_is_gone() -> None:
 
 
 def test_request_ids_differ_and_have_their_shape() -> None:
-    first, second = new_request_id(), new_request_id()
+    first, second = make_request_id(), make_request_id()
     assert first != second
     assert first.startswith("req_")
     assert len(first) == 28

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlxcache.api import live, status
+from mlxcache.api import cache, live
 from mlxcache.api.http import ApiSettings, Deps
-from mlxcache.api.live import Feed, Live, LiveStream
+from mlxcache.api.live import Feed, LiveReaders, LiveStream
 from mlxcache.errors import TooMany
 from mlxcache.owner import OWNER
 from tests.api.conftest import FakeEngine
@@ -25,7 +25,7 @@ def owner() -> Iterator[None]:
     OWNER.reset(token)
 
 
-async def opened(watched: Live, deps: Deps) -> Any:
+async def opened(watched: LiveReaders, deps: Deps) -> Any:
     request: Any = SimpleNamespace(query_params={"parts": "server"})
     return await live.live(deps, watched, request)
 
@@ -34,8 +34,8 @@ async def test_streams_that_have_not_begun_count_and_another_owners_do_not(
     engine: FakeEngine, owner: None
 ) -> None:
     deps = Deps(engine, ApiSettings())  # type: ignore[arg-type]
-    watched = Live(deps)
-    streams = [await opened(watched, deps) for _ in range(live.MOST_READERS)]
+    watched = LiveReaders(deps)
+    streams = [await opened(watched, deps) for _ in range(live.MAX_READERS)]
     with pytest.raises(TooMany):
         await opened(watched, deps)
     OWNER.set("another")
@@ -63,7 +63,7 @@ async def test_a_disk_that_answers_nothing_holds_up_nobody(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither what else is told, nor any other request: the figures wait for it in a thread."""
-    monkeypatch.setattr(live, "FIRST_S", 0.01)
+    monkeypatch.setattr(live, "FIRST_FIGURES_S", 0.01)
     answers, plain = threading.Event(), engine.figures
 
     def figures() -> dict[str, Any]:
@@ -71,7 +71,7 @@ async def test_a_disk_that_answers_nothing_holds_up_nobody(
         return plain()
 
     monkeypatch.setattr(engine, "figures", figures)
-    asked = asyncio.create_task(status.cache(Deps(engine, ApiSettings()), None))  # type: ignore[arg-type]
+    asked = asyncio.create_task(cache.read_figures(Deps(engine, ApiSettings()), None))  # type: ignore[arg-type]
     watched = Feed(engine, None).watch(["server", "cache"])  # type: ignore[arg-type]
     part, _ = await asyncio.wait_for(anext(watched), 20)
     assert part == "server"

@@ -64,13 +64,13 @@ def test_the_newest_are_kept_within_both_limits(tmp_path):
     for round in range(2):
         recorder = Recorder(tmp_path, files=4, nbytes=100)
         for i in range(6):
-            recorder.keep(f"req_{round}{i}", "/v1/messages", b"x" * (10 if i < 5 else 70))
+            recorder.record(f"req_{round}{i}", "/v1/messages", b"x" * (10 if i < 5 else 70))
         recorder.close()
         kept = [path for path in files(tmp_path) if path.name != "notes.json"]
         assert sum(path.stat().st_size for path in kept) <= 100
         assert [path.stem[-2:] for path in kept] == [f"{round}{i}" for i in (2, 3, 4, 5)]
     recorder = Recorder(tmp_path, files=4, nbytes=100)
-    recorder.keep("req_ff", "/v1/messages", b"x" * 101)
+    recorder.record("req_ff", "/v1/messages", b"x" * 101)
     recorder.close()
     assert len(files(tmp_path)) == 5
     assert (tmp_path / "notes.json").read_text() == "mine"
@@ -82,7 +82,7 @@ def test_a_folder_that_goes_fails_no_request(tmp_path, caplog):
     recorder = Recorder(folder)
     folder.rmdir()
     for i in range(3):
-        recorder.keep(f"req_{i}", "/v1/messages", b"{}")
+        recorder.record(f"req_{i}", "/v1/messages", b"{}")
     recorder.close()
     assert caplog.text.count("not recorded") == 1
 

@@ -12,7 +12,14 @@ import pytest
 from sse_starlette.event import ServerSentEvent
 
 from mlxcache.api.http import ApiSettings, Deps
-from mlxcache.api.sse import EventStream, Pulse, comment, event, raw_event, start
+from mlxcache.api.sse import (
+    EventStream,
+    ReplyProgress,
+    make_comment,
+    make_event,
+    make_raw_event,
+    start_stream,
+)
 from mlxcache.errors import GenerationFailed
 from mlxcache.types import Admitted, Job, Progress, Prompt, Text, Thinking
 from tests.api.conftest import FakeEngine, FakeStream, reply, soon
@@ -29,14 +36,14 @@ def response(stream: FakeStream, settings: ApiSettings = SETTINGS) -> EventStrea
     async def events() -> AsyncGenerator[ServerSentEvent, None]:
         async for item in stream:
             if isinstance(item, Text):
-                yield raw_event(item.text)
+                yield make_raw_event(item.text)
 
     return EventStream(
         stream,  # type: ignore[arg-type]
         events(),
         settings,
-        ping=lambda: comment("ping"),
-        on_error=lambda error: raw_event(f"failed: {error}"),
+        ping=lambda: make_comment("ping"),
+        on_error=lambda error: make_raw_event(f"failed: {error}"),
     )
 
 
@@ -146,16 +153,16 @@ async def test_when_the_server_stops_the_engines_stream_is_ended(engine: FakeEng
 async def test_start_waits_for_admission_only_so_long(engine: FakeEngine) -> None:
     deps = Deps(engine, ApiSettings(queue_grace=0.05))  # type: ignore[arg-type]
     engine.cached_tokens = 2
-    _, admitted = await start(deps, JOB)
+    _, admitted = await start_stream(deps, JOB)
     assert admitted == Admitted(3, 2)
     engine.queue_s = 60.0
-    _, admitted = await asyncio.wait_for(start(deps, JOB), 2)
+    _, admitted = await asyncio.wait_for(start_stream(deps, JOB), 2)
     assert admitted is None
 
 
 async def test_start_closes_its_stream_when_it_is_cancelled(engine: FakeEngine) -> None:
     engine.queue_s = 60.0
-    task = asyncio.create_task(start(Deps(engine, ApiSettings()), JOB))  # type: ignore[arg-type]
+    task = asyncio.create_task(start_stream(Deps(engine, ApiSettings()), JOB))  # type: ignore[arg-type]
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -164,20 +171,20 @@ async def test_start_closes_its_stream_when_it_is_cancelled(engine: FakeEngine) 
 
 
 def test_a_pulse_tells_how_far_the_reply_is() -> None:
-    pulse = Pulse()
-    assert pulse.ping().encode() == b": queued\n\n"
+    progress = ReplyProgress()
+    assert progress.to_comment().encode() == b": queued\n\n"
     for seen, words in [
         (Admitted(18500, 512), b": prefill 512/18500\n\n"),
         (Progress(1024, 18500), b": prefill 1024/18500\n\n"),
         (Thinking("Hm"), b": decode\n\n"),
     ]:
-        pulse.see(seen)
-        assert pulse.ping().encode() == words
+        progress.update(seen)
+        assert progress.to_comment().encode() == words
 
 
 def test_events_are_one_line_of_json_each() -> None:
-    assert event({"a": "é\n"}).encode() == 'data: {"a":"é\\n"}\n\n'.encode()
+    assert make_event({"a": "é\n"}).encode() == 'data: {"a":"é\\n"}\n\n'.encode()
     ends = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
-    (line,) = event({"a": f"1{ends}2"}).encode().decode().splitlines()[:-1]
+    (line,) = make_event({"a": f"1{ends}2"}).encode().decode().splitlines()[:-1]
     assert json.loads(line.removeprefix("data: ")) == {"a": f"1{ends}2"}
-    assert event({}, name="ping").encode() == b"event: ping\ndata: {}\n\n"
+    assert make_event({}, name="ping").encode() == b"event: ping\ndata: {}\n\n"

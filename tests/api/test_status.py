@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 
-from mlxcache.api.status import record_object
+from mlxcache.api.status import describe_request
 from mlxcache.types import RequestRecord
 from tests.api.conftest import INFO, FakeEngine
 
@@ -151,9 +151,9 @@ def test_what_is_reused_is_not_said_before_it_is_known():
     """Of a request that waits, and of one that was refused."""
     for status in ("queued", "rejected"):
         record = RequestRecord("r", None, "chat", None, status, 0.0, 100)
-        assert record_object(record)["reuse"] is None
+        assert describe_request(record)["reuse"] is None
     record = RequestRecord("r", None, "chat", None, "prefill", 0.0, 100, 60)
-    assert record_object(record)["reuse"] == "warm"
+    assert describe_request(record)["reuse"] == "warm"
 
 
 async def test_requests_come_newest_first_and_as_many_as_asked_for(
