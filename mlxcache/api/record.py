@@ -62,7 +62,7 @@ class Recorder:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                log.warning("recording of requests failed: %s", error)
+                log.warning("request not recorded: %s", error)
             self._failing = True
 
     def _write(self, path: Path, body: bytes) -> None:
