@@ -1,5 +1,5 @@
-"""The whole server under random agents, faults and kills, and what must hold all the while.
+"""Soak test: real servers under random agents, faults and kills, with checks after each round.
 
-`bin/soak --minutes 60 --seed 1` runs it from a clone. A seed decides what the agents do and which
-faults come when (`plan`); how far each gets by then is the machine's affair.
+`bin/soak --minutes 60 --seed 1` runs it from a clone. A seed decides the steps of the agents and
+the faults with their times (`plan`); how far an agent gets by then depends on the machine.
 """

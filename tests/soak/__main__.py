@@ -17,17 +17,17 @@ from tests.soak.plan import FAMILIES
 from tests.soak.report import figures, table
 from tests.soak.run import Soak
 
-Minutes = Annotated[float, typer.Option(min=0.1, help="No round begins after so long.")]
-Seed = Annotated[int | None, typer.Option(help="Decides all; default: another each time.")]
+Minutes = Annotated[float, typer.Option(min=0.1, help="Start no round after this time.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the plan; default: random.")]
 Families = Annotated[
     list[str] | None,
-    typer.Option("--family", help="A kind of model; repeatable, they take turns."),
+    typer.Option("--family", help="A model family; repeatable, used in turn."),
 ]
-Seconds = Annotated[float, typer.Option(min=4.0, help="How long a round is, its checks apart.")]
-Agents = Annotated[int, typer.Option(min=1, help="Clients at once.")]
-Pause = Annotated[float, typer.Option(min=0.0, help="Seconds that each client waits in between.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the end.")]
-Folder = Annotated[Path | None, typer.Option(help="Where files go; default: a temporary folder.")]
+Seconds = Annotated[float, typer.Option(min=4.0, help="Duration of a round without its checks.")]
+Agents = Annotated[int, typer.Option(min=1, help="Number of concurrent clients.")]
+Pause = Annotated[float, typer.Option(min=0.0, help="Seconds between the steps of a client.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON at the end.")]
+Folder = Annotated[Path | None, typer.Option(help="Folder of all files; default: temporary.")]
 
 
 def soak(
@@ -41,9 +41,9 @@ def soak(
     as_json: AsJson = False,
     folder: Folder = None,
 ) -> None:
-    """Run servers under random agents, faults and kills, and check what must hold after each round.
+    """Run servers under random agents, faults and kills, and check them after each round.
 
-    Exit status 1 where something did not.
+    Exit status 1 after a violation.
     """
     seed = random.randrange(10**6) if seed is None else seed
     place = Path(tempfile.mkdtemp(prefix="mlxcache-soak-")) if folder is None else folder
@@ -52,15 +52,15 @@ def soak(
         place, seed, tuple(family or FAMILIES), lambda line: print(line, file=output, flush=True),
         agents=agents, pause=pause,
     )  # fmt: skip
-    run.ledger.say(f"seed {seed}, in {place}")
+    run.ledger.print_line(f"seed {seed}, in {place}")
     try:
         run.run(minutes, seconds)
     except NotStarted as error:
-        run.ledger.violation("start", str(error))
+        run.ledger.add_violation("start", str(error))
     found = figures(run)
     print(json.dumps(found, indent=1) if as_json else table(found))
     if run.ledger.violations:
-        print("\n".join(run.ledger.violations), f"left for a look: {place}", sep="\n", file=output)
+        print("\n".join(run.ledger.violations), f"files kept in {place}", sep="\n", file=output)
         sys.exit(1)
     if folder is None:
         shutil.rmtree(place)

@@ -1,4 +1,4 @@
-"""A random agent: conversations that go on, branch, are left, asked twice, forked and moved."""
+"""A random agent: a client with several conversations, and the judgement of each reply."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from mlxcache.bench.text import Filler
 from mlxcache.engine.admission import WORTH_BESIDE
-from tests.soak.ledger import Ledger, Sessions
+from tests.soak.ledger import Ledger, SessionTracker
 from tests.soak.plan import Step
-from tests.soak.server import Life
-from tests.soak.wire import Asked, Leave, Outcome, ask, call
+from tests.soak.server import SoakServer
+from tests.soak.wire import Disconnect, Outcome, Request, ask, call
 
-MOST_TALKS, MOST_MESSAGES = 5, 14
+MAX_CONVERSATIONS, MAX_MESSAGES = 5, 14
 SYSTEM_TOKENS, FIRST_TOKENS, TURN_TOKENS = 120, (60, 1000), (8, 240)
 REPLY_TOKENS = (4, 48)
 CONTROL = ("<|im_end|>", "<|im_start|>system\n", "<|endoftext|>", "<tool_call>")
@@ -24,185 +24,251 @@ SLICED = ("llama", "gemma3")
 """Families whose KV can be cut at any token, so that all of a conversation is reused."""
 
 CHARS = 2
-"""A token of the tiny models' has more characters than so, on average."""
+"""Lower bound of the mean characters per token of the tiny models."""
 
 FROM_DISK = WORTH_BESIDE + 64
-"""Tokens that may be computed again though they are there: so few are not looked up on disk."""
+"""Tokens that may be computed again though they are on disk: so few are not restored."""
 
-COSTS = {"nan", "malloc", "full", "locked", "slow", "damage", "remove", "index", "clear", "hang"}
-"""Faults after which what was computed may have to be computed again."""
+COSTLY_FAULTS = {
+    "nan",
+    "malloc",
+    "full",
+    "locked",
+    "slow",
+    "damage",
+    "remove",
+    "index",
+    "clear",
+    "hang",
+}
+"""Faults after which computed tokens may be computed again."""
+
+WHOLE_PROMPT = 1 << 30
+"""More tokens than any prompt has: stands for all tokens of a prompt of unknown length."""
 
 
 class Servers(Protocol):
-    """Which servers an agent may ask now."""
+    """The servers that agents may use at the moment."""
 
-    def pick(self, share: float) -> Life | None:
-        """One of them, or None while there is none."""
+    def pick(self, share: float) -> SoakServer | None:
+        """Pick a server by a random number from 0 to 1; None while there is none."""
         ...
 
 
 @dataclass(slots=True)
-class Talk:
-    """A conversation, and which server computed so many tokens of it last."""
+class Conversation:
+    """One conversation of an agent.
+
+    `sent`: messages made so far. `server`: the one that computed `computed` tokens of it last, of
+    which `prompt` were the prompt; None if unknown.
+    """
 
     label: str
     messages: list[dict[str, Any]]
-    said: int = 0
-    life: Life | None = None
+    sent: int = 0
+    server: SoakServer | None = None
     prompt: int = 0
     computed: int = 0
 
+    def count_message(self) -> None:
+        """Count a message made for this conversation."""
+        self.sent += 1
+
+    def drop_reply(self) -> None:
+        """Drop the last reply; the prompt before it is still computed but for its last token."""
+        self.messages.pop()
+        self.computed = self.prompt - 1
+
+    def replace_last(self, message: dict[str, Any]) -> None:
+        """Replace the last message."""
+        self.messages[-1] = message
+        self.computed %= WHOLE_PROMPT
+
+    def replace_from(self, place: int, message: dict[str, Any]) -> None:
+        """Replace the message at `place` and drop those after it."""
+        self.messages[place:] = [message]
+        self.computed = 0
+
+    def add_reply(self, server: SoakServer, out: Outcome) -> None:
+        """Add a complete reply of a server."""
+        self.messages.append({"role": "assistant", "content": out.text})
+        self.prompt = out.prompt
+        self.set_computed(server, out.prompt + len(out.text) - 1)
+
+    def set_computed(self, server: SoakServer, tokens: int) -> None:
+        """Note that a server has computed so many tokens of this conversation."""
+        self.server, self.computed = server, tokens
+
+    def forget_computed(self) -> None:
+        """Note that the computed tokens are unknown."""
+        self.server = None
+
 
 class Agent:
-    """One client. `over` ends its work; it never raises but for errors of its own."""
+    """One client with several conversations. `sessions` tracks the sessions of its folder."""
 
     def __init__(
-        self, name: str, filler: Filler, steps: Iterator[Step], ledger: Ledger, sessions: Sessions
+        self,
+        name: str,
+        filler: Filler,
+        steps: Iterator[Step],
+        ledger: Ledger,
+        sessions: SessionTracker,
     ):
         self.name = name
         self.filler = filler
         self.ledger = ledger
         self.sessions = sessions
-        self.talks: list[Talk] = []
+        self.conversations: list[Conversation] = []
         self._steps = steps
         self._made = 0
 
     def work(self, servers: Servers, over: threading.Event, pause: float) -> None:
-        """Do one thing after another until it is over."""
+        """Do one step after another, `pause` seconds apart, until `over` is set."""
         from tests.soak import steps
 
         while not over.wait(pause):
-            life = servers.pick((step := next(self._steps)).server)
-            if life is None:
+            server = servers.pick((step := next(self._steps)).server)
+            if server is None:
                 time.sleep(0.1)
                 continue
-            doing: Callable[[Agent, Life, Step], None] = getattr(steps, step.kind)
-            doing(self, life, step)
+            doing: Callable[[Agent, SoakServer, Step], None] = getattr(steps, step.kind)
+            doing(self, server, step)
 
     # -- conversations -----------------------------------------------------------------------
 
-    def talk(self, step: Step, *, fresh: bool = False) -> Talk:
-        """One that goes on, or a new one."""
-        if fresh or not self.talks or step.talk < 1 / (1 + MOST_TALKS):
+    def pick_conversation(self, step: Step, *, fresh: bool = False) -> Conversation:
+        """Pick an existing conversation, or begin a new one."""
+        if fresh or not self.conversations or step.conversation < 1 / (1 + MAX_CONVERSATIONS):
             return self._begin(step)
-        found = self.talks[int(step.talk * len(self.talks))]
-        if len(found.messages) >= MOST_MESSAGES:
-            self.talks.remove(found)
+        found = self.conversations[int(step.conversation * len(self.conversations))]
+        if len(found.messages) >= MAX_MESSAGES:
+            self.conversations.remove(found)
             return self._begin(step)
         return found
 
-    def _begin(self, step: Step) -> Talk:
-        if len(self.talks) >= MOST_TALKS:
-            self.talks.pop(0)
+    def _begin(self, step: Step) -> Conversation:
+        if len(self.conversations) >= MAX_CONVERSATIONS:
+            self.conversations.pop(0)
         self._made += 1
-        talk = Talk(f"{self.name}-{self._made}", [])
+        conversation = Conversation(f"{self.name}-{self._made}", [])
         if step.shape < 0.6:  # one of three that all agents share
             text = self.filler.text(SYSTEM_TOKENS, f"system {int(step.shape * 5)}")
-            talk.messages.append({"role": "system", "content": text})
-        talk.messages.append(self.user(talk, step, FIRST_TOKENS))
-        self.talks.append(talk)
-        return talk
+            conversation.messages.append({"role": "system", "content": text})
+        conversation.messages.append(self.make_message(conversation, step, FIRST_TOKENS))
+        self.conversations.append(conversation)
+        return conversation
 
-    def user(self, talk: Talk, step: Step, bounds: tuple[int, int]) -> dict[str, Any]:
-        """A message of a person; now and then there is something like a control token in it."""
-        talk.said += 1
+    def make_message(
+        self, conversation: Conversation, step: Step, bounds: tuple[int, int]
+    ) -> dict[str, Any]:
+        """Make a user message of random length; some contain the text of a control token."""
+        conversation.count_message()
         tokens = bounds[0] + int(step.size**2 * (bounds[1] - bounds[0]))
-        text = self.filler.text(tokens, f"{talk.label}/{talk.said}")
+        text = self.filler.text(tokens, f"{conversation.label}/{conversation.sent}")
         if step.odd < 0.15:
             cut = int(len(text) * step.moment)
             mark = CONTROL[int(step.odd / 0.15 * len(CONTROL))]
             text = text[:cut] + mark + text[cut:]
         return {"role": "user", "content": text}
 
-    def asked(self, talk: Talk, step: Step) -> Asked:
-        """What to ask next of a conversation that ends with a person's message."""
+    def next_request(self, conversation: Conversation, step: Step) -> Request:
+        """Make the next request of a conversation that ends with a user message."""
         few, many = REPLY_TOKENS
-        return Asked(
-            messages=tuple(talk.messages),
+        return Request(
+            messages=tuple(conversation.messages),
             tokens=few + int(step.shape * (many - few)),
-            label=talk.label,
+            label=conversation.label,
             api="messages" if step.odd > 0.7 else "chat",
             stream=step.moment < 0.8,
         )
 
     # -- requests ----------------------------------------------------------------------------
 
-    def request(self, life: Life, asked: Asked, leave: Leave | None = None) -> Outcome:
-        """Send one and judge what came."""
-        out = ask(life.port, asked, leave)
+    def send(
+        self, server: SoakServer, request: Request, disconnect: Disconnect | None = None
+    ) -> Outcome:
+        """Send a request, and count and check its outcome."""
+        out = ask(server.port, request, disconnect)
         self.ledger.count(self.ledger.requests, "all")
-        if not out.whole:
-            self.ledger.fed(sum(len(one["content"]) for one in asked.messages) // CHARS)
-        if out.whole:
-            self._whole(life, asked, out)
-        elif out.left:
+        if not out.complete:
+            self.ledger.add_computed(sum(len(one["content"]) for one in request.messages) // CHARS)
+        if out.complete:
+            self._check_reply(server, request, out)
+        elif out.disconnected:
             self.ledger.count(self.ledger.requests, "left")
         else:
-            self._failed(life, asked, out)
+            self._check_failure(server, request, out)
         return out
 
-    def _whole(self, life: Life, asked: Asked, out: Outcome) -> None:
+    def _check_reply(self, server: SoakServer, request: Request, out: Outcome) -> None:
         self.ledger.count(self.ledger.requests, "answered")
         if not 0 <= out.cached < out.prompt:
-            words = f"{out.request}: {out.cached} of {out.prompt} tokens were cached"
-            self.ledger.violation("counts", words)
-        if len(out.text) < asked.tokens:
+            words = f"{out.request_id}: {out.cached} of {out.prompt} tokens were cached"
+            self.ledger.add_violation("counts", words)
+        if len(out.text) < request.tokens:
             self.ledger.count(self.ledger.requests, "cut by the budget")
-        self.ledger.answered(life.family, asked, out)
+        self.ledger.add_reply(server.family, request, out)
 
-    def _failed(self, life: Life, asked: Asked, out: Outcome) -> None:
+    def _check_failure(self, server: SoakServer, request: Request, out: Outcome) -> None:
         kind = "refused" if out.status else "broken off"
         self.ledger.count(self.ledger.requests, kind)
         if "no numbers" in out.error:
-            self.sessions.forget(f"{self.name}-")
-        words = f"{life.name}, {asked.label}: {out.status} {out.error} after {out.seconds:.1f} s"
-        if out.hang:
-            self.ledger.violation("hang", words)
-        elif not life.permits(out):
-            self.ledger.violation("error", words)
+            self.sessions.forget_durable(f"{self.name}-")
+        words = (
+            f"{server.name}, {request.label}: {out.status} {out.error} after {out.seconds:.1f} s"
+        )
+        if out.timed_out:
+            self.ledger.add_violation("hang", words)
+        elif not server.permits(out):
+            self.ledger.add_violation("error", words)
 
-    def say(self, life: Life, talk: Talk, step: Step, leave: Leave | None = None) -> Outcome:
-        """Ask for the next reply of a conversation and keep it."""
-        expected = self._expected(life, talk)
-        out = self.request(life, self.asked(talk, step), leave)
-        if not out.whole:
-            talk.life = None
+    def take_turn(self, server: SoakServer, conversation: Conversation, step: Step) -> Outcome:
+        """Send the next turn of a conversation, check its cached tokens, and add the reply."""
+        expected = self._expected(server, conversation)
+        out = self.send(server, self.next_request(conversation, step))
+        if not out.complete:
+            conversation.forget_computed()
             return out
         expected = min(expected, out.prompt - 1)
-        if out.cached < expected - FROM_DISK and not life.upset & COSTS:
+        if out.cached < expected - FROM_DISK and not server.injected & COSTLY_FAULTS:
             words = (
-                f"{life.name}, {talk.label}: {out.cached} of {out.prompt} tokens were cached, "
-                f"where {expected} had been computed ({out.request})"
+                f"{server.name}, {conversation.label}: {out.cached} of {out.prompt} tokens were "
+                f"cached, though {expected} had been computed ({out.request_id})"
             )
-            self.ledger.violation("work lost", words)
-        talk.messages.append({"role": "assistant", "content": out.text})
-        talk.life, talk.prompt = life, out.prompt
-        talk.computed = out.prompt + len(out.text) - 1
+            self.ledger.add_violation("work lost", words)
+        conversation.add_reply(server, out)
         return out
 
-    def _expected(self, life: Life, talk: Talk) -> int:
-        """Tokens of this conversation that this very server has computed."""
-        return talk.computed if talk.life is life and life.family in SLICED else 0
+    def _expected(self, server: SoakServer, conversation: Conversation) -> int:
+        """Tokens of a conversation that `server` must have cached."""
+        known = conversation.server is server and server.family in SLICED
+        return conversation.computed if known else 0
 
     def call(
-        self, life: Life, method: str, path: str, body: Any = None, refused: tuple[int, ...] = ()
+        self,
+        server: SoakServer,
+        method: str,
+        path: str,
+        body: Any = None,
+        refused: tuple[int, ...] = (),
     ) -> Outcome:
-        """A request about sessions or the cache; those `refused` may be what is answered."""
+        """Send a request about sessions or the cache; statuses in `refused` are allowed."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        out = call(life.port, method, path, data)
+        out = call(server.port, method, path, data)
         self.ledger.count(self.ledger.requests, "about sessions")
-        fine = out.status in (200, 201, *refused) or life.permits(out)
+        fine = out.status in (200, 201, *refused) or server.permits(out)
         if not fine:
-            kind = "hang" if out.hang else "error"
-            words = f"{life.name}: {method} {path}: {out.status} {out.error}"
-            self.ledger.violation(kind, words)
+            kind = "hang" if out.timed_out else "error"
+            words = f"{server.name}: {method} {path}: {out.status} {out.error}"
+            self.ledger.add_violation(kind, words)
         return out
 
-    def session(self, life: Life, talk: Talk) -> dict[str, Any] | None:
-        """The session of a conversation, as a server lists it."""
-        out = self.call(life, "GET", "/v1/sessions?limit=60")
+    def find_session(self, server: SoakServer, conversation: Conversation) -> dict[str, Any] | None:
+        """Return the session of a conversation as `server` lists it; None if it is not listed."""
+        out = self.call(server, "GET", "/v1/sessions?limit=60")
         if out.status != 200:
             return None
         data: list[dict[str, Any]] = json.loads(out.body)["data"]
-        found = (one for one in data if talk.label in (one["label"], one["id"]))
+        found = (one for one in data if conversation.label in (one["label"], one["id"]))
         return next(found, None)

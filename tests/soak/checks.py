@@ -1,4 +1,4 @@
-"""What must hold once nothing runs: looked at from outside, by HTTP, files and the process."""
+"""Checks of idle servers from outside: by HTTP, by their files, and by their processes."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ import psutil
 from mlxcache.config.memory import read_footprint
 from tests.proofs import crash
 from tests.soak import wire
-from tests.soak.ledger import Ledger, Sample, Sessions
+from tests.soak.ledger import Ledger, Sample, SessionTracker
 from tests.soak.reference import Reference
-from tests.soak.server import ROOM, ROOM_SHARE, Life, Rest
+from tests.soak.server import SLACK_BYTES, SLACK_SHARE, IdleUsage, SoakServer
 
 REST_S = 120.0
-"""In which whatever runs or is being written must be over."""
+"""Timeout for running requests and pending writes to end."""
 
 RUNNING = ("queued", "prefill", "decode")
-LOOKED_AT, LOOKED_TOKENS = 14, 12_000
-"""Replies of each round that the reference looks at, and the tokens after which it is enough."""
+MAX_REPLIES, MAX_TOKENS = 14, 12_000
+"""Replies of a round to compare with the reference, and the prompt tokens to stop after."""
 
 KV_BYTES, LINEAR, SPARE_BYTES = 2048, 1.5, 32 << 20
-"""A token's KV in the tiny models, and how much more its files may take: states, and rounding."""
+"""Bytes of KV per token of the tiny models; factor and bytes allowed on disk beyond that."""
 
 MORE_FILES, MORE_THREADS = 40, 24
-"""By how many a server that has gone on for long may exceed what it had after its first round."""
+"""Allowed increase of file descriptors and threads after a server's first round."""
 
 MORE_BYTES, MORE_SHARE = 48 << 20, 0.15
-"""By how much memory at the end may exceed that at a quarter of the time."""
+"""Allowed increase of memory after a quarter of the time: the larger of the two."""
 
 
-def read(life: Life, path: str, ledger: Ledger) -> Any:
-    """The JSON at `path`, None where it is not to be had, which is a violation."""
-    out = wire.call(life.port, "GET", path)
+def get_json(server: SoakServer, path: str, ledger: Ledger) -> Any:
+    """Return the JSON at `path`; on failure record a violation and return None."""
+    out = wire.call(server.port, "GET", path)
     if out.status == 200:
         return json.loads(out.body)
-    kind = "hang" if out.hang else "error"
-    ledger.violation(kind, f"{life.name}: GET {path} at rest: {out.status} {out.error}")
+    kind = "hang" if out.timed_out else "error"
+    ledger.add_violation(kind, f"{server.name}: GET {path} at rest: {out.status} {out.error}")
     return None
 
 
-def at_rest(life: Life, ledger: Ledger) -> bool:
-    """Wait until nothing runs and nothing is to be written."""
+def wait_at_rest(server: SoakServer, ledger: Ledger) -> bool:
+    """Wait until no request runs and no write is pending; False after a timeout or an error."""
     end, running, pending, quiet = time.monotonic() + REST_S, [], 0, 0
     while time.monotonic() < end:
-        records = read(life, "/v1/requests?limit=1000", ledger)
-        cache = read(life, "/v1/cache", ledger)
+        records = get_json(server, "/v1/requests?limit=1000", ledger)
+        cache = get_json(server, "/v1/cache", ledger)
         if records is None or cache is None:
             return False
         running = [one for one in records["data"] if one["status"] in RUNNING]
@@ -60,146 +60,151 @@ def at_rest(life: Life, ledger: Ledger) -> bool:
         if quiet > 1:
             return True
         time.sleep(0.3)
-    ledger.violation("hang", f"{life.name}: {len(running)} requests run, {pending} bytes wait, "
-                     f"{REST_S:.0f} s after the last was asked: {running[:2]}")  # fmt: skip
+    words = (
+        f"{len(running)} requests run and {pending} bytes are pending "
+        f"{REST_S:.0f} s after the last request: {running[:2]}"
+    )
+    ledger.add_violation("hang", f"{server.name}: {words}")
     return False
 
 
-def counts(life: Life, ledger: Ledger) -> None:
-    """Each request: cached + fed = prompt, restored is a part of cached, at least one was fed."""
-    found = read(life, "/v1/requests?limit=1000", ledger)
+def check_counts(server: SoakServer, ledger: Ledger) -> None:
+    """Check each request: cached + fed = prompt, restored <= cached, at least one token fed."""
+    found = get_json(server, "/v1/requests?limit=1000", ledger)
     for one in found["data"] if found else ():
         prompt, cached, fed = one["prompt_tokens"], one["cached_tokens"], one["fed_tokens"]
         right = cached + fed == prompt if one["status"] == "done" else cached + fed <= prompt
         if not right or not 0 <= one["restored_tokens"] <= cached or cached >= max(1, prompt):
-            ledger.violation("counts", f"{life.name}: {one}")
+            ledger.add_violation("counts", f"{server.name}: {one}")
 
 
-def budget(life: Life, ledger: Ledger) -> None:
-    """What was reserved and what was held at any moment, and what the process took."""
-    found = read(life, "/v1/cache", ledger)
-    figures = life.figures
+def check_budget(server: SoakServer, ledger: Ledger) -> None:
+    """Check the peaks of the memory budget, and of the process."""
+    found = get_json(server, "/v1/cache", ledger)
+    figures = server.figures
     if found is None:
         return
     limit = found["ram"]["limit_bytes"]
     most = max(figures.taken, figures.high_water, found["ram"]["high_water_bytes"])
     if most > limit:
-        ledger.violation("budget", f"{life.name}: {most} bytes of {limit} were taken")
-    if life.figures.looks:
-        took_too_much(life, ledger)
+        ledger.add_violation("budget", f"{server.name}: {most} bytes of {limit} were taken")
+    if server.figures.polls:
+        check_overshoot(server, ledger)
 
 
-def took_too_much(life: Life, ledger: Ledger) -> None:
-    """What the process took, as the operating system counts it, 20 times a second."""
-    over = life.overshoot()
+def check_overshoot(server: SoakServer, ledger: Ledger) -> None:
+    """Check the peak memory of the process, sampled 20 times a second from the system."""
+    over = server.overshoot()
     ledger.overshoots.append(over)
-    if over.nbytes > max(ROOM, ROOM_SHARE * over.nbytes / over.share if over.share > 0 else 0):
-        words = f"{over.of} took {over.nbytes} bytes more than weights, budget and its own"
-        ledger.violation("overshoot", words)
+    if over.nbytes > max(
+        SLACK_BYTES, SLACK_SHARE * over.nbytes / over.share if over.share > 0 else 0
+    ):
+        words = f"{over.of} took {over.nbytes} bytes beyond weights, budget and its idle memory"
+        ledger.add_violation("overshoot", words)
 
 
-def kept(life: Life, sessions: Sessions, ledger: Ledger) -> None:
-    """No session is lost, and what was durable is."""
-    known = sessions.known()
-    found = read(life, "/v1/sessions?limit=100000", ledger)
+def check_sessions(server: SoakServer, sessions: SessionTracker, ledger: Ledger) -> None:
+    """Check that no session and no durable token is lost."""
+    known = sessions.expected()
+    found = get_json(server, "/v1/sessions?limit=100000", ledger)
     if found is None:
         return
     gone, short = sessions.missing(known, found["data"])
-    if gone or short:  # one listing is not one look at the table: only what stays so counts
+    if gone or short:  # a listing is not atomic: only what a second one confirms counts
         time.sleep(0.5)
-        again = read(life, "/v1/sessions?limit=100000", ledger)
+        again = get_json(server, "/v1/sessions?limit=100000", ledger)
         gone, short = sessions.missing(known, again["data"] if again else found["data"])
     for sentence in gone:
-        ledger.violation("session lost", f"{life.name}: {sentence}")
+        ledger.add_violation("session lost", f"{server.name}: {sentence}")
     for sentence in short:
-        ledger.violation("durable lost", f"{life.name}: {sentence}")
+        ledger.add_violation("durable lost", f"{server.name}: {sentence}")
     if gone or short:
-        sessions.clear()  # told once
+        sessions.clear()  # report each loss once
 
 
-def files(folder: Path, ledger: Ledger) -> None:
-    """The folder as another process sees it that opens it beside those that run."""
+def check_files(folder: Path, ledger: Ledger) -> None:
+    """Check the folder's files by opening its store in this process, beside running servers."""
     for sentence in crash.look(folder / "store", crash.Seen()):
-        ledger.violation("files", f"{folder.name}: {sentence}")
+        ledger.add_violation("files", f"{folder.name}: {sentence}")
 
 
-def clean(life: Life, ledger: Ledger) -> None:
-    """`cache check` finds nothing."""
-    found = read(life, "/v1/cache/check", ledger)
+def verify_files(server: SoakServer, ledger: Ledger) -> None:
+    """Check that the server's own check of its files finds no problem."""
+    found = get_json(server, "/v1/cache/check", ledger)
     for problem in found["data"] if found else ():
-        ledger.violation("files", f"{life.name}: {problem}")
+        ledger.add_violation("files", f"{server.name}: {problem}")
 
 
-def capped(life: Life, ledger: Ledger, limit: int) -> None:
-    """A folder under a small cap takes no more than that."""
-    if life.figures.disk > limit:
-        ledger.violation("disk", f"{life.name}: {life.figures.disk} bytes under {limit}")
+def check_disk_limit(server: SoakServer, ledger: Ledger, limit: int) -> None:
+    """Check the peak of the bytes on disk against `limit`."""
+    if server.figures.disk > limit:
+        ledger.add_violation("disk", f"{server.name}: {server.figures.disk} bytes under {limit}")
 
 
-def linear(life: Life, ledger: Ledger) -> None:
-    """The shared folder grows with the tokens that were computed, and not with turns."""
-    found = read(life, "/v1/cache", ledger)
+def check_growth(server: SoakServer, ledger: Ledger) -> None:
+    """Check that bytes on disk grow with the computed tokens, not with the turns."""
+    found = get_json(server, "/v1/cache", ledger)
     most = int(LINEAR * KV_BYTES * ledger.computed) + SPARE_BYTES
     if found and found["disk"]["used_bytes"] > most:
         words = f"{found['disk']['used_bytes']} bytes on disk for {ledger.computed} tokens"
-        ledger.violation("growth", f"{life.name}: {words}")
+        ledger.add_violation("growth", f"{server.name}: {words}")
 
 
-def rest(life: Life, began: float) -> Rest:
-    """What the process holds now."""
-    assert life.server is not None
-    process = psutil.Process(life.server.pid)
+def measure_idle(server: SoakServer, began: float) -> IdleUsage:
+    """Measure memory, files and threads of a server's process."""
+    assert server.process is not None
+    process = psutil.Process(server.process.pid)
     held = process.num_fds(), process.num_threads()
-    return Rest(time.monotonic() - began, read_footprint(life.server.pid), *held)
+    return IdleUsage(time.monotonic() - began, read_footprint(server.process.pid), *held)
 
 
-def at_a_quarter(rests: Sequence[Rest]) -> Rest:
-    """The first look from a quarter of the time on."""
+def first_after_quarter(rests: Sequence[IdleUsage]) -> IdleUsage:
+    """Return the first measurement after a quarter of the time."""
     return next(rest for rest in rests if rest.at >= rests[-1].at / 4)
 
 
-def leaks(name: str, rests: Sequence[Rest], ledger: Ledger) -> None:
-    """Nothing grows from a quarter of the time on, nor files and threads from the first round."""
+def check_leaks(name: str, rests: Sequence[IdleUsage], ledger: Ledger) -> None:
+    """Check that memory does not grow after a quarter, nor files and threads after a round."""
     if len(rests) < 3:
         return
     first, last = rests[0], rests[-1]
     if last.files > first.files + MORE_FILES:
-        ledger.violation("leak", f"{name}: {first.files} file descriptors became {last.files}")
+        ledger.add_violation("leak", f"{name}: {first.files} file descriptors became {last.files}")
     if last.threads > first.threads + MORE_THREADS:
-        ledger.violation("leak", f"{name}: {first.threads} threads became {last.threads}")
-    quarter = at_a_quarter(rests)
+        ledger.add_violation("leak", f"{name}: {first.threads} threads became {last.threads}")
+    quarter = first_after_quarter(rests)
     if last.nbytes > quarter.nbytes + max(MORE_BYTES, MORE_SHARE * quarter.nbytes):
-        ledger.violation("leak", f"{name}: {quarter.nbytes} bytes became {last.nbytes}")
+        ledger.add_violation("leak", f"{name}: {quarter.nbytes} bytes became {last.nbytes}")
 
 
-def tokens(
+def check_tokens(
     samples: Sequence[Sample],
     references: Mapping[str, Reference],
     rng: random.Random,
     ledger: Ledger,
 ) -> None:
-    """Some replies are what the model itself says, those before all that were given differently."""
+    """Compare replies with the reference: contradicting ones first, then a random choice."""
     same: defaultdict[tuple[str, str], list[Sample]] = defaultdict(list)
     for one in samples:
-        same[one.family, json.dumps(one.asked.messages)].append(one)
-    odd = [one for group in same.values() if _differ(group) for one in group]
+        same[one.family, json.dumps(one.request.messages)].append(one)
+    odd = [one for group in same.values() if contradict(group) for one in group]
     warm = [one for one in samples if one.out.cached]
-    chosen = rng.sample(warm, min(LOOKED_AT, len(warm)))
-    chosen += rng.sample(samples, min(LOOKED_AT // 3, len(samples)))
-    left = LOOKED_TOKENS
+    chosen = rng.sample(warm, min(MAX_REPLIES, len(warm)))
+    chosen += rng.sample(samples, min(MAX_REPLIES // 3, len(samples)))
+    left = MAX_TOKENS
     for one in [*odd, *chosen]:
         if left < 0:
             break
-        asked, out = one.asked, one.out
+        request, out = one.request, one.out
         left -= out.prompt
-        found = references[one.family].wrong(asked.messages, out.text, out.prompt)
-        ledger.checked += 1
+        found = references[one.family].check(request.messages, out.text, out.prompt)
+        ledger.add_checked()
         if found:
-            words = f"{one.family}, {asked.label}, {out.request}, {out.cached} cached: {found}"
-            ledger.violation("wrong tokens", words)
+            words = f"{one.family}, {request.label}, {out.request_id}, {out.cached} cached: {found}"
+            ledger.add_violation("wrong tokens", words)
 
 
-def _differ(group: Sequence[Sample]) -> bool:
-    """Whether one reply to the same messages is not the beginning of another."""
+def contradict(group: Sequence[Sample]) -> bool:
+    """Return True if one of the replies to the same messages is not a prefix of another."""
     longest = max((one.out.text for one in group), key=len)
     return not all(longest.startswith(one.out.text) for one in group)

@@ -1,4 +1,4 @@
-"""What is done to a server and to its files, at the moments that the plan names."""
+"""Injection of faults into a server and its files, at the times of the plan."""
 
 from __future__ import annotations
 
@@ -7,40 +7,41 @@ import random
 import shutil
 import signal
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.soak.ledger import Ledger
 from tests.soak.plan import Fault
-from tests.soak.server import Life
+from tests.soak.server import SoakServer
 
 
-def befall(life: Life, fault: Fault, ledger: Ledger, over: threading.Event) -> None:
-    """One fault, from its beginning to its end, or to the end of the round."""
-    if over.wait(fault.at) or life.ending or life.server is None:
+def inject(server: SoakServer, fault: Fault, ledger: Ledger, over: threading.Event) -> None:
+    """Inject one fault at its time and end it after its duration, or at the end of the round.
+
+    Blocks until then. `over`: set at the end of the round.
+    """
+    if over.wait(fault.at) or server.ending or server.process is None:
         return
     ledger.count(ledger.faults, fault.name)
     if fault.name == "stop":
-        life.upset.add("stop")
-        life.server.signal(signal.SIGSTOP)
+        server.note_fault("stop")
+        server.process.signal(signal.SIGSTOP)
         over.wait(fault.lasts)
-        life.server.signal(signal.SIGCONT)
+        server.process.signal(signal.SIGCONT)
         return
-    life.put(fault.name, fault.measure)
+    server.put(fault.name, fault.measure)
     if fault.lasts:
         over.wait(fault.lasts)
-        life.faults.end(fault.name)
+        server.faults.end(fault.name)
 
 
-def end_all(life: Life) -> None:
-    """No fault is on any more."""
-    for path in life.faults.folder.iterdir():
+def end_faults(server: SoakServer) -> None:
+    """End all faults of a server."""
+    for path in server.faults.folder.iterdir():
         path.unlink(missing_ok=True)
 
 
-def to_files(name: str, folder: Path, rng: random.Random, ledger: Ledger) -> None:
-    """Damage files of a store, or its index, or remove the folder."""
+def damage_folder(name: str, folder: Path, rng: random.Random, ledger: Ledger) -> None:
+    """Damage the files of a store (`damage`), its index (`index`), or `remove` the folder."""
     store = folder / "store"
     if not store.is_dir():
         return
@@ -58,7 +59,7 @@ def to_files(name: str, folder: Path, rng: random.Random, ledger: Ledger) -> Non
 
 
 def _damage(path: Path, rng: random.Random) -> None:
-    """A file loses its end, or some of its bytes are others, or it is gone."""
+    """Remove a file, truncate it, or overwrite some of its bytes."""
     how = rng.random()
     size = path.stat().st_size
     if how < 0.2:
@@ -70,13 +71,3 @@ def _damage(path: Path, rng: random.Random) -> None:
         with path.open("r+b") as file:
             file.seek(int(max(0, size - 64) * rng.random()))
             file.write(rng.randbytes(min(size, 64)))
-
-
-def within(seconds: float, done: Callable[[], bool]) -> bool:
-    """Whether something came true in time."""
-    end = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True

@@ -1,4 +1,4 @@
-"""What was seen and counted so far, of all servers and agents. Safe in any thread."""
+"""Counts, violations and known sessions of a run, of all servers and agents. Thread-safe."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.soak.wire import Asked, Outcome
+from tests.soak.wire import Outcome, Request
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A reply that the reference may look at."""
+    """A complete reply, for comparison with the reference."""
 
     family: str
-    asked: Asked
+    request: Request
     out: Outcome
 
 
 @dataclass(slots=True)
 class Overshoot:
-    """The most that a server took beyond weights, budget and what it took at its start."""
+    """Peak memory of a server beyond weights, budget and its idle process."""
 
     nbytes: int
     share: float
@@ -30,10 +30,13 @@ class Overshoot:
 
 
 class Ledger:
-    """`say` prints a line. Violations are told at once, by kind."""
+    """Counters and violations of a run; a violation is printed at once.
 
-    def __init__(self, say: Callable[[str], None]):
-        self.say = say
+    `print_line` prints one line.
+    """
+
+    def __init__(self, print_line: Callable[[str], None]):
+        self.print_line = print_line
         self.requests: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
@@ -43,61 +46,70 @@ class Ledger:
         self.overshoots: list[Overshoot] = []
         self.checked = 0
         self.computed = 0
-        """The most tokens that agents had computed since the shared folder was cleared."""
+        """Upper bound of the tokens computed since the shared folder was cleared."""
         self._samples: list[Sample] = []
         self._lock = threading.Lock()
 
-    def violation(self, kind: str, sentence: str) -> None:
-        """Something that must not be."""
+    def add_violation(self, kind: str, sentence: str) -> None:
+        """Record and print a violation; `kind` is counted."""
         with self._lock:
             self.kinds[kind] += 1
             self.violations.append(f"{kind}: {sentence}")
-        self.say(f"  VIOLATION {kind}: {sentence}")
+        self.print_line(f"  VIOLATION {kind}: {sentence}")
 
     def count(self, counter: Counter[str], name: str, by: int = 1) -> None:
-        """Count something."""
+        """Add `by` to a counter of this ledger."""
         with self._lock:
             counter[name] += by
 
-    def answered(self, family: str, asked: Asked, out: Outcome) -> None:
-        """A whole reply came."""
+    def add_reply(self, family: str, request: Request, out: Outcome) -> None:
+        """Record a complete reply."""
         with self._lock:
             self.tokens["prompt"] += out.prompt
             self.tokens["cached"] += out.cached
             self.tokens["generated"] += len(out.text)
-            self._samples.append(Sample(family, asked, out))
-        self.fed(out.prompt - out.cached + len(out.text))
+            self._samples.append(Sample(family, request, out))
+        self.add_computed(out.prompt - out.cached + len(out.text))
 
-    def fed(self, tokens: int) -> None:
-        """So many tokens may have been computed."""
+    def add_computed(self, tokens: int) -> None:
+        """Add tokens that may have been computed to the upper bound."""
         with self._lock:
             self.computed += tokens
 
-    def samples(self) -> list[Sample]:
-        """The replies since this was asked last."""
+    def reset_computed(self) -> None:
+        """Start the upper bound anew: all caches were cleared."""
+        with self._lock:
+            self.computed = 0
+
+    def add_checked(self) -> None:
+        """Count a reply that was compared with the reference."""
+        with self._lock:
+            self.checked += 1
+
+    def take_samples(self) -> list[Sample]:
+        """Return the replies recorded since the last call."""
         with self._lock:
             found, self._samples = self._samples, []
         return found
 
 
 @dataclass(slots=True)
-class Seen:
-    """A session: its names, and by turns the most tokens that were durable."""
+class KnownSession:
+    """Names of a session, and its largest durable tokens by number of turns."""
 
     labels: str
     durable: dict[int, int] = field(default_factory=dict)
 
 
-class Sessions:
-    """The sessions of one folder: by how many turns each had, the most tokens that were durable.
+class SessionTracker:
+    """Sessions of one folder that must still exist, with their durable tokens.
 
-    A turn may put a shorter conversation in the place of a longer one, so what was durable counts
-    for its own number of turns. A listing is not one look at the table, so what it says counts once
-    the next one says it too.
+    A turn may replace a longer conversation by a shorter one, so durable tokens are kept per number
+    of turns. A listing is not atomic, so a figure counts once the next listing confirms it.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, KnownSession] = {}
         self._last: dict[str, tuple[int, int]] = {}
         self._gone: set[str] = set()
         self.cleared = 0
@@ -108,12 +120,12 @@ class Sessions:
 
     @property
     def durable_tokens(self) -> int:
-        """All that must be there, in tokens."""
+        """Sum of the durable tokens that must exist."""
         with self._lock:
             return sum(max(seen.durable.values(), default=0) for seen in self._seen.values())
 
-    def take(self, listed: Sequence[Mapping[str, Any]], cleared: int = 0) -> None:
-        """Note what a server listed, asked when all had been cleared so many times."""
+    def observe(self, listed: Sequence[Mapping[str, Any]], cleared: int = 0) -> None:
+        """Record a listing, requested when the sessions had been cleared `cleared` times."""
         with self._lock:
             if cleared != self.cleared:
                 return
@@ -125,43 +137,43 @@ class Sessions:
                 self._last[id] = (turns, durable)
                 if before is not None and before[0] == turns:
                     labels = f"{one['label']} {one['name']} {one['title']}"
-                    seen = self._seen.setdefault(id, Seen(labels))
+                    seen = self._seen.setdefault(id, KnownSession(labels))
                     seen.durable[turns] = max(seen.durable.get(turns, 0), min(before[1], durable))
 
-    def again(self) -> None:
-        """What was said last, by servers that are gone, is not confirmed any more."""
+    def drop_unconfirmed(self) -> None:
+        """Forget figures listed once, by servers that no longer run."""
         with self._lock:
             self._last.clear()
 
     def remove(self, id: str) -> None:
-        """A session is being removed, on purpose."""
+        """Forget a session that is being removed on purpose."""
         with self._lock:
             self._gone.add(id)
             self._seen.pop(id, None)
 
-    def forget(self, words: str) -> None:
-        """What was durable of sessions with `words` in their names need not be there any more."""
+    def forget_durable(self, words: str) -> None:
+        """Forget the durable tokens of sessions with `words` in their names."""
         with self._lock:
             for id, seen in list(self._seen.items()):
                 if words in seen.labels:
                     self._seen[id].durable.clear()
 
     def clear(self) -> None:
-        """All are gone, on purpose; what was asked for before that counts no more."""
+        """Forget all sessions, cleared on purpose; listings requested before are ignored."""
         with self._lock:
             self.cleared += 1
             self._seen.clear()
             self._last.clear()
 
-    def known(self) -> dict[str, Seen]:
-        """What must be there now, whatever is seen later."""
+    def expected(self) -> dict[str, KnownSession]:
+        """Copy of the sessions that must exist now, by id."""
         with self._lock:
-            return {id: Seen(x.labels, dict(x.durable)) for id, x in self._seen.items()}
+            return {id: KnownSession(x.labels, dict(x.durable)) for id, x in self._seen.items()}
 
     def missing(
-        self, known: Mapping[str, Seen], listed: Sequence[Mapping[str, Any]]
+        self, known: Mapping[str, KnownSession], listed: Sequence[Mapping[str, Any]]
     ) -> tuple[list[str], list[str]]:
-        """Sessions that are gone, and tokens that are not durable any more, as sentences.
+        """Return sentences on missing sessions, and on sessions with fewer durable tokens.
 
         `listed` was asked for after `known`; what was removed since need not be there.
         """

@@ -1,23 +1,26 @@
-"""What happens in a run, drawn from its seed alone: rounds, faults, ends, and agents' steps."""
+"""Plan of a run, drawn from its seed alone: rounds, faults, ends, and steps of agents."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
+
+T = TypeVar("T")
 
 FAMILIES = ("llama", "gemma3", "qwen3_5")
 """Plain attention, sliding windows, recurrent layers."""
 
 Place = Literal["shared", "private", "wide"]
 End = Literal["kill", "term", "die"]
-Target = Literal["steady", "mortal"]
+Target = Literal["steady", "brief"]
 
 PLACES: tuple[Place, ...] = ("shared", "shared", "private", "shared", "shared", "wide")
-"""By turns. `shared`: a steady server and a mortal one on one folder, of which nothing may be lost.
-`private`: a folder whose files are damaged and removed, under a small cap. `wide`: much KV per
-token, so that a budget is filled that is large beside what a process takes for itself."""
+"""Kinds of rounds, in turn. `shared`: a steady server, which runs for the whole run, and a brief
+one, which runs for the round, share one folder that must lose nothing. `private`: the folder's
+files are damaged and removed, under a small disk limit. `wide`: a model with much KV per token, to
+fill a budget that is large compared with the process itself."""
 
 ENDS: tuple[End, ...] = ("kill", "term", "kill", "die", "kill")
 
@@ -31,28 +34,28 @@ LASTING: dict[str, tuple[float, float]] = {
     "clock": (3.0, 8.0),
     "stop": (1.0, 8.0),
 }
-"""Faults that begin and end, and the seconds that they last."""
+"""Faults that last, each with the range of its duration in seconds."""
 
 STOP_S = 60.0
-"""For how long a server is stopped now and then."""
+"""Duration of the occasional long stop of a server, in seconds."""
 
 COUNTED = ("malloc", "nan")
-"""Faults of the next forward passes."""
+"""Faults of a number of forward passes."""
 
 FILES = ("damage", "remove", "index")
-"""What is done to the files of a private folder: before the server starts, or beside it."""
+"""Faults of the files of a private folder, before the server starts or while it runs."""
 
 STEPS = {
     "turn": 30, "again": 8, "edit_last": 7, "edit_middle": 5, "leave": 14, "slow": 4, "twice": 6,
     "side": 4, "fork": 4, "pin": 3, "remove": 3, "snapshot": 3, "warm": 3, "wrong": 2, "look": 2,
     "fresh": 5,
 }  # fmt: skip
-"""What an agent does, and how often beside all else."""
+"""Kinds of steps of an agent, with their relative frequencies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: `at` and `lasts` in seconds, `measure` as `tests.faulty` reads it."""
+    """One fault. `at`, `lasts`: start and duration in seconds. `measure`: see `tests.faulty`."""
 
     name: str
     at: float
@@ -63,11 +66,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round: what the mortal server is started with, what happens to it, and how it ends.
+    """Plan of one round: flags of the brief server, faults, and its end.
 
-    `files`: what is done to its folder before it starts, and while it runs. `starting`: seconds
-    after which a server is killed while it starts, None where that is not done. `clear`: all that
-    is cached goes at its end.
+    `files`: faults of the folder, before the server starts and while it runs. `starting`: kill
+    another server so many seconds after its start, None for no kill. `clear`: clear the cache at
+    the end of the round.
     """
 
     number: int
@@ -88,23 +91,23 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that an agent does. The numbers, each from 0 to 1, are mapped to what there is."""
+    """One step of an agent: its kind, and random numbers from 0 to 1 that choose the details."""
 
     kind: str
     server: float
-    talk: float
+    conversation: float
     size: float
     moment: float
     odd: float
     shape: float
 
 
-def rounds(seed: int, families: tuple[str, ...], seconds: float) -> Iterator[Round]:
-    """Rounds without end."""
+def draw_rounds(seed: int, families: tuple[str, ...], seconds: float) -> Iterator[Round]:
+    """Yield the rounds of a seed, without end."""
     rng = random.Random(f"{seed} rounds")
     faults = _deck(rng, [*LASTING, *COUNTED])
-    files = _deck(rng, list(FILES))
-    ends = _deck(rng, list(ENDS))
+    files = _deck(rng, FILES)
+    ends = _deck(rng, ENDS)
     number = 0
     while True:
         place = PLACES[number % len(PLACES)]
@@ -123,7 +126,7 @@ def rounds(seed: int, families: tuple[str, ...], seconds: float) -> Iterator[Rou
             disk=rng.choice(("4MB", "8MB")) if small else "2GB" if place == "wide" else "8GB",
             concurrency=rng.choice((2, 4, 8)),
             chunk=rng.choice((64, 256, 2048)),
-            faults=(Fault("stop", 2.0, STOP_S, "mortal"),) if long else drawn,
+            faults=(Fault("stop", 2.0, STOP_S, "brief"),) if long else drawn,
             files=(next(files), next(files)) if small else (),
             end=next(ends),
             end_at=length - rng.uniform(0.0, 0.5) * seconds,
@@ -133,14 +136,14 @@ def rounds(seed: int, families: tuple[str, ...], seconds: float) -> Iterator[Rou
         number += 1
 
 
-def _deck(rng: random.Random, names: list[str]) -> Iterator[str]:
-    """Each of `names` once, in any order, and again."""
+def _deck(rng: random.Random, items: Sequence[T]) -> Iterator[T]:
+    """Yield `items` in random order, again and again; each pass has every item once."""
     while True:
-        yield from rng.sample(names, len(names))
+        yield from rng.sample(items, len(items))
 
 
 def _fault(rng: random.Random, name: str, place: Place, seconds: float) -> Fault:
-    on: Target = "mortal" if place != "shared" or rng.random() < 0.5 else "steady"
+    on: Target = "brief" if place != "shared" or rng.random() < 0.5 else "steady"
     at = rng.uniform(0.1, 0.6) * seconds
     if name in COUNTED:
         return Fault(name, at, 0.0, on, str(rng.choice((1, 1, 2, 4))))
@@ -149,8 +152,8 @@ def _fault(rng: random.Random, name: str, place: Place, seconds: float) -> Fault
     return Fault(name, at, lasts, on, measure)
 
 
-def steps(seed: int, agent: str) -> Iterator[Step]:
-    """What an agent does, without end."""
+def draw_steps(seed: int, agent: str) -> Iterator[Step]:
+    """Yield the steps of an agent, without end."""
     rng = random.Random(f"{seed} {agent}")
     kinds, weights = list(STEPS), list(STEPS.values())
     while True:

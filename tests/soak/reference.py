@@ -1,4 +1,4 @@
-"""What the model itself says: by mlx-lm, over a whole text at once, without a cache."""
+"""Reference for greedy replies: mlx-lm, over a whole text in one pass, without reuse."""
 
 from __future__ import annotations
 
@@ -16,33 +16,41 @@ from tokenizers import Tokenizer
 from mlxcache.model import demo
 
 TOLERANCE = 2e-3
-"""By how much of a logit a greedy token may fall short of the best one: float32 sums differ."""
+"""Allowed difference of a greedy token's logit from the largest: float32 sums differ."""
 
 
 class Reference:
-    """The model in `path`, one of the tiny ones whose template is ChatML's."""
+    """The tiny model in `path`, whose template is ChatML's."""
 
     def __init__(self, path: Path):
         self._model = load_model(path)[0]
         spec = (path / "tokenizer.json").read_text(encoding="utf-8")
         self._tokenizer = Tokenizer.from_str(spec)
         self._plain = Tokenizer.from_str(json.dumps(json.loads(spec) | {"added_tokens": []}))
-        ids = [self._tokenizer.token_to_id(mark) for mark in (demo.TURN_START, demo.TURN_END)]
-        self._start, self._end = ids
+        self.turn_start = self._control_id(demo.TURN_START)
+        self.turn_end = self._control_id(demo.TURN_END)
+
+    def _control_id(self, token: str) -> int:
+        found = self._tokenizer.token_to_id(token)
+        assert found is not None, f"{token} is not in the vocabulary"
+        return found
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids of a conversation, in which no text of a message is a control token."""
+        """Return the token ids of a conversation; text of messages is never a control token."""
         ids: list[int] = []
         for message in messages:
             text = f"{message['role']}\n{message['content']}"
-            ids += [self._start, *self._text(text), self._end, *self._text("\n")]
-        return [*ids, self._start, *self._text("assistant\n")]
+            ids += [self.turn_start, *self._text(text), self.turn_end, *self._text("\n")]
+        return [*ids, self.turn_start, *self._text("assistant\n")]
 
     def _text(self, text: str) -> list[int]:
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
-    def wrong(self, messages: Sequence[Mapping[str, Any]], reply: str, prompt: int) -> str | None:
-        """What is wrong with a greedy reply and the count of its prompt's tokens, as a sentence."""
+    def check(self, messages: Sequence[Mapping[str, Any]], reply: str, prompt: int) -> str | None:
+        """Check a greedy reply and its number of prompt tokens.
+
+        Returns a sentence on the first error, or None.
+        """
         ids, out = self.prompt(messages), self._text(reply)
         if len(ids) != prompt:
             return f"a prompt of {len(ids)} tokens was counted as {prompt}"
@@ -57,6 +65,6 @@ class Reference:
             return None
         at = int(parts[0])
         return (
-            f"token {at} of a reply to {len(ids)} tokens is not the likeliest, by {short[at]:.4f}, "
-            f"{len(parts)} of {len(out)} are not"
+            f"token {at} of a reply to {len(ids)} tokens is not the likeliest, by {short[at]:.4f}; "
+            f"so are {len(parts)} of {len(out)} tokens"
         )

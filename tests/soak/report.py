@@ -1,4 +1,4 @@
-"""What came of a run, as a table and as JSON."""
+"""Figures of a run, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import psutil
 
-from tests.soak.checks import at_a_quarter
+from tests.soak.checks import first_after_quarter
 from tests.soak.run import Soak
 
 LOSSES = {"sessions lost": "session lost", "wrong tokens": "wrong tokens", "hangs": "hang"}
 
 
 def figures(soak: Soak) -> dict[str, Any]:
-    """All figures of a run; bytes, seconds and counts."""
+    """Return all figures of a run, in bytes, seconds and counts."""
     ledger = soak.ledger
     worst = max(ledger.overshoots, key=lambda over: over.nbytes, default=None)
     return {
@@ -41,7 +41,7 @@ def figures(soak: Soak) -> dict[str, Any]:
 
 
 def _memory(rests: list[Any]) -> dict[str, Any]:
-    quarter, last = at_a_quarter(rests), rests[-1]
+    quarter, last = first_after_quarter(rests), rests[-1]
     return {
         "first_bytes": rests[0].nbytes,
         "quarter_bytes": quarter.nbytes,
@@ -54,7 +54,7 @@ def _memory(rests: list[Any]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures as lines of two columns."""
+    """Format the figures as lines of two columns."""
     lines: list[tuple[str, str]] = []
     for name, value in found.items():
         words = name.replace("_", " ")

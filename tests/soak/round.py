@@ -1,4 +1,4 @@
-"""One round: servers, agents and faults for some seconds, and then the checks."""
+"""One round of the soak: servers under agents and faults for some seconds, then the checks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mlxcache.bench.process import Lives, tail
 from mlxcache.config import parse_size
 from tests.soak import checks, faults, wire
 from tests.soak.agent import Agent
-from tests.soak.ledger import Ledger, Sessions
+from tests.soak.ledger import Ledger
 from tests.soak.plan import Round
-from tests.soak.server import START_S, Flags, Life, launch
+from tests.soak.server import START_S, Flags, SoakServer, launch
 
 if TYPE_CHECKING:
     from tests.soak.run import Soak
@@ -26,25 +26,25 @@ JOIN_S = 2 * wire.LONGEST_S
 
 
 class Servers:
-    """The servers of a round, of which each request goes to one."""
+    """The servers of a round. `ready`: set once the brief one has started."""
 
-    def __init__(self, steady: Life | None, mortal: Life):
+    def __init__(self, steady: SoakServer | None, brief: SoakServer):
         self.steady = steady
-        self.mortal = mortal
+        self.brief = brief
         self.ready = threading.Event()
 
-    def pick(self, share: float) -> Life | None:
-        """The mortal one half of the time, if it runs; in a round of its own always."""
-        mortal = self.mortal if self.ready.is_set() and not self.mortal.ending else None
-        return (mortal if share < 0.5 else self.steady) or self.steady or mortal
+    def pick(self, share: float) -> SoakServer | None:
+        """Pick the brief server for `share` < 0.5 if it runs, else the steady one, else either."""
+        brief = self.brief if self.ready.is_set() and not self.brief.ending else None
+        return (brief if share < 0.5 else self.steady) or self.steady or brief
 
-    def every(self) -> list[Life]:
-        """Both."""
-        return [life for life in (self.steady, self.mortal) if life is not None]
+    def every(self) -> list[SoakServer]:
+        """All servers of the round."""
+        return [server for server in (self.steady, self.brief) if server is not None]
 
 
 class RoundRun:
-    """What a round is made of, begun by `run`."""
+    """Execution of one planned round; `run` does all of it."""
 
     def __init__(self, soak: Soak, round_: Round):
         self.soak, self.round, self.ledger = soak, round_, soak.ledger
@@ -52,19 +52,19 @@ class RoundRun:
         family = "wide" if round_.place == "wide" else round_.family
         names = {"shared": "shared", "private": f"private-{family}", "wide": "wide"}
         self.folder: Path = soak.folder / names[round_.place]
-        self.sessions = soak.shared if self.shared else Sessions()
-        self.sessions.again()
+        self.sessions = soak.sessions_of(self.folder.name)
+        self.sessions.drop_unconfirmed()
         flags = Flags(round_.ram, round_.disk, round_.concurrency, round_.chunk)
-        name = f"mortal-{round_.number}"
+        name = f"brief-{round_.number}"
         where = {"model": soak.model(family), "folder": self.folder, "logs": soak.logs}
-        self.mortal = Life(name, family, flags, **where)
+        self.brief = SoakServer(name, family, flags, **where)
         self.steady = soak.steady_of(family, self.folder) if self.shared else None
-        self.servers = Servers(self.steady, self.mortal)
-        self.agents: list[Agent] = soak.agents_of(self.folder.name, family, self.sessions)
+        self.servers = Servers(self.steady, self.brief)
+        self.agents: list[Agent] = soak.agents_of(self.folder.name, family)
 
     def run(self) -> None:
-        """The whole round. Raises NotStarted."""
-        harm = self._harm()
+        """Run the round; blocks until its checks are done. Raises NotStarted."""
+        damage_later = self._damage_before_start()
         over = threading.Event()
         threads = [
             self._thread(agent.work, self.servers, over, self.soak.pause) for agent in self.agents
@@ -72,128 +72,131 @@ class RoundRun:
         try:
             if self.shared:
                 _start(threads)
-            self._begin()
+            self._start_brief()
             self.servers.ready.set()
             if not self.shared:
                 _start(threads)
-            self._befall(harm)
+            self._inject_faults(damage_later)
         finally:
             over.set()
             self._join(threads)
         try:
-            resting = [life for life in self.servers.every() if self._rests(life)]
-            if self.shared:  # it also puts right what the killed one left
-                checks.files(self.folder, self.ledger)
-            for life in resting:
-                self._look(life)
+            resting = [server for server in self.servers.every() if self._comes_to_rest(server)]
+            if self.shared:  # opening the store also repairs what the killed server left
+                checks.check_files(self.folder, self.ledger)
+            for server in resting:
+                self._check(server)
         finally:
-            self._over()
+            self._end_brief()
 
-    # -- what happens ------------------------------------------------------------------------
+    # -- faults and ends ------------------------------------------------------------------------
 
-    def _harm(self) -> Callable[[], None]:
-        """Harm the folder now; what is returned harms it while the server runs."""
+    def _damage_before_start(self) -> Callable[[], None]:
+        """Damage the folder before the server starts; returns the damage to do while it runs."""
         rng = random.Random(f"{self.soak.seed} files {self.round.number}")
-        self.mortal.upset.update(self.round.files)
+        self.brief.note_fault(*self.round.files)
 
-        def harm(names: Sequence[str]) -> None:
+        def damage(names: Sequence[str]) -> None:
             for name in names:
-                faults.to_files(name, self.folder, rng, self.ledger)
+                faults.damage_folder(name, self.folder, rng, self.ledger)
 
         now = [name for name in self.round.files if name == "index"] or self.round.files[:1]
-        harm(now)
-        return lambda: harm([name for name in self.round.files if name not in now])
+        damage(now)
+        return lambda: damage([name for name in self.round.files if name not in now])
 
-    def _begin(self) -> None:
-        mortal = self.mortal
+    def _start_brief(self) -> None:
+        brief = self.brief
         if self.round.starting is not None:
-            what = launch("starting", mortal.faults.folder, mortal.folder, mortal.flags)
-            lives = Lives(what, self.soak.model(mortal.family), self.soak.logs, START_S)
+            what = launch("starting", brief.faults.folder, brief.folder, brief.flags)
+            lives = Lives(what, self.soak.model(brief.family), self.soak.logs, START_S)
             lives.kill_starting(self.round.starting)
             self.ledger.count(self.ledger.ends, "kill while starting")
-        mortal.start(self.ledger, self.sessions)
+        brief.start(self.ledger, self.sessions)
 
-    def _befall(self, harm: Callable[[], None]) -> None:
-        """All faults of a round, and the end of its server."""
+    def _inject_faults(self, damage_later: Callable[[], None]) -> None:
+        """Inject all faults of the round, and end its server at the planned time."""
         round_, over, began = self.round, threading.Event(), time.monotonic()
         threads = []
         for fault in round_.faults:
-            life = self.steady if fault.on == "steady" and self.steady else self.mortal
-            threads.append(self._thread(faults.befall, life, fault, self.ledger, over))
+            server = self.steady if fault.on == "steady" and self.steady else self.brief
+            threads.append(self._thread(faults.inject, server, fault, self.ledger, over))
         _start(threads)
         try:
             time.sleep(round_.end_at / 2)
-            harm()
+            damage_later()
             time.sleep(max(0.0, began + round_.end_at - time.monotonic()))
             self._end_under_load()
             time.sleep(max(0.0, began + round_.seconds - time.monotonic()))
         finally:
             over.set()
             self._join(threads)
-            for life in self.servers.every():
-                faults.end_all(life)
+            for server in self.servers.every():
+                faults.end_faults(server)
 
     def _end_under_load(self) -> None:
-        """Kill it, let its thread die, or have it end; some of the last come at rest instead."""
-        mortal, round_ = self.mortal, self.round
-        assert mortal.server is not None
+        """End the brief server as planned; a late SIGTERM is sent at rest instead."""
+        brief, round_ = self.brief, self.round
+        assert brief.process is not None
         if round_.end == "term" and round_.end_at > 0.75 * round_.seconds:
             return
         if round_.end == "kill":
-            mortal.ending = True
-            mortal.unwatch()
-            mortal.server.kill()
+            brief.expect_end()
+            brief.process.kill()
             self.ledger.count(self.ledger.ends, "kill")
         elif round_.end == "die":
-            mortal.ending = True
-            mortal.unwatch()
-            mortal.put("die")
-            wire.call(mortal.port, "GET", "/v1/sessions")  # an idle thread takes no step by itself
-            ends(mortal, 1, self.ledger)
+            brief.expect_end()
+            brief.put("die")
+            wire.call(brief.port, "GET", "/v1/sessions")  # an idle thread takes no step
+            check_end(brief, 1, self.ledger)
         else:
-            terminate(mortal, self.ledger)
+            terminate(brief, self.ledger)
 
-    def _over(self) -> None:
-        """What is left of the mortal server is ended."""
-        mortal = self.mortal
-        if mortal.server is None:
+    def _end_brief(self) -> None:
+        """End the brief server if it still runs, and check its peak memory and its log."""
+        brief = self.brief
+        if brief.process is None:
             return
-        if not mortal.ending:
-            terminate(mortal, self.ledger)
-        if mortal.figures.looks:
-            checks.took_too_much(mortal, self.ledger)
-        if not mortal.upset and mortal.tracebacks():
-            self.ledger.violation("log", f"{mortal.name} logged a traceback")
-        mortal.end()
+        if not brief.ending:
+            terminate(brief, self.ledger)
+        if brief.figures.polls:
+            checks.check_overshoot(brief, self.ledger)
+        if not brief.injected and brief.tracebacks():
+            self.ledger.add_violation("log", f"{brief.name} logged a traceback")
+        brief.close()
 
     # -- at rest -----------------------------------------------------------------------------
 
-    def _rests(self, life: Life) -> bool:
-        """Whether a server runs, and comes to rest."""
-        if life.ending or life.server is None:
+    def _comes_to_rest(self, server: SoakServer) -> bool:
+        """Wait until a server is idle; False if it does not run.
+
+        Its unexpected end is a violation.
+        """
+        if server.ending or server.process is None:
             return False
-        if life.server.alive():
-            return checks.at_rest(life, self.ledger)
-        logged = tail(life.log())
-        self.ledger.violation("died", f"{life.name} ended by itself: {logged}")
-        life.ending = True
-        self.soak.lost(life)
+        if server.process.alive():
+            return checks.wait_at_rest(server, self.ledger)
+        logged = tail(server.log())
+        self.ledger.add_violation("died", f"{server.name} ended by itself: {logged}")
+        server.expect_end()
+        self.soak.drop_steady(server)
         return False
 
-    def _look(self, life: Life) -> None:
-        """All that can be seen of a server at rest."""
+    def _check(self, server: SoakServer) -> None:
+        """Run all checks of an idle server."""
         ledger, round_ = self.ledger, self.round
-        checks.counts(life, ledger)
-        checks.budget(life, ledger)
+        checks.check_counts(server, ledger)
+        checks.check_budget(server, ledger)
         if self.shared:
-            checks.kept(life, self.sessions, ledger)
-            checks.linear(life, ledger)
+            checks.check_sessions(server, self.sessions, ledger)
+            checks.check_growth(server, ledger)
         else:
-            wire.call(life.port, "POST", "/v1/cache/prune")
+            wire.call(server.port, "POST", "/v1/cache/prune")
         if round_.place == "private":
-            checks.capped(life, ledger, parse_size(round_.disk, total=0))
-        checks.clean(life, ledger)
-        self.soak.rests(life)
+            limit = parse_size(round_.disk, total=0)
+            assert limit is not None
+            checks.check_disk_limit(server, ledger, limit)
+        checks.verify_files(server, ledger)
+        self.soak.record_idle(server)
 
     # -- threads -----------------------------------------------------------------------------
 
@@ -202,7 +205,7 @@ class RoundRun:
             try:
                 work(*arguments)
             except BaseException as error:
-                self.ledger.violation("soak", f"{type(error).__name__}: {error}")
+                self.ledger.add_violation("soak", f"{type(error).__name__}: {error}")
                 raise
 
         return threading.Thread(target=guarded)
@@ -213,7 +216,7 @@ class RoundRun:
             if thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))
                 if thread.is_alive():
-                    self.ledger.violation("hang", "a client is not answered and not told why")
+                    self.ledger.add_violation("hang", "a client got neither a reply nor an error")
 
 
 def _start(threads: list[threading.Thread]) -> None:
@@ -221,21 +224,22 @@ def _start(threads: list[threading.Thread]) -> None:
         thread.start()
 
 
-def terminate(life: Life, ledger: Ledger) -> None:
-    """SIGTERM, after which it must end in time with status 0."""
-    assert life.server is not None
-    life.ending = True
-    life.unwatch()
-    life.server.signal(signal.SIGTERM)
-    ends(life, 0, ledger)
+def terminate(server: SoakServer, ledger: Ledger) -> None:
+    """Send SIGTERM and check that the server ends in time with status 0."""
+    assert server.process is not None
+    server.expect_end()
+    server.process.signal(signal.SIGTERM)
+    check_end(server, 0, ledger)
 
 
-def ends(life: Life, status: int, ledger: Ledger) -> None:
-    """It must be over in time, and with that status."""
-    assert life.server is not None
-    found = life.server.wait(END_S)
+def check_end(server: SoakServer, status: int, ledger: Ledger) -> None:
+    """Check that a server ends in time and with `status`."""
+    assert server.process is not None
+    found = server.process.wait(END_S)
     ledger.count(ledger.ends, "die" if status else "term")
     if found is None:
-        ledger.violation("hang", f"{life.name} does not end")
+        ledger.add_violation("hang", f"{server.name} does not end")
     elif found != status:
-        ledger.violation("end", f"{life.name} ended with {found}, not {status}: {tail(life.log())}")
+        ledger.add_violation(
+            "end", f"{server.name} ended with {found}, not {status}: {tail(server.log())}"
+        )

@@ -1,4 +1,4 @@
-"""A run: one round after another, what goes on through all of them, and its end."""
+"""A run of the soak: its rounds, and the servers and agents that outlive a round."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from mlxcache.bench.text import Filler
 from tests.proofs import models
 from tests.soak import checks, wire
 from tests.soak.agent import Agent
-from tests.soak.ledger import Ledger, Sessions
-from tests.soak.plan import Round, rounds, steps
+from tests.soak.ledger import Ledger, SessionTracker
+from tests.soak.plan import Round, draw_rounds, draw_steps
 from tests.soak.reference import Reference
 from tests.soak.round import RoundRun, terminate
-from tests.soak.server import Flags, Life, Steady
+from tests.soak.server import Flags, SoakServer, SteadyServer
 
 STEADY = Flags(ram="32MB")
 WIDE = "wide"
 
 
 class Soak:
-    """One run in `folder`. What came of it is in `ledger` and `steady`.
+    """One run in `folder`; its results are in `ledger` and `steady`.
 
-    `agents`: clients at once, each of which waits `pause` seconds between its steps.
+    `agents`: number of concurrent clients. `pause`: seconds between the steps of each. `print_line`
+    prints a line of progress.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class Soak:
         folder: Path,
         seed: int,
         families: tuple[str, ...],
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         *,
         agents: int = 5,
         pause: float = 0.0,
     ):
         self.folder, self.seed, self.families = folder, seed, families
         self.logs = folder / "logs"
-        self.ledger = Ledger(say)
-        self.steady: dict[str, Steady] = {}
-        self.shared = Sessions()
+        self.ledger = Ledger(print_line)
+        self.steady: dict[str, SteadyServer] = {}
+        self._sessions: dict[str, SessionTracker] = {}
         self.rounds = 0
         self.pause = pause
         self.began = time.monotonic()
@@ -56,34 +56,34 @@ class Soak:
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def run(self, minutes: float, seconds: float) -> None:
-        """Rounds of so many seconds until the time is over, then all servers are ended.
+        """Run rounds of `seconds` until the time is over, then end all servers; blocks.
 
         Raises NotStarted.
         """
         deadline = self.began + 60 * minutes
         try:
-            for round_ in rounds(self.seed, self.families, seconds):
+            for round_ in draw_rounds(self.seed, self.families, seconds):
                 if time.monotonic() + seconds > deadline and round_.number:
                     break
                 self._round(round_)
                 self.rounds += 1
-                self._tell(round_)
+                self._report(round_)
             self._finish()
         finally:
             for one in self.steady.values():
-                one.life.end()
+                one.server.close()
 
     def _round(self, round_: Round) -> None:
-        ordeal = RoundRun(self, round_)
-        ordeal.run()
-        if ordeal.steady is not None and round_.clear:
-            self._clear(ordeal.steady)
-        family = ordeal.mortal.family
+        round_run = RoundRun(self, round_)
+        round_run.run()
+        if round_run.steady is not None and round_.clear:
+            self._clear(round_run.steady)
+        family = round_run.brief.family
         if family not in self._references:
             self._references[family] = Reference(self.model(family))
-        checks.tokens(self.ledger.samples(), self._references, self._rng, self.ledger)
+        checks.check_tokens(self.ledger.take_samples(), self._references, self._rng, self.ledger)
 
-    def _tell(self, round_: Round) -> None:
+    def _report(self, round_: Round) -> None:
         ledger, since = self.ledger, time.monotonic() - self.began
         held = ", ".join(
             f"{name} {one.rests[-1].nbytes >> 20} MiB"
@@ -91,76 +91,84 @@ class Soak:
             if one.rests
         )
         faults = ", ".join(fault.name for fault in round_.faults)
-        ledger.say(
+        ledger.print_line(
             f"{since / 60:5.1f} min, round {round_.number} ({round_.family}, {round_.place}; "
             f"{faults}; {round_.end}): {ledger.requests['all']} requests, "
-            f"{sum(ledger.faults.values())} faults, {len(self.shared)} sessions with "
-            f"{self.shared.durable_tokens} durable tokens, {ledger.checked} replies verified, "
-            f"{len(ledger.violations)} violations; {held}"
+            f"{sum(ledger.faults.values())} faults, {len(self.shared_sessions)} sessions with "
+            f"{self.shared_sessions.durable_tokens} durable tokens, "
+            f"{ledger.checked} replies verified, {len(ledger.violations)} violations; {held}"
         )
 
-    # -- what goes on through all rounds -----------------------------------------------------
+    # -- shared by all rounds -----------------------------------------------------
+
+    @property
+    def shared_sessions(self) -> SessionTracker:
+        """Tracker of the sessions in the shared folder."""
+        return self.sessions_of("shared")
+
+    def sessions_of(self, place: str) -> SessionTracker:
+        """Return the tracker of the sessions in a folder; it lasts for the run."""
+        return self._sessions.setdefault(place, SessionTracker())
 
     def model(self, family: str) -> Path:
-        """The folder of a model, made when first asked for."""
+        """Return the folder of a model; the model is made on first use."""
         if family not in self._models:
             path = self.folder / "models" / family
             made = models.wide(path) if family == WIDE else models.tiny(path, family)
             self._models[family] = made
         return self._models[family]
 
-    def steady_of(self, family: str, folder: Path) -> Life:
-        """The server of a family that lives as long as the run, started at its first round."""
+    def steady_of(self, family: str, folder: Path) -> SoakServer:
+        """Return the steady server of a family, started on first use. Raises NotStarted."""
         if family not in self.steady:
             where = {"model": self.model(family), "folder": folder, "logs": self.logs}
-            life = Life(f"steady-{family}", family, STEADY, **where)
-            life.start(self.ledger, self.shared)
-            self.steady[family] = Steady(life)
-        return self.steady[family].life
+            server = SoakServer(f"steady-{family}", family, STEADY, **where)
+            server.start(self.ledger, self.shared_sessions)
+            self.steady[family] = SteadyServer(server)
+        return self.steady[family].server
 
-    def agents_of(self, place: str, family: str, sessions: Any) -> list[Agent]:
-        """The agents of a folder and a family, whose conversations go on from round to round."""
+    def agents_of(self, place: str, family: str) -> list[Agent]:
+        """Return the agents of a folder and a family; their conversations last for the run."""
         key = (place, family)
         if key not in self._agents:
             filler = Filler(self.model(family))
             names = [f"{place}.{family}.{number}" for number in range(self._count)]
             self._agents[key] = [
-                Agent(one, filler, steps(self.seed, one), self.ledger, sessions) for one in names
+                Agent(one, filler, draw_steps(self.seed, one), self.ledger, self.sessions_of(place))
+                for one in names
             ]
-        for agent in self._agents[key]:
-            agent.sessions = sessions
         return self._agents[key]
 
-    def rests(self, life: Life) -> None:
-        """Note what a steady server holds now."""
+    def record_idle(self, server: SoakServer) -> None:
+        """Record the resources held by an idle server, if it is a steady one."""
         for one in self.steady.values():
-            if one.life is life:
-                one.rests.append(checks.rest(life, self.began))
+            if one.server is server:
+                one.rests.append(checks.measure_idle(server, self.began))
 
-    def lost(self, life: Life) -> None:
-        """A server ended by itself; the next round starts another."""
-        self.steady = {name: one for name, one in self.steady.items() if one.life is not life}
+    def drop_steady(self, server: SoakServer) -> None:
+        """Forget a server that ended by itself; the next round starts another."""
+        self.steady = {name: one for name, one in self.steady.items() if one.server is not server}
 
     # -- ends --------------------------------------------------------------------------------
 
-    def _clear(self, steady: Life) -> None:
-        """Everything goes, on purpose."""
+    def _clear(self, steady: SoakServer) -> None:
+        """Clear the cache and all sessions, and check that none is left."""
         out = wire.call(steady.port, "DELETE", "/v1/cache?pinned=true")
-        self.shared.clear()
-        self.ledger.computed = 0
-        left = checks.read(steady, "/v1/sessions", self.ledger)
+        self.shared_sessions.clear()
+        self.ledger.reset_computed()
+        left = checks.get_json(steady, "/v1/sessions", self.ledger)
         if out.status != 200 or (left and left["data"]):
-            self.ledger.violation("clear", f"{steady.name}: {out.status} {out.error}, {left}")
+            self.ledger.add_violation("clear", f"{steady.name}: {out.status} {out.error}, {left}")
 
     def _finish(self) -> None:
-        """The steady servers end, and the folder that they shared is whole."""
+        """Check and end the steady servers, and check the files of the shared folder."""
         for name, one in self.steady.items():
-            checks.kept(one.life, self.shared, self.ledger)
-            checks.leaks(name, one.rests, self.ledger)
-            checks.took_too_much(one.life, self.ledger)
-            terminate(one.life, self.ledger)
+            checks.check_sessions(one.server, self.shared_sessions, self.ledger)
+            checks.check_leaks(name, one.rests, self.ledger)
+            checks.check_overshoot(one.server, self.ledger)
+            terminate(one.server, self.ledger)
         command = [sys.executable, "-m", "mlxcache.cli.main", "cache", "check"]
         where = ["--cache-dir", str(self.folder / "shared")]
         done = subprocess.run([*command, *where], capture_output=True, text=True, check=False)
         if done.returncode:
-            self.ledger.violation("files", f"cache check: {done.stdout}{done.stderr}")
+            self.ledger.add_violation("files", f"cache check: {done.stdout}{done.stderr}")

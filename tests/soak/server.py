@@ -1,4 +1,4 @@
-"""One server from its start to its end: what faults it was given, and what it may say of them."""
+"""One server of a run: its process, the faults injected into it, and its peak figures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from mlxcache.bench.process import Launch, Server, running
 from tests.faulty import Faults
 from tests.soak import wire
-from tests.soak.ledger import Ledger, Overshoot, Sessions
+from tests.soak.ledger import Ledger, Overshoot, SessionTracker
 from tests.soak.wire import Outcome
 
 START_S = 240.0
-WATCH_S = 0.25
+POLL_S = 0.25
 LISTED = 24
-"""Sessions, those used last, that are looked at each time."""
+"""Number of recently used sessions listed on each poll."""
 
 WORDS = {
     "nan": "no numbers",
@@ -30,15 +30,15 @@ WORDS = {
     "die": "MLX thread died",
     "remove": "vanished",
 }
-"""What a server says of a fault to whoever met it."""
+"""Text in the error of a request that met a fault, by the name of the fault."""
 
-ROOM, ROOM_SHARE = 96 << 20, 0.05
-"""What a process may take beyond weights, budget and its start, or of them where that is more."""
+SLACK_BYTES, SLACK_SHARE = 96 << 20, 0.05
+"""Memory allowed beyond weights, budget and the idle process: the larger of bytes and share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What a server is started with."""
+    """Flags of a server."""
 
     ram: str
     disk: str = "8GB"
@@ -46,7 +46,7 @@ class Flags:
     chunk: int = 256
 
     def arguments(self) -> tuple[str, ...]:
-        """As `mlxcache serve` takes them."""
+        """The arguments of `mlxcache serve`."""
         return (
             "--ram", self.ram, "--disk", self.disk, "--concurrency", str(self.concurrency),
             "--prefill-chunk", str(self.chunk),
@@ -54,27 +54,28 @@ class Flags:
 
 
 def launch(name: str, faults: Path, cache_dir: Path, flags: Flags) -> Launch:
-    """A server with the layer of faults in it."""
+    """Command that starts a server with fault injection (`tests.faulty`)."""
     command = (sys.executable, "-m", "tests.faulty", str(faults), "serve", "--model", "{model}")
     where = ("--port", "{port}", "--cache-dir", str(cache_dir), "--log-level", "warning")
     return Launch(name, command + where + flags.arguments())
 
 
 @dataclass(slots=True)
-class Figures:
-    """The most that a server said of itself, in bytes."""
+class PeakFigures:
+    """Peaks of the figures that a server reported, in bytes; `polls` counts the reports."""
 
     limit: int = 0
     high_water: int = 0
     taken: int = 0
     disk: int = 0
-    looks: int = 0
+    polls: int = 0
 
 
-class Life:
-    """A running server. `ending`: it is being ended, so that whoever is connected is cut off.
+class SoakServer:
+    """A server in a process of its own, with fault injection.
 
-    `upset`: faults that it was given, by name. `folder` has its cache, `logs` what it prints.
+    `folder`: its cache folder. `logs`: folder of its log. `injected`: names of the faults it was
+    given. `ending`: True once its end was requested, after which connections may be cut off.
     """
 
     def __init__(
@@ -87,104 +88,113 @@ class Life:
         self.faults.folder.mkdir(parents=True, exist_ok=True)
         for left in self.faults.folder.iterdir():
             left.unlink()
-        self.upset: set[str] = set()
+        self.injected: set[str] = set()
         self.ending = False
-        self.figures = Figures()
+        self.figures = PeakFigures()
         self.stack = contextlib.ExitStack()
-        self.server: Server | None = None
+        self.process: Server | None = None
         self._over = threading.Event()
+        self._base = 0
 
-    def start(self, ledger: Ledger, sessions: Sessions) -> None:
-        """Start it and watch it. Raises NotStarted."""
+    def start(self, ledger: Ledger, sessions: SessionTracker) -> None:
+        """Start the process and poll its figures in a thread. Raises NotStarted."""
         what = launch(self.name, self.faults.folder, self.folder, self.flags)
-        self.server = self.stack.enter_context(running(what, self._model, self.logs, START_S))
+        self.process = self.stack.enter_context(running(what, self._model, self.logs, START_S))
         ledger.count(ledger.ends, "starts")
         self._base = self._idle()
-        thread = threading.Thread(target=self._watch, args=(sessions,), daemon=True)
+        thread = threading.Thread(target=self._poll, args=(sessions,), daemon=True)
         thread.start()
 
     @property
     def port(self) -> int:
-        assert self.server is not None
-        return self.server.client.port
+        assert self.process is not None
+        return self.process.client.port
 
     def get(self, path: str) -> Any:
-        """The JSON at `path`. Raises Refused."""
-        assert self.server is not None
-        return self.server.client.get(path)
+        """Return the JSON at `path`. Raises the client's error for an error response."""
+        assert self.process is not None
+        return self.process.client.get(path)
 
     def _idle(self) -> int:
-        """What the process took when it was ready, less what MLX held then."""
-        assert self.server is not None
+        """Memory of the idle process after its start, without what MLX held, in bytes."""
+        assert self.process is not None
         mlx = self.get("/v1/cache")["mlx"]
-        return self.server.idle_bytes - int(mlx["active_bytes"]) - int(mlx["pool_bytes"])
+        return self.process.idle_bytes - int(mlx["active_bytes"]) - int(mlx["pool_bytes"])
 
-    def _watch(self, sessions: Sessions) -> None:
-        while not self._over.wait(WATCH_S):
+    def _poll(self, sessions: SessionTracker) -> None:
+        while not self._over.wait(POLL_S):
             cleared = sessions.cleared
             listed = wire.call(self.port, "GET", f"/v1/sessions?limit={LISTED}")
             if listed.status == 200:
-                sessions.take(json.loads(listed.body)["data"], cleared)
+                sessions.observe(json.loads(listed.body)["data"], cleared)
             found = wire.call(self.port, "GET", "/v1/cache")
             if found.status == 200:
-                self._note(json.loads(found.body))
+                self._update_peaks(json.loads(found.body))
 
-    def _note(self, cache: dict[str, Any]) -> None:
+    def _update_peaks(self, cache: dict[str, Any]) -> None:
         figures, ram = self.figures, cache["ram"]
         taken = ram["used_bytes"] + cache["active_bytes"] + cache["reserved_bytes"]
-        figures.looks += 1
+        figures.polls += 1
         figures.limit = ram["limit_bytes"]
         figures.high_water = max(figures.high_water, ram["high_water_bytes"])
         figures.taken = max(figures.taken, taken)
         figures.disk = max(figures.disk, cache["disk"]["used_bytes"])
 
     def put(self, name: str, measure: str = "") -> None:
-        """Turn a fault on."""
-        self.upset.add(name)
+        """Turn a fault on; `measure` as `tests.faulty` reads it."""
+        self.note_fault(name)
         self.faults.put(name, measure)
 
+    def note_fault(self, *names: str) -> None:
+        """Record faults that were injected from outside: by a signal, or into the files."""
+        self.injected.update(names)
+
+    def expect_end(self) -> None:
+        """Note that the process ends on purpose from now on, and stop polling it."""
+        self.ending = True
+        self.stop_polling()
+
     def permits(self, out: Outcome) -> bool:
-        """Whether what came of a request is what a client of such a server has to expect."""
-        if out.hang:
+        """Return True if the outcome is allowed, given the injected faults and the server's end."""
+        if out.timed_out:
             return False
         if out.status == 0:
             return self.ending
         if out.status in (429, 503):
             return out.retry_after is not None or "table of sessions" in out.error
-        if any(name in self.upset and words in out.error for name, words in WORDS.items()):
+        if any(name in self.injected and words in out.error for name, words in WORDS.items()):
             return True
         return self.ending and ("stopping" in out.error or "died" in out.error)
 
     def overshoot(self) -> Overshoot:
-        """By what the operating system says that the process takes."""
-        assert self.server is not None
-        weights = self.server.weights_bytes
+        """The peak memory of the process beyond weights, budget and its idle memory."""
+        assert self.process is not None
+        weights = self.process.weights_bytes
         allowed = self.figures.limit + weights
-        over = self.server.peak_bytes - self._base - allowed
+        over = self.process.peak_bytes - self._base - allowed
         return Overshoot(over, over / allowed, f"{self.name} --ram {self.flags.ram}")
 
-    def unwatch(self) -> None:
-        """Look no more."""
+    def stop_polling(self) -> None:
+        """Stop polling the figures."""
         self._over.set()
 
-    def end(self) -> None:
-        """See to the end of the process."""
-        self.ending = True
-        self.unwatch()
+    def close(self) -> None:
+        """End the process if it still runs, and wait for it."""
+        self.expect_end()
         self.stack.close()
 
     def log(self) -> Path:
-        """What it prints."""
+        """Path of the log."""
         return self.logs / f"{self.name}-{self.port}.log"
 
     def tracebacks(self) -> int:
-        """Errors with a traceback in what it logged."""
+        """Number of tracebacks in the log."""
         return self.log().read_text("utf-8", "replace").count("Traceback (most recent call last)")
 
 
 @dataclass(slots=True)
-class Rest:
-    """What a server held when nothing ran, `at` seconds since the run began."""
+class IdleUsage:
+    """Resources held by an idle server, `at` seconds after the start of the run."""
 
     at: float
     nbytes: int
@@ -193,9 +203,9 @@ class Rest:
 
 
 @dataclass(slots=True)
-class Steady:
-    """A server that lives as long as the run, and what it held after each of its rounds."""
+class SteadyServer:
+    """A server that runs until the end of the run, and what it held when idle after each round."""
 
-    life: Life
-    rests: list[Rest] = field(default_factory=list)
+    server: SoakServer
+    rests: list[IdleUsage] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)

@@ -1,4 +1,4 @@
-"""One request to a server, of either API: read to its end, slowly, or left at a chosen moment."""
+"""Requests to a server over HTTP, of either API, read to the end or cut off by the client."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 SILENT_S = 150.0
-"""Longer than this no read may wait: the server says something every ten seconds."""
+"""Timeout of each read: the server sends at least a ping every ten seconds."""
 
 LONGEST_S = 300.0
-"""Longer than this no request may take: they are all short."""
+"""Timeout of a whole request: all of them are short."""
 
 RESET = struct.pack("ii", 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    """When a client goes: after so many seconds without reading, or after so many pieces of text.
+class Disconnect:
+    """When and how the client disconnects: after `seconds` without reading, or after `pieces`.
 
-    `reset`: by a reset, and not by an orderly end. `pause`: seconds before each piece that is read.
+    A piece is one delta of text. `reset`: by a TCP reset instead of an orderly close. `pause`:
+    seconds to wait after each piece.
     """
 
     seconds: float | None = None
@@ -35,8 +36,8 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A greedy request. `api` is `chat` or `messages`."""
+class Request:
+    """A chat request, decoded greedily. `tokens` is its `max_tokens`."""
 
     messages: tuple[Mapping[str, Any], ...]
     tokens: int
@@ -45,7 +46,7 @@ class Asked:
     stream: bool = True
 
     def encoded(self) -> tuple[str, bytes]:
-        """The path and the body."""
+        """Return the path and the encoded body."""
         messages: Any = list(self.messages)
         body: dict[str, Any] = {
             "model": "soak", "max_tokens": self.tokens, "temperature": 0, "stream": self.stream,
@@ -62,9 +63,10 @@ class Asked:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a request. `status` 0: the connection failed; `left`: the client went.
+    """Outcome of a request. `status` 0: the connection failed.
 
-    `error` is told by the server, or by the socket. `hang`: nothing came for too long.
+    `disconnected`: the client disconnected on purpose. `error`: of the server or the socket.
+    `timed_out`: nothing came within `SILENT_S`, or the reply took longer than `LONGEST_S`.
     """
 
     status: int = 0
@@ -74,59 +76,61 @@ class Outcome:
     finish: str | None = None
     error: str = ""
     retry_after: str | None = None
-    request: str | None = None
-    left: bool = False
-    hang: bool = False
+    request_id: str | None = None
+    disconnected: bool = False
+    timed_out: bool = False
     seconds: float = 0.0
     body: bytes = b""
     pieces: int = field(default=0)
 
     @property
-    def whole(self) -> bool:
-        """Whether a reply came to its end."""
+    def complete(self) -> bool:
+        """True if the reply came to its end."""
         return self.status == 200 and self.finish is not None and not self.error
 
 
-class _Hang(Exception):
-    """Nothing came for too long."""
+class _TooSlow(Exception):
+    """The reply took longer than `LONGEST_S`."""
 
 
-def ask(port: int, asked: Asked, leave: Leave | None = None) -> Outcome:
-    """Send one request and read what the client means to read of the answer."""
-    path, body = asked.encoded()
-    sent = _Sent("POST", path, body, {"X-Session-Id": asked.label})
-    return _send(port, sent, leave or Leave(), asked)
+def ask(port: int, request: Request, disconnect: Disconnect | None = None) -> Outcome:
+    """Send a chat request and read its reply, until its end or the client's disconnection."""
+    path, body = request.encoded()
+    http_request = _HttpRequest("POST", path, body, {"X-Session-Id": request.label})
+    return _send(port, http_request, disconnect or Disconnect(), request)
 
 
 def call(port: int, method: str, path: str, body: bytes | None = None) -> Outcome:
-    """A request of no reply: its answer is in `body`."""
-    return _send(port, _Sent(method, path, body), Leave(), None)
+    """Send a request about sessions or the cache; the response is in `Outcome.body`."""
+    return _send(port, _HttpRequest(method, path, body), Disconnect(), None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _HttpRequest:
     method: str
     path: str
     body: bytes | None
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def _send(port: int, sent: _Sent, leave: Leave, asked: Asked | None) -> Outcome:
+def _send(
+    port: int, http_request: _HttpRequest, disconnect: Disconnect, request: Request | None
+) -> Outcome:
     out, began = Outcome(), time.monotonic()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SILENT_S)
-    headers = {"Content-Type": "application/json", "Connection": "close", **sent.headers}
+    headers = {"Content-Type": "application/json", "Connection": "close", **http_request.headers}
     try:
-        connection.request(sent.method, sent.path, sent.body, headers)
-        sock = connection.sock  # which the response has for its own later
-        if leave.seconds is not None:
-            select.select([sock], [], [], leave.seconds)
-            out.left = True
+        connection.request(http_request.method, http_request.path, http_request.body, headers)
+        sock = connection.sock  # the connection drops it when the response takes it over
+        if disconnect.seconds is not None:
+            select.select([sock], [], [], disconnect.seconds)
+            out.disconnected = True
         else:
-            _read(connection.getresponse(), asked, leave, out, began)
-        if out.left and leave.reset:
+            _read(connection.getresponse(), request, disconnect, out, began)
+        if out.disconnected and disconnect.reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-    except (TimeoutError, _Hang) as error:
-        out.hang, out.error = True, f"{type(error).__name__}: {error}"
+    except (TimeoutError, _TooSlow) as error:
+        out.timed_out, out.error = True, f"{type(error).__name__}: {error}"
     except (OSError, http.client.HTTPException, ValueError) as error:
         out.status, out.error = 0, f"{type(error).__name__}: {error}"
     finally:
@@ -137,30 +141,30 @@ def _send(port: int, sent: _Sent, leave: Leave, asked: Asked | None) -> Outcome:
 
 def _read(
     response: http.client.HTTPResponse,
-    asked: Asked | None,
-    leave: Leave,
+    request: Request | None,
+    disconnect: Disconnect,
     out: Outcome,
     began: float,
 ) -> None:
     out.status = response.status
     out.retry_after = response.headers.get("Retry-After")
-    out.request = response.headers.get("X-Mlxcache-Request")
-    if asked is None or response.status != 200 or not asked.stream:
+    out.request_id = response.headers.get("X-Mlxcache-Request")
+    if request is None or response.status != 200 or not request.stream:
         out.body = response.read()
         if response.status not in (200, 201):
             out.error = out.body.decode("utf-8", "replace")[:500]
-        elif asked is not None:
-            _take_whole(json.loads(out.body), out)
+        elif request is not None:
+            _add_reply(json.loads(out.body), out)
         return
     for event in _events(response):
-        _take(event, out)
+        _add_event(event, out)
         if time.monotonic() - began > LONGEST_S:
-            raise _Hang(f"not over after {LONGEST_S:.0f} s, {out.pieces} pieces came")
-        if leave.pieces is not None and out.pieces >= leave.pieces:
-            out.left = True
+            raise _TooSlow(f"not over after {LONGEST_S:.0f} s, {out.pieces} pieces came")
+        if disconnect.pieces is not None and out.pieces >= disconnect.pieces:
+            out.disconnected = True
             return
-        if leave.pause:
-            time.sleep(leave.pause)
+        if disconnect.pause:
+            time.sleep(disconnect.pause)
     if not (out.finish or out.error):
         raise http.client.IncompleteRead(out.text.encode())
 
@@ -171,39 +175,39 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
 
 
-def _take(event: dict[str, Any], out: Outcome) -> None:
-    """One event of a stream of either API."""
+def _add_event(event: dict[str, Any], out: Outcome) -> None:
+    """Add one event of a stream, of either API."""
     if event.get("error"):
         out.error = json.dumps(event["error"])
         return
-    _usage(event.get("usage") or (event.get("message") or {}).get("usage") or {}, out)
+    _add_usage(event.get("usage") or (event.get("message") or {}).get("usage") or {}, out)
     for choice in event.get("choices") or ():
-        _add((choice.get("delta") or {}).get("content"), out)
+        _add_text((choice.get("delta") or {}).get("content"), out)
         out.finish = choice.get("finish_reason") or out.finish
     delta = event.get("delta") or {}
-    _add(delta.get("text"), out)
+    _add_text(delta.get("text"), out)
     out.finish = delta.get("stop_reason") or out.finish
 
 
-def _add(text: str | None, out: Outcome) -> None:
+def _add_text(text: str | None, out: Outcome) -> None:
     if text:
         out.text += text
         out.pieces += 1
 
 
-def _take_whole(reply: dict[str, Any], out: Outcome) -> None:
-    """A reply that is not streamed."""
-    _usage(reply["usage"], out)
+def _add_reply(reply: dict[str, Any], out: Outcome) -> None:
+    """Add a reply that is not streamed."""
+    _add_usage(reply["usage"], out)
     for choice in reply.get("choices") or ():
-        _add(choice["message"]["content"], out)
+        _add_text(choice["message"]["content"], out)
         out.finish = choice["finish_reason"]
     if "stop_reason" in reply:
         for block in reply["content"]:
-            _add(block.get("text"), out)
+            _add_text(block.get("text"), out)
         out.finish = reply["stop_reason"]
 
 
-def _usage(usage: Mapping[str, Any], out: Outcome) -> None:
+def _add_usage(usage: Mapping[str, Any], out: Outcome) -> None:
     if "prompt_tokens" in usage:
         out.prompt = usage["prompt_tokens"]
         out.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
