@@ -24,7 +24,7 @@ from mlxcache.errors import GenerationFailed, MlxcacheError, NotReady
 from mlxcache.model import load
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
-from mlxcache.prompt.canonical.restore import Reply
+from mlxcache.prompt.canonical.restore import ReplyRestorer
 from mlxcache.sessions.book import SessionBook
 from mlxcache.types import Chat, Job, ModelInfo, Prompt, RequestRecord
 
@@ -247,7 +247,7 @@ class Engine:
             self._records.over(record)
             raise
         shared = shared or self._begin(job, record, core)
-        reply = Reply(job.prompt.names, builder.canonicaliser.remember_call)
+        reply = ReplyRestorer(job.prompt.names, builder.canonicaliser.remember_call)
         most = (job.timeout_s, self.settings.request_timeout)
         return shared.join(record, reply, min((s for s in most if s is not None), default=None))
 

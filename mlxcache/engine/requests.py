@@ -14,7 +14,7 @@ from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
 from mlxcache.errors import DeadlineExceeded, MlxcacheError, QueueFull, TooMany
-from mlxcache.prompt.canonical.restore import Reply
+from mlxcache.prompt.canonical.restore import ReplyRestorer
 from mlxcache.types import Event, Finished, Job, Progress, RequestRecord
 
 LEAST_S, MOST_S = 1.0, 600.0
@@ -124,7 +124,7 @@ class Shared:
         drawn = job.sampling.temperature > 0 and job.sampling.seed is None
         return (job.retry or not drawn) and _same(self.job, job)
 
-    def join(self, record: RequestRecord, reply: Reply, timeout_s: float | None) -> Stream:
+    def join(self, record: RequestRecord, reply: ReplyRestorer, timeout_s: float | None) -> Stream:
         """A stream of the whole reply. After `timeout_s` seconds it ends in DeadlineExceeded."""
         stream = Stream(record, lambda: self._leave(stream), self._stall_s, reply)
         if record is not self.record:

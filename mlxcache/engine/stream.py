@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 
 from mlxcache.errors import MlxcacheError
-from mlxcache.prompt.canonical.restore import Reply
+from mlxcache.prompt.canonical.restore import ReplyRestorer
 from mlxcache.types import Admitted, Event, Finished, Progress, RequestRecord, Text, Thinking
 
 BACKLOG = 256
@@ -33,12 +33,12 @@ class Stream:
         record: RequestRecord,
         cancel: Callable[[], None],
         stall_s: float,
-        reply: Reply | None = None,
+        reply: ReplyRestorer | None = None,
     ):
         self.record = record
         self._loop = asyncio.get_running_loop()
         self._cancel = cancel
-        self._reply = reply or Reply({})
+        self._reply = reply or ReplyRestorer({})
         self._stall_s = stall_s
         self._queue: deque[Event | BaseException] = deque()
         self._wake = asyncio.Event()

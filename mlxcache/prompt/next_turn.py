@@ -23,8 +23,8 @@ def append_reply(
     earlier replies do not show it.
     """
     shown = NameRestorer(names)
-    reply: dict[str, Any] = {"role": "assistant", "content": shown.whole(_joined(pieces, Text))}
-    thinking = shown.whole(_joined(pieces, Thinking))
+    reply: dict[str, Any] = {"role": "assistant", "content": shown.map_text(_joined(pieces, Text))}
+    thinking = shown.map_text(_joined(pieces, Thinking))
     if thinking and _sends_thoughts(chat, otherwise=thoughts):
         reply["reasoning_content"] = thinking
     calls = [_call(piece, shown) for piece in pieces if isinstance(piece, ToolCall)]
@@ -65,6 +65,6 @@ def _joined(pieces: Sequence[Piece], kind: type[Text | Thinking]) -> str:
 
 
 def _call(call: ToolCall, shown: NameRestorer) -> dict[str, Any]:
-    arguments = json.loads(shown.whole(call.arguments) or "{}")
+    arguments = json.loads(shown.map_text(call.arguments) or "{}")
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

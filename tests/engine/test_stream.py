@@ -9,7 +9,7 @@ import pytest
 
 from mlxcache.engine.stream import BACKLOG, Stream
 from mlxcache.errors import GenerationFailed
-from mlxcache.prompt.canonical.restore import Reply
+from mlxcache.prompt.canonical.restore import ReplyRestorer
 from mlxcache.types import Admitted, Finished, RequestRecord, Text, Thinking, ToolCall
 
 DONE = Finished("stop", 3, 0, 0, 1)
@@ -100,7 +100,7 @@ async def test_leaving_the_context_cancels_what_runs() -> None:
 async def test_what_was_held_back_comes_before_an_error() -> None:
     """A reply that fails in the middle of a name loses nothing of what was said."""
     record = RequestRecord("r", None, "test", None, "queued", 0.0)
-    stream = Stream(record, lambda: None, 30.0, Reply({"stable": "own"}))
+    stream = Stream(record, lambda: None, 30.0, ReplyRestorer({"stable": "own"}))
     for event in (Text("a sta"), Text("ble st"), GenerationFailed("broke")):
         stream.push(event)
     read = []

@@ -1,5 +1,6 @@
-"""Canonicalisation: known noise of machines, taken out of a conversation before it is rendered.
+"""Canonicalisation: remove machine-made text that changes between requests, before rendering.
 
-Each rule is a module of its own; `table` lists them, `canonicaliser` applies them. Only system
-messages, replies, calls, tools and their results are touched, never the text of a user.
+Only system messages, replies, calls, tools and their results are changed, never a user's text,
+and only text of exactly known shapes. Each rule is a module with a row in `table` and a default in
+`config.rules`; `canonicaliser` applies them in order, `restore` maps names back in the reply.
 """

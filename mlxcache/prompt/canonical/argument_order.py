@@ -1,4 +1,4 @@
-"""Arguments of calls that a client writes anew: rendered as they first were."""
+"""Rule `argument_order`: render the arguments of a call as they first came."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from mlxcache.prompt.canonical.draft import Draft
 from mlxcache.types import ToolCall
 
 Calls = LRU[Hashable, tuple[Mapping[str, Any], int]]
-"""Arguments by the call's id and the tool's name, with their length in characters."""
+"""(arguments, their length in characters) by the call's id and the tool's name."""
 
 
 def remember_call(call: ToolCall, calls: Calls) -> None:
-    """Remember a call as the model wrote it."""
+    """Remember a call as the model wrote it. Arguments that are no JSON object are ignored."""
     try:
         arguments = json.loads(call.arguments)
-    except ValueError:  # a model may write anything; what is no JSON has no order
+    except ValueError:
         return
     if isinstance(arguments, dict):
         calls.put((call.id, call.name), (arguments, len(call.arguments)))
 
 
 def apply(draft: Draft, calls: Calls) -> bool:
-    """Give the calls of the history the arguments that they had, where these say the same."""
+    """Replace the arguments of calls by the remembered ones where the values are equal."""
     found = False
     for at, message in enumerate(draft.messages):
         given = message.get("tool_calls")
@@ -52,7 +52,7 @@ def _as_known(call: Mapping[str, Any], calls: Calls) -> Mapping[str, Any]:
 
 
 def equal_values(a: Any, b: Any) -> bool:
-    """Whether two JSON values say the same: 1 and 1.0 do, 1 and true do not."""
+    """True if two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(equal_values(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):

@@ -1,4 +1,4 @@
-"""The attribution line that Claude Code puts before its system prompt: dropped."""
+"""Rule `attribution`: drop the line that Claude Code puts before its system prompt."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from mlxcache.prompt.canonical.draft import Draft
 
 _PAIR = r" {0,4}cc[a-z_]{0,40}=[^\s;=]{0,200}"
 LINE = re.compile(rf"x-anthropic-billing-header:(?:{_PAIR};)*{_PAIR};?[ \t]*(?:(?:\r?\n)+|\Z)")
-"""The whole line, `key=value` pairs and nothing else, with the line ends behind it.
+"""The whole line, `key=value` pairs and nothing else, with the line ends after it.
 
 For example `x-anthropic-billing-header: cc_version=2.1.329.0a8; cc_entrypoint=cli; cch=36ee5;`.
 """
 
 
 def apply(draft: Draft) -> bool:
-    """Drop the line at the start of a system message that stands before all others."""
+    """Drop the line at the start of the leading system messages."""
     found = False
     for at in reversed(range(draft.leading())):
         match = LINE.match(draft.text(at))

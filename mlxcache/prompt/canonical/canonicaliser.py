@@ -1,4 +1,4 @@
-"""All rules, in order, on a whole conversation."""
+"""Apply the rules of canonicalisation, in order, to a whole conversation."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from mlxcache.prompt.canonical.draft import Draft
 from mlxcache.types import Chat, ToolCall
 
 LENGTHENING = ("cleared_results", "thinking")
-"""The rules that make a prompt longer than what the client sent."""
+"""The rules that can make a prompt longer than the client's text."""
 
 MOST_ORDERS = 256
-"""Sets of tools whose order is remembered."""
+"""Sets of tools for which an order is remembered."""
 
 MOST_PLACES = 4096
-"""Places of git statuses that are remembered."""
+"""Git statuses for which a position is remembered."""
 
 MOST_CHARACTERS = 16 << 20
-"""Characters of calls' arguments that are remembered, and of results."""
+"""Characters of call arguments that are remembered, and of tool results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """A conversation without its noise.
+    """A canonicalised conversation.
 
-    `rules` are those that changed something, in the order of the table. `names` are what the model
-    may write, and what the client is to read in its place. `history` is the digest of the messages,
-    empty where thinking is not remembered.
+    `rules`: those that changed something, in the order of the table. `names`: texts that the model
+    may write, each with the text that the client reads instead. `history`: the digest of the
+    messages, or empty where thinking is not restored.
     """
 
     chat: Chat
@@ -50,10 +50,10 @@ class Canonical:
 
 
 class Canonicaliser:
-    """Applies the rules that are on, and remembers what some of them need. Safe in any thread.
+    """Applies the enabled rules, and holds what some of them remember. Safe in any thread.
 
-    `rules` says of each rule whether it is on; those it does not name are as `RULES` has them.
-    `thought`: which replies with thinking are known; None: no model answers.
+    `rules` overrides the defaults in `RULES`. `thought` looks up the thinking of known replies;
+    None where no reply is known.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Canonicaliser:
         stop: Sequence[str] = (),
         without: Sequence[str] = (),
     ) -> Canonical:
-        """A conversation as it is to be rendered. Raises nothing.
+        """The conversation to render. Raises nothing; the given chat is not changed.
 
-        `session` is a label under which something may be remembered. `stop`: the strings that end
-        the reply. `without`: rules that are off this time.
+        `session`: the label under which rules may remember something. `stop`: the strings that end
+        the reply. `without`: rules to leave out in this call.
         """
         draft = Draft(chat)
         on = {name: state and name not in without for name, state in self._on.items()}
@@ -88,12 +88,12 @@ class Canonicaliser:
             draft.hits.add("newest_counter" if on["newest_counter"] else "counter")
         status = git_status.take(draft) if on["git_status"] else ""
         if not draft.messages and not status:
-            return Canonical(chat)  # there was nothing but noise: let the model see it
+            return Canonical(chat)  # all of it was machine-made: render it as it came
         if on["environment"] and environment.apply(draft):
             draft.hits.add("environment")
         if on["uuid"] and uuids.apply(draft, stop):
             draft.hits.add("uuid")
-        self._remembering(draft, on)
+        self._apply_with_memory(draft, on)
         if status:
             git_status.place(draft, status, self._places, session)
             draft.hits.add("git_status")
@@ -105,8 +105,8 @@ class Canonicaliser:
         rules = tuple(r for r in RULES if r in draft.hits)
         return Canonical(draft.chat(), rules, draft.names, history)
 
-    def _remembering(self, draft: Draft, on: Mapping[str, bool]) -> None:
-        """Apply the rules that go by what came before."""
+    def _apply_with_memory(self, draft: Draft, on: Mapping[str, bool]) -> None:
+        """Apply the rules that use earlier requests."""
         if on["tool_order"] and tool_order.apply(draft, self._orders):
             draft.hits.add("tool_order")
         if on["argument_order"] and argument_order.apply(draft, self._calls):
@@ -115,10 +115,10 @@ class Canonicaliser:
             draft.hits.add("cleared_results")
 
     def is_on(self, rule: str) -> bool:
-        """Whether a rule is on."""
+        """True if a rule is enabled."""
         return self._on[rule]
 
     def remember_call(self, call: ToolCall) -> None:
-        """Take note of a call that the model wrote."""
+        """Remember a call as the model wrote it, for the rule `argument_order`."""
         if self._on["argument_order"]:
             argument_order.remember_call(call, self._calls)

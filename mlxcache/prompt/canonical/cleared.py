@@ -1,7 +1,7 @@
-"""Results of tools that a client cleared from its history: rendered as they were.
+"""Rule `cleared_results`: restore tool results that a client cleared from its history.
 
-Clients clear old results to save a hosted service's tokens. Here the old result is computed
-already, and everything behind it would have to be computed again without it.
+Clients clear old results to send fewer tokens to a hosted service. Here the KV of the result is
+cached, and without the result everything after it would have to be computed again.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.draft import Draft, History
 
 CLEARED = "[Old tool result content cleared]"
-"""What stands for a cleared result; the whole of it."""
+"""The whole text of a cleared result."""
 
 LEAST = 200
-"""Characters of a result that is worth remembering."""
+"""Shorter results, in characters, are not remembered."""
 
 Results = LRU[Hashable, str]
 
 
 def apply(draft: Draft, results: Results) -> bool:
-    """Put back the results that stood in the same place of the same conversation."""
+    """Restore the results that were seen in the same place of the same conversation."""
     if not any(message.get("role") == "tool" for message in draft.messages):
         return False
     history = History("results")

@@ -1,4 +1,4 @@
-"""The counter of tokens left that Claude Code sends in system messages: dropped."""
+"""Rules `counter`, `newest_counter`: drop Claude Code's counter of tokens left."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ COUNTER = re.compile(r"<total_tokens>[0-9][0-9,]{0,30} tokens left</total_tokens
 
 
 def apply(draft: Draft, *, keep: bool = False) -> bool:
-    """Drop the counters of system messages; with `keep` the newest stands at the end.
+    """Drop the counters of system messages; with `keep` move the newest to the end.
 
-    There it is behind everything that the next turn has in common with this one.
+    There it is after everything that the next turn shares with this one.
     """
     newest = ""
     leading = draft.leading()
@@ -30,9 +30,9 @@ def apply(draft: Draft, *, keep: bool = False) -> bool:
 
 
 def without(text: str) -> tuple[str, list[str]]:
-    """A text without the counters that are paragraphs of their own, or end it, and these.
+    """A text without counters that are whole paragraphs or end the text, and those counters.
 
-    Between turns a system message is written by a client, and so are all its paragraphs.
+    For system messages between turns: the client wrote all their paragraphs.
     """
     paragraphs = text.split("\n\n")
     counters = [part.strip() for part in paragraphs if COUNTER.fullmatch(part.strip())]
@@ -44,9 +44,9 @@ def without(text: str) -> tuple[str, list[str]]:
 
 
 def split(text: str) -> tuple[str, list[str]]:
-    """A text without the counters in lines of their own at its end, and these.
+    """A text without counters on separate lines at its end, and those counters.
 
-    Those that are paragraphs at its start, which were blocks of their own, go too.
+    Counters that are whole paragraphs at its start are removed too.
     """
     leading: list[str] = []
     first, blank, rest = text.partition("\n\n")

@@ -1,4 +1,4 @@
-"""A conversation on its way through the rules."""
+"""A conversation while the rules rewrite it, and digests of its beginnings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SYSTEM = ("system", "developer")
 
 
 class Draft:
-    """A chat's messages and tools, which rules replace, drop and add to.
+    """A chat's messages and tools, which rules replace, remove and insert.
 
-    The chat itself and its messages are never written to. `hits` are the rules that changed
-    something, `names` what the client is to read in place of what the model writes.
+    The chat itself and its messages are never changed. `hits`: the rules that changed something.
+    `names`: texts that the model may write, each with the text that the client reads instead.
     """
 
     def __init__(self, chat: Chat):
@@ -32,21 +32,21 @@ class Draft:
         self.names: dict[str, str] = {}
 
     def text(self, at: int) -> str:
-        """A message's content where that is a text; else nothing."""
+        """A message's content if it is a string, else an empty string."""
         content = self.messages[at].get("content")
         return content if isinstance(content, str) else ""
 
     def role(self, at: int) -> str:
-        """A message's role."""
+        """The role of a message."""
         return str(self.messages[at].get("role"))
 
     def leading(self) -> int:
-        """The number of system messages before all others."""
+        """The number of system messages at the start."""
         roles = (self.role(i) not in SYSTEM for i in range(len(self.messages)))
         return next((i for i, other in enumerate(roles) if other), len(self.messages))
 
     def head(self) -> list[int]:
-        """The system messages before the first reply, ascending."""
+        """The indices of the system messages before the first reply, ascending."""
         end = next(
             (i for i in range(len(self.messages)) if self.role(i) == "assistant"),
             len(self.messages),
@@ -54,27 +54,27 @@ class Draft:
         return [i for i in range(end) if self.role(i) in SYSTEM]
 
     def rewrite(self, at: int, text: str) -> None:
-        """Give a message another text. One that is left without any goes."""
+        """Replace a message's text; an empty text removes the message."""
         if text:
             self.messages[at] = {**self.messages[at], "content": text}
         else:
             del self.messages[at], self._origins[at]
 
     def insert(self, at: int, text: str) -> None:
-        """Put a system message before the message `at`, or behind all."""
+        """Insert a system message at an index."""
         self.messages.insert(at, {"role": "system", "content": text})
         self._origins.insert(at, self._origins[at - 1] if at else -1)
 
     def move(self, at: int, to: int) -> None:
-        """Put a message before an earlier one; the breakpoint counts what is before it by place."""
+        """Move a message to an earlier index. The breakpoint keeps its position."""
         self.messages.insert(to, self.messages.pop(at))
 
     def end(self) -> int:
-        """Where a message at the end goes: before a reply that is to be continued."""
+        """The index for a message at the end: before a reply that is to be continued."""
         return len(self.messages) - self.continues
 
     def chat(self) -> Chat:
-        """The chat as it is now, its breakpoint behind the same messages as before."""
+        """The rewritten chat, with its breakpoint after the same messages as before."""
         marked = self._chat.breakpoint
         if marked is not None:
             marked = sum(origin < marked for origin in self._origins) if marked else 0
@@ -84,7 +84,7 @@ class Draft:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of a JSON value with every string in it changed, keys too; images stay."""
+    """A copy of a JSON value with `change` applied to every string and key; images stay."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -95,7 +95,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every string in a JSON value, keys too."""
+    """Every string and key in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -108,18 +108,18 @@ def strings(value: Any) -> Iterator[str]:
 
 
 class History:
-    """The digest of the messages so far. `seed` tells one use of it from another."""
+    """A running digest of messages. `seed` separates different uses."""
 
     def __init__(self, seed: str):
         self._hash = hashlib.blake2b(seed.encode("utf-8", "surrogatepass"), digest_size=16)
 
     @property
     def digest(self) -> bytes:
-        """Of all that was added, 16 bytes."""
+        """The digest of all messages added so far, 16 bytes."""
         return self._hash.digest()
 
     def add(self, message: Message) -> None:
-        """Add a message: roles, texts, calls, images."""
+        """Add a message with its role, texts, calls and images."""
         self._hash.update(_ENCODER.encode(message).encode())
 
 

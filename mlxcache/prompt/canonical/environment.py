@@ -1,8 +1,8 @@
-"""What Claude Code tells of its environment behind the first message: rendered before it.
+"""Rule `environment`: move Claude Code's description of its environment before the first message.
 
-There it is part of what all sessions and sub-agents of a project begin with. Behind the message,
-which is another in each, all of it would be computed anew. It stays behind the tools, for it
-changes more often than they do.
+Claude Code sends it after the first message, which differs in each session, so each session would
+compute it again. Before the message it is a prefix that all sessions and sub-agents of a project
+share. It stays after the tools, because it changes more often than they do.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _TOLD = re.compile(
     r"|Available agent types for the \w+ tool:(?:\n|\Z)"
     r"|The following skills are available for use with the \w+ tool:(?:\n|\Z)"
 )
-"""A paragraph that opens something that is told to all sessions."""
+"""The first line of a paragraph of the environment, equal in all sessions."""
 _STARTED = re.compile(r"SessionStart(?::\w+)? hook [a-z ]+: ")
-"""What a program said when the session began: it may come first, and stays with what follows."""
+"""The output of a `SessionStart` hook: may come first, and stays with the text after it."""
 _CALLED = re.compile(r"Called the (?:Read|Bash) tool with the following input: ")
-"""A file or folder that the first message names: it may come first. Its lines have numbers before
-them or are names of files, so hardly a paragraph of it is taken for another."""
+"""A file or folder that the first message names: may come first. Its lines start with numbers or
+are names of files, so its paragraphs are hardly mistaken for others."""
 _ASKED = re.compile(r"Plan mode is active\b|UserPromptSubmit(?::\w+)? hook [a-z ]+: ")
-"""A paragraph that opens what goes with the first message, and stays behind it."""
+"""The first line of text that belongs to the first message and stays after it."""
 _ENDS = re.compile(
     r"- [\w.:@/+-]+(?:: .*)?$"
     r"|When you launch multiple agents\b"
@@ -33,17 +33,17 @@ _ENDS = re.compile(
     r"|Today's date is \d{4}-\d{2}-\d{2}\.\s*\Z",
     re.M,
 )
-"""A line of the last paragraph: an agent or a skill, what is said behind agents, the date."""
+"""A line of the last paragraph: an agent, a skill, the text after agents, or the date."""
 
 
 _REMINDER = re.compile(r"<system-reminder>\n.*</system-reminder>\s*", re.S)
-"""All of a user's message that comes before the person's own, as for a file that this one names."""
+"""A whole user message of reminders, sent before the person's own message."""
 
 
 def apply(draft: Draft) -> bool:
-    """Put what is told to all, in a system message right behind the first message, before it."""
+    """Move the environment, in a system message right after the first message, before that."""
     first = draft.leading()
-    at = _behind(draft, first)
+    at = _find_message(draft, first)
     if at is None:
         return False
     told, rest = _split(draft.text(at))
@@ -56,8 +56,8 @@ def apply(draft: Draft) -> bool:
     return True
 
 
-def _behind(draft: Draft, at: int) -> int | None:
-    """Where a system message stands behind the first message, and reminders before that."""
+def _find_message(draft: Draft, at: int) -> int | None:
+    """The index of the system message after the first message and reminders; None if none."""
     end = len(draft.messages) - 1
     while at < end and draft.role(at) == "user":
         at += 1
@@ -69,10 +69,10 @@ def _behind(draft: Draft, at: int) -> int | None:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """What is told to all, and what goes with the first message; nothing of the former in doubt.
+    """Split a text into the environment and what belongs to the first message.
 
-    A description may hold any paragraph. So what is told ends with the text or before a known
-    shape, and what its last paragraph is must be known too.
+    In doubt the environment is empty. A description may hold any paragraph, so the environment must
+    end with the text or before a known shape, and its last paragraph must have a known shape.
     """
     paragraphs = text.split("\n\n")
     end = next((i for i, p in enumerate(paragraphs) if _ASKED.match(p)), len(paragraphs))
@@ -82,7 +82,7 @@ def _split(text: str) -> tuple[str, str]:
     if not told or not _closes(told[-1]) or any(map(_CALLED.match, told)):
         return "", text
     if len(set(opens)) < len(opens):
-        return "", text  # one of them is part of a file, or of a description
+        return "", text  # one is part of a file or a description
     if before and not (_STARTED.match(before[0]) or _CALLED.match(before[0])):
         return "", text
     if not any(map(_CALLED.match, before)):
@@ -91,5 +91,5 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _closes(paragraph: str) -> bool:
-    """Whether it may be the last of what is told."""
+    """True if a paragraph may be the last one of the environment."""
     return bool(_TOLD.match(paragraph) or any(map(_ENDS.match, paragraph.splitlines())))

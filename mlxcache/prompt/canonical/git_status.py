@@ -1,8 +1,8 @@
-"""The git status in the head, which is another in each session: told where the news is.
+"""Rule `git_status`: move the git status from the system prompt to the turn in which it was new.
 
-A status is taken out of the system prompt and stands, as a system message, behind the last message
-of the turn in which it was new. There it stays on later turns, so that no prefix changes; a newer
-one comes behind a later message.
+The status differs in each session. It becomes a system message after the last message of the turn
+in which it was new and stays there in later turns, so that no prefix changes. A newer status is
+put after a later message.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LINE = re.compile(
     r"|[0-9a-f]{7,40} .*"
     r"|\.\.\. ?\(truncated.*"
 )
-"""A line of the block behind its first: a heading, a file of `git status --short`, a commit."""
+"""A later line of the block: a heading, a file of `git status --short`, or a commit."""
 
 Places = LRU[bytes, str]
 
 
 def take(draft: Draft) -> str:
-    """Take the blocks out of the head; what they said, or nothing."""
+    """Remove the status blocks from the head and return their text, or an empty string."""
     blocks: list[str] = []
     for at in reversed(draft.head()):
         kept, found = _split(draft.text(at))
@@ -37,9 +37,10 @@ def take(draft: Draft) -> str:
 
 
 def place(draft: Draft, status: str, places: Places, session: str | None) -> None:
-    """Put a status where it is new, and older ones of this session where they were.
+    """Insert a status where it is new, and older ones of this session where they were.
 
-    Without a label only this status itself: another may be another conversation's that began alike.
+    Without a label only this status itself is looked up: another one may belong to another
+    conversation with the same beginning.
     """
     history = History(f"git {session}" if session else f"git\n{status}")
     known: list[tuple[int, str]] = []
@@ -58,7 +59,7 @@ def place(draft: Draft, status: str, places: Places, session: str | None) -> Non
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    """A text without its blocks, and these."""
+    """A text without its status blocks, and those blocks."""
     lines = text.split("\n")
     kept: list[str] = []
     blocks: list[str] = []
@@ -77,7 +78,7 @@ def _split(text: str) -> tuple[str, list[str]]:
 
 
 def _end(lines: list[str], start: int) -> int:
-    """The line behind a block's last; blank lines are inside only."""
+    """The index after a block's last line. A block may hold blank lines but not end with one."""
     end = start + 1
     for at in range(start + 1, len(lines)):
         if _LINE.fullmatch(lines[at]):

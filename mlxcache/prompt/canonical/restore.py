@@ -1,4 +1,4 @@
-"""From what the model writes to what the client reads: its own UUIDs for the stable ones."""
+"""Map names in a reply back to the client's: its own UUIDs for the stable ones of rule `uuid`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mlxcache.types import Event, Finished, Text, Thinking, ToolCall
 
 
 class NameRestorer:
-    """Maps a text that arrives in pieces; at most the start of a name is held back.
+    """Replaces names in a text that arrives in pieces; holds back at most the start of a name.
 
-    `names` are what to look for and what to put in its place. No name may begin with the end of
-    one, itself included.
+    `names`: each name and its replacement. No name may begin with the end of a name, including
+    itself.
     """
 
     def __init__(self, names: Mapping[str, str]):
@@ -24,27 +24,27 @@ class NameRestorer:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """The next piece, mapped, as far as no name may have begun in it."""
+        """Map the next piece, up to where a name may have begun."""
         text = self._held + text
         keep = len(text)
         for n in range(1, min(self._longest, len(text)) + 1):
             if text[-n:] in self._starts:
                 keep = len(text) - n
         self._held = text[keep:]
-        return self.whole(text[:keep])
+        return self.map_text(text[:keep])
 
     def flush(self) -> str:
-        """What was held back: no name came of it."""
+        """Return the text that was held back, and hold nothing."""
         held, self._held = self._held, ""
         return held
 
-    def whole(self, text: str) -> str:
-        """All of a text, mapped."""
+    def map_text(self, text: str) -> str:
+        """Map a complete text."""
         return self._pattern.sub(lambda match: self._names[match.group()], text)
 
 
-class Reply:
-    """The events of one reply, mapped; `on_call` is given each call as the model wrote it."""
+class ReplyRestorer:
+    """Maps the events of one reply; `on_call` is called with each call as the model wrote it."""
 
     def __init__(self, names: Mapping[str, str], on_call: Callable[[ToolCall], None] | None = None):
         self._restored = NameRestorer(names) if names else None
@@ -52,7 +52,7 @@ class Reply:
         self._kind: type[Text | Thinking] = Text
 
     def events(self, event: Event) -> Iterator[Event]:
-        """What the client reads for one event, and what was held back before it."""
+        """The events for the client that one event of the model makes."""
         if isinstance(event, ToolCall) and self._on_call is not None:
             self._on_call(event)
         if self._restored is None:
@@ -70,11 +70,11 @@ class Reply:
         if isinstance(event, ToolCall | Finished):
             yield from self.flush()
         if isinstance(event, ToolCall):
-            event = replace(event, arguments=self._restored.whole(event.arguments))
+            event = replace(event, arguments=self._restored.map_text(event.arguments))
         yield event
 
     def flush(self) -> Iterator[Event]:
-        """What is held back, as an event of its kind."""
+        """The text that was held back, as an event."""
         held = self._restored.flush() if self._restored is not None else ""
         if held:
             yield self._kind(held)

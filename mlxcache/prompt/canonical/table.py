@@ -1,4 +1,4 @@
-"""The rules as people read them. `docs/canonicalisation.md` shows this table."""
+"""The rules as users read them; `docs/canonicalisation.md` shows this table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CLAUDE_CODE = "Claude Code"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule: what it looks for, where that was seen, and what is done about it."""
+    """One rule: the shape that it looks for, where that was seen, and what it does."""
 
     name: str
     shape: str

@@ -1,8 +1,8 @@
-"""Thinking that a client left out of the replies that it sends back: put in again.
+"""Rule `thinking`: restore the thinking that a client left out of the replies it sends back.
 
 Many clients send back text and calls alone. A template that keeps thinking, as most do up to the
-next message of a person, would then render another reply than the one that was computed. Where it
-does not keep thinking, it leaves out what is put in here.
+next user message, would then render a reply that differs from the computed one. Where a template
+drops thinking, it also drops what is restored here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from mlxcache.prompt.canonical.draft import Draft, History
 
 Tools = Sequence[Mapping[str, Any]]
 Thought = Callable[[bytes, Mapping[str, Any], Tools], str]
-"""What was thought in a reply, by the digest of the messages before it: the one whose text and
-calls are those of a message; empty if there is none."""
+"""Looks up the thinking of a reply by the digest of the messages before it, a message with the same
+text and calls, and the tools. Empty where there is none."""
 
 
 def apply(draft: Draft, thought: Thought) -> bytes:
-    """Put thinking back behind the very same messages; returns the digest of all messages."""
+    """Restore thinking after the same messages; returns the digest of all messages."""
     history = History("replies")
     for at, message in enumerate(draft.messages):
         if message.get("role") == "assistant" and not message.get("reasoning_content"):

@@ -1,4 +1,4 @@
-"""Tools that a client sends in changing order: rendered in the order in which they first came."""
+"""Rule `tool_order`: render tools in the order in which the same tools first came."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Orders = LRU[bytes, tuple[bytes, ...]]
 
 
 def apply(draft: Draft, orders: Orders) -> bool:
-    """Put the tools into the order in which the very same tools came before, if they did."""
+    """Reorder the tools as the same set of tools came before, if it did."""
     if len(draft.tools) < 2:
         return False
     digests = [hashlib.blake2b(_text(tool), digest_size=16).digest() for tool in draft.tools]

@@ -1,11 +1,11 @@
-"""Session UUIDs in temporary paths of the system prompt: stable ones stand for them.
+"""Rule `uuid`: replace session UUIDs in temporary paths of the system prompt by stable ones.
 
 Two sessions of one project then begin with the same tokens. The model reads and writes the stable
-UUID; the client reads and writes its own. What the model writes is mapped by `restore`.
+UUID; the client reads and writes its own. `restore` maps the reply back.
 
-The mapping is exact on whole UUIDs: a stable one is never a text that the conversation holds
-already, and neither itself nor another can be found across its edge. What a model writes of a part
-of a UUID, or in another form (upper case, without dashes), is not mapped.
+The mapping is exact for whole UUIDs: a stable UUID never occurs in the conversation as sent, and no
+two can overlap in a text. A part of a UUID that the model writes, or another form of it (upper
+case, without dashes), is not mapped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEGMENT = re.compile(
 """A UUID that is a whole segment of a path."""
 
 TEMPORARY = frozenset({"tmp", "temp", "Temp", "T", "scratch", "scratchpad"})
-"""Segments by which a path is a temporary one."""
+"""Path segments that mark a path as temporary."""
 
 _PATH_ENDS = re.compile(r"[\s\"'`<>(),;]")
 _FAR = 512
@@ -32,10 +32,10 @@ _SHORTEST = 4
 
 
 def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
-    """Map the UUIDs of the head in all but users' messages, and leave word in `draft.names`.
+    """Map the head's UUIDs in all messages but users', and add them to `draft.names`.
 
-    Nothing is mapped where a stop string, or a reply that is to be continued, could meet a UUID
-    halfway.
+    Nothing is mapped where a stop string could match a part of a UUID, or a reply to be continued
+    ends inside one.
     """
     own = _session_uuids(draft)
     if not own:
@@ -57,7 +57,7 @@ def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
 
 
 def _session_uuids(draft: Draft) -> list[str]:
-    """The UUIDs in temporary paths of the head, each once, in order."""
+    """The UUIDs in temporary paths of the head, in order, without duplicates."""
     found: dict[str, None] = {}
     for at in draft.head():
         text = draft.text(at)
@@ -71,7 +71,7 @@ def _session_uuids(draft: Draft) -> list[str]:
 
 
 def _stable(draft: Draft, count: int) -> list[str]:
-    """So many UUIDs that the conversation does not hold, the same for all that hold none."""
+    """`count` UUIDs that the conversation does not contain, otherwise always the same."""
     texts = [*strings(draft.messages), *strings(draft.tools)]
     found: list[str] = []
     attempt = 0
@@ -84,14 +84,14 @@ def _stable(draft: Draft, count: int) -> list[str]:
 
 
 def _candidate(number: int) -> str:
-    """A UUID with a `d` at its start and nowhere else, so that no two can overlap in a text."""
+    """A UUID with its only `d` at the start, so that no two can overlap in a text."""
     digits = hashlib.blake2b(f"stable {number}".encode(), digest_size=16).hexdigest()
     digits = digits.replace("d", "e")
     return f"d{digits[1:8]}-{digits[8:12]}-4{digits[13:16]}-a{digits[17:20]}-{digits[20:]}"
 
 
 def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
-    """Whether a stop string could begin, end or stand inside a UUID, or hold one."""
+    """True if a stop string contains a UUID or overlaps one."""
     return any(
         text in uuid
         or uuid in text
@@ -102,7 +102,7 @@ def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
 
 
 def _cut_short(draft: Draft, own: Sequence[str]) -> bool:
-    """Whether the reply to be continued ends inside a UUID."""
+    """True if the reply to be continued ends inside a UUID."""
     if not draft.continues:
         return False
     text = draft.text(len(draft.messages) - 1)
@@ -110,7 +110,7 @@ def _cut_short(draft: Draft, own: Sequence[str]) -> bool:
 
 
 def _mapped(message: Message, forward: Callable[[str], str]) -> Message:
-    """A machine's message with its text, its reasoning and its calls' arguments mapped."""
+    """A message with its text, its reasoning and its calls' arguments mapped."""
     mapped = dict(message)
     for key in ("content", "reasoning_content"):
         if key in mapped:
@@ -129,7 +129,7 @@ def _mapped_call(call: Mapping[str, Any], forward: Callable[[str], str]) -> Mapp
 
 
 def _mapped_tool(tool: Mapping[str, Any], forward: Callable[[str], str]) -> Mapping[str, Any]:
-    """A tool with its description mapped; its name stays, for that is what a call says."""
+    """A tool with all but its name mapped: calls refer to the name."""
     function = {
         key: value if key == "name" else map_strings(value, forward)
         for key, value in (tool.get("function") or {}).items()

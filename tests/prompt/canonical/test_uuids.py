@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
 from mlxcache.prompt.canonical.draft import strings
-from mlxcache.prompt.canonical.restore import NameRestorer, Reply
+from mlxcache.prompt.canonical.restore import NameRestorer, ReplyRestorer
 from mlxcache.prompt.canonical.uuids import _candidate
 from mlxcache.types import Chat, Finished, Text, Thinking, TokenLogprob, ToolCall
 
@@ -115,7 +115,7 @@ def test_a_stable_uuid_that_the_conversation_holds_is_not_taken():
     (first,) = canonicalise(*messages).names
     (second,) = canonicalise(*messages, user(f"what is {first}?")).names
     assert first != second
-    assert NameRestorer({second: OWN}).whole(f"{first} {second}") == f"{first} {OWN}"
+    assert NameRestorer({second: OWN}).map_text(f"{first} {second}") == f"{first} {OWN}"
 
 
 @pytest.mark.parametrize("stop", ["e", OWN, f"/{OWN}/", OWN[5:9], "0-9"])
@@ -176,7 +176,7 @@ def test_a_text_that_was_mapped_comes_back_exactly_however_it_is_split(case, dat
     assert shown == re.sub("|".join(owns), lambda match: there[match.group()], text)
     assert not any(name in text or name in head for name in made.names)
     restored = NameRestorer(made.names)
-    assert restored.whole(shown) == text
+    assert restored.map_text(shown) == text
     assert "".join(map(restored.feed, pieces(data, shown))) + restored.flush() == text
 
 
@@ -200,7 +200,7 @@ def test_every_kind_of_event_is_mapped_in_order():
     """Text, reasoning and calls; log-probabilities stay with their tokens."""
     name = STABLES[0]
     seen: list[ToolCall] = []
-    reply = Reply({name: OWN}, seen.append)
+    reply = ReplyRestorer({name: OWN}, seen.append)
     logprob = TokenLogprob("d", 1, -0.5)
     call = ToolCall(0, "c", "Read", json.dumps({"path": f"/tmp/{name}/x", name: 1}))
     end = Finished("stop", 1, 0, 0, 1)
@@ -232,7 +232,7 @@ def test_every_kind_of_event_is_mapped_in_order():
 def test_a_reply_without_names_goes_by_as_it_is():
     """Nothing is held back, nothing is copied."""
     event = Text("d")
-    assert next(iter(Reply({}).events(event))) is event
+    assert next(iter(ReplyRestorer({}).events(event))) is event
 
 
 def test_strings_are_found_at_any_depth():
