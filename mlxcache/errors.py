@@ -1,27 +1,27 @@
-"""Every error that mlxcache raises on purpose.
+"""Error classes of mlxcache, and their tree.
 
     MlxcacheError
-    ├── BadRequest              the client's body cannot be served as it is
-    │   ├── Unsupported         it asks for something that this server does not do
+    ├── BadRequest              the request is wrong, or cannot be served as it is
+    │   ├── Unsupported         the request needs something that this server lacks
     │   ├── ContextLengthExceeded   the prompt alone exceeds the context or the budget
-    │   └── SnapshotRefused     a snapshot is damaged, or of another model
-    ├── Unauthorized            no key, or a wrong one
-    ├── NotFound                no such path, request or session
-    ├── TooLarge                the body exceeds the limit
-    ├── Busy                    try again later; carries `retry_after` in seconds
-    │   ├── QueueFull           too many requests wait
-    │   ├── TooMany             too many requests of one session wait
+    │   └── SnapshotRefused     a snapshot is damaged, or was made with another model
+    ├── Unauthorized            the key is missing or wrong
+    ├── NotFound                no such path, request, model or session
+    ├── TooLarge                the body exceeds the size limit
+    ├── Busy                    try again in `retry_after` seconds
+    │   ├── QueueFull           the queue is full
+    │   ├── TooMany             too many requests of one session are waiting
     │   └── NotReady            the model is still loading, or the server is stopping
-    ├── DeadlineExceeded        the request's own time, or the server's for each, is over
-    ├── GenerationFailed        the model or its template raised; nothing was made up
+    ├── DeadlineExceeded        the time limit of the request, or of the server, has passed
+    ├── GenerationFailed        the model, its tokenizer or its template raised
     ├── ModelError              the model cannot be loaded or served
     ├── ConfigError             a flag, variable or key in config.toml is wrong
-    └── StoreError              the disk tier could not do as asked
-        ├── Corrupt             a file is damaged, or not what it should be
-        ├── Gone                a file was evicted meanwhile
-        ├── Vanished            the folder is gone; it is made again in a moment
+    └── StoreError              an operation of the disk tier failed
+        ├── Corrupt             a file is damaged, or has the wrong content
+        ├── Gone                a file was evicted before it was read
+        ├── Vanished            the store's folder is missing; it is reopened within seconds
         ├── PrefixNotStored     the prefix that a run builds on is not on disk
-        └── DiskFull            no room: the cap, the floor of free space, or the device
+        └── DiskFull            the limit, the reserve of free space, or the device is reached
 
 `api.errors` maps each to its status and to each API's own shape.
 """
@@ -30,11 +30,11 @@ from __future__ import annotations
 
 
 class MlxcacheError(Exception):
-    """The root: `str(error)` is a sentence for the person at the other end."""
+    """Root of the tree; `str(error)` is a sentence for the user."""
 
 
 class BadRequest(MlxcacheError):
-    """The request is wrong; `param` names the field, `code` is a stable word for programs."""
+    """The request is wrong. `param` names the field, `code` is a stable word for programs."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -43,14 +43,14 @@ class BadRequest(MlxcacheError):
 
 
 class Unsupported(BadRequest):
-    """The request asks for something that this server does not do."""
+    """The request needs something that this server does not support."""
 
     def __init__(self, message: str, *, param: str | None = None):
         super().__init__(message, param=param, code="unsupported")
 
 
 class ContextLengthExceeded(BadRequest):
-    """The prompt is longer than the context, or could never fit the memory budget."""
+    """The prompt alone exceeds the context length or the memory budget."""
 
     def __init__(self, message: str, *, param: str | None = "messages"):
         super().__init__(message, param=param, code="context_length_exceeded")
@@ -64,19 +64,19 @@ class SnapshotRefused(BadRequest):
 
 
 class Unauthorized(MlxcacheError):
-    """No key was given, or a wrong one."""
+    """The key is missing or wrong."""
 
 
 class NotFound(MlxcacheError):
-    """No such path, request, model or session."""
+    """There is no such path, request, model or session."""
 
 
 class TooLarge(MlxcacheError):
-    """The body exceeds the server's limit."""
+    """The body exceeds the server's size limit."""
 
 
 class Busy(MlxcacheError):
-    """Not now; `retry_after` is in seconds."""
+    """The request cannot be served now; `retry_after` is in seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0):
         super().__init__(message)
@@ -84,11 +84,11 @@ class Busy(MlxcacheError):
 
 
 class QueueFull(Busy):
-    """As many requests as the queue holds are already waiting."""
+    """The queue holds its maximum of waiting requests."""
 
 
 class TooMany(Busy):
-    """One session has as many requests waiting as it may have."""
+    """One session has its maximum of waiting requests."""
 
 
 class NotReady(Busy):
@@ -96,15 +96,15 @@ class NotReady(Busy):
 
 
 class DeadlineExceeded(MlxcacheError):
-    """The request was not done in its time; what was computed is kept."""
+    """The request exceeded its time limit. Tokens computed so far stay cached."""
 
 
 class GenerationFailed(MlxcacheError):
-    """The model, its tokenizer or its template raised."""
+    """The model, its tokenizer or its chat template raised."""
 
 
 class ModelError(MlxcacheError):
-    """The model cannot be loaded, or cannot be served as asked."""
+    """The model cannot be loaded, or not served with these settings."""
 
 
 class ConfigError(MlxcacheError):
@@ -112,19 +112,19 @@ class ConfigError(MlxcacheError):
 
 
 class StoreError(MlxcacheError):
-    """The disk tier could not do as asked."""
+    """An operation of the disk tier failed."""
 
 
 class Corrupt(StoreError):
-    """A file is damaged, or not what its place and name say."""
+    """A file is damaged, or its content does not match its name."""
 
 
 class Gone(StoreError):
-    """A file was evicted between being found and being read."""
+    """A file was evicted between look-up and reading."""
 
 
 class Vanished(StoreError):
-    """The folder is not there, or another one is; it is made again, or found, in a moment."""
+    """The store's folder is missing or replaced; the server reopens it within seconds."""
 
     retry_after = 2.0
 
@@ -134,4 +134,4 @@ class PrefixNotStored(StoreError):
 
 
 class DiskFull(StoreError):
-    """There is no room, by the cap, the floor of free space or the device."""
+    """The disk tier is full: its limit, the reserve of free space, or the device."""

@@ -1,4 +1,4 @@
-"""Whose a request is. Where a server has several keys, what one computes serves nobody else."""
+"""Owners of requests: with several API keys, KV of one owner is never reused for another."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int32]
 
 OWNER: ContextVar[str | None] = ContextVar("owner", default=None)
-"""The owner of the request that this is done for; None: the server tells none apart.
+"""Owner of the current request; None where the server has no or one key.
 
-The API's middleware sets it, so that no endpoint can forget to.
+The API's middleware sets it for every endpoint.
 """
 
 MARKED = 4
-"""How many of a prompt's first ids are its owner's own."""
+"""Number of a prompt's first ids that are changed to ids of its owner."""
 
 _MOST_TOKENS = 1 << 20
-"""More than any vocabulary has; ids of images, 31 random bits each, are hardly ever less."""
+"""Above any vocabulary's size; ids of images, 31 random bits each, are almost always larger."""
 
 
 def owner_of(key: str) -> str:
-    """The owner that a key stands for: the same at every start, and no way back to the key."""
+    """The owner of a key: a digest, the same at every start."""
     return blake2b(key.encode(), digest_size=16, person=b"mlxcache owner").hexdigest()
 
 
 def own_ids(ids: Ids, owner: str | None) -> Ids:
-    """Token ids as the cache knows them for an owner, shape (n,); for None, `ids` themselves.
+    """Convert token ids to the cache's ids for an owner, shape (n,); for None, return `ids`.
 
-    The first ones are made less than 0, each in a way of the owner's, so that nothing which goes by
-    ids, in RAM, on disk or in the table of sessions, ever takes one owner's for another's.
+    The first ones become negative, by a mask of the owner's, so that look-ups by ids, in RAM, on
+    disk and in the table of sessions, never confuse owners.
     """
     if owner is None or not len(ids):
         return ids
@@ -43,7 +43,7 @@ def own_ids(ids: Ids, owner: str | None) -> Ids:
 
 
 def plain_ids(ids: Ids, owner: str | None) -> Ids:
-    """What `own_ids` has made its ids of."""
+    """Convert ids back from `own_ids`."""
     if owner is None or not len(ids):
         return ids
     plain = ids.copy()
@@ -54,6 +54,6 @@ def plain_ids(ids: Ids, owner: str | None) -> Ids:
 
 
 def _mask(owner: str) -> Ids:
-    """31 bits for each marked id."""
+    """A mask of 31 bits for each changed id."""
     drawn = blake2b(owner.encode(), digest_size=4 * MARKED, person=b"mlxcache ids").digest()
     return (np.frombuffer(drawn, "<u4") & 0x7FFFFFFF).astype(np.int32)

@@ -1,7 +1,7 @@
-"""The safetensors format: a header that is checked before anything it says is believed.
+"""The safetensors format: tensors, and headers that are validated before use.
 
-Format: https://github.com/huggingface/safetensors#format. Beyond it, a file of ours carries in
-its metadata a checksum of the header itself.
+Format: https://github.com/huggingface/safetensors#format. In addition, files written by mlxcache
+have a checksum of the header in its metadata.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ITEM_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """One array's bytes on their way to a file, which nobody writes to as long as this lives.
+    """Bytes of one array, to be written to a file; they must not change while this exists.
 
     `dtype` is a key of `ITEM_BYTES`; `data` is C-contiguous and holds exactly the elements of
     `shape`. Raises ValueError where they do not agree.
@@ -74,10 +74,10 @@ class Tensor:
 
 
 MAX_HEADER = 100_000_000
-"""Bytes; what the format's own library accepts."""
+"""Maximum bytes of a header, as in the format's own library."""
 
 MOST_FOREIGN = 8 << 20
-"""Bytes of a header that comes from elsewhere."""
+"""Maximum bytes of a header in a file that mlxcache did not write."""
 
 _MOST_VALUES = 1 << 18  # a value takes tens of bytes once it is decoded, its text as few as two
 
@@ -89,12 +89,12 @@ _NO_CHECK = b"0" * 16
 
 
 class Malformed(ValueError):
-    """The bytes are no safetensors file, or not a whole one; the text says why."""
+    """A file is not a whole safetensors file; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor's bytes are: `offset` is from the start of the file."""
+    """Position of a tensor's bytes in a file; `offset` is from its start."""
 
     name: str
     dtype: str
@@ -105,7 +105,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself; the places cover its payload without gap or overlap."""
+    """Header of a file; the places cover its payload without gap or overlap."""
 
     metadata: Mapping[str, str]
     places: tuple[Place, ...]
@@ -115,9 +115,10 @@ class Header:
 def compose(
     metadata: Mapping[str, str], tensors: Sequence[Tensor] | Sequence[Place], *, own: bool = True
 ) -> bytes:
-    """All bytes of a file that come before the payload, which is the tensors' bytes in order.
+    """Compose the bytes of a file before its payload, which is the tensors' bytes in order.
 
-    `own`: with a checksum of the header in the metadata.
+    `own`: add a checksum of the header to the metadata. Raises ValueError for two tensors of one
+    name, or a header that is too long.
     """
     check = {"check": _NO_CHECK.decode()} if own else {}
     table: dict[str, Any] = {"__metadata__": {**check, **metadata}}
@@ -146,9 +147,9 @@ def _with_check(raw: bytes) -> bytes:
 
 
 def read_header(fd: int, *, own: bool = True) -> Header:
-    """The header of the open file `fd`, whose size must be what it says.
+    """Read the header of the open file `fd`, and check it against the file's size.
 
-    `own`: the header's checksum must be there and right. Raises Malformed, and OSError.
+    `own`: the header's checksum must be present and right. Raises Malformed, OSError.
     """
     size = os.fstat(fd).st_size
     length = int.from_bytes(_pread(fd, _LENGTH, 0), "little")
@@ -165,7 +166,7 @@ def read_header(fd: int, *, own: bool = True) -> Header:
 
 
 def read_foreign_header(fd: int, *, own: bool) -> Header:
-    """As `read_header`, of a file from elsewhere: takes 64 MB of memory at the most."""
+    """Read a header as `read_header` does, in at most 64 MB of memory, whatever it holds."""
     length = int.from_bytes(_pread(fd, _LENGTH, 0), "little")
     if length > min(MOST_FOREIGN, os.fstat(fd).st_size):
         raise Malformed("its header does not fit into it")
@@ -176,7 +177,7 @@ def read_foreign_header(fd: int, *, own: bool) -> Header:
 
 
 def parse(text: bytes, size: int) -> Header:
-    """The header in `text`, of a file of `size` bytes in all. Raises Malformed."""
+    """Parse the header in `text`, of a file of `size` bytes in all. Raises Malformed."""
     try:
         table = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""JSON and plain objects read as types, from any thread.
+"""Decoding of JSON and plain objects into typed values. Any thread.
 
-msgspec learns what a Struct is made of when it first reads one, and other threads find what it has
-learnt so far: where two read the first one at once, the process ends by SIGSEGV (msgspec 0.22). So
-one thread at a time learns here. https://jcristharif.com/msgspec/api.html
+msgspec 0.22 inspects a Struct at its first use, without a lock: two threads that do so at the same
+time end the process by SIGSEGV. Here one thread at a time does it.
+https://jcristharif.com/msgspec/api.html
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def _decoder(type: Hashable) -> msgspec.json.Decoder[Any]:
 
 
 def decode(type: type[T], text: str | bytes) -> T:
-    """The JSON `text` as a `type`.
+    """Decode the JSON `text` into a `type`.
 
-    Raises msgspec.DecodeError, ValidationError among it, UnicodeError and RecursionError.
+    Raises msgspec.DecodeError (also its subclass ValidationError), UnicodeError, RecursionError.
     """
     found: T = _decoder(cast(Hashable, type)).decode(text)
     return found
 
 
 def convert(type: type[T], value: Any) -> T:
-    """A plain object as a `type`. Raises msgspec.ValidationError."""
+    """Convert a plain object to a `type`. Raises msgspec.ValidationError."""
     _decoder(cast(Hashable, type))
     return msgspec.convert(value, type)

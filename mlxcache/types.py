@@ -1,4 +1,4 @@
-"""What crosses the boundaries between layers and threads: frozen values, no behaviour.
+"""Frozen values that cross the boundaries between layers and threads.
 
 Nothing here imports MLX, Starlette or mlx-lm, so every layer may use it.
 """
@@ -16,13 +16,15 @@ Tokens = npt.NDArray[np.int32]
 """Token ids, shape (n,)."""
 
 FinishReason = Literal["stop", "stop_sequence", "length", "tool_calls", "cancelled", "error"]
-"""`stop`: the model ended its turn; `stop_sequence`: a stop string; `length`: max_tokens,
-the context or the memory budget."""
+"""Reason of a reply's end.
+
+`stop`: the model ended its turn; `stop_sequence`: a stop string; `length`: max_tokens, the context
+length or the memory budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture as it was sent: `data` is a PNG, JPEG, GIF or WebP file, `digest` its SHA-256."""
+    """An image as it was sent: `data` is a PNG, JPEG, GIF or WebP file, `digest` its SHA-256."""
 
     data: bytes = field(repr=False, compare=False)
     digest: bytes
@@ -30,7 +32,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """The tokens of a prompt that one image is fed at: [start, end)."""
+    """Tokens [start, end) of a prompt, in whose places one image is fed."""
 
     start: int
     end: int
@@ -39,19 +41,19 @@ class ImageSpan:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation in the form that chat templates take, whichever API it came by.
+    """A conversation in the form that chat templates take, independent of the API.
 
     `messages` are OpenAI-shaped: `role` (system, developer, user, assistant, tool), `content`
     (a string; a user's that holds images is a list of strings and Images), and where they apply
     `reasoning_content`, `tool_calls` (each `{"id", "type": "function", "function": {"name",
     "arguments": dict}}`), `tool_call_id`, `name`.
     `tools` are `{"type": "function", "function": {"name", "description", "parameters"}}`.
-    `template_args` go to the template as keyword arguments (`enable_thinking`, ...).
-    `breakpoint` is the number of leading messages up to and with the last one that carries a
+    `template_args` are keyword arguments of the template (`enable_thinking`, ...).
+    `breakpoint` is the number of leading messages up to and including the last one that carries a
     cache_control mark; 0 marks tools or system alone; None: no mark.
-    `keeps`: up to how many leading messages, and for how many seconds after each use, the client
-    wishes the prompt kept; 0 messages are tools and system.
-    `continue_final`: the last message is an assistant's, to be continued and not closed.
+    `keeps`: the client's requests to keep the prompt, each a number of leading messages and the
+    seconds after each use; 0 messages are tools and system.
+    `continue_final`: the last message is an assistant's, and the reply continues it.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -66,18 +68,18 @@ class Chat:
 class Prompt:
     """The token ids that one request renders to.
 
-    `ids` are what the cache knows the prompt by. Where `images` stand, they are less than 0 and
-    made from the image's digest, for two images of one size have the same tokens; `tokens` are
-    then those that the model is fed. Without images it is None: they are `ids`.
+    `ids` identify the prompt in the cache. In the places of `images` they are negative, and made
+    from the image's digest, because two images of one size have the same tokens; `tokens` are then
+    the ids that the model is fed. Without images `tokens` is None: `ids` are fed.
     `marks` are ascending token positions worth a checkpoint: the end of tools and system, of
     each message, and just before the generation prompt (the last one). `breakpoint` is the
     token position that `Chat.breakpoint` falls on, or None. `thinking_open`: the prompt ends
     inside a think block, so the first generated text is reasoning. `generic_tools`: the template
-    knows no tools, so they were described in the system text and calls come as
-    `<tool_call>{json}</tool_call>`. `rules` of canonicalisation changed the conversation; the model
-    may write the keys of `names`, and the client is to read the values in their place.
-    `source`: what it was rendered from, for `prompt.explain`. `keeps`: clients' wishes, as
-    (position, seconds after each use) up to where and for how long to keep it cached.
+    has no tools, so they were described in the system text and calls come as
+    `<tool_call>{json}</tool_call>`. `rules`: the rules of canonicalisation that changed the
+    conversation. `names`: replacements in the reply, from the text that the model writes to the
+    text that the client reads. `source`: the input of the rendering, for `prompt.explain`.
+    `keeps`: the client's requests to keep a prefix, as (position, seconds after each use).
     """
 
     ids: Tokens
@@ -94,13 +96,13 @@ class Prompt:
 
     @property
     def fed(self) -> Tokens:
-        """The ids that the model is fed, shape (n,)."""
+        """Ids that the model is fed, shape (n,)."""
         return self.ids if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn; the defaults are greedy-free plain sampling as mlx-lm has it.
+    """Parameters of sampling, as in mlx-lm.
 
     `temperature` 0 is greedy. `top_p` 1, `top_k` 0 and `min_p` 0 are off. `repetition_penalty`
     1 is off. `logit_bias` pairs token ids with additive values. `seed` None draws a fresh one.
@@ -118,7 +120,7 @@ class Sampling:
 
 
 WARMING = "warm"
-"""The `Job.api` of what is computed ahead of use: no turn of a session."""
+"""The `Job.api` of prompts computed ahead of use, which are no turns of a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +128,13 @@ class Job:
     """One request as the engine takes it.
 
     `max_tokens` None: as many as the context leaves. `stop`: strings that end the reply and
-    are not part of it. `tools` None: tool calls are not parsed, their text is text.
-    `top_logprobs` None: no log-probabilities; 0 to 20: those of the sampled token and so many of
-    the likeliest. `raw`: a plain completion, in which thinking and calls are not told from text.
-    `retry`: the client says that it asked for the same before. `timeout_s`: seconds from its
-    submission until it ends in DeadlineExceeded, None: as the server has it.
-    `session` is a label for people, never a key. `title`: how the first message of a person begins.
-    `owner`: whose it is, which the engine finds out.
+    are not part of it. `tools` None: tool calls are returned as text.
+    `top_logprobs` None: no log-probabilities; 0 to 20: those of the sampled token and of as many
+    of the likeliest. `raw`: a plain completion, whose thinking and calls are returned as text.
+    `retry`: the client marked the request as a retry. `timeout_s`: seconds from submission until
+    it ends in DeadlineExceeded; None: the server's limit.
+    `session` is a label for users, never a key of the cache. `title`: the beginning of the user's
+    first message. `owner`: set by the engine; see `mlxcache.owner`.
     """
 
     id: str
@@ -156,7 +158,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token's text, log-probability (natural, after penalties and bias), and alternatives."""
+    """Text, log-probability (natural, after penalties and bias) and alternatives of one token."""
 
     token: str
     token_id: int
@@ -166,7 +168,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Memory is reserved and the prefix is matched; all counts are exact. cached + fed = prompt."""
+    """Event: memory is reserved and the prefix matched. Counts are exact; cached + fed = prompt."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -175,7 +177,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Prompt tokens that the model's cache holds so far, of all."""
+    """Event: prompt tokens in the model's cache so far, of all."""
 
     done: int
     total: int
@@ -183,7 +185,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The next piece of visible text. May be empty where only logprobs are carried."""
+    """The next piece of visible text; empty where it carries only log-probabilities."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -220,15 +222,15 @@ class Finished:
 
 
 Piece = Text | Thinking | ToolCall
-"""What a reply is made of."""
+"""A part of a reply."""
 
 Event = Admitted | Progress | Text | Thinking | ToolCall | Finished
-"""What a stream yields: Admitted, Progress..., Pieces..., Finished."""
+"""An event of a stream, in the order Admitted, Progress..., Pieces..., Finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served. Lengths are in tokens; requests are held to `context_length`."""
+    """Description of the served model. Lengths are in tokens; `context_length` limits requests."""
 
     id: str
     context_length: int
@@ -240,12 +242,12 @@ class ModelInfo:
     has_images: bool = False
     is_demo: bool = False
     created: int = 0
-    draft: str | None = None  # the id of the model that drafts
+    draft: str | None = None  # the draft model's id
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What one request did; every number is counted, none estimated. Times are in seconds."""
+    """Record of one request; every number is counted, none estimated. Times are in seconds."""
 
     id: str
     session: str | None
@@ -266,4 +268,4 @@ class RequestRecord:
     canonicalised: tuple[str, ...] = ()
     lost: dict[str, Any] | None = None
     owner: str | None = None
-    joined: str | None = None  # the id of the same request that was running already
+    joined: str | None = None  # id of the running request that this one joined

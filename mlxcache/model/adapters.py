@@ -30,11 +30,10 @@ from mlx_lm.models.cache import (
 
 
 class Sliced:
-    """A class whose slots hold a row for every position.
+    """Adapter of a class whose slots hold a row for every position.
 
-    `name` is mlx-lm's for the class, `arrays` what the slot's arrays are called, by their places in
-    its `state`; `verb` says what can be done with it. `batchable`: mlx-lm has a class for several
-    sequences.
+    `name` is mlx-lm's name of the class. `places` are the keys of a slot's arrays in its `state`.
+    `verb` is the kind of reuse. `batchable`: mlx-lm has a class for several sequences.
     """
 
     verb = "slice"
@@ -46,31 +45,31 @@ class Sliced:
         self.batchable = batchable
 
     def filled(self, slot: Any) -> bool:
-        """Whether anything was ever put into it."""
+        """Tell if the slot has ever been written to."""
         return slot.keys is not None
 
     def arrays(self, slot: Any) -> list[mx.array]:
-        """Its arrays, shape (1, heads, capacity, dim) each, in the order of `places`."""
+        """The slot's arrays, shape (1, heads, capacity, dim) each, in the order of `places`."""
         return [slot.keys, slot.values]
 
     def put(self, slot: Any, index: int, array: mx.array) -> None:
-        """Make `array` that of its arrays."""
+        """Replace the slot's array number `index`."""
         setattr(slot, ("keys", "values")[index], array)
 
     def end_at(self, slot: Any, offset: int) -> None:
-        """Make it hold positions [0, offset); what lies beyond will be overwritten."""
+        """Set the slot's length to `offset`; positions beyond it will be overwritten."""
         slot.offset = offset
 
     def window(self, slot: Any) -> int | None:
-        """How many positions a new one sees, itself included; None for all of them."""
+        """Positions that a new one sees, itself included; None for all of them."""
         return None
 
     def numbers(self, slot: Any) -> dict[str, int]:
-        """The numbers of its state that are the model's, by their places in it."""
+        """Numbers in the slot's state that the model fixes, by their places in it."""
         return {}
 
     def plain(self, slot: Any) -> Any:
-        """What it holds as mlx-lm itself would have it, without room for more. Views."""
+        """A cache of mlx-lm's own class with the same content and no capacity beyond it. Views."""
         if not self.filled(slot):
             return slot
         twin = self.empty_like(slot)
@@ -80,16 +79,16 @@ class Sliced:
         return twin
 
     def empty_like(self, slot: Any) -> Any:
-        """A slot that holds nothing."""
+        """An empty slot of the same kind."""
         return type(slot)()
 
     def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """`arrays`, such as a slot like this has, as numbers that differ little if KV does."""
+        """Convert arrays of such a slot to numbers that differ little where KV differs little."""
         return list(arrays)
 
 
 class Windowed(Sliced):
-    """`WindowCache`: a sliding window as a log."""
+    """Adapter of `WindowCache`, a sliding window kept as a log."""
 
     verb = "window"
 
@@ -108,7 +107,7 @@ class Windowed(Sliced):
 
 
 class Quantised(Sliced):
-    """Keys and values quantised along each head: packed numbers, scales and biases of both."""
+    """Adapter of KV quantised along each head: packed numbers, scales and biases of both."""
 
     quantised = True
 
@@ -139,8 +138,8 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
     """A sliding window kept as a log of every position instead of a ring.
 
     The model sees exactly what `RotatingKVCache` would show it: the last `max_size - 1` positions
-    and the new ones, in temporal order. But nothing is overwritten, so the window before any
-    position can be had again by slicing, and a step appends in place.
+    and the new ones, in temporal order. Nothing is overwritten, so the window before any position
+    can be sliced out later, and a step appends in place.
     """
 
     step = 256
@@ -151,7 +150,7 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         self._start = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `keys` and `values`, shapes (1, heads, n, dim); return the window they see."""
+        """Append `keys` and `values`, shape (1, heads, n, dim); return the window that they see."""
         end = self.offset + keys.shape[2]
         if self.keys is None or end > self.keys.shape[2]:
             self._extend(keys, values)
@@ -175,7 +174,7 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         return self.keys[view], self.values[view]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """As `RotatingKVCache.make_mask`, for keys that are in temporal order."""
+        """The mask of `RotatingKVCache.make_mask`, for keys in temporal order."""
         if N > 1:
             return super().make_mask(N, window_size=window_size, return_array=return_array)
         if window_size is None or window_size >= self.max_size or self.offset < window_size:
@@ -184,16 +183,16 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         return mx.arange(seen) >= seen - window_size
 
     def is_trimmable(self) -> bool:
-        """Always: no position is ever overwritten."""
+        """True: no position is ever overwritten."""
         return True
 
     @classmethod
     def merge(cls, caches: Sequence[WindowCache]) -> BatchRotatingKVCache:
-        """One batch cache that holds the windows alone."""
+        """Build a batch cache that holds the windows alone."""
         return BatchRotatingKVCache.merge([c.ring() for c in caches])
 
     def ring(self) -> RotatingKVCache:
-        """The window before the next position, as mlx-lm's own class."""
+        """The window before the next position, as mlx-lm's own class. Views."""
         ring = RotatingKVCache(max_size=self.max_size)
         if self.keys is not None:
             start = max(0, self.offset - self.max_size)
@@ -204,7 +203,7 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
 
 
 class Checkpointed:
-    """A class whose slots hold a state that stands for one position.
+    """Adapter of a class whose slots hold a state that stands for one position.
 
     `growing` is the axis of its arrays that may have any size, None where all sizes are fixed.
     """
@@ -217,43 +216,43 @@ class Checkpointed:
         self.batchable = batchable
 
     def state(self, slot: Any) -> Any:
-        """Its state without what no later position can see: nested tuples. Views; lazy."""
+        """The slot's state, without positions that no later one sees: nested tuples. Lazy views."""
         return slot.state
 
     def set_state(self, slot: Any, state: Any) -> None:
-        """Make `state` its own, which nobody else may write to."""
+        """Set the slot's state, which the caller must not write to afterwards."""
         slot.state = state
 
     def most_bytes(self, slot: Any) -> int | None:
-        """What its state can take however long the text, in bytes; None for what it takes now."""
+        """Upper bound of the state's bytes for any length; None if they never change."""
         return None
 
     def running_bytes(self, slot: Any) -> int | None:
-        """What it holds at most while it is stepped, in bytes; None for no more than its state."""
+        """Upper bound of the bytes held during a step; None if no more than the state."""
         return None
 
     def position(self, state: Any) -> int | None:
-        """How many positions a state covers, where it says so."""
+        """Number of positions that a state covers; None where the state does not say."""
         return None
 
     def agrees(self, state: Any, like: Any) -> bool:
-        """Whether a state's numbers fit its arrays, and those of `like` that are the model's."""
+        """Tell if a state's numbers fit its arrays, and those that the model fixes in `like`."""
         return True
 
     def adopted(self, state: Any, like: Any) -> Any:
-        """A state that mlx-lm saved, as `state` would have it. Raises ValueError if it can't be."""
+        """Convert a state saved by mlx-lm to the form of `state`. Raises ValueError."""
         return state
 
 
 class Recurrent(Checkpointed):
-    """`ArraysCache`: arrays of a fixed size, whatever the length of the text."""
+    """Adapter of `ArraysCache`: arrays whose size does not depend on the length of the text."""
 
     def set_state(self, slot: Any, state: Any) -> None:
         slot.state = [list(state[0]), *state[1:]]
 
 
 class Chunked(Checkpointed):
-    """`ChunkedKVCache`: the newest `chunk_size` positions, and where they begin."""
+    """Adapter of `ChunkedKVCache`: the newest `chunk_size` positions, and their start."""
 
     growing = 2
 
@@ -276,7 +275,7 @@ class Chunked(Checkpointed):
     def running_bytes(self, slot: Any) -> int | None:
         if slot.keys is None:
             return 0
-        return _row_bytes(slot) * int(slot.chunk_size + slot.step)  # it makes room by the step
+        return _row_bytes(slot) * int(slot.chunk_size + slot.step)  # it allocates in steps
 
     def position(self, state: Any) -> int | None:
         return int(state[2])
@@ -292,12 +291,12 @@ class Chunked(Checkpointed):
         keys, values, offset, chunk, begin = state
         held = min(keys.shape[2], values.shape[2])
         if begin < 0 or chunk != like[3] or not 0 <= offset - begin <= held:
-            raise ValueError("chunks contradict themselves")
+            raise ValueError("chunk positions contradict each other")
         return self._cut(state)
 
 
 class Ring(Checkpointed):
-    """`RotatingKVCache` that keeps its first positions: what it wrote over is gone."""
+    """Adapter of a `RotatingKVCache` with `keep`: overwritten positions cannot be restored."""
 
     growing = 2
 
@@ -331,7 +330,7 @@ class Ring(Checkpointed):
         slot = RotatingKVCache.from_state(state)
         made = self.state(slot)
         if not self.agrees(made, like):
-            raise ValueError("a window contradicts itself")
+            raise ValueError("window positions contradict each other")
         return made
 
 
@@ -351,32 +350,32 @@ ADAPTERS: Mapping[type, Adapter] = {
     ChunkedKVCache: Chunked("ChunkedKVCache"),
     RotatingKVCache: Ring("RotatingKVCache"),
 }
-"""What is known. A subclass is another class: it may do otherwise."""
+"""Adapters by exact class: a subclass may behave differently, and is unknown."""
 
 
 def adapter_of(slot: Any) -> Adapter | None:
-    """The adapter of a slot's class; None for one that is unknown."""
+    """The adapter of a slot's class; None for an unknown class."""
     return ADAPTERS.get(type(slot))
 
 
 def parts_of(cache: Any) -> list[Any] | None:
-    """What a composite is made of; None for a cache that is none."""
+    """The members of a composite cache; None for any other cache."""
     return list(cache.caches) if type(cache) is CacheList else None
 
 
 def composed(parts: Sequence[Any]) -> Any:
-    """A composite of `parts`."""
+    """Build a composite cache of `parts`."""
     return CacheList(*parts)
 
 
 def class_name(cache: Any) -> str:
-    """What mlx-lm calls the class of a cache, composites included."""
+    """mlx-lm's name of a cache's class, composites included."""
     adapter = adapter_of(cache)
     return type(cache).__name__ if adapter is None else adapter.name
 
 
 def prepared(cache: Any) -> Any:
-    """A model's empty cache as it is used here: a sliding window as a log, which can be sliced.
+    """Replace an empty cache of the model by the class used here: a sliding window by a log.
 
     A `KVCache` does what a `ConcatenateKVCache` does, and writes in place.
     """

@@ -1,4 +1,4 @@
-"""Arrays alone or in nested tuples: copies that share no buffer, and what shapes they must have."""
+"""Arrays, alone or in nested tuples: copies that share no buffer, and checks of shapes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import mlx.core as mx
 
 
 def copied(array: mx.array) -> mx.array:
-    """`array` in a buffer of its own, whatever it is a view of. Lazy.
+    """Copy `array` into a buffer of its own. Lazy.
 
-    Neither `contiguous` nor assignment to a full slice is sure to copy: both may share the buffer,
-    and a small view would keep a large one alive.
+    `contiguous` and assignment to a full slice may share the buffer instead, and a small view would
+    keep a large buffer alive.
     """
     return array * mx.array(1, array.dtype)
 
 
 def joined(parts: Sequence[mx.array]) -> mx.array:
-    """`parts` one after another along the token axis, in a buffer of their own. Lazy."""
+    """Join `parts` along the token axis, in a buffer of their own. Lazy."""
     if len(parts) > 1:
         return mx.concatenate(list(parts), axis=-2)
     (part,) = parts
@@ -30,6 +30,7 @@ def joined(parts: Sequence[mx.array]) -> mx.array:
 
 
 def copied_tree(value: Any) -> Any:
+    """Copy every array in nested tuples and lists, as `copied` does. Lazy."""
     if isinstance(value, mx.array):
         return copied(value)
     if isinstance(value, list | tuple):
@@ -48,13 +49,13 @@ def tree_arrays(value: Any) -> list[mx.array]:
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """What an array must be. None in `shape` stands for any size."""
+    """Shape and dtype required of an array. None in `shape` stands for any size."""
 
     shape: tuple[int | None, ...]
     dtype: Any
 
     def fits(self, array: mx.array) -> bool:
-        """Whether `array` is of this shape and dtype."""
+        """Tell if `array` has this shape and dtype."""
         return (
             array.dtype == self.dtype
             and array.ndim == len(self.shape)
@@ -63,7 +64,7 @@ class ArraySpec:
 
 
 def spec_tree(value: Any, free: int | None) -> Any:
-    """`value` with a spec in the place of each array, whose axis `free` may have any size."""
+    """Replace each array in `value` by its spec, in which axis `free` may have any size."""
     if isinstance(value, mx.array):
         shape = tuple(None if axis == free else n for axis, n in enumerate(value.shape))
         return ArraySpec(shape, value.dtype)
@@ -73,7 +74,7 @@ def spec_tree(value: Any, free: int | None) -> Any:
 
 
 def either(early: Any, late: Any) -> Any:
-    """A spec that the states of two positions fit: sizes in which they differ are free."""
+    """Merge the specs of two positions' states: sizes in which they differ become free."""
     if isinstance(early, ArraySpec) and isinstance(late, ArraySpec):
         sizes = zip(early.shape, late.shape, strict=True)
         return ArraySpec(tuple(a if a == b else None for a, b in sizes), late.dtype)
@@ -83,7 +84,7 @@ def either(early: Any, late: Any) -> Any:
 
 
 def varies(states: Any) -> bool:
-    """Whether rows of one batch could have states of different sizes."""
+    """Tell if a spec has a free size, so that rows of one batch could differ in it."""
     if isinstance(states, ArraySpec):
         return None in states.shape
     return isinstance(states, tuple) and any(map(varies, states))

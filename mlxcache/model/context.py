@@ -1,4 +1,4 @@
-"""How many tokens a model can attend to, as its files say it."""
+"""Context length of a model, from its configuration and its tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from mlxcache.errors import ModelError
 
 UNSTATED = 131_072
-"""For a model whose files state no limit (recurrent ones often do not)."""
+"""Context length where a model's files state none (those of recurrent models often do not)."""
 
 _KEYS = (
     "max_position_embeddings",
@@ -20,16 +20,16 @@ _KEYS = (
     "model_max_length",
 )
 _NESTED = ("text_config", "language_config", "llm_config")
-_SANE = 1 << 27  # tokenizers say 10**30 where they know no limit
+_SANE = 1 << 27  # tokenizers state 10**30 for no limit
 
 
 def native_length(config: Mapping[str, Any], tokenizer_length: object = None) -> int | None:
-    """The context in tokens that `config` (a parsed config.json) states, or None.
+    """The context length in tokens stated by `config`, a parsed config.json; None if it has none.
 
-    The text model's own section comes before the top level. Where RoPE is scaled and the length
-    before scaling is given, their product counts if it is larger: model cards have people add
-    YaRN without raising `max_position_embeddings` (https://arxiv.org/abs/2309.00071).
-    `tokenizer_length`, a tokenizer's `model_max_length`, serves where the config is silent.
+    The text model's own section takes precedence over the top level. Where RoPE is scaled and the
+    length before scaling is given, their product counts if it is larger: model cards tell users to
+    add YaRN without raising `max_position_embeddings` (https://arxiv.org/abs/2309.00071).
+    `tokenizer_length`, a tokenizer's `model_max_length`, is the fallback.
     """
     for section in _sections(config):
         stated = next((n for key in _KEYS if (n := _count(section.get(key)))), None)
@@ -39,9 +39,9 @@ def native_length(config: Mapping[str, Any], tokenizer_length: object = None) ->
 
 
 def context_length(native: int | None, asked: int | None) -> int:
-    """The context to serve: `asked` if given, else what the model has.
+    """The context length to serve, in tokens: `asked`, or the model's own where that is None.
 
-    Raises ModelError if more is asked for than the model has.
+    Raises ModelError if `asked` exceeds the model's own.
     """
     if asked is None:
         return native or UNSTATED

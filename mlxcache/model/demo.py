@@ -45,13 +45,12 @@ CONFIG: dict[str, Any] = {
 
 
 def materialise(directory: Path | None = None) -> Path:
-    """The directory of the demo model as `mlx_lm.load` takes it, written where it is missing.
+    """Write the demo model's directory, as `mlx_lm.load` takes it, if missing; return its path.
 
-    It is a directory inside `directory`, by default the user's cache directory, named after the
-    content of what the package ships, so a new version never meets an old one's files. Weights
-    are shipped as float16 and written as float32, because float16 is slow on a CPU. Safe to call
-    from several processes at once: whole directories are renamed into place. It calls MLX, so it
-    belongs to the thread that owns it.
+    It lies inside `directory`, by default the user's cache directory. Its name is a digest of the
+    shipped files, so that a new version never uses an old one's. Weights are shipped as float16 and
+    written as float32, because float16 is slow on a CPU. Safe to call from several processes at
+    once: whole directories are renamed into place. MLX thread only.
 
     Raises ModelError where the package lacks its data or the directory cannot be written.
     """
@@ -154,18 +153,18 @@ TEMPLATE = """\
 
 
 def template(*, thinking: bool) -> str:
-    """The Jinja source of the chat template.
+    """The Jinja source of the ChatML template, with tools.
 
-    System and developer turns stay where they are; only one at the very start shares its turn
-    with the tools. With `thinking`, a reply is prompted inside an open think block (closed at
-    once where `enable_thinking` is false), and the reasoning of replies before the last user
-    message is left out, as reasoning models' templates do.
+    System and developer turns keep their places; one at the very start shares its turn with the
+    tools. With `thinking`, a reply is prompted inside an open think block (closed at once where
+    `enable_thinking` is false), and the reasoning of replies before the last user message is
+    omitted, as in the templates of reasoning models.
     """
     return TEMPLATE.replace("THINKS", "true" if thinking else "false")
 
 
 def write_tokenizer(directory: Path, tokenizer: str, *, context: int, thinking: bool) -> None:
-    """Write tokenizer.json and tokenizer_config.json as `transformers` reads them."""
+    """Write tokenizer.json and tokenizer_config.json in the form that transformers reads."""
     (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

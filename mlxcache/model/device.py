@@ -1,4 +1,4 @@
-"""What the machine's accelerator offers, and how MLX is told to use it. MLX thread only."""
+"""Limits of the machine's accelerator, and MLX's memory settings. MLX thread only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 def working_set_bytes() -> int | None:
-    """Metal's recommended working set in bytes; None where the device reports none.
+    """Metal's recommended working set, in bytes; None where the device reports none.
 
     Source: https://developer.apple.com/documentation/metal/mtldevice/recommendedmaxworkingsetsize
     """
@@ -15,7 +15,7 @@ def working_set_bytes() -> int | None:
 
 
 def buffer_limit() -> int | None:
-    """How many buffers the device holds at most; None where it says nothing of it.
+    """Maximum number of buffers that the device can hold; None where it reports none.
 
     Source: https://github.com/ml-explore/mlx/blob/main/mlx/backend/metal/device_info.cpp
     """
@@ -25,7 +25,7 @@ def buffer_limit() -> int | None:
 
 def prepare(pool_bytes: int) -> None:
     """Wire as much memory as Metal recommends, and bound MLX's pool of freed buffers."""
-    # Here and not above: it takes seconds to import, and asking for the device needs none of it.
+    # imported here: it takes seconds, and the other functions do not need it
     from mlx_lm.utils import maybe_set_recommended_wired_limit  # noqa: PLC0415
 
     maybe_set_recommended_wired_limit()

@@ -1,7 +1,7 @@
-"""How a model caches, found out without reading its weights. MLX thread only.
+"""A model's cache layout, determined without reading its weights. MLX thread only.
 
 Weights are loaded lazily and the model is fed without computing: MLX knows the shapes and dtypes of
-arrays that were never evaluated. So a model that is larger than the memory can be examined too.
+arrays that were never evaluated. So a model larger than memory can be examined too.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Kind = Literal["sliceable", "latent", "window", "recurrent", "chunked", "ring", 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that cache alike: how many, and what each of them holds.
+    """Layers that cache in the same way.
 
-    `kinds`: what is in a layer, the most demanding last. `size`: the tokens of a window or a chunk.
-    `cls`: mlx-lm's class or classes. Bytes are of one layer, per token and per checkpoint.
+    `kinds`: kinds of slots in a layer, the most demanding last. `size`: tokens of a window or a
+    chunk. `cls`: mlx-lm's class or classes. Bytes are of one layer, per token and per checkpoint.
     """
 
     layers: int
@@ -46,10 +46,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A model as far as its files tell: what it is, its layout, and its layers by group.
+    """Description, cache layout and groups of layers of a model, as far as its files tell.
 
-    `unquantised`: why its KV cannot take fewer bits, None if it can; `undrafted`: why no other can
-    draft for it.
+    `unquantised`: the reason why its KV cannot be quantised; `undrafted`: the reason why it cannot
+    be used with a draft model. None where it can.
     """
 
     info: ModelInfo
@@ -60,10 +60,10 @@ class Examined:
 
 
 def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
-    """What `spec` names. Of a model that is not on this machine only config.json is downloaded.
+    """Examine the model that `spec` names; of one not on this machine, download only config.json.
 
-    With a draft it is both models, and both must be there. Raises ModelError, also where the model
-    cannot be fed, or not with `kv_bits` or a draft.
+    With a draft, both models are examined as one, and both must be on this machine. Raises
+    ModelError, also where the model cannot be fed, or not with `kv_bits` or the draft.
     """
     try:
         if spec.draft is not None and None in (here(spec.model, spec.revision), here(spec.draft)):
@@ -97,7 +97,7 @@ def _undrafted(model: Any) -> str | None:
 
 
 def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, ModelInfo]:
-    """A model of the configuration in `path` whose weights are of no account, never computed."""
+    """Build a model from the configuration in `path`; its weights are never computed."""
     config = load_config(path)
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
@@ -119,7 +119,7 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
 
 
 def _dtype(config: Mapping[str, Any]) -> mx.Dtype:
-    """What the model computes in; bfloat16 where its configuration does not say."""
+    """The model's dtype; bfloat16 where its configuration does not state one."""
     sections = (config, config.get("text_config") or {})
     names = (one.get("dtype") or one.get("torch_dtype") for one in sections)
     return _DTYPES.get(next(filter(None, names), ""), mx.bfloat16)
@@ -129,7 +129,7 @@ _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16
 
 
 def groups(model: Any, layout: Layout) -> tuple[Group, ...]:
-    """The layers of `model` by how they cache, in the order in which each kind comes first."""
+    """Group the layers of `model` by the way they cache, in order of first occurrence."""
     caches = layout.make()
     model(mx.array([[0, 0]]), cache=caches)
     counts: dict[tuple[Any, ...], int] = {}
@@ -147,7 +147,7 @@ def _holds(slot: Any) -> bool:
 
 
 def _group(slots: Sequence[Any]) -> tuple[tuple[Kind, ...], int | None, str, int, int]:
-    """What one layer is like."""
+    """Kinds, size, class and bytes of one layer."""
     found = dict(map(_kind, slots))
     linear = [slot for slot in slots if isinstance(adapter_of(slot), Sliced)]
     rows = (array for slot in linear for array in kv.arrays_of(slot))
@@ -184,9 +184,9 @@ def _kind(slot: Any) -> tuple[Kind, int | None]:
 
 
 def _latent(arrays: Sequence[mx.array]) -> bool:
-    """Whether these are a latent and its rotary part, shared by all heads, and no keys and values.
+    """Tell if two arrays are a latent and its rotary part, as in multi-head latent attention.
 
-    Of two arrays with one head each, such as multi-head latent attention has, of different widths.
+    Those have one head each, and different widths.
     """
     return (
         len(arrays) == 2

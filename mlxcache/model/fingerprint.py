@@ -1,4 +1,4 @@
-"""The namespace: what makes KV reusable at all, as one digest. No MLX; any thread."""
+"""The namespace of a model, outside of which KV is never reused, as one digest. Any thread."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mlxcache.private import make_folder
 log = logging.getLogger("mlxcache.model")
 
 FORMAT = 1
-"""Of KV as it is kept: raised whenever what was kept before must not be used any more."""
+"""Version of stored KV; raised whenever KV stored before must not be used any more."""
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
-_CONFIGS = ("config.json", "hf_quant_config.json")  # the latter is NVIDIA's, read by mlx-lm
+_CONFIGS = ("config.json", "hf_quant_config.json")  # the second is NVIDIA's, read by mlx-lm
 _BLOB = re.compile(r"[0-9a-f]{64}")
 _READ_BYTES = 16 << 20
 _MEMO_VERSION = 1
@@ -43,16 +43,16 @@ def fingerprint(
 ) -> str:
     """The namespace of the model in folder `path`: 32 hexadecimal digits.
 
-    It covers the content of the weights, of the configuration (whatever its spelling as JSON), of
-    Python code that the model brings and runs, of the adapter and of the model in folder `draft`;
-    `layout_key`, which stands for the KV's shapes and dtypes; mlx-lm's version and our format's.
-    It covers no name, so that a model has the same namespace wherever it lies.
+    It covers the content of the weights, of the configuration (parsed JSON), of Python code that
+    the model runs, of the adapter and of the model in folder `draft`; `layout_key`, which stands
+    for the KV's shapes and dtypes; the versions of mlx-lm and of stored KV. It covers no name, so a
+    model has the same namespace wherever it lies.
 
-    Content counts as its SHA-256. That of a file in a Hub cache is its blob's name; others are read
-    once and remembered in the file `memo` for as long as size, times and inode stay as they are.
-    `progress` is told the bytes read so far and those to read in all.
+    Content is identified by its SHA-256. In a Hub cache that is the name of the file's blob; other
+    files are read once, and their digests kept in the file `memo` while size, times and inode are
+    unchanged. `progress` receives the bytes read so far and the total. Blocks while it reads.
 
-    Raises ModelError, a sentence that names the file that cannot be read.
+    Raises ModelError that names the file that cannot be read.
     """
     path = path.expanduser()
     weights = sorted(path.glob("model*.safetensors"))
@@ -86,14 +86,14 @@ def _read_json(file: Path) -> Any:
 
 
 def _runs_code(path: Path) -> bool:
-    """Whether the model is built by its own Python code: mlx-lm refuses it where not allowed."""
+    """Tell if the model is built by its own Python code; mlx-lm asks for permission."""
     config = _read_json(path / "config.json")
     return isinstance(config, dict) and config.get("model_file") is not None
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A file as the system describes it; another content shows in one of these."""
+    """Size, times and inode of a file; at least one of them changes with its content."""
 
     size: int
     mtime_ns: int
@@ -110,7 +110,7 @@ class _Seen:
 
 
 class _Reader:
-    """Digests of files, read at most once in their life."""
+    """SHA-256 of files, each read at most once while it is unchanged."""
 
     def __init__(self, memo: Path, progress: Progress | None):
         self._memo = memo
@@ -126,7 +126,7 @@ class _Reader:
             try:
                 real = file.resolve(strict=True)
                 seen = _Seen.of(real)
-            except (OSError, RuntimeError) as error:  # the latter: links that go in circles
+            except (OSError, RuntimeError) as error:  # the latter: circular links
                 raise ModelError(f"{file} cannot be read: {error}") from error
             digest = _blob_digest(real) or _remembered(known.get(str(real)), seen)
             if digest is None:
@@ -166,7 +166,7 @@ class _Reader:
 
 
 def _blob_digest(real: Path) -> str | None:
-    """What the Hub's cache says of a file's content: large files are named by their SHA-256."""
+    """The SHA-256 of a file in the Hub's cache, which names large files by it; None elsewhere."""
     if real.parent.name == "blobs" and _BLOB.fullmatch(real.name):
         return real.name
     return None
@@ -180,7 +180,7 @@ def _remembered(entry: Any, seen: _Seen) -> str | None:
 
 
 def _load_memo(memo: Path) -> dict[str, Any]:
-    """What is remembered; nothing where the file is missing, damaged or of another version."""
+    """Digests in the memo; empty where it is missing, damaged or of another version."""
     try:
         value = json.loads(memo.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -194,9 +194,9 @@ def _load_memo(memo: Path) -> dict[str, Any]:
 def _save_memo(
     memo: Path, known: Mapping[str, Any], fresh: Mapping[str, tuple[_Seen, str]]
 ) -> None:
-    """Remember `fresh` too, and forget files that are gone.
+    """Write the memo with `fresh` added, and without files that no longer exist.
 
-    A file that changed a moment ago is read again next time: one more change might not show.
+    A file that changed within the last two seconds is left out: another change might not show.
     """
     files = {name: entry for name, entry in known.items() if Path(name).exists()}
     settled = time.time_ns() - _SETTLED_NS

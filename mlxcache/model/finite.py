@@ -1,4 +1,4 @@
-"""Whether KV and states are numbers: a model that overflows leaves NaN. MLX thread only."""
+"""Checks of KV and states for NaN and infinity, which an overflow leaves. MLX thread only."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mlxcache.model.kv import State
 from mlxcache.model.lineage import Lineage
 
 AT_ONCE = 4096
-"""Positions that are looked at together."""
+"""Positions checked per call."""
 
 
 def ends_finite(lineage: Lineage) -> bool:
-    """Whether the newest position's KV in the last layer, and the last state, are numbers.
+    """Tell if the newest position's KV in the last layer, and the last state, are finite.
 
-    What is none at an earlier position, or in an earlier layer, has come this far by then, unless
-    it is out of every window's sight. A few rows are looked at, whatever the length.
+    A NaN at an earlier position or in an earlier layer has spread there by then, unless it is
+    outside of every window. The cost does not depend on the length. Evaluates.
     """
     at = lineage.length - lineage.base - 1
     arrays = [a[..., at, :] for slot in lineage.linear[-1:] for a in kv.arrays_of(slot)]
@@ -28,7 +28,7 @@ def ends_finite(lineage: Lineage) -> bool:
 
 
 def finite_upto(lineage: Lineage) -> int:
-    """The first position whose KV is no numbers, or where it ends. Looks at all of it."""
+    """First position whose KV is not finite, or the lineage's length. Reads all of its KV."""
     end = lineage.length
     for slot in lineage.linear:
         for array in kv.arrays_of(slot):
@@ -46,10 +46,10 @@ def _finite_upto(array: mx.array, base: int, end: int) -> int:
 
 
 def state_is_finite(state: State) -> bool:
-    """Whether a checkpoint is numbers."""
+    """Tell if all numbers of a checkpoint are finite. Evaluates."""
     return is_finite(tree_arrays(state))
 
 
 def is_finite(arrays: Sequence[mx.array]) -> bool:
-    """Whether all of `arrays` are numbers. Evaluates."""
+    """Tell if all numbers in `arrays` are finite. Evaluates."""
     return all(mx.all(mx.isfinite(array)).item() for array in arrays)

@@ -1,4 +1,4 @@
-"""From what a person calls a model to the folder that holds it. No MLX; any thread."""
+"""Folders of models: local ones, and downloads from the Hugging Face Hub. No MLX; any thread."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from mlxcache.errors import ModelError
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes on disk and the bytes known to be needed; the latter grows as the files
-are looked up. From any of the download's threads, never two at a time."""
+"""Called with the bytes on disk and the bytes needed in all; the latter grows as files are looked
+up. Called from any of the download's threads, one at a time."""
 
 ANSWER_S = 5.0
-"""How long the Hub may take to say what a model is, before it counts as out of reach."""
+"""Seconds for the Hub to describe a model, after which it counts as out of reach."""
 
 _HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
-"""Of the HTTP client that the Hub's client uses, whose name depends on its version."""
+"""Base error of the HTTP client that huggingface_hub uses; which client depends on its version."""
 
 _NEITHER = (
     "{model} is neither an existing folder nor a Hub id like owner/name, for example "
@@ -73,10 +73,10 @@ _SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 def resolve(model: str, revision: str | None = None, progress: Progress | None = None) -> Path:
     """The local folder of `model`: a path, or a Hugging Face Hub id, downloaded if need be.
 
-    What mlx-lm would download is downloaded, into the Hub's own cache; an id whose files are all
-    there costs one request, or none with HF_HUB_OFFLINE=1.
+    Downloads the same files as mlx-lm, into the Hub's own cache. An id whose files are all there
+    costs one request, or none with HF_HUB_OFFLINE=1. Blocks.
 
-    Raises ModelError with what to type instead: no such folder or id, gated, no network, disk full.
+    Raises ModelError that says what to do: no such folder or id, gated, no network, disk full.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -94,9 +94,9 @@ def resolve(model: str, revision: str | None = None, progress: Progress | None =
 
 
 def here(model: str, revision: str | None = None) -> Path | None:
-    """The folder of `model` if all of it is on this machine; nothing is downloaded.
+    """The folder of `model` if all of its files are on this machine, else None. No download.
 
-    Raises ModelError where there can be no such model.
+    Raises ModelError for a path that does not exist, or a name that is no Hub id.
     """
     if Path(model).expanduser().exists() or _looks_local(model) or "/" not in model:
         return resolve(model, revision)
@@ -115,12 +115,12 @@ def here(model: str, revision: str | None = None) -> Path | None:
 
 
 def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
-    """A folder with the configuration of a model on the Hub, and the bytes of its weights.
+    """Download the configuration of a model on the Hub; its folder, and the bytes of its weights.
 
-    Where the Hub is out of reach that is told within seconds. Raises ModelError as `resolve`.
+    Raises ModelError, within seconds where the Hub is out of reach.
     """
     try:
-        # First: unlike a download, this is tried once.
+        # before the download, which would be retried
         info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
         config = hf_hub_download(model, "config.json", revision=revision)
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
@@ -163,7 +163,7 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
 
 
 def why(model: str, revision: str | None, error: Exception) -> str | None:
-    """What an error of the Hub's client means and what to do; None of any other error."""
+    """Cause and remedy of an error of the Hub's client; None for any other error."""
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return _sentence(sentence, model, revision)
@@ -185,8 +185,8 @@ def _why(model: str, revision: str | None, error: Exception) -> str:
 def _bar(progress: Progress) -> type[Any]:
     """A progress bar class as snapshot_download takes it, reporting to `progress`.
 
-    It makes three: bytes received, bytes written, files fetched. The second is told on, since
-    its total is the sum of the files' sizes.
+    snapshot_download makes three bars: bytes received, bytes written, files fetched. The second is
+    reported, since its total is the sum of the files' sizes.
     """
     lock = threading.Lock()
 
@@ -208,7 +208,7 @@ def _bar(progress: Progress) -> type[Any]:
             self.update(0)
 
         def close(self, *_: object, **__: object) -> None:
-            """Nothing is held, and no text is shown."""
+            """Do nothing: no resource is held, and no text is shown."""
 
         set_description = set_description_str = set_postfix_str = close
 

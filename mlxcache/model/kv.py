@@ -1,8 +1,8 @@
-"""What a model's caches hold: which slots can be sliced, which need checkpoints, and how large.
+"""Cache layout of a model: slots that can be sliced, slots that need checkpoints, and their sizes.
 
 A slot is linear (rows for every position, token axis -2, so any position can be sliced out) or
-opaque (a state that stands for exactly one position); `adapters` knows which class is which. With
-a class that is unknown, the model is served, and nothing of it is cached.
+opaque (a state that stands for exactly one position); `adapters` decides by class. A model with an
+unknown class is served, and nothing of it is cached.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def arrays_of(slot: Any) -> list[mx.array]:
 
 
 def set_arrays(slot: Any, arrays: Sequence[mx.array], offset: int) -> None:
-    """Give a linear slot `arrays` that hold positions [0, offset)."""
+    """Set the arrays of a linear slot; they hold positions [0, offset)."""
     adapter = sliced(slot)
     for index, array in enumerate(arrays):
         adapter.put(slot, index, array)
@@ -62,12 +62,12 @@ def set_arrays(slot: Any, arrays: Sequence[mx.array], offset: int) -> None:
 
 
 def set_offset(slot: Any, offset: int) -> None:
-    """Make a linear slot end at `offset`; what lies beyond will be overwritten."""
+    """Set the length of a linear slot; positions beyond it will be overwritten."""
     sliced(slot).end_at(slot, offset)
 
 
 def opaque_slots(slots: Sequence[Any]) -> list[Any]:
-    """Those of `slots` whose state stands for one position."""
+    """The opaque slots among `slots`."""
     return [slot for slot in slots if isinstance(adapter_of(slot), Checkpointed)]
 
 
@@ -78,7 +78,7 @@ def _checkpointed(slots: Sequence[Any]) -> list[tuple[Any, Checkpointed]]:
 
 
 def _set_states(slots: Sequence[Any], states: State) -> None:
-    """Make evaluated `states`, which nobody else may write to, those of the opaque slots."""
+    """Give the opaque slots evaluated `states`, which the caller must not write to afterwards."""
     for (slot, adapter), new in zip(_checkpointed(slots), states, strict=True):
         adapter.set_state(slot, new)
 
@@ -88,34 +88,34 @@ def _needed(slots: Sequence[Any]) -> list[Any]:
 
 
 def state_bytes(slots: Sequence[Any]) -> int:
-    """What `capture` would take, in bytes."""
+    """Bytes that `capture` would take."""
     return sum(a.nbytes for a in tree_arrays(_needed(slots)))
 
 
 def capture(slots: Sequence[Any]) -> State:
-    """The opaque slots' states, evaluated, in buffers that nobody else writes to."""
+    """Copy the opaque slots' states, evaluated, into buffers of their own."""
     state = tuple(copied_tree(held) for held in _needed(slots))
     mx.eval(tree_arrays(state))
     return state
 
 
 def restore(slots: Sequence[Any], state: State | None) -> None:
-    """Put `state` back into the opaque slots; `state` itself stays as it is. None: leave empty."""
+    """Copy `state` into the opaque slots; None leaves them empty."""
     if state is None:
         return
     fresh = tuple(copied_tree(saved) for saved in state)
-    # until it is evaluated, a copy keeps alive all that its original is a view of
+    # evaluated now: a lazy copy keeps alive the buffer that its original is a view of
     mx.eval(tree_arrays(fresh))
     _set_states(slots, fresh)
 
 
 def settle(slots: Sequence[Any]) -> None:
-    """Let opaque slots own just their state: a model may leave a view of a whole chunk's input."""
+    """Copy opaque slots' states: a model may leave views of a whole chunk's input in them."""
     _set_states(slots, capture(slots))
 
 
 def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
-    """Compute what `caches` hold; with `wait` False only start to."""
+    """Evaluate all arrays of `caches`; with `wait` False, only start to."""
     arrays = tree_arrays([slot.state for slot in flatten(caches)])
     if wait:
         mx.eval(arrays)
@@ -125,16 +125,16 @@ def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one model caches.
+    """Cache layout of one model.
 
     `bytes_per_token` covers every linear slot; `checkpoint_bytes` all opaque slots at one position,
-    `running_bytes` what they hold while they are stepped.
+    and `running_bytes` the same slots during a step.
     `linear` are the indices of the linear slots that the model fills, `specs` the (heads, dim,
     dtype) of each one's arrays, as many as its class has, `windows` each one's sliding window in
-    tokens, or None. `checkpointed` are the opaque slots' adapters; `states` is what `capture`
-    gives, with an ArraySpec for each array and any numbers.
+    tokens, or None. `checkpointed` are the opaque slots' adapters; `states` has the structure of
+    the result of `capture`, with an ArraySpec for each array, and any numbers.
     `unknown` names classes that are not cached. `vocab_size` is the number of logits. `make`
-    gives empty caches for one sequence.
+    returns empty caches for one sequence.
     """
 
     make: Callable[[], Caches]
@@ -152,12 +152,12 @@ class Layout:
 
     @property
     def cacheable(self) -> bool:
-        """Whether anything can be reused at all."""
+        """True unless a class is unknown: then nothing is reused."""
         return not self.unknown
 
     @property
     def opaque(self) -> bool:
-        """Whether there are opaque slots: going on from a position then takes a checkpoint."""
+        """True if there are opaque slots: continuing at a position then takes a checkpoint."""
         return bool(self.checkpointed)
 
     @property
@@ -172,11 +172,11 @@ class Layout:
 
     @property
     def widest(self) -> int:
-        """The bytes that one position takes in the largest array."""
+        """Bytes of one position in the largest array."""
         return max((h * d * t.size for spec in self.specs for h, d, t in spec), default=0)
 
     def row_bytes(self, length: int) -> int:
-        """The bytes of a batch's row of `length` positions; a window holds no more than itself."""
+        """Bytes of a batch's row of `length` positions; a window holds at most its size."""
         total = self.checkpoint_bytes
         for spec, window in zip(self.specs, self.windows, strict=True):
             held = length if window is None else min(length, window)
@@ -185,13 +185,13 @@ class Layout:
 
 
 def most_bytes(slot: Any, adapter: Checkpointed) -> int:
-    """What an opaque slot's state can take, in bytes, however long the text."""
+    """Upper bound of an opaque slot's state, in bytes, for any length of text."""
     most = adapter.most_bytes(slot)
     return state_bytes([slot]) if most is None else most
 
 
 def running_bytes(slot: Any, adapter: Checkpointed) -> int:
-    """What an opaque slot can hold while it is stepped, in bytes."""
+    """Upper bound of the bytes that an opaque slot holds during a step."""
     most = adapter.running_bytes(slot)
     return most_bytes(slot, adapter) if most is None else most
 
@@ -201,11 +201,10 @@ def _row_specs(arrays: Sequence[mx.array]) -> tuple[tuple[int, int, Any], ...]:
 
 
 def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> Layout:
-    """Classify a model's caches by feeding it a few tokens; with `kv_bits`, quantised KV.
+    """Determine a model's layout by feeding it a few tokens; with `kv_bits`, for quantised KV.
 
-    Without `evaluate` nothing is computed, and no weight that is lazy is read: shapes suffice.
-    Raises ModelError where KV cannot be quantised, and whatever the model raises: one that cannot
-    be fed cannot be served.
+    Without `evaluate` nothing is computed and no lazy weight is read: shapes suffice. Raises
+    ModelError where KV cannot be quantised, and any error of the model's own.
     """
     make: Callable[[], Caches] = partial(make_caches, model)
     if kv_bits is not None:
@@ -240,7 +239,7 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
 
 
 def _feed(model: Any, caches: Caches, tokens: int, evaluate: bool) -> tuple[mx.array, State]:
-    """Feed so many zeros: the logits, and the specs of the opaque slots' states then."""
+    """Feed `tokens` zeros; the logits, and the specs of the opaque slots' states then."""
     logits = model(mx.zeros((1, tokens), mx.int32), cache=caches)
     if evaluate:
         eval_states(caches)

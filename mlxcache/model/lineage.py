@@ -1,4 +1,4 @@
-"""Lineages: who owns the KV of a conversation's newest end. Used on the MLX thread only."""
+"""Lineages: growable KV buffers, one for the newest end of a conversation. MLX thread only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlxcache.model.kv import Caches, Layout, State
 log = logging.getLogger("mlxcache.model")
 
 Span = tuple["Lineage", int, int]
-"""Positions [start, end) as one lineage holds them."""
+"""Positions [start, end) in the buffers of one lineage."""
 
 
 class Lineage:
@@ -22,7 +22,7 @@ class Lineage:
 
     With `base` 0 it is *whole*: the model can be fed with `caches`, which appends in place. With
     `base` above 0 it is *compact*: its own range alone, to be sliced from. Every method evaluates
-    what it makes, one array at a time, so that the peak is one array above the result.
+    its result, one array at a time, so that the peak is one array above the result.
 
     Below `window_valid_from` the arrays of sliding windows may hold no values. Positions a window
     or more beyond it see none of those, so feeding may go on there.
@@ -61,13 +61,13 @@ class Lineage:
 
     @property
     def whole(self) -> bool:
-        """Whether the model can be fed on from the newest end."""
+        """True if the model can be fed from the newest end."""
         return self.base == 0
 
     def _rebuild(self, sources: Sequence[Span], capacity: int) -> None:
         """Refill every buffer from `sources` (contiguous spans), `capacity` positions each.
 
-        Where MLX fails on the way, it is lost, unless all it should do was to grow.
+        If MLX fails, the lineage is released, unless it was only to grow.
         """
         try:
             self._refill(sources, capacity)
@@ -84,45 +84,45 @@ class Lineage:
                 parts = [owner.view(i, j, start, stop) for owner, start, stop in sources]
                 if capacity > end - base:
                     parts.append(mx.zeros((1, heads, capacity - end + base, dim), dtype))
-                out = joined(parts) if sources else parts[0]  # zeros are a buffer already
-                del parts  # a view that is held when its buffer is next written to costs a copy
+                out = joined(parts) if sources else parts[0]  # zeros own their buffer
+                del parts  # a view held during the next write to its buffer costs a copy
                 mx.eval(out)
                 kv.sliced(slot).put(slot, j, out)
-                mx.clear_cache()  # what was replaced has a size that is not asked for again
+                mx.clear_cache()  # freed buffers of this size are not reused
             kv.set_offset(slot, end)
         self.base, self.length, self.capacity = base, end, capacity
         self.window_valid_from = valid_from
 
     def view(self, slot: int, array: int, start: int, stop: int) -> mx.array:
-        """A lazy slice of positions [start, stop); drop it before the next write."""
+        """Positions [start, stop) of one array, as a lazy slice; drop it before the next write."""
         whole = kv.arrays_of(self.linear[slot])[array]
         return whole[..., start - self.base : stop - self.base, :]
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` positions. Copies the buffers unless they have it already."""
+        """Enlarge the buffers to at least `capacity` positions, by a copy."""
         if capacity > self.capacity:
             self._rebuild([(self, 0, self.length)] if self.length else [], capacity)
 
     def truncate(self, length: int) -> None:
-        """Forget positions from `length` on; their room is kept."""
+        """Drop positions from `length` on; the capacity stays."""
         self.length = length
         self.window_valid_from = min(self.window_valid_from, length)
         for slot in self.linear:
             kv.set_offset(slot, length)
 
     def compact(self, start: int, end: int) -> None:
-        """Keep positions [start, end) alone, in buffers of just that size."""
+        """Keep only positions [start, end), in buffers of that size."""
         self._rebuild([(self, start, end)], end - start)
 
     def fill(self, sources: Sequence[Span], capacity: int) -> None:
-        """Hold copies of `sources`: contiguous spans, which may be this lineage's own.
+        """Replace the content by copies of `sources`: contiguous spans, also of this lineage.
 
-        Sources that start at 0 make it whole, with room for `capacity` positions.
+        Sources that start at 0 make it whole, with `capacity` positions.
         """
         self._rebuild(sources, capacity)
 
     def detach(self, start: int, end: int) -> Lineage:
-        """A compact lineage with a copy of [start, end)."""
+        """Copy [start, end) into a new compact lineage."""
         twin = Lineage(self.layout)
         twin.fill([(self, start, end)], end - start)
         return twin
@@ -145,7 +145,7 @@ class Lineage:
             self.window_valid_from = end
 
     def append_span(self, span: Span) -> None:
-        """Append a copy of positions that another lineage holds, beginning at `length`."""
+        """Append a copy of another lineage's positions, which begin at `length`."""
         owner, start, end = span
         valid_from = max(self.window_valid_from, _window_valid_from(span))
         sizes = [range(len(spec)) for spec in self.layout.specs]
@@ -156,7 +156,7 @@ class Lineage:
         self.window_valid_from = valid_from
 
     def capture(self) -> State:
-        """The opaque slots' state at `length`, evaluated."""
+        """Copy the opaque slots' state at `length`, evaluated."""
         return kv.capture(self.slots)
 
     def restore(self, state: State | None) -> None:
@@ -164,11 +164,11 @@ class Lineage:
         kv.restore(self.slots, state)
 
     def settle(self) -> None:
-        """Let the opaque slots hold no more than their state."""
+        """Copy the opaque slots' states out of larger buffers; see `kv.settle`."""
         kv.settle(self.slots)
 
     def rest(self) -> None:
-        """Drop the opaque slots' live state: the tree's checkpoints hold what is worth keeping."""
+        """Drop the opaque slots' live state, which the tree's checkpoints replace."""
         if not self.layout.opaque:
             return
         kept = [kv.arrays_of(slot) for slot in self.linear]
@@ -179,25 +179,25 @@ class Lineage:
             kv.set_arrays(slot, arrays, self.length)
 
     def sound(self) -> bool:
-        """Whether everything it holds can be computed: a pass that failed may have left debris."""
+        """Evaluate all linear arrays; False if a failed pass left some that cannot be computed."""
         try:
             mx.eval([kv.arrays_of(slot) for slot in self.linear])
         except (RuntimeError, ValueError):
-            log.exception("a lineage is lost with the pass that failed")
+            log.exception("KV buffers lost: the failed pass left arrays that cannot be computed")
             return False
         return True
 
     @property
     def lost(self) -> bool:
-        """Whether its buffers are gone, although somebody may still refer to it."""
+        """True once its buffers are released; the prefix tree may still refer to it."""
         return not self.caches
 
     def aligned(self) -> bool:
-        """Whether every linear slot ends at `length` (KV length equals token count)."""
+        """Tell if every linear slot ends at `length`: KV length equals token count."""
         return all(slot.offset == self.length for slot in self.linear)
 
     def release(self) -> None:
-        """Drop every buffer now, whoever still holds this object."""
+        """Drop every buffer now, even while this object is referred to."""
         self.caches, self.slots, self.linear = [], [], []
         self.capacity = 0
 

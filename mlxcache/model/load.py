@@ -1,6 +1,6 @@
-"""From a model's folder to a model that runs: weights, tokenizer, and what both are capable of.
+"""Loading of a model's folder: weights, adapter, draft model, tokenizer, and a description.
 
-Sampling defaults in generation_config.json are not applied: a request gets what it asks for.
+Sampling defaults in generation_config.json are not applied.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Which model to serve, and how.
+    """A model to load, with its options.
 
     `model`: a folder or a Hub id; `revision`: the Hub's branch, tag or commit. `adapter`: a folder
-    with adapter_config.json and adapters.safetensors. `draft`: as `model`, one that drafts for it.
-    `trust_remote_code`: the model's folder
-    may run its own Python code. `context`: tokens, at most what the model has. `chat_template`:
-    a file or the template itself, in place of the model's. `id`: the name that clients see.
+    with adapter_config.json and adapters.safetensors. `draft`: folder or Hub id of a draft model.
+    `trust_remote_code`: Python code in the model's folder may be run. `context`: tokens, at most
+    the model's own. `chat_template`: a file or the template itself, in place of the model's. `id`:
+    the name that clients see.
     """
 
     model: str
@@ -74,8 +74,8 @@ class ModelSpec:
 class Loaded:
     """A model ready to run. `config` is config.json as mlx-lm reads it; `path` the folder.
 
-    `vision` None: it takes no images. `draft`: the folder of the model that drafts; `model` is then
-    a `Pair`, and `info` of both.
+    `vision` is None where the model takes no images. `draft`: the folder of the draft model;
+    `model` is then a `Pair`, and `info` describes both.
     """
 
     model: nn.Module
@@ -88,19 +88,18 @@ class Loaded:
 
 
 def load(spec: ModelSpec, progress: Progress | None = None, *, lazy: bool = False) -> Loaded:
-    """Load what `spec` names. On the MLX thread, for its arrays belong to it; blocks.
+    """Load the model that `spec` names. MLX thread only; blocks.
 
-    With `lazy` each of its weights is read only once it is computed with.
+    With `lazy` each weight is read when it is first used. A Hub id is downloaded first: call
+    `fetch` in another thread beforehand to keep the MLX thread free.
 
-    A Hub id is downloaded first: call `fetch` in another thread beforehand to keep this one free.
-
-    Raises ModelError, a sentence that names the file at fault or what to type.
+    Raises ModelError that names the file at fault, or says what to do.
     """
     path = resolve(spec.model, spec.revision, progress)
     config = checked_config(path)
     check_files(path)
     template = _template(spec.chat_template)
-    context_length(native_length(config), spec.context)  # refused before the weights are read
+    context_length(native_length(config), spec.context)  # raises before the weights are read
     model, config = _load_weights(spec, path, lazy=lazy or spec.draft is not None)
     tokenizer = _load_tokenizer(spec, path, config, template)
     info = _info(spec, path, model, tokenizer, config)
@@ -115,17 +114,14 @@ def load(spec: ModelSpec, progress: Progress | None = None, *, lazy: bool = Fals
 
 
 def _with_draft(loaded: Loaded, spec: ModelSpec, name: str) -> Loaded:
-    """`loaded` with the model called `name` beside it.
-
-    A draft knows no positions beyond its own context, so no more is served.
-    """
+    """Add the draft model called `name` to `loaded`; its context bounds the one that is served."""
     with _of_the_draft():
         own = ModelSpec(name, trust_remote_code=spec.trust_remote_code, context=spec.context)
-        draft = load(own, lazy=True)  # refused before any weights are read
+        draft = load(own, lazy=True)  # raises before any weights are read
     check_tokenizers(loaded.tokenizer, draft.tokenizer)
     info, length = loaded.info, draft.info.context_length
     if length < info.context_length:
-        log.warning("the draft model is made for %d tokens: no more are served", length)
+        log.warning("context limited to the draft model's: %d tokens", length)
     info = replace(
         info,
         context_length=min(length, info.context_length),
@@ -136,9 +132,10 @@ def _with_draft(loaded: Loaded, spec: ModelSpec, name: str) -> Loaded:
 
 
 def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
-    """Download what `spec` names and is not there; `progress` is told the name first. Any thread.
+    """Download the models that `spec` names, where missing. Any thread; blocks.
 
-    Raises ModelError as `load` does.
+    `progress` is called with the model's name, the bytes on disk and the bytes needed. Raises
+    ModelError as `load` does.
     """
     resolve(spec.model, spec.revision, partial(progress, spec.model))
     if spec.draft is not None:
@@ -148,7 +145,7 @@ def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
 
 @contextmanager
 def _of_the_draft() -> Iterator[None]:
-    """Have a ModelError say which of the two models it is about."""
+    """Prefix the text of a ModelError with --draft-model."""
     try:
         yield
     except ModelError as error:
@@ -210,8 +207,10 @@ def _load_tokenizer(
 
 
 def _eos(config: Mapping[str, Any]) -> list[int] | None:
-    """mlx-lm has already put generation_config.json's over config.json's; the tokenizer adds its
-    own. Vision models keep theirs in text_config."""
+    """Ids that end a turn, from config.json as mlx-lm merged it with generation_config.json.
+
+    The tokenizer adds its own. Vision models have theirs in text_config.
+    """
     found = config.get("eos_token_id")
     if found is None:
         found = (config.get("text_config") or {}).get("eos_token_id")
@@ -265,7 +264,7 @@ _TOKENIZER_FILES = (
 
 
 def checked_config(path: Path) -> dict[str, Any]:
-    """config.json as it is. Raises ModelError where it is missing, or no model's."""
+    """Parse config.json. Raises ModelError where it is missing, or not a model's."""
     file = path / "config.json"
     if not file.exists():
         raise ModelError(f"{path} has no config.json, so it is not a model's folder.")
@@ -286,7 +285,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def check_files(path: Path) -> None:
-    """Raise ModelError unless there are weights, all of them, and a tokenizer."""
+    """Raise ModelError unless a folder has all of its weights, and a tokenizer."""
     if not any(path.glob("model*.safetensors")):
         raise ModelError(
             f"{path} has no weights (model*.safetensors). Other formats have to be converted "
@@ -306,10 +305,10 @@ def check_files(path: Path) -> None:
 
 
 def tokenizer_of(model: str | None) -> TokenizerWrapper:
-    """The tokenizer of a folder or Hub id; None is the built-in demo's.
+    """Load the tokenizer and chat template of a folder or Hub id, without weights.
 
-    Of an id, only small files are downloaded where it is not in the Hub's cache yet. Raises
-    ModelError.
+    None is the built-in demo model. Of an id that is not in the Hub's cache, only small files are
+    downloaded. Raises ModelError.
     """
     if model is None:
         with tempfile.TemporaryDirectory(prefix="mlxcache-") as folder:

@@ -1,4 +1,4 @@
-"""Strings in a model's output that open and close thinking and tool calls.
+"""Markers: strings in a model's output that open and close thinking and tool calls.
 
 Families are described as mlx-lm knows them; the format of gpt-oss, harmony, is described here. In
 it a reply is several messages, each with a header that names its channel:
@@ -22,20 +22,20 @@ from typing import Any
 from mlxcache.model.tools import Parse, parse_json
 
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
-"""The states that carry text, named as in mlx-lm; text in any other state is framing."""
+"""States that carry text, named as in mlx-lm; text in any other state is framing."""
 
 ROUTED = "routed"
-"""Where the framing that was read decides on the next state."""
+"""Target of an edge whose next state is decided by the framing read so far."""
 
 GENERIC_START, GENERIC_END = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A model family's framing: `edges` lead from a state by a marker to the next state.
+    """Framing of a model family: `edges` lead from a state by a marker to the next state.
 
-    `tokens` are the markers that the vocabulary has as one token. `initial` is the state that a
-    reply begins in, where it is always the same. `parse` reads the text of a tool block.
+    `tokens` are the markers that the vocabulary has as one token. `initial` is the state in which a
+    reply begins, where it is always the same. `parse` reads the text of a tool block.
     """
 
     edges: Mapping[str, Mapping[str, str]]
@@ -43,23 +43,23 @@ class Grammar:
     initial: str | None = None
     parse: Parse | None = None
     open_ended: bool = False
-    """A tool block has no closing marker: it lasts to the end of the reply."""
+    """True where a tool block has no closing marker, and lasts to the end of the reply."""
     harmony: bool = False
-    """The framing is gpt-oss's."""
+    """True for the framing of gpt-oss."""
     whole: bool = False
-    """`parse` reads a tool block together with what opened it."""
+    """True where `parse` takes a tool block together with its opening text."""
 
 
 PLAIN = Grammar(edges={NORMAL: {}, TOOL: {}})
-"""No framing: all that a model writes is text."""
+"""No framing: all output is text."""
 
 
 def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
-    """The framing of `tokenizer`'s model family, as mlx-lm knows it, and gpt-oss's.
+    """The framing of `tokenizer`'s model family, as mlx-lm describes it, or that of gpt-oss.
 
-    The same edges as `mlx_lm.generate.make_text_state_machine` gives, kept as strings so that a
-    malformed block can be given back whole. Without `tools` no block is a call. With `generic`,
-    blocks are `<tool_call>{json}</tool_call>` whatever the family's own.
+    The same edges as those of `mlx_lm.generate.make_text_state_machine`, kept as strings so that a
+    malformed block can be returned as text. Without `tools` no block is a call. With `generic`,
+    blocks are `<tool_call>{json}</tool_call>` instead of the family's own.
     """
     if is_harmony(tokenizer):
         return _harmony(tokenizer, tools, generic)
@@ -79,12 +79,12 @@ def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
 
 
 def is_harmony(tokenizer: Any) -> bool:
-    """Whether the model writes gpt-oss's format and mlx-lm has no other name for it."""
+    """Tell if the model writes gpt-oss's format, which mlx-lm does not describe."""
     return not tokenizer.has_thinking and _speaks_harmony(tokenizer)
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Whether the model's format has a place for reasoning."""
+    """Tell if the model's format has a place for reasoning."""
     found = grammar(tokenizer, tools=False, generic=False)
     return found.harmony or any(REASONING in edges.values() for edges in found.edges.values())
 
@@ -115,10 +115,10 @@ def _edges(
         edges[REASONING] = {tokenizer.think_end: NORMAL}
     responses = tokenizer.response_transitions
     if start:
-        # A response format that leads to "tool" decides where calls begin.
+        # a response format that leads to "tool" decides where calls begin
         if TOOL not in {target for found in responses.values() for _, target in found}:
             edges[NORMAL][start] = TOOL
-        # Told of a format that they were not trained on, models try it out while they think.
+        # models rehearse a format that they were not trained on while they think
         if tokenizer.has_thinking and not generic:
             edges[REASONING][start] = TOOL
         if end:
@@ -146,13 +146,13 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
 def _speaks_harmony(tokenizer: Any) -> bool:
-    """Whether the vocabulary has the format's own tokens."""
+    """Tell if the vocabulary has the format's own tokens."""
     ids = [tokenizer.convert_tokens_to_ids(token) for token in _HARMONY_TOKENS]
     return None not in ids and tokenizer.unk_token_id not in ids
 
 
 def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
-    """The framing; a header's end leads to the state `to`, which stands for `route`."""
+    """Edges of gpt-oss's framing; the end of a header leads to `to`, and then `harmony_route`."""
     return {
         HEADER: {MESSAGE: to},
         "normal": {"<|end|>": HEADER, "<|start|>": HEADER},
@@ -162,21 +162,20 @@ def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
 
 
 def harmony_route(header: str) -> str:
-    """The state that the message after `header` is read in: a recipient makes it a call."""
+    """The state of the message after `header`: a recipient makes it a tool call."""
     if _RECIPIENT.search(header):
         return "tool"
     return "reasoning" if "<|channel|>analysis" in header else "normal"
 
 
 def may_be_header(text: str) -> bool:
-    """Whether `text` can be the beginning of a header; else it is the text of a reply that has
-    none, as after a raw prompt."""
+    """Tell if `text` can begin a header. Replies to a raw prompt have none."""
     text = text.lstrip()
     return any(text.startswith(b) or b.startswith(text) for b in _HEADER_BEGINNINGS)
 
 
 def parse_harmony(text: str, _: object = None) -> dict[str, Any]:
-    """The call in a message, given with its header. Raises ValueError if it is none."""
+    """Parse the tool call in a message with its header. Raises ValueError if it is none."""
     header, _message, body = text.partition(MESSAGE)
     recipient = _RECIPIENT.search(header)
     if recipient is None:

@@ -33,7 +33,7 @@ from mlxcache.safetensors import ITEM_BYTES, Header, Malformed, Place, compose, 
 from mlxcache.types import Tokens
 
 IDS = "mlxcache_ids"
-"""Where files written here have the token ids among the tool's metadata: int32 in base64."""
+"""Metadata key of the token ids in files written here: int32 in base64."""
 
 CHUNK_BYTES = 4 << 20
 
@@ -42,8 +42,8 @@ class PromptCacheFile:
     """A file for `mlx_lm.generate --prompt-cache-file`: iterate once for its `nbytes` bytes.
 
     `lineage` must be whole, with its opaque slots at its end, and must not be written to until the
-    iteration ends. One array at a time is copied. `model` is what --model has to be given, a path
-    or a Hub id; `ids` are the lineage's tokens.
+    iteration ends. One array at a time is copied. `model` is the path or Hub id for the tool's
+    --model; `ids` are the lineage's tokens.
     """
 
     def __init__(self, lineage: Lineage, model: str, ids: Tokens):
@@ -80,7 +80,7 @@ class PromptCacheFile:
 
 
 def _as_mlx_lm(cache: Any) -> Any:
-    """`cache` as mlx-lm itself would have it, without allocation padding. Views."""
+    """Convert to mlx-lm's own classes, without allocation padding. Views."""
     parts = parts_of(cache)
     if parts is not None:
         return composed([_as_mlx_lm(part) for part in parts])
@@ -89,7 +89,7 @@ def _as_mlx_lm(cache: Any) -> Any:
 
 
 def _as_array(key: str, value: Any, kinds: list[tuple[str, str]]) -> mx.array:
-    """`value` as the file holds it; what is no array is noted in `kinds`."""
+    """Convert `value` to the array that the file holds; note its kind in `kinds` if it was none."""
     if isinstance(value, mx.array):
         return value
     if isinstance(value, str):
@@ -120,9 +120,9 @@ class PromptCache:
     """KV of `length` tokens; every array is lazy.
 
     `arrays`: as a lineage takes them, per linear slot, shape (1, heads, length, dim). None where
-    the file has no more of a sliding window than its newest positions: enough to go on, too little
-    to be cut at any token, so the tokens have to be computed. `state`: that of the opaque slots.
-    `ids`: the tokens, if the file has them. `model`: what the tool calls the model.
+    the file has only the newest positions of a sliding window: enough to continue, too little to
+    be cut at any token, so the tokens have to be computed. `state`: that of the opaque slots.
+    `ids`: the tokens, if the file has them. `model`: the tool's name of the model.
     """
 
     length: int
@@ -144,9 +144,10 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def read_prompt_cache(path: Path, layout: Layout, stream: Any) -> PromptCache:
-    """The prompt cache in the file `path`, for a model of `layout`; arrays are read on `stream`.
+    """Read the prompt cache in the file `path`, for a model of `layout`; arrays load on `stream`.
 
-    Raises SnapshotRefused, a sentence, where it is not one, or not of this model's shapes.
+    Every shape is checked first. Raises SnapshotRefused where the file is not a prompt cache, or
+    not of this model's shapes.
     """
     header = _header(path)
     try:
@@ -169,7 +170,7 @@ def _header(path: Path) -> Header:
 
 
 class _Reader:
-    """One file; takes only the keys that a cache of `layout` has."""
+    """Reader of one file; uses only the keys that a cache of `layout` has."""
 
     def __init__(self, header: Header, arrays: Mapping[str, mx.array], layout: Layout):
         self._places: Mapping[str, Place] = {place.name: place for place in header.places}
@@ -178,7 +179,7 @@ class _Reader:
         self._layout = layout
 
     def read(self) -> PromptCache:
-        """Raises SnapshotRefused."""
+        """Read the whole file. Raises SnapshotRefused."""
         found: list[tuple[Any, str]] = []
         caches = self._layout.make()
         for index, cache in enumerate(caches):
@@ -205,7 +206,7 @@ class _Reader:
         return PromptCache(length, arrays, state, ids, self._metadata.get("0.model"))
 
     def _length(self, linear: Sequence[tuple[Any, str]], state: State, ids: Tokens | None) -> int:
-        """How many tokens it covers, on which all of it must agree."""
+        """Number of tokens covered, on which all parts of the file must agree."""
         lengths = {self._number(f"{key}.2") for _, key in linear}
         positions = [a.position(s) for a, s in zip(self._layout.checkpointed, state, strict=True)]
         lengths |= {position for position in positions if position is not None}
@@ -214,7 +215,7 @@ class _Reader:
         elif any(kv.sliced(slot).quantised for slot, _ in linear):
             raise SnapshotRefused(
                 "The prompt cache was made by mlx-lm with --kv-bits, which quantises after the "
-                "first chunk: it is not what is computed here."
+                "first chunk: mlxcache quantises from the first token, so the values differ."
             )
         if len(lengths) > 1:
             raise SnapshotRefused("The prompt cache's layers are not equally long.")
@@ -263,7 +264,7 @@ class _Reader:
         return found
 
     def _state(self, adapter: Checkpointed, key: str, like: Any) -> Any:
-        """An opaque slot's state as `kv.capture` has it."""
+        """An opaque slot's state in the form of `kv.capture`."""
         try:
             return adapter.adopted(self._tree(key, like), like)
         except ValueError as error:
@@ -318,20 +319,19 @@ class _Reader:
 
 
 CHECKED_TOKENS = 64
-"""How many tokens are computed again, in every layer."""
+"""Tokens that are computed again in every layer, to compare."""
 
 _CHUNK = 1024
-_TOLERANCE = 0.05  # of the values' own size; other weights or tokens differ by about all of it
+_TOLERANCE = 0.05  # relative to the values; those of other weights or tokens differ by about 1
 
 
 def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
-    """Whether `found` was seen to be what `model` computes for `ids`.
+    """Tell if `found` holds what `model` computes for `ids`, by computing a part of it again.
 
-    The file says neither which weights it was made with nor, if mlx-lm wrote it, of which tokens.
-    So every layer's KV of the first tokens is computed again, and where the tokens came from
-    elsewhere, the first layer's of all of them, which costs next to nothing. False also where
-    that cannot be done: without KV of the beginning, or where the first layer is not attention.
-    Such a file is no help: its tokens have to be computed.
+    A file does not say which weights made it nor, if mlx-lm wrote it, for which tokens. So every
+    layer's KV of the first tokens is computed again, and where the file has no token ids, the first
+    layer's of all tokens, which is cheap. False also where that cannot be done: without KV of the
+    first tokens, or where the first layer is not attention. Blocks while it computes.
     """
     if found.arrays is None or not layout.linear or not 0 < len(ids) == found.length:
         return False
@@ -348,9 +348,9 @@ def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
 def _first_layer_agrees(
     model: Any, layout: Layout, arrays: Sequence[Sequence[mx.array]], ids: Tokens
 ) -> bool:
-    """Whether what depends on the tokens alone is theirs: values, or MLA's latents.
+    """Compare the first layer's array that depends on the tokens alone: values, or MLA's latents.
 
-    The other array of the layer also depends on the position, which is not that of the file here.
+    The other array depends on the position too, which differs here from that in the file.
     """
     same: list[bool] = []
     for at in range(0, len(ids), _CHUNK):
@@ -363,8 +363,7 @@ def _first_layer_agrees(
 
 
 def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
-    """Per linear slot what can be compared of it for `ids` alone. Lazy: only what is looked at is
-    computed."""
+    """Comparable arrays of each linear slot after feeding `ids` alone. Lazy."""
     caches = layout.make()
     model(mx.array(ids[None]), cache=caches)
     slots = kv.flatten(caches)
@@ -374,7 +373,7 @@ def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
 def _comparable(
     layout: Layout, arrays: Sequence[Sequence[mx.array]], rows: slice
 ) -> list[list[mx.array]]:
-    """Per linear slot some rows of its `arrays`, as numbers that differ little if KV does."""
+    """Some rows of each linear slot's arrays, as numbers that differ little where KV does."""
     slots = kv.flatten(layout.make())
     return [
         kv.sliced(slots[i]).comparable(slots[i], [array[..., rows, :] for array in held])
@@ -387,7 +386,7 @@ def _alike(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
 
 
 def _rows_alike(ours: mx.array, theirs: mx.array) -> bool:
-    """Whether every position's vectors differ by little; shape (1, heads, n, dim) both."""
+    """Tell if the vectors of every position nearly agree; shape (1, heads, n, dim) both."""
     a, b = ours.astype(mx.float32), theirs.astype(mx.float32)
     error, size = (mx.sum(x * x, axis=(0, 1, 3)) for x in (a - b, a))
     return bool(mx.all(error <= _TOLERANCE**2 * size + 1e-6).item())

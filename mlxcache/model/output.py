@@ -1,4 +1,4 @@
-"""From sampled tokens to text, thinking and tool calls. Pure Python, one parser per reply."""
+"""Parsing of sampled tokens to text, thinking and tool calls. Pure Python."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 
 
 class OutputParser:
-    """Turns one reply's tokens into pieces, and says when the reply is over.
+    """Parser of one reply: turns tokens into pieces, and decides when the reply is over.
 
-    `tokenizer` is mlx-lm's TokenizerWrapper. `tools` None or empty: the text of tool calls is
+    `tokenizer` is mlx-lm's TokenizerWrapper. `tools` None or empty: tool calls are returned as
     text. `parallel_tools` False: the first call ends the reply. `stop`: strings that end the
     visible text. `thinking_open`: the prompt ends inside a think block. `generic_tools`: calls
     come as `<tool_call>{json}</tool_call>`. `stop_at_eos` False ignores the end of turn. `plain`:
-    no thinking and no calls, all is text. `prime`:
-    the prompt's last tokens, for raw completions, where the first token's leading space counts.
+    all output is text. `prime`: the prompt's last tokens, for raw completions, where the first
+    token's leading space counts.
 
-    A marker is recognised however the model spells it, in one token or in many, with two
-    exceptions for text about markers: thinking that the vocabulary opens with one token does not
-    open in the middle of visible text without it, nor does such a tool call in thinking.
+    A marker is recognised in one token or in many, with two exceptions for text about markers: if
+    the vocabulary has the marker as one token, its spelled-out form opens neither thinking in the
+    middle of visible text, nor a tool call in thinking.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class OutputParser:
         self._token = -1
         self._out: list[Piece] = []
         self.done: FinishReason | None = None
-        """Why the reply is over; None while it goes on. Once set, `feed` ignores tokens."""
+        """The reason why the reply is over, else None. Once set, `feed` ignores tokens."""
         self.stop_sequence: str | None = None
-        """The stop string that ended the reply, if one did."""
+        """The stop string that ended the reply, or None."""
         self.reasoning_tokens = 0
         """Tokens fed while a think block was open, its closing marker included."""
 
     def feed(self, token: int) -> list[Piece]:
-        """Take the next token; the pieces it completes, in order, often none.
+        """Parse the next token; return the pieces that it completes, in order, often none.
 
         A token that ends the turn flushes all that was held back, as `finish("stop")` does.
         """
@@ -92,10 +92,10 @@ class OutputParser:
         return self._taken()
 
     def finish(self, reason: FinishReason) -> list[Piece]:
-        """End the reply for `reason`; the pieces that were held back. Sets `done`.
+        """End the reply for `reason`, and set `done`; return the pieces that were held back.
 
-        A tool block left open is a call if it parses and the model ended its turn; else it is
-        text. Nothing happens if the reply is over already.
+        An open tool block is a call if it parses and the model ended its turn; else it is text.
+        Does nothing if the reply is over already.
         """
         if self.done is not None:
             return []
@@ -118,8 +118,8 @@ class OutputParser:
         try:
             self._detokenizer.add_token(token)
         except (IndexError, TypeError):
-            # Models have rows of padding that name no token.
-            log.warning("the model drew token %d, which its tokenizer does not have", token)
+            # some models have more rows of logits than their tokenizer has tokens
+            log.warning("token ignored: id %d is not in the tokenizer", token)
             return ""
         return str(self._detokenizer.last_segment)
 
@@ -138,7 +138,7 @@ class OutputParser:
                 self._cross(marker)
 
     def _is_prose(self, marker: str) -> bool:
-        """The model writes about a marker, and does not use it."""
+        """Tell if the model writes about a marker, and does not use it."""
         if self._grammar.tokens.get(marker, self._token) == self._token:
             return False
         target = self._grammar.edges[self._state][marker]
@@ -149,7 +149,7 @@ class OutputParser:
         return self._state in (NORMAL, REASONING) and target not in (NORMAL, TOOL)
 
     def _carry(self, text: str) -> None:
-        """Text of the current state."""
+        """Append text to the part of the reply that the current state stands for."""
         if not text:
             return
         if self._state == NORMAL:
@@ -164,7 +164,7 @@ class OutputParser:
                 self._state = NORMAL
 
     def _reread(self) -> str:
-        """Framing that turned out to be text."""
+        """Take back framing that turned out to be text."""
         text, self._framing = self._framing, ""
         return text
 
@@ -190,7 +190,7 @@ class OutputParser:
             self._out.append(Thinking(text))
 
     def _cross(self, marker: str) -> None:
-        """Follow the edge that `marker` names."""
+        """Follow the edge of `marker` to the next state."""
         self._crossed = True
         source, target = self._state, self._grammar.edges[self._state][marker]
         if source == TOOL:
@@ -213,7 +213,7 @@ class OutputParser:
             self._visible.after_thinking()
 
     def _end_block(self, marker: str, target: str, *, complete: bool) -> None:
-        """The tool block ends with `marker` ("": with the reply); `complete`: it may be a call."""
+        """End the tool block at `marker` ("": the reply's end); a call only if `complete`."""
         parse = self._grammar.parse
         calls = []
         if complete and parse is not None:
@@ -223,7 +223,7 @@ class OutputParser:
             self._call(calls if self._parallel else calls[:1])
             self._state = target
         elif marker and self._grammar.tokens.get(marker, self._token) != self._token:
-            # Spelled out inside an argument: the token itself is still to come.
+            # the marker is spelled out inside an argument; its token follows later
             self._block += marker
         else:
             self._give_back(self._opened_by + self._block + marker)
@@ -238,7 +238,7 @@ class OutputParser:
             self.done = "tool_calls"
 
     def _give_back(self, text: str) -> None:
-        """A block that is no call belongs to the text, or the thinking, that it stood in."""
+        """Return a block that is no call to the text or thinking around it."""
         if self._calls:
             self._emit(text)
             self.done = "tool_calls"
@@ -248,14 +248,14 @@ class OutputParser:
             self._say(text)
 
     def _flush(self) -> None:
-        """Let out what was held back, now that no more comes."""
+        """Emit what was held back, at the end of the reply."""
         if self._state == REASONING:
             self._think(self._thought.flush())
         if self._calls:
             return
         self._emit(self._visible.flush())
         if not (self._grammar.harmony or self._visible.begun or self._crossed):
-            # The whole reply lacks the header that its format wants, or was cut off within it.
+            # the reply lacks the header that its format requires, or was cut off within it
             framing = self._framing.strip()
             if not any(
                 marker.startswith(framing) for marker in self._finders[self._state].patterns
@@ -268,8 +268,10 @@ class OutputParser:
 
 
 def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
-    """Reads the ids of whole replies of `tokenizer`'s model: `read(ids, *, tools, thinking_open,
-    generic_tools)` gives their pieces. Safe in any thread."""
+    """Make a function that parses the ids of whole replies: `read(ids, *, tools, ...)` to pieces.
+
+    Its keywords are those of OutputParser. Safe in any thread.
+    """
 
     def read(ids: Sequence[int], **how: Any) -> list[Piece]:
         parser = OutputParser(tokenizer, **how)
@@ -280,11 +282,11 @@ def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
 
 
 class Finder:
-    """Looks for the first of several strings in text that arrives in pieces.
+    """Search for the first of several strings in text that arrives in pieces.
 
-    The string that is completed first wins, and of several completed by the same character the
-    longest. So the outcome does not depend on how the text is cut. What might yet become one of
-    them is held back, and nothing else.
+    The string that is completed first is found, and of several completed by the same character the
+    longest, so the result does not depend on the pieces. Text that may begin one of the strings is
+    held back, and no other.
     """
 
     def __init__(self, patterns: Iterable[str]):
@@ -294,9 +296,9 @@ class Finder:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None, str]:
-        """The text now known to be free of all strings; the string found, if any; what follows it.
+        """Add text; return the text free of all strings, the string found or None, and the rest.
 
-        After a find nothing is held: feed the rest to whoever goes on.
+        Once a string is found nothing is held back; the caller handles the rest.
         """
         text = self._held + text
         found = min(
@@ -312,7 +314,7 @@ class Finder:
         return text[:cut], None, ""
 
     def _cut(self, text: str) -> int:
-        """Where the longest tail that begins one of the strings starts."""
+        """Start of the longest tail that begins one of the strings."""
         for at in range(max(0, len(text) - self._reach), len(text)):
             if text[at] in self._starts and self._begins(text[at:]):
                 return at
@@ -322,17 +324,17 @@ class Finder:
         return any(p.startswith(tail) for p in self.patterns)
 
     def flush(self) -> str:
-        """What was held back, now that no more text comes."""
+        """Return the text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 class Visible:
-    """The reply's text as a reader sees it: cut at a stop string, free of template newlines.
+    """Visible text of a reply: cut at a stop string, and without the template's own newlines.
 
-    Templates put newlines between thinking, text and tool calls, and put them back when they
-    render the message again. So newlines after a think block, one newline before a tool call,
-    and blank text that precedes either are not part of the text.
+    Templates put newlines between thinking, text and tool calls, and add them again when they
+    render the message. So newlines after a think block, one newline before a tool call, and blank
+    text that precedes either are not part of the text.
     """
 
     def __init__(self, stop: Iterable[str]):
@@ -341,12 +343,12 @@ class Visible:
         self._after_thinking = False
         self._said = False
         self.begun = False
-        """There is text other than white space, let out or still held."""
+        """True once there is text other than white space, emitted or held back."""
         self.stop: str | None = None
         """The stop string that ended the text."""
 
     def add(self, text: str) -> str:
-        """The text to let out now. Once `stop` is set the text is over."""
+        """Add text; return the text to emit now. Once `stop` is set the text is over."""
         if self._after_thinking:
             text = text.lstrip("\n")
             self._after_thinking = not text
@@ -362,20 +364,20 @@ class Visible:
         return self._out(text)
 
     def before_thinking(self) -> str:
-        """The text still held, now that a think block begins; none if it is blank."""
+        """Return the text held back, as a think block begins; empty if it is blank."""
         text = self.flush()
         return text if self._said else ""
 
     def after_thinking(self) -> None:
-        """A think block ended: newlines that follow are the template's."""
+        """Note the end of a think block: newlines that follow are the template's."""
         self._after_thinking = True
 
     def before_call(self) -> str:
-        """The text still held, now that a tool call follows."""
+        """Return the text held back, as a tool call follows."""
         return self.before_thinking().removesuffix("\n")
 
     def flush(self) -> str:
-        """The text still held, now that no more comes."""
+        """Return the text held back, at the end of the reply."""
         text, self._held = self._held + self._finder.flush(), ""
         return self._out(text)
 
@@ -385,8 +387,9 @@ class Visible:
 
 
 class Thought:
-    """One think block's text, without the newline after its opening marker and the one before
-    its closing marker, which templates write themselves. All else is kept; a blank block is none.
+    """Text of one think block, without the newlines next to its markers.
+
+    Templates write those themselves. All else is kept; a blank block counts as none.
     """
 
     def __init__(self) -> None:
@@ -394,7 +397,7 @@ class Thought:
         self._begun = False
 
     def add(self, text: str) -> str:
-        """The text to let out now."""
+        """Add text; return the text to emit now."""
         text, self._held = self._held + text, ""
         if not self._begun:
             if not text.strip():
@@ -407,6 +410,6 @@ class Thought:
         return text
 
     def flush(self) -> str:
-        """The newline still held, where the block ends without its closing marker."""
+        """Return the newline held back, where the block ends without its closing marker."""
         text, self._held = self._held if self._begun else "", ""
         return text

@@ -1,4 +1,4 @@
-"""How long the model itself takes for a warm turn, with no server around it.
+"""Time that a model itself takes for a warm turn, without a server: a program for `mlxcache bench`.
 
 `python -m mlxcache.model.own_time MODEL` reads one JSON object per line, `{"prefix", "fed"}` in
 tokens, and answers each with `{"seconds", "kv_bytes_per_token"}`, or with `{"error"}`.
@@ -22,14 +22,14 @@ from mlx_lm.utils import load_model
 from mlxcache.types import Tokens
 
 TOKEN_IDS = 256
-"""Ids below this are in every vocabulary."""
+"""Every vocabulary has ids below this."""
 
 
 class OwnTime:
-    """A loaded model with one private cache, which is cut back after each measurement.
+    """A loaded model with one cache of its own, which is cut back before each measurement.
 
     Raises ValueError for a model whose cache cannot be cut: its state at the prefix would have to
-    be copied, and the copy would be measured with it.
+    be copied, and the copy would be measured too.
     """
 
     def __init__(self, path: Path):
@@ -40,11 +40,11 @@ class OwnTime:
         self.rng = np.random.default_rng(0)
 
     def seconds(self, prefix: int, fed: int) -> float:
-        """From the first of `fed` new tokens (at least 1) after `prefix` to the next token.
+        """Time from feeding `fed` new tokens (at least 1) after `prefix` to the next token.
 
-        That is what mlx-lm's `generate_step` does up to its first yield: feed all but one, feed
-        the last, draw a token, and have the next step under way. Which tokens are fed makes no
-        difference to the time, so they are random.
+        Measures mlx-lm's `generate_step` up to its first yield: it feeds all but one, feeds the
+        last, draws a token, and starts the next step. The tokens are random, which does not affect
+        the time.
         """
         self._reach(prefix)
         prompt = mx.array(self._tokens(fed))
@@ -59,7 +59,7 @@ class OwnTime:
         return taken
 
     def kv_bytes_per_token(self) -> float:
-        """Bytes of KV that a token holds over all layers, counted from the arrays' shapes.
+        """KV bytes per token over all layers, from the arrays' shapes.
 
         Keys and values have shape (1, heads, positions, width); positions include padding.
         """
@@ -81,7 +81,7 @@ class OwnTime:
         mx.synchronize()
 
     def _reach(self, prefix: int) -> None:
-        """Have the cache hold `prefix` tokens: cut it, or feed what it lacks."""
+        """Bring the cache to `prefix` tokens: cut it, or feed the missing ones."""
         if self._length() < prefix:
             missing = mx.array(self._tokens(prefix - self._length()))
             for _ in generate_step(missing, self.model, max_tokens=1, prompt_cache=self.cache):
@@ -91,7 +91,7 @@ class OwnTime:
 
 
 def answer(own: OwnTime, line: str) -> dict[str, float]:
-    """One measurement. Raises ValueError or KeyError where `line` is no question."""
+    """Measure once. Raises ValueError or KeyError where `line` is no question."""
     question = json.loads(line)
     seconds = own.seconds(int(question["prefix"]), int(question["fed"]))
     return {"seconds": seconds, "kv_bytes_per_token": own.kv_bytes_per_token()}

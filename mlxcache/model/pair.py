@@ -1,7 +1,7 @@
-"""A model and a smaller one that drafts for it, as one model with one list of caches.
+"""A model and its draft model as one model with one list of caches.
 
-Both are fed every token, so that their KV is one lineage: it is always of one length, and whatever
-keeps, commits, writes or restores the one does so for the other.
+Both are fed every token, so that their KV is one lineage of one length: what is kept, committed,
+written or restored is always of both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlxcache.model.kv import Caches
 
 
 class Pair(nn.Module):  # type: ignore[misc]
-    """`model`, with `draft` beside it. Called as a model, it feeds both, and answers as the first.
+    """A model and its draft model. Called as a model, it feeds both and returns the model's logits.
 
     `vocab_size` and `draft_vocab_size` are the numbers of their logits.
     """
@@ -37,20 +37,20 @@ class Pair(nn.Module):  # type: ignore[misc]
         return [*make_prompt_cache(self.model), *make_prompt_cache(self.draft)]
 
     def __call__(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
-        """Feed `tokens`, shape (1, n), to both; the model's logits, shape (1, n, vocabulary).
+        """Feed `tokens`, shape (1, n), to both; return the model's logits, shape (1, n, V).
 
-        `inputs` are the model's alone: where an image stands, the draft sees placeholders.
+        `inputs` go to the model alone: the draft sees placeholders in the place of images.
         """
         self._draft(tokens, cache)
         return self.verify(tokens, cache, **inputs)
 
     def verify(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
-        """Feed `tokens` to the model alone; its logits."""
+        """Feed `tokens` to the model alone; return its logits."""
         logits: mx.array = self.model(tokens, cache=cache[: self._own], **inputs)
         return logits
 
     def propose(self, tokens: mx.array, cache: Caches) -> mx.array:
-        """Feed `tokens` to the draft alone; its logits, as many as the model's."""
+        """Feed `tokens` to the draft alone; return its logits, padded to the model's number."""
         logits = self._draft(tokens, cache)
         lacking = self._vocab_size - self._draft_vocab_size
         if lacking <= 0:
@@ -59,19 +59,19 @@ class Pair(nn.Module):  # type: ignore[misc]
 
     def _draft(self, tokens: mx.array, cache: Caches) -> mx.array:
         if self._draft_vocab_size < self._vocab_size:
-            # ids that no token has; a CPU reads beyond an embedding table without a check
+            # padding ids of the model; a CPU reads beyond an embedding table without a check
             tokens = mx.minimum(tokens, self._draft_vocab_size - 1)
         logits: mx.array = self.draft(tokens, cache=cache[self._own :])
         return logits
 
     def rewind_draft(self, cache: Caches, count: int) -> None:
-        """Let the draft's caches alone end `count` positions earlier."""
+        """Shorten the draft's caches alone by `count` positions."""
         for slot in kv.flatten(cache[self._own :]):
             kv.set_offset(slot, slot.offset - count)
 
 
 def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
-    """Both as one. Raises ModelError where a layer of either cannot be cut at any token."""
+    """Join both. Raises ModelError where a layer of either cannot be cut at any token."""
     for name, one in (("model", model), ("draft model", draft)):
         names = unfit(one)
         if names:
@@ -88,7 +88,7 @@ _WHY = {"window": " (a sliding window)", "checkpoint": " (a state of one positio
 
 
 def unfit(model: nn.Module) -> list[str]:
-    """The classes of a model's caches that cannot be cut at any token, by name, and why not."""
+    """Names of a model's cache classes that cannot be cut at any token, each with its reason."""
     found = set()
     for slot in kv.flatten(kv.make_caches(model)):
         adapter = adapter_of(slot)
@@ -99,7 +99,7 @@ def unfit(model: nn.Module) -> list[str]:
 
 
 def check_tokenizers(tokenizer: TokenizerWrapper, draft: TokenizerWrapper) -> None:
-    """Raise ModelError unless each id is the same token for both."""
+    """Raise ModelError unless both have the same token for each id."""
     mine, theirs = tokenizer.get_vocab(), draft.get_vocab()
     if mine == theirs:
         return

@@ -1,8 +1,8 @@
-"""Keys and values in 4 or 8 bits, from the first token on. MLX thread only.
+"""Quantised KV: keys and values in 4 or 8 bits, from the first token on. MLX thread only.
 
-mlx-lm can quantise a cache once it holds so many tokens (`quantized_kv_start`), but then replies
-depend on where the chunks of the prompt ended. Each position is quantised by itself, along its
-heads, so from the first token on they do not.
+mlx-lm can start to quantise a cache at some length (`quantized_kv_start`), but then replies depend
+on where the chunks of the prompt ended. Each position is quantised by itself, along its heads, so
+that quantising from the first token on avoids that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mlxcache.errors import ModelError
 from mlxcache.model.adapters import Recurrent, adapter_of, class_name, composed, parts_of
 
 GROUPS = (64, 128, 32)
-"""How many numbers may share a scale; the first that divides a head's size is taken."""
+"""Numbers that share a scale: the first of these that divides the size of a head."""
 
-_ALIKE = 0.5  # of the logits' own size: wrong attention is off by more than all of it
+_ALIKE = 0.5  # relative to the logits; wrong attention differs by more than 1
 _REASONS = {
     "CacheList": "layers with an indexer or several attentions",
     "ChunkedKVCache": "chunked attention",
@@ -31,9 +31,10 @@ _REASONS = {
 def quantised(
     model: Any, make: Callable[[], list[Any]], bits: int, *, compare: bool = True
 ) -> Callable[[], list[Any]]:
-    """What makes empty caches whose keys and values take `bits` each, where `make` makes plain
-    ones; recurrent layers beside them stay as they are. `model` is fed a few tokens; without
-    `compare`, nothing is computed, and it is not seen whether the model computes the same.
+    """Make a function that returns empty caches with KV of `bits` bits, from `make` for plain ones.
+
+    Recurrent layers stay as they are. `model` is fed a few tokens, plain and quantised, and the
+    logits are compared; without `compare` nothing is computed.
 
     Raises ModelError, naming the class, where mlx-lm cannot run this model on such caches.
     """
@@ -51,7 +52,7 @@ def quantised(
 
 
 def _replaced(cache: Any, group: int | None, bits: int) -> Any:
-    """A layer's cache with its KV quantised, if it has some."""
+    """Replace the KV in a layer's cache by quantised KV."""
     if group is None:
         return cache
     if (parts := parts_of(cache)) is not None:
@@ -72,7 +73,7 @@ def check_classes(caches: Sequence[Any], bits: int) -> None:
 
 
 def _refused(cache: Any) -> set[str]:
-    """The classes of a layer that cannot be quantised, nor stay as they are."""
+    """Names of a layer's classes that can neither be quantised nor stay as they are."""
     parts = parts_of(cache)
     if parts is None:
         fine = type(cache) is KVCache or isinstance(adapter_of(cache), Recurrent)
@@ -83,7 +84,7 @@ def _refused(cache: Any) -> set[str]:
 
 
 def _kv(cache: Any) -> KVCache | None:
-    """The keys and values of a layer."""
+    """The cache of a layer's keys and values, or None."""
     return next((part for part in parts_of(cache) or [cache] if type(part) is KVCache), None)
 
 
@@ -106,12 +107,12 @@ def _group(cache: Any, bits: int) -> int | None:
 def _try(
     model: Any, tokens: mx.array, expected: mx.array | None, caches: list[Any], bits: int
 ) -> None:
-    """Feed `caches`, of 8 bits, and see whether the model makes of it about what it should."""
+    """Raise ModelError unless the model, fed on 8-bit `caches`, gives about `expected`."""
     try:
         made = model(tokens, cache=caches)
         if expected is None or _alike(made, expected):
             return
-        why = "computes something else on quantised KV"
+        why = "gives other logits on quantised KV"
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as failure:
         why = f"does not take quantised KV ({str(failure).partition(chr(10))[0]})"
     latent = sorted(_latent(model))
@@ -126,7 +127,7 @@ def _alike(made: mx.array, expected: mx.array) -> bool:
 
 
 def _latent(model: Any) -> set[str]:
-    """The classes of layers whose keys and values are made from a latent."""
+    """Names of the classes of layers that compute keys and values from a latent."""
     if not isinstance(model, nn.Module):
         return set()
     return {type(m).__name__ for _, m in model.named_modules() if hasattr(m, "kv_lora_rank")}

@@ -1,4 +1,4 @@
-"""Several sequences in one batch cache: how rows join, leave and are read. MLX thread only."""
+"""Rows of a batch cache, one sequence each: join, drop and read them. MLX thread only."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.kv import Caches, Layout
 
 STEP = BatchKVCache.step
-"""Positions by which a batch's buffers grow: always to as many beyond the longest row."""
+"""Positions by which a batch's buffers grow."""
 
 
 def _shadow(cache: Any) -> Any:
-    """A batch cache with the same arrays, whose changes do not show in the original."""
+    """A shallow copy of a batch cache, whose changes do not affect the original."""
     parts = parts_of(cache)
     return copy(cache) if parts is None else composed([copy(part) for part in parts])
 
 
 def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
-    """Batch caches that hold copies of `rows` and of `others`, left-padded to the longest.
+    """Build batch caches with copies of `rows` and of `others`, left-padded to the longest.
 
-    Each of `others` holds one sequence, and so does `rows` unless it is `batched`; all stay as
-    they are.
-    Evaluated layer by layer: the peak is five arrays of a layer above what is given and returned.
+    Each of `others` holds one sequence, and so does `rows` unless it is `batched`; none is changed.
+    Evaluated layer by layer: the peak is five arrays of a layer above input and result.
     """
     joint = []
     for mine, *theirs in zip(rows, *others, strict=True):
@@ -44,9 +43,9 @@ def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
 
 
 def _merged(caches: Sequence[Any]) -> Any:
-    """One batch cache with copies of `caches`, one sequence each; with `STEP` more positions.
+    """Build one batch cache with copies of `caches`, one sequence each, and `STEP` more positions.
 
-    Without that room the first step would copy it all once more.
+    Without those the first step would copy all of it again.
     """
     if (first := parts_of(caches[0])) is not None:
         others = [parts_of(cache) or [] for cache in caches[1:]]
@@ -70,7 +69,7 @@ def _merged(caches: Sequence[Any]) -> Any:
 
 
 def keep_rows(batch: Caches, rows: Sequence[int]) -> None:
-    """Drop all other rows, and the padding that no row needs then; layer by layer."""
+    """Drop all rows but `rows`, and padding that no row needs then; layer by layer."""
     for cache in batch:
         cache.filter(list(rows))
         mx.eval(tree_arrays(cache.state))
@@ -79,7 +78,7 @@ def keep_rows(batch: Caches, rows: Sequence[int]) -> None:
 def row_tail(
     layout: Layout, batch: Sequence[Any], row: int, count: int
 ) -> tuple[list[list[mx.array]], Caches]:
-    """The newest `count` positions of a batch's row: linear slots' arrays, and opaque slots.
+    """Slice the newest `count` positions of a row: linear slots' arrays, and opaque slots.
 
     `count` must not exceed the smallest window. Lazy; evaluate before the next step.
     """

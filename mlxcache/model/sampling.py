@@ -1,4 +1,4 @@
-"""How the next token is drawn: validation, samplers, penalties, log-probabilities.
+"""Sampling of the next token: validation, samplers, penalties, log-probabilities.
 
 Samplers take log-probabilities, processors take raw logits, both as mlx-lm's `GenerationBatch`
 calls them. All functions but `validate` run on the MLX thread.
@@ -27,14 +27,14 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 REPETITION_CONTEXT = 64
-"""Tokens, prompt included, that the repetition penalty looks back on."""
+"""Newest tokens, prompt included, that the repetition penalty applies to."""
 
 COLDEST = 1e-4
 """Below this temperature tokens are drawn greedily: the odds of two tokens whose
 log-probabilities differ by 0.01 are e^100 to 1, and dividing by less overflows."""
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say (OpenAI sends the same number)."""
+"""Number sent for minus infinity, which JSON lacks; OpenAI sends the same."""
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -82,11 +82,11 @@ def _refused(field: str, value: object, allowed: str) -> BadRequest:
 
 
 def make_sampler(sampling: Sampling, vocab_size: int) -> Sampler:
-    """A function from log-probabilities, shape (B, V), to token ids, shape (B,).
+    """Make a function from log-probabilities, shape (B, V), to token ids, shape (B,).
 
-    Greedy requests all share one function, so that a batch of them is drawn in one call; any
-    other request gets an object of its own, with its own random key: the same seed draws the same
-    tokens alone or beside others. `vocab_size` is V; a top_k of V or more is off.
+    All greedy requests share one function, so that a batch of them is drawn in one call. Any other
+    request has an object of its own with its own random key: the same seed draws the same tokens
+    alone or in a batch. `vocab_size` is V; a top_k of V or more is off.
     """
     if sampling.temperature < COLDEST:
         return greedy_sampler  # type: ignore[no-any-return]
@@ -107,7 +107,7 @@ class _Draw:
     def __call__(self, logprobs: mx.array) -> mx.array:
         chosen = self._sampling
         self._key, key = mx.random.split(self._key)
-        # In half precision the scaled values and the noise would be too coarse to draw fairly.
+        # in half precision the scaled values and the noise are too coarse for fair draws
         logprobs = logprobs.astype(mx.float32)
         if chosen.top_p < 1:
             logprobs = apply_top_p(logprobs, chosen.top_p)
@@ -115,19 +115,19 @@ class _Draw:
             logprobs = apply_min_p(logprobs, chosen.min_p)
         if self._top_k:
             logprobs = apply_top_k(logprobs, self._top_k)
-        # Not mx.random.categorical: it looks a number up in the summed probabilities, where a
-        # rounding error moves every token behind it, and the same seed gave another text.
+        # not mx.random.categorical: it searches the summed probabilities, where a rounding error
+        # shifts all later tokens, and the same seed gave another text
         noise = mx.random.gumbel(logprobs.shape, key=key)
         return mx.argmax(logprobs / chosen.temperature + noise, axis=-1)
 
 
 def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:
-    """Functions of (all token ids so far, shape (n,); logits, shape (1, V)) to new logits.
+    """Make functions of (all token ids so far, shape (n,); logits, shape (1, V)) to new logits.
 
-    The repetition penalty (https://arxiv.org/abs/1909.05858) looks at the last 64 tokens, prompt
+    The repetition penalty (https://arxiv.org/abs/1909.05858) applies to the last 64 tokens, prompt
     included. Presence and frequency penalties are OpenAI's
     (https://platform.openai.com/docs/api-reference/chat/create): they count the tokens after
-    `prompt_len`, over the whole reply. Empty if nothing is to be done.
+    `prompt_len`, over the whole reply. Empty if all are off.
     """
     processors: list[Processor] = []
     if sampling.repetition_penalty != 1:
@@ -161,7 +161,7 @@ def _bias(sampling: Sampling) -> Processor:
 
 
 def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> TokenLogprob:
-    """What the API says of one sampled token: its log-probability, and the `n` likeliest's.
+    """Log-probabilities of one sampled token and of the `n` likeliest, as the API returns them.
 
     `logprobs` has shape (V,), natural, after penalties and bias; `n` from 0. The alternatives are
     sorted, likeliest first. Evaluates.
@@ -182,7 +182,7 @@ def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> Toke
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """One token's text on its own, leading space kept; an incomplete character is U+FFFD."""
+    """Text of one token, with its leading space; an incomplete character is U+FFFD."""
     piece = tokenizer.convert_ids_to_tokens(token)
     if piece is None:
         return ""

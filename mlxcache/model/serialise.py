@@ -1,8 +1,8 @@
-"""KV and states between MLX arrays and tensors in files. Used on the MLX thread only.
+"""Conversion of KV and states between MLX arrays and tensors in files. MLX thread only.
 
 A run's tensors are token-major, shape (tokens, heads, dim), so that a block of tokens is one range
-of bytes in each. Those of a checkpoint are its state's arrays, and a skeleton that says where in
-the state's nested tuples each one belongs.
+of bytes in each. A checkpoint's tensors are the arrays of its state, and a skeleton: JSON with the
+place of each array in the state's nested tuples.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def run_name(slot: int, array: int) -> str:
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """What safetensors calls a dtype. Raises ValueError for one that it does not know."""
+    """The safetensors name of a dtype. Raises ValueError where it has none."""
     if dtype not in _NAMES:
         raise ValueError(f"safetensors has no name for {dtype}")
     return _NAMES[dtype]
 
 
 def to_tensors(named: Iterable[tuple[str, mx.array]]) -> list[Tensor]:
-    """Evaluated arrays as tensors, without a copy: nobody may write to them any more.
+    """Wrap evaluated arrays as tensors, without a copy: they must not be written to afterwards.
 
     Raises ValueError for an array that is not row-contiguous, or of a dtype that has no name.
     """
@@ -83,14 +83,14 @@ def _bytes_of(array: mx.array) -> memoryview:
 
 
 def run_bytes(layout: Layout, tokens: int) -> int:
-    """The bytes of a run of so many tokens."""
+    """Bytes of a run of `tokens` tokens."""
     return tokens * layout.bytes_per_token
 
 
 def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[Tensor]:
-    """A run's tensors with copies of `spans`, made in `out`: `run_bytes` of them.
+    """Copy `spans` into `out`, of `run_bytes` bytes; return the run's tensors.
 
-    Into memory that was used before: the first touch of a fresh page costs more than the copy.
+    `out` should be memory used before: the first touch of a fresh page costs more than the copy.
     """
     tensors: list[Tensor] = []
     tokens, done = spans[-1][2] - spans[0][1], 0
@@ -113,7 +113,7 @@ def _copy(out: npt.NDArray[np.uint8], parts: Sequence[npt.NDArray[Any]]) -> None
 
 
 def _rows(span: Span, slot: int, array: int) -> npt.NDArray[Any]:
-    """A view of what a lineage holds of a span, (tokens, heads, dim); drop it before a write."""
+    """One array of a span as a view, shape (tokens, heads, dim); drop it before a write."""
     owner, start, end = span
     whole = arrays_of(owner.linear[slot])[array]
     if whole.dtype == mx.bfloat16:
@@ -123,7 +123,7 @@ def _rows(span: Span, slot: int, array: int) -> npt.NDArray[Any]:
 
 
 def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
-    """What a run's tensors must be: dtype and (heads, dim) by name."""
+    """Required dtype and (heads, dim) of a run's tensors, by name."""
     return {
         run_name(i, j): (_NAMES[dtype], (heads, dim))
         for i, spec in enumerate(layout.specs)
@@ -132,13 +132,13 @@ def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
 
 
 def late_names(layout: Layout) -> frozenset[str]:
-    """The tensors of a run that only positions soon after it see: those of sliding windows."""
+    """Names of a run's tensors of sliding windows, which only positions soon after it see."""
     sliding = [i for i, window in enumerate(layout.windows) if window is not None]
     return frozenset(run_name(i, j) for i in sliding for j in range(len(layout.specs[i])))
 
 
 def layout_key(layout: Layout) -> str:
-    """What of a layout makes KV readable: the same for every layout with the same tensors."""
+    """Text that identifies a layout's tensors: KV is readable between layouts of one key."""
     return json.dumps(
         {
             "linear": layout.linear,
@@ -151,7 +151,7 @@ def layout_key(layout: Layout) -> str:
 
 
 def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
-    """The arrays of a run's file, lazy, read on `stream`; shape (tokens, heads, dim) each.
+    """Load a run's file: lazy arrays, read on `stream`; shape (tokens, heads, dim) each.
 
     Raises Corrupt unless they are exactly those of `layout`, all of as many tokens.
     """
@@ -163,7 +163,7 @@ def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
         for j, (heads, dim, dtype) in enumerate(spec):
             array = found.pop(run_name(i, j), None)
             if array is None or not ArraySpec((tokens, heads, dim), dtype).fits(array):
-                raise Corrupt(f"{path}: {run_name(i, j)} is not what this model caches.")
+                raise Corrupt(f"{path}: {run_name(i, j)} is missing, or not of this model's shape.")
             tokens = array.shape[0]
             slot.append(array)
         out.append(slot)
@@ -173,12 +173,12 @@ def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
 
 
 def row_major(arrays: Arrays, first: int, last: int) -> list[list[mx.array]]:
-    """Rows [first, last) of a run's arrays as a lineage takes them: (1, heads, n, dim). Lazy."""
+    """Slice rows [first, last) of a run's arrays, shape (1, heads, n, dim) each. Lazy."""
     return [[array[first:last].swapaxes(0, 1)[None] for array in slot] for slot in arrays]
 
 
 def state_tensors(state: State) -> list[Tensor]:
-    """An evaluated state's tensors, the skeleton first.
+    """Convert an evaluated state to tensors, the skeleton first.
 
     Raises ValueError for a state that holds anything but arrays, numbers and None.
     """
@@ -189,7 +189,7 @@ def state_tensors(state: State) -> list[Tensor]:
 
 
 def _fold(value: Any, arrays: list[mx.array]) -> Any:
-    """`value` as JSON, its arrays moved to `arrays` and each referred to as {"array": index}."""
+    """Convert `value` to JSON; its arrays go to `arrays`, with {"array": index} in their places."""
     if isinstance(value, mx.array):
         arrays.append(value)
         return {"array": len(arrays) - 1}
@@ -197,19 +197,19 @@ def _fold(value: Any, arrays: list[mx.array]) -> Any:
         return [_fold(v, arrays) for v in value]
     if value is None or isinstance(value, bool | int | float):
         return value
-    raise ValueError(f"a state holds {type(value).__name__}, which no file takes")
+    raise ValueError(f"a state holds a {type(value).__name__}, which cannot be stored")
 
 
 def load_state(path: Path, layout: Layout, stream: Any) -> State:
-    """The state of a checkpoint's file; its arrays are lazy, read on `stream`.
+    """Load a checkpoint's file; its arrays are lazy, read on `stream`.
 
-    Raises Corrupt unless it is what `layout` has for a state.
+    Raises Corrupt unless the state has the structure and shapes of `layout`.
     """
     found = _load(path, stream)
     tree = _skeleton(path, found.pop(SKELETON, None))
     state = _unfold(tree, layout.states, found, path)
     if found:
-        raise Corrupt(f"{path} holds {min(found)}, which its state does not refer to.")
+        raise Corrupt(f"{path} holds {min(found)}, which its skeleton does not refer to.")
     checked = zip(layout.checkpointed, state, layout.states, strict=True)
     if not all(adapter.agrees(held, like) for adapter, held, like in checked):
         raise Corrupt(f"{path} holds a state whose numbers contradict its arrays.")
@@ -226,7 +226,7 @@ def _skeleton(path: Path, array: mx.array | None) -> Any:
 
 
 def _unfold(value: Any, like: Any, found: dict[str, mx.array], path: Path) -> Any:
-    """`value` with arrays out of `found` in place of their references, as `like` has them."""
+    """Replace references in `value` by the arrays of `found`, checked against `like`."""
     wrong = Corrupt(f"{path} holds a state that is not of this model's shape.")
     if isinstance(like, tuple):
         if not isinstance(value, list) or len(value) != len(like):

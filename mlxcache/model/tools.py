@@ -1,4 +1,4 @@
-"""From the text of a tool-call block to calls that clients can run."""
+"""Parsing of tool-call blocks to calls that clients can run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from mlxcache.types import ToolCall
 log = logging.getLogger(__name__)
 
 Parse = Callable[[str, list[dict[str, Any]]], Any]
-"""mlx-lm's tool parsers: block text and tools to a dict or a list of dicts."""
+"""One of mlx-lm's tool parsers: block text and tools to a dict or a list of dicts."""
 
-# The parsers read what a model wrote, with json, ast and regular expressions, and let through
-# whatever those raise.
+# the parsers use json, ast and regular expressions on the model's text, and do not catch errors
 _MALFORMED = (
     ValueError,
     TypeError,
@@ -30,18 +29,20 @@ _MALFORMED = (
 
 
 def parse_json(text: str, _: object = None) -> Any:
-    """Calls in the form that models without a tool template are told to write:
-    `{"name": ..., "arguments": {...}}`, or a list of these."""
+    """Parse `{"name": ..., "arguments": {...}}`, or a list of these.
+
+    Models whose template has no tools are instructed to write this form.
+    """
     return json.loads(text)
 
 
 def read_calls(
     parse: Parse, text: str, tools: Sequence[Mapping[str, Any]], first: int, taken: set[str]
 ) -> list[ToolCall]:
-    """The calls in one block, numbered from `first`; empty if the block is malformed in any part.
+    """Parse the calls in one block, numbered from `first`; none if any part is malformed.
 
-    `taken` are the ids given out in this reply, and is added to. A name that is none of `tools`
-    is let through: the client knows best how to tell the model.
+    `taken` holds the ids used in this reply, and is added to. A name that is not one of `tools` is
+    accepted: the client reports it to the model.
     """
     known = [_plain(tool) for tool in tools]
     try:
@@ -52,7 +53,7 @@ def read_calls(
         _refuse_guess(text, calls, known)
     except _MALFORMED as error:
         log.warning(
-            "a tool call of %d characters is malformed and passed on as text (%s: %s)",
+            "malformed tool call of %d characters returned as text: %s: %s",
             len(text),
             type(error).__name__,
             str(error)[:200],
@@ -63,7 +64,7 @@ def read_calls(
 
 
 def _plain(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as every parser takes it: some look up `parameters`, which clients may leave out."""
+    """Add empty `parameters` to a tool without: some parsers look them up."""
     return {**tool, "function": {"parameters": {}, **(tool.get("function") or {})}}
 
 
@@ -73,7 +74,7 @@ def _call(raw: Any, index: int, taken: set[str]) -> ToolCall:
     name = body.get("name", function)
     if not isinstance(name, str) or not name.strip():
         raise ValueError("the call has no name")
-    name.encode()  # half a surrogate pair cannot be sent to anyone
+    name.encode()  # raises for half a surrogate pair, which cannot be sent
     arguments = _arguments(body.get("arguments", body.get("parameters")))
     given = raw.get("id")
     if not isinstance(given, str) or not given or given in taken:
@@ -96,7 +97,7 @@ def _arguments(value: Any) -> str:
 
 
 def _refuse_guess(text: str, calls: list[ToolCall], tools: list[dict[str, Any]]) -> None:
-    """mlx-lm's GLM parser makes a call out of any text, keeping what it cannot read as `raw`."""
+    """Raise ValueError for a call of mlx-lm's GLM parser that holds unread text as `raw`."""
     names = {tool["function"].get("name") for tool in tools}
     for call in calls:
         if call.name not in names and list(json.loads(call.arguments)) == ["raw"]:

@@ -1,6 +1,6 @@
-"""Images, as mlx-lm serves them: its processor makes pixels, the model makes rows of them.
+"""Images for models that take them: mlx-lm's processor makes pixels, the model makes rows.
 
-A row is what the model is fed at one position in place of a token's embedding.
+A row is fed to the model at one position, in place of a token's embedding.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from mlxcache.types import Image, Tokens
 log = logging.getLogger("mlxcache.model")
 
 Pixels = npt.NDArray[np.float32]
-"""What the processor makes of an image, shape (channels, height, width)."""
+"""An image as the processor returns it, shape (channels, height, width)."""
 
 MAX_PIXELS = 40_000_000
-"""Width times height of the largest image that is decoded."""
+"""Largest image that is decoded, in pixels."""
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 KEPT_TEXTS = 256
 KEPT_BYTES = 64 << 20
 MOST_TOKENS = 4096
-"""Tokens of one image, at most, where a processor does not say."""
+"""Maximum of tokens per image, for a processor that states none."""
 
 
 class Vision:
-    """The image processor of a model, and its vision tower.
+    """A model's image processor and vision tower.
 
-    `image_token` is the text of the token that a chat template writes for an image, and
-    `token_id` its id; the processor repeats it, once for each row. `most_tokens`: rows of one image
-    at most.
+    `image_token` is the text of the token that a chat template writes for an image, and `token_id`
+    its id; the processor repeats it, once for each row. `most_tokens`: maximum of rows per image.
     """
 
     def __init__(self, model: Any, processor: Any, token_id: int):
@@ -55,12 +54,12 @@ class Vision:
         self._pixels: OrderedDict[bytes, Pixels] = OrderedDict()
 
     def text(self, image: Image) -> str:
-        """What stands for an image in a prompt's text. In any thread.
+        """The text that stands for an image in a prompt. Any thread.
 
-        The digests of the latest images are remembered, so an image of the history is not decoded
+        Texts of the latest images are kept by digest, so an image of the history is not decoded
         again. Raises BadRequest where it cannot be decoded.
         """
-        with self._lock:  # one at a time: a decoded image may take hundreds of megabytes
+        with self._lock:  # a decoded image may take hundreds of megabytes
             text = self._texts.get(image.digest)
             if text is None:
                 text, _ = self._process(image)
@@ -68,13 +67,13 @@ class Vision:
             return text
 
     def pixels(self, image: Image) -> Pixels:
-        """What the vision tower is given. In any thread. Raises as `text` does."""
+        """Input of the vision tower for an image. Any thread. Raises as `text` does."""
         with self._lock:
             pixels = self._pixels.pop(image.digest, None)
             return self._process(image)[1] if pixels is None else pixels
 
     def rows(self, image: Image) -> mx.array:
-        """The rows of an image, shape (tokens, hidden), evaluated. On the MLX thread."""
+        """Rows of an image, shape (tokens, hidden), evaluated. MLX thread only."""
         pixels = mx.array(self.pixels(image))
         count = self.text(image).count(self.image_token)
         tokens = mx.full((count,), self.token_id, mx.int32)
@@ -83,24 +82,24 @@ class Vision:
         return rows
 
     def embed(self, ids: Tokens) -> mx.array:
-        """The rows of text, shape (n, hidden). On the MLX thread, lazy."""
+        """Rows of text tokens, shape (n, hidden), lazy. MLX thread only."""
         rows: mx.array = self._model.embed_inputs(mx.array(ids))
         return rows
 
     def sees(self, image: Image) -> bool:
-        """Whether an image changes what the model is fed. On the MLX thread."""
+        """Tell if the model's rows depend on the image. MLX thread only."""
         rows = self.rows(image)
         blind = self.embed(np.full(len(rows), self.token_id, np.int32))
         return not bool(mx.array_equal(rows, blind))
 
     def _process(self, image: Image) -> tuple[str, Pixels]:
-        """The text and the pixels of an image, both remembered. The caller holds the lock."""
+        """Decode an image; keep and return its text and pixels. The caller holds the lock."""
         rgb = decode(image.data)
         try:
             text, (values,) = self._processor(self.image_token, images=[rgb])
         except (AssertionError, ValueError) as error:
             raise BadRequest(f"The model takes no such image: {error}", param="messages") from error
-        # made from numpy, so it is evaluated, and any thread may read it
+        # a NumPy array, which any thread may read
         pixels = np.array(values)
         self._texts[image.digest], self._pixels[image.digest] = text, pixels
         while len(self._texts) > KEPT_TEXTS:
@@ -111,10 +110,10 @@ class Vision:
 
 
 def decode(data: bytes) -> npt.NDArray[np.uint8]:
-    """An encoded picture's first frame as RGB, shape (height, width, 3).
+    """Decode the first frame of a PNG, JPEG, GIF or WebP file to RGB, shape (height, width, 3).
 
-    Raises BadRequest for what is no PNG, JPEG, GIF or WebP file, is damaged, or is larger than
-    MAX_PIXELS, which its header tells before anything is decoded.
+    Raises BadRequest for any other file, a damaged one, or one larger than MAX_PIXELS, as its
+    header says before anything is decoded.
     """
     from PIL import Image as Pillow  # noqa: PLC0415 - an extra, which text models do without
 
@@ -136,7 +135,7 @@ def decode(data: bytes) -> npt.NDArray[np.uint8]:
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """RGB pixels, shape (height, width, 3), as a PNG file."""
+    """Encode RGB pixels, shape (height, width, 3), as a PNG file."""
     from PIL import Image as Pillow  # noqa: PLC0415 - as above
 
     file = io.BytesIO()
@@ -145,26 +144,25 @@ def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def load_vision(model: Any, tokenizer: Any, config: Mapping[str, Any]) -> Vision | None:
-    """What mlx-lm has for the images of this model; None, and the log says why, if it has nothing
-    or not all that is needed."""
+    """Make the image processor of a model; None, with a warning, where a part of it is missing."""
     try:
         processor = load_processor(model, dict(config))
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        log.warning("the model's image processor cannot be made, text alone is served: %s", error)
+        log.warning("images disabled: the model's image processor cannot be made: %s", error)
         return None
     if processor is None:
         return None
     if find_spec("PIL") is None:
         log.warning(
-            "the model takes images, and Pillow is not there to read them, so text alone is "
-            "served: pip install 'mlxcache[vision]'"
+            "images disabled: the model takes images, but Pillow is not installed: "
+            "pip install 'mlxcache[vision]'"
         )
         return None
     if not (hasattr(model, "embed_inputs") and does_model_support_input_embeddings(model)):
-        log.warning("mlx-lm cannot feed this model images: text alone is served")
+        log.warning("images disabled: mlx-lm cannot feed this model images")
         return None
     token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
     if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
-        log.warning("the tokenizer has no %s: text alone is served", processor.image_token)
+        log.warning("images disabled: the tokenizer has no token %s", processor.image_token)
         return None
     return Vision(model, processor, int(token_id))
