@@ -130,7 +130,7 @@ class Vanished(StoreError):
 
 
 class PrefixNotStored(StoreError):
-    """The prefix that a run builds on is not on disk: write from further up."""
+    """The prefix before a run is not on disk: an earlier run has to be written first."""
 
 
 class DiskFull(StoreError):
