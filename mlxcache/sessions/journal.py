@@ -140,7 +140,7 @@ class Booking:
         while self._late:
             turn = self._late.popleft()
             try:
-                id = self.with_room(len(turn.ids), partial(self._sessions.turn, turn))
+                id = self.with_room(len(turn.ids), partial(self._sessions.record_turn, turn))
             except StoreError:
                 if len(self._late) < MOST_LATE:
                     self._late.appendleft(turn)

@@ -1,4 +1,8 @@
-"""Sessions, their leaves and their token ids as rows: SQL on a connection, in its transaction."""
+"""Rows of the tables of sessions: SQL on a connection, in the caller's transaction.
+
+Sessions, their leaves with token ids, their replies, and their figures. The columns are described
+in docs/disk-format.md.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,284 @@ from mlxcache.errors import NotFound
 from mlxcache.store.leaves import Kind, Leaf, digest_of, digests_at, replaces_main
 from mlxcache.types import Tokens
 
+MOST_SESSIONS = 10_000
+"""Sessions kept; of more, the least recently used that are not pinned are removed."""
+
+MOST_LEAVES = 100
+"""Leaves kept per session: the main one, and the most recently used of sub-agents."""
+
+PART_TOKENS = 1024
+"""Token ids in one row."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, namespace TEXT NOT NULL, model TEXT NOT NULL,
+    label TEXT, name TEXT, title TEXT, client TEXT,
+    turns INTEGER NOT NULL, pinned INTEGER NOT NULL,
+    created_at REAL NOT NULL, last_used_at REAL NOT NULL, owner TEXT);
+CREATE INDEX IF NOT EXISTS sessions_label ON sessions (namespace, label);
+CREATE INDEX IF NOT EXISTS sessions_used ON sessions (last_used_at);
+CREATE TABLE IF NOT EXISTS leaves (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
+    namespace TEXT NOT NULL, kind TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
+    anchor INTEGER NOT NULL, digest BLOB NOT NULL,
+    turns INTEGER NOT NULL, last_used_at REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS leaves_session ON leaves (session);
+CREATE INDEX IF NOT EXISTS leaves_anchor ON leaves (namespace, anchor, digest);
+CREATE TABLE IF NOT EXISTS leaf_tokens (
+    leaf INTEGER NOT NULL REFERENCES leaves (id) ON DELETE CASCADE,
+    start INTEGER NOT NULL, ids BLOB NOT NULL,
+    PRIMARY KEY (leaf, start)) WITHOUT ROWID;
+"""
+"""Token ids of a leaf are little-endian int32, in rows of `PART_TOKENS`."""
+
+ANY_OWNER = ""
+"""In place of an owner: sessions of every owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session's row. `label` is given by clients, `name` by the user.
+
+    `title` is from its first user message. Times are in seconds since 1970. `owner`: see
+    `mlxcache.owner`; None: made by a server without owners.
+    """
+
+    id: str
+    namespace: str
+    model: str
+    label: str | None
+    name: str | None
+    title: str | None
+    client: str | None
+    turns: int
+    pinned: bool
+    created_at: float
+    last_used_at: float
+    owner: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A finished request. `ids` are its prompt (`prompt_tokens` of them) and its reply.
+
+    `key_tokens`: see `leaves.conversation_key_tokens`. `head`: tokens of tools and system.
+    `at`: seconds since 1970. `gain`: its figures.
+    """
+
+    namespace: str
+    model: str
+    ids: Tokens
+    prompt_tokens: int
+    key_tokens: int
+    head: int
+    at: float
+    label: str | None = None
+    client: str | None = None
+    title: str | None = None
+    reply: ReplyRow | None = None
+    gain: Gain | None = None
+    owner: str | None = None
+
+
+SESSION_FIELDS = (
+    "id, namespace, model, label, name, title, client, turns, pinned, created_at, last_used_at"
+    ", owner"
+)
+_LEAF_FIELDS = "id, session, kind, prompt_tokens, anchor, turns, last_used_at"
+
+
+def session_from(row: tuple[Any, ...]) -> Session:
+    """Convert a row of the columns `SESSION_FIELDS`."""
+    session = Session(*row)
+    return replace(session, pinned=bool(session.pinned))
+
+
+def read_leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[Leaf]:
+    """Leaves that the SQL condition `where` selects: main ones first, then by last use."""
+    found = db.execute(
+        f"SELECT {_LEAF_FIELDS} FROM leaves WHERE {where}"
+        " ORDER BY kind = 'main' DESC, last_used_at DESC, id",
+        values,
+    )
+    return [_leaf(db, row) for row in found.fetchall()]
+
+
+def _leaf(db: sqlite3.Connection, row: tuple[Any, ...]) -> Leaf:
+    id, session, kind, prompt, key, turns, used = row
+    return Leaf(id, session, kind, read_ids(db, id), prompt, key, turns, used)
+
+
+def read_ids(db: sqlite3.Connection, leaf: int) -> Tokens:
+    """Token ids of a leaf; empty if it has no row."""
+    rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
+    return np.frombuffer(b"".join(part for (part,) in rows), "<i4").astype(np.int32)
+
+
+def add_owner_column(db: sqlite3.Connection) -> None:
+    """Add the column `owner`, which tables of earlier versions lack."""
+    columns = {name for _, name, *_ in db.execute("PRAGMA table_info(sessions)")}
+    if "owner" not in columns:
+        db.execute("ALTER TABLE sessions ADD COLUMN owner TEXT")
+
+
+def read_session(db: sqlite3.Connection, id: str, owner: str | None = ANY_OWNER) -> Session:
+    """One session of an owner. Raises NotFound, also for another owner's."""
+    query = f"SELECT {SESSION_FIELDS} FROM sessions WHERE id = ?1 AND (?2 = '' OR owner IS ?2)"
+    row = db.execute(query, (id, owner)).fetchone()
+    if row is None:
+        raise NotFound(f"No session has the id {id[:80]!r}.")
+    return session_from(row)
+
+
+def insert_session(db: sqlite3.Connection, session: Session) -> None:
+    """Insert a new session without leaves."""
+    places = ", ".join("?" * 12)
+    db.execute(f"INSERT INTO sessions ({SESSION_FIELDS}) VALUES ({places})", astuple(session))
+
+
+def new_session(id: str, turn: Turn) -> Session:
+    """Session that `turn` begins, before its first turn is counted."""
+    names = (turn.label, None, None, turn.client)
+    return Session(id, turn.namespace, turn.model, *names, 0, False, turn.at, turn.at, turn.owner)
+
+
+def find_labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
+    """Id of the session that a turn's label names, by its label or id; None without one."""
+    if turn.label is None:
+        return None
+    row = db.execute(
+        "SELECT id FROM sessions WHERE namespace = ?1 AND (label = ?2 OR id = ?2)"
+        " AND owner IS ?3 ORDER BY id = ?2 DESC",
+        (turn.namespace, turn.label, turn.owner),
+    ).fetchone()
+    return None if row is None else str(row[0])
+
+
+def read_candidates(db: sqlite3.Connection, turn: Turn, session: str | None) -> Iterator[Leaf]:
+    """Yield the leaves, of one session or of all, whose conversation key `turn` begins with."""
+    column, value = ("session", session) if session else ("namespace", turn.namespace)
+    keys = db.execute(f"SELECT DISTINCT anchor FROM leaves WHERE {column} = ?", (value,))
+    for key, digest in digests_at(turn.ids, (n for (n,) in keys.fetchall())).items():
+        newest = (
+            f"id IN (SELECT id FROM leaves WHERE {column} = ? AND anchor = ? AND digest = ?"
+            " ORDER BY last_used_at DESC LIMIT ?)"
+        )
+        yield from read_leaves(db, newest, (value, key, digest, MOST_LEAVES))
+
+
+def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | None) -> None:
+    """Make `leaf`, or a new one of `session`, end where `turn` ends, and update the main leaf."""
+    main = next(iter(read_leaves(db, "session = ? AND kind = 'main'", (session,))), None)
+    if leaf is None:
+        kind: Kind = "agent" if main else "main"
+        made = Leaf(0, session, kind, turn.ids, turn.prompt_tokens, turn.key_tokens, 1, turn.at)
+        now = insert_leaf(db, turn.namespace, made)
+        _trim_leaves(db, session)
+    else:
+        now = replace(leaf, ids=turn.ids, turns=leaf.turns + 1)
+        db.execute(
+            "UPDATE leaves SET prompt_tokens = ?, turns = ?, last_used_at = ? WHERE id = ?",
+            (turn.prompt_tokens, now.turns, turn.at, now.id),
+        )
+        _write_ids(db, now.id, turn.ids, common_length(leaf.ids, turn.ids), len(leaf.ids))
+    first = leaf is not None and turn.prompt_tokens > leaf.prompt_tokens and _is_first(db, leaf)
+    if main and main.id != now.id and replaces_main(now, main, turn.head, first=first):
+        db.execute("UPDATE leaves SET kind = 'agent' WHERE id = ?", (main.id,))
+        db.execute("UPDATE leaves SET kind = 'main' WHERE id = ?", (now.id,))
+        db.execute("UPDATE sessions SET title = NULL WHERE id = ?", (session,))
+        main = None
+    if main is None or main.id == now.id:
+        db.execute(
+            "UPDATE sessions SET title = coalesce(title, ?) WHERE id = ?", (turn.title, session)
+        )
+
+
+def _is_first(db: sqlite3.Connection, leaf: Leaf) -> bool:
+    query = "SELECT min(id) FROM leaves WHERE session = ?"
+    return bool(db.execute(query, (leaf.session,)).fetchone()[0] == leaf.id)
+
+
+def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
+    """Insert a new leaf, whose `id` is ignored; returns it with its id."""
+    key = min(leaf.key_tokens, len(leaf.ids))
+    digest = digest_of(leaf.ids[:key])
+    row = db.execute(
+        "INSERT INTO leaves (session, namespace, kind, prompt_tokens, anchor, digest, turns,"
+        " last_used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(leaf.session, namespace, leaf.kind, leaf.prompt_tokens),
+            *(key, digest, leaf.turns, leaf.last_used_at),
+        ),
+    )
+    made = replace(leaf, id=int(row.lastrowid or 0), key_tokens=key)
+    _write_ids(db, made.id, made.ids, 0, 0)
+    return made
+
+
+def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: int) -> None:
+    """Rewrite a leaf's `held` token ids as `ids`, which share the first `same`."""
+    if same == len(ids) == held:
+        return
+    first = same // PART_TOKENS * PART_TOKENS
+    db.execute("DELETE FROM leaf_tokens WHERE leaf = ? AND start >= ?", (leaf, first))
+    parts = (
+        (leaf, start, np.ascontiguousarray(ids[start : start + PART_TOKENS], "<i4").tobytes())
+        for start in range(first, len(ids), PART_TOKENS)
+    )
+    db.executemany("INSERT INTO leaf_tokens (leaf, start, ids) VALUES (?, ?, ?)", parts)
+
+
+def count_shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
+    """Leading tokens that a leaf and `ids` share; reads only rows that share some."""
+    most = 0
+    rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
+    for (raw,) in rows:
+        part = np.frombuffer(raw, "<i4")
+        same = common_length(part, ids[most:])
+        most += same
+        if same < len(part):
+            break
+    return most
+
+
+def shared_lengths(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[int]:
+    """Tokens that each leaf with the conversation key of `ids` shares with them.
+
+    Empty if there are no tables of sessions.
+    """
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
+        return []
+    query = "SELECT DISTINCT anchor FROM leaves WHERE namespace = ?"
+    keys = [key for (key,) in db.execute(query, (namespace,))]
+    found: list[int] = []
+    for key, digest in digests_at(ids, keys).items():
+        same = "SELECT id FROM leaves WHERE namespace = ? AND anchor = ? AND digest = ?"
+        leaf_ids = db.execute(same, (namespace, key, digest)).fetchall()
+        found += [count_shared(db, leaf, ids) for (leaf,) in leaf_ids]
+    return found
+
+
+def _trim_leaves(db: sqlite3.Connection, session: str) -> None:
+    db.execute(
+        "DELETE FROM leaves WHERE id IN (SELECT id FROM leaves WHERE session = ?"
+        " ORDER BY kind = 'main' DESC, last_used_at DESC LIMIT -1 OFFSET ?)",
+        (session, MOST_LEAVES),
+    )
+
+
+def trim_sessions(db: sqlite3.Connection) -> None:
+    """Remove the sessions beyond `MOST_SESSIONS`."""
+    db.execute(
+        "DELETE FROM sessions WHERE id IN (SELECT id FROM sessions WHERE NOT pinned"
+        " ORDER BY last_used_at DESC LIMIT -1 OFFSET ?)",
+        (MOST_SESSIONS,),
+    )
+
+
 MOST_REPLIES = 8192
-"""Replies kept of all models; beyond them the oldest go."""
+"""Replies kept of all models; of more, the oldest are removed."""
 
 REPLY_SCHEMA = """
 CREATE TABLE IF NOT EXISTS replies (
@@ -32,7 +312,7 @@ _REPLY_FIELDS = "digest, length, tail, history, ids, calls, thinking_open, gener
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplyRow:
-    """A reply's ids, shape (n,), and by what `prompt.replies` finds and reads it."""
+    """A reply as the model wrote it: token ids, shape (n,), and the keys to find it by."""
 
     digest: bytes
     length: int
@@ -46,7 +326,7 @@ class ReplyRow:
 
 
 def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: ReplyRow) -> None:
-    """Add a session's reply; the oldest ones of all go where they are too many."""
+    """Insert a session's reply, and remove the oldest beyond `MOST_REPLIES`."""
     ids = np.asarray(reply.ids, "<i4").tobytes()
     row = (reply.digest, reply.length, reply.tail, reply.history, ids)
     how = (reply.calls, reply.thinking_open, reply.generic_tools, reply.stopped)
@@ -60,7 +340,7 @@ def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: Re
 def read_replies(
     db: sqlite3.Connection, namespace: str, after: int = 0
 ) -> tuple[dict[str | None, list[ReplyRow]], int]:
-    """The replies of a namespace with a row id above `after`, and the highest row id now.
+    """Replies of a namespace with a row id above `after`, and the highest row id now.
 
     By the owner of their session, oldest first.
     """
@@ -99,9 +379,8 @@ CREATE TABLE IF NOT EXISTS prefill_paces (
 class SessionFigures:
     """Sums over a session's requests; seconds and tokens.
 
-    `first_tokens` of the requests drew a token, after `first_token_s` in all. `saved_s` is what
-    computing `saved_tokens` of the cached ones would have taken: those for which the speed of
-    prefill was known.
+    `first_tokens` of the requests drew a token, after `first_token_s` in all. `saved_s`: estimated
+    seconds to compute `saved_tokens`, the cached tokens for which the speed of prefill was known.
     """
 
     requests: int = 0
@@ -116,7 +395,7 @@ class SessionFigures:
     saved_s: float = 0.0
 
     def as_object(self) -> dict[str, Any]:
-        """What the API shows: the average wait for a first token, null for what nobody knows."""
+        """Object of the API, with the average wait for a first token; null for unknown figures."""
         average = self.first_token_s / self.first_tokens if self.first_tokens else None
         known = bool(self.saved_tokens) or not self.cached_tokens
         return {
@@ -133,7 +412,7 @@ class SessionFigures:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """One request's figures, and seconds per token by range of positions as measured by then."""
+    """One request's figures, and measured seconds per prefill token by range of positions."""
 
     figures: SessionFigures
     paces: Mapping[int, float] = field(default_factory=dict)
@@ -149,7 +428,7 @@ _ADD_FIGURES = (
 
 
 def add_gain(db: sqlite3.Connection, session: str, namespace: str, gain: Gain) -> None:
-    """Add one request's figures to its session's, and note how fast prompts were computed."""
+    """Add one request's figures to its session's, and update the measured prefill speeds."""
     db.execute(_ADD_FIGURES, {"session": session, **asdict(gain.figures)})
     db.executemany(
         "INSERT INTO prefill_paces (namespace, range, token_s) VALUES (?, ?, ?)"
@@ -159,289 +438,13 @@ def add_gain(db: sqlite3.Connection, session: str, namespace: str, gain: Gain) -
 
 
 def read_figures(db: sqlite3.Connection, session: str) -> SessionFigures:
-    """A session's figures; zeros where there are none."""
+    """Figures of a session; zeros without a row."""
     query = f"SELECT {', '.join(_FIGURES)} FROM session_figures WHERE session = ?"
     row = db.execute(query, (session,)).fetchone()
     return SessionFigures(*row) if row is not None else SessionFigures()
 
 
 def read_paces(db: sqlite3.Connection, namespace: str) -> dict[int, float]:
-    """Seconds per token as measured last, by range of positions."""
+    """Last measured seconds per prefill token, by range of positions."""
     query = "SELECT range, token_s FROM prefill_paces WHERE namespace = ?"
     return dict(db.execute(query, (namespace,)).fetchall())
-
-
-MOST_SESSIONS = 10_000
-"""Sessions kept; beyond them those go that were used least recently and are not pinned."""
-
-MOST_LEAVES = 100
-"""Leaves that a session keeps, of sub-agents those that were used last."""
-
-PART_TOKENS = 1024
-"""Token ids in one row."""
-
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS sessions (
-    id TEXT PRIMARY KEY, namespace TEXT NOT NULL, model TEXT NOT NULL,
-    label TEXT, name TEXT, title TEXT, client TEXT,
-    turns INTEGER NOT NULL, pinned INTEGER NOT NULL,
-    created_at REAL NOT NULL, last_used_at REAL NOT NULL, owner TEXT);
-CREATE INDEX IF NOT EXISTS sessions_label ON sessions (namespace, label);
-CREATE INDEX IF NOT EXISTS sessions_used ON sessions (last_used_at);
-CREATE TABLE IF NOT EXISTS leaves (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
-    namespace TEXT NOT NULL, kind TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
-    anchor INTEGER NOT NULL, digest BLOB NOT NULL,
-    turns INTEGER NOT NULL, last_used_at REAL NOT NULL);
-CREATE INDEX IF NOT EXISTS leaves_session ON leaves (session);
-CREATE INDEX IF NOT EXISTS leaves_anchor ON leaves (namespace, anchor, digest);
-CREATE TABLE IF NOT EXISTS leaf_tokens (
-    leaf INTEGER NOT NULL REFERENCES leaves (id) ON DELETE CASCADE,
-    start INTEGER NOT NULL, ids BLOB NOT NULL,
-    PRIMARY KEY (leaf, start)) WITHOUT ROWID;
-"""
-"""A leaf's ids are little-endian int32, cut at multiples of `PART_TOKENS`."""
-
-ANYBODY = ""
-"""In place of an owner: whoever it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A session's row. `label` is what clients call it, `name` what a person does.
-
-    `title` is from its first user message. Times are in seconds since 1970. `owner`: see
-    `mlxcache.owner`; None: it was made where the server told none apart.
-    """
-
-    id: str
-    namespace: str
-    model: str
-    label: str | None
-    name: str | None
-    title: str | None
-    client: str | None
-    turns: int
-    pinned: bool
-    created_at: float
-    last_used_at: float
-    owner: str | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """A finished request. `ids` are its prompt (`prompt_tokens` of them) and its reply.
-
-    `head`: tokens of tools and system; `key_tokens`: see `leaves.conversation_key_tokens`.
-    `reply`: as it is found again. `gain`: what its cached prefix was good for.
-    """
-
-    namespace: str
-    model: str
-    ids: Tokens
-    prompt_tokens: int
-    key_tokens: int
-    head: int
-    at: float
-    label: str | None = None
-    client: str | None = None
-    title: str | None = None
-    reply: ReplyRow | None = None
-    gain: Gain | None = None
-    owner: str | None = None
-
-
-FIELDS = (
-    "id, namespace, model, label, name, title, client, turns, pinned, created_at, last_used_at"
-    ", owner"
-)
-_LEAF = "id, session, kind, prompt_tokens, anchor, turns, last_used_at"
-
-
-def read_session(row: tuple[Any, ...]) -> Session:
-    """A session from the columns `FIELDS`."""
-    session = Session(*row)
-    return replace(session, pinned=bool(session.pinned))
-
-
-def leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[Leaf]:
-    """The leaves of which the SQL `where` holds: the main ones first, then those used last."""
-    found = db.execute(
-        f"SELECT {_LEAF} FROM leaves WHERE {where}"
-        " ORDER BY kind = 'main' DESC, last_used_at DESC, id",
-        values,
-    )
-    return [_leaf(db, row) for row in found.fetchall()]
-
-
-def _leaf(db: sqlite3.Connection, row: tuple[Any, ...]) -> Leaf:
-    id, session, kind, prompt, key, turns, used = row
-    return Leaf(id, session, kind, ids(db, id), prompt, key, turns, used)
-
-
-def ids(db: sqlite3.Connection, leaf: int) -> Tokens:
-    """A leaf's token ids; none if it is gone."""
-    rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
-    return np.frombuffer(b"".join(part for (part,) in rows), "<i4").astype(np.int32)
-
-
-def create_owner(db: sqlite3.Connection) -> None:
-    """Add what the table of an earlier version has not."""
-    columns = {name for _, name, *_ in db.execute("PRAGMA table_info(sessions)")}
-    if "owner" not in columns:
-        db.execute("ALTER TABLE sessions ADD COLUMN owner TEXT")
-
-
-def get(db: sqlite3.Connection, id: str, owner: str | None = ANYBODY) -> Session:
-    """One session of an owner's. Raises NotFound, also where it is another's."""
-    query = f"SELECT {FIELDS} FROM sessions WHERE id = ?1 AND (?2 = '' OR owner IS ?2)"
-    row = db.execute(query, (id, owner)).fetchone()
-    if row is None:
-        raise NotFound(f"No session has the id {id[:80]!r}.")
-    return read_session(row)
-
-
-def insert(db: sqlite3.Connection, session: Session) -> None:
-    """Put in a new session, without leaves."""
-    places = ", ".join("?" * 12)
-    db.execute(f"INSERT INTO sessions ({FIELDS}) VALUES ({places})", astuple(session))
-
-
-def begun(id: str, turn: Turn) -> Session:
-    """The session that `turn` is about to begin."""
-    who = (turn.label, None, None, turn.client)
-    return Session(id, turn.namespace, turn.model, *who, 0, False, turn.at, turn.at, turn.owner)
-
-
-def labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
-    """The session that a turn's label names: what clients call it, or its id."""
-    if turn.label is None:
-        return None
-    row = db.execute(
-        "SELECT id FROM sessions WHERE namespace = ?1 AND (label = ?2 OR id = ?2)"
-        " AND owner IS ?3 ORDER BY id = ?2 DESC",
-        (turn.namespace, turn.label, turn.owner),
-    ).fetchone()
-    return None if row is None else str(row[0])
-
-
-def candidates(db: sqlite3.Connection, turn: Turn, session: str | None) -> Iterator[Leaf]:
-    """Yield the leaves, of one session or of all, whose conversation key `turn` begins with."""
-    where, who = ("session", session) if session else ("namespace", turn.namespace)
-    keys = db.execute(f"SELECT DISTINCT anchor FROM leaves WHERE {where} = ?", (who,))
-    for key, digest in digests_at(turn.ids, (n for (n,) in keys.fetchall())).items():
-        newest = (
-            f"id IN (SELECT id FROM leaves WHERE {where} = ? AND anchor = ? AND digest = ?"
-            " ORDER BY last_used_at DESC LIMIT ?)"
-        )
-        yield from leaves(db, newest, (who, key, digest, MOST_LEAVES))
-
-
-def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | None) -> None:
-    """Let `leaf`, or a new one of `session`, end where `turn` ends, and see which is the main."""
-    main = next(iter(leaves(db, "session = ? AND kind = 'main'", (session,))), None)
-    if leaf is None:
-        kind: Kind = "agent" if main else "main"
-        made = Leaf(0, session, kind, turn.ids, turn.prompt_tokens, turn.key_tokens, 1, turn.at)
-        now = insert_leaf(db, turn.namespace, made)
-        _trim_leaves(db, session)
-    else:
-        now = replace(leaf, ids=turn.ids, turns=leaf.turns + 1)
-        db.execute(
-            "UPDATE leaves SET prompt_tokens = ?, turns = ?, last_used_at = ? WHERE id = ?",
-            (turn.prompt_tokens, now.turns, turn.at, now.id),
-        )
-        _write_ids(db, now.id, turn.ids, common_length(leaf.ids, turn.ids), len(leaf.ids))
-    first = leaf is not None and turn.prompt_tokens > leaf.prompt_tokens and _is_first(db, leaf)
-    if main and main.id != now.id and replaces_main(now, main, turn.head, first=first):
-        db.execute("UPDATE leaves SET kind = 'agent' WHERE id = ?", (main.id,))
-        db.execute("UPDATE leaves SET kind = 'main' WHERE id = ?", (now.id,))
-        db.execute("UPDATE sessions SET title = NULL WHERE id = ?", (session,))
-        main = None
-    if main is None or main.id == now.id:
-        db.execute(
-            "UPDATE sessions SET title = coalesce(title, ?) WHERE id = ?", (turn.title, session)
-        )
-
-
-def _is_first(db: sqlite3.Connection, leaf: Leaf) -> bool:
-    query = "SELECT min(id) FROM leaves WHERE session = ?"
-    return bool(db.execute(query, (leaf.session,)).fetchone()[0] == leaf.id)
-
-
-def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
-    """Put in a new leaf, whose `id` counts for nothing; returns it with its own."""
-    key = min(leaf.key_tokens, len(leaf.ids))
-    digest = digest_of(leaf.ids[:key])
-    row = db.execute(
-        "INSERT INTO leaves (session, namespace, kind, prompt_tokens, anchor, digest, turns,"
-        " last_used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            *(leaf.session, namespace, leaf.kind, leaf.prompt_tokens),
-            *(key, digest, leaf.turns, leaf.last_used_at),
-        ),
-    )
-    made = replace(leaf, id=int(row.lastrowid or 0), key_tokens=key)
-    _write_ids(db, made.id, made.ids, 0, 0)
-    return made
-
-
-def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: int) -> None:
-    """Make a leaf's rows `ids`, of which the first `same` are there, and of `held` the others."""
-    if same == len(ids) == held:
-        return
-    first = same // PART_TOKENS * PART_TOKENS
-    db.execute("DELETE FROM leaf_tokens WHERE leaf = ? AND start >= ?", (leaf, first))
-    parts = (
-        (leaf, start, np.ascontiguousarray(ids[start : start + PART_TOKENS], "<i4").tobytes())
-        for start in range(first, len(ids), PART_TOKENS)
-    )
-    db.executemany("INSERT INTO leaf_tokens (leaf, start, ids) VALUES (?, ?, ?)", parts)
-
-
-def shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
-    """The tokens that a leaf and `ids` begin with in common, reading no more than that."""
-    most = 0
-    rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
-    for (raw,) in rows:
-        part = np.frombuffer(raw, "<i4")
-        same = common_length(part, ids[most:])
-        most += same
-        if same < len(part):
-            break
-    return most
-
-
-def shared_lengths(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[int]:
-    """Tokens that each leaf with the conversation key of `ids` shares with them.
-
-    Empty if there are no tables of sessions.
-    """
-    if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
-        return []
-    query = "SELECT DISTINCT anchor FROM leaves WHERE namespace = ?"
-    keys = [key for (key,) in db.execute(query, (namespace,))]
-    found: list[int] = []
-    for key, digest in digests_at(ids, keys).items():
-        same = "SELECT id FROM leaves WHERE namespace = ? AND anchor = ? AND digest = ?"
-        leaf_ids = db.execute(same, (namespace, key, digest)).fetchall()
-        found += [shared(db, leaf, ids) for (leaf,) in leaf_ids]
-    return found
-
-
-def _trim_leaves(db: sqlite3.Connection, session: str) -> None:
-    db.execute(
-        "DELETE FROM leaves WHERE id IN (SELECT id FROM leaves WHERE session = ?"
-        " ORDER BY kind = 'main' DESC, last_used_at DESC LIMIT -1 OFFSET ?)",
-        (session, MOST_LEAVES),
-    )
-
-
-def trim_sessions(db: sqlite3.Connection) -> None:
-    """Remove the sessions that are beyond `MOST_SESSIONS`."""
-    db.execute(
-        "DELETE FROM sessions WHERE id IN (SELECT id FROM sessions WHERE NOT pinned"
-        " ORDER BY last_used_at DESC LIMIT -1 OFFSET ?)",
-        (MOST_SESSIONS,),
-    )

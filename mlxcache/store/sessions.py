@@ -1,8 +1,7 @@
 """The table of sessions: named conversations, each a label with one or more leaves.
 
-It lies beside the index of the disk tier, or in a database of its own that ends with the process.
-Token ids are kept in rows of bounded size, so a turn writes what is new and not the whole again.
-Any thread may call; a call is one transaction, so two servers may share the file.
+It is in the database of the disk tier's index, or in one in memory. Token ids are in rows of
+bounded size, so a turn writes only what is new.
 """
 
 from __future__ import annotations
@@ -18,31 +17,35 @@ from mlxcache.errors import BadRequest, NotFound
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
 from mlxcache.store.leaves import Leaf, find_continued
-from mlxcache.store.session_rows import ANYBODY, ReplyRow, Session, SessionFigures, Turn
+from mlxcache.store.session_rows import ANY_OWNER, ReplyRow, Session, SessionFigures, Turn
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
 from mlxcache.types import Tokens
 
-__all__ = ["ANYBODY", "Session", "Sessions", "Turn", "id_of", "new_id"]
+__all__ = ["ANY_OWNER", "Session", "Sessions", "Turn", "id_of", "new_id"]
 
 
 ID = re.compile(r"ses_[0-9A-Za-z]{1,64}")
-"""What an id looks like that a file may bring: it becomes part of headers and of files' names."""
+"""Form of an id accepted from a file: it becomes part of headers and file names."""
 
 
 def id_of(namespace: str, label: str, owner: str | None = None) -> str:
-    """The id of a label's session, the same on every machine and after every loss."""
+    """Id of a label's session, the same on every machine and after a lost index."""
     own = "" if owner is None else f"\0{owner}"
     text = f"{namespace}\0{label}{own}".encode(errors="surrogatepass")
     return "ses_" + hashlib.blake2b(text, digest_size=6).hexdigest()
 
 
 def new_id() -> str:
-    """The id of a session without a label."""
+    """Random id for a session without a label."""
     return f"ses_{secrets.token_hex(6)}"
 
 
 class Sessions:
-    """What is known of sessions, in `database`."""
+    """Rows of sessions in `database`.
+
+    Every method may be called on any thread, is one transaction, and raises StoreError; so several
+    servers may share the file.
+    """
 
     def __init__(self, database: Database):
         self._database = database
@@ -50,71 +53,71 @@ class Sessions:
         database.create(rows.REPLY_SCHEMA)
         database.create(rows.FIGURES_SCHEMA)
         with database.write() as db:
-            rows.create_owner(db)
+            rows.add_owner_column(db)
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
-        """Wait no longer than so for others, inside the block and on this thread."""
+        """Limit to `seconds` what this thread waits for other writers inside the block."""
         return self._database.patience(seconds)
 
     # -- reading -----------------------------------------------------------------------------
 
-    def all(self, limit: int | None = None, owner: str | None = ANYBODY) -> list[Session]:
-        """The sessions of an owner's, those used last first."""
+    def all(self, limit: int | None = None, owner: str | None = ANY_OWNER) -> list[Session]:
+        """Sessions of an owner, most recently used first."""
         query = (
-            f"SELECT {rows.FIELDS} FROM sessions WHERE ?2 = '' OR owner IS ?2"
+            f"SELECT {rows.SESSION_FIELDS} FROM sessions WHERE ?2 = '' OR owner IS ?2"
             " ORDER BY last_used_at DESC, id LIMIT ?1"
         )
         with self._database.read() as db:
             found = db.execute(query, (-1 if limit is None else limit, owner)).fetchall()
-        return [rows.read_session(row) for row in found]
+        return [rows.session_from(row) for row in found]
 
     def count(self) -> int:
-        """How many there are."""
+        """Number of sessions."""
         with self._database.read() as db:
             return int(db.execute("SELECT count(*) FROM sessions").fetchone()[0])
 
-    def get(self, id: str, owner: str | None = ANYBODY) -> Session:
-        """One session of an owner's. Raises NotFound."""
+    def get(self, id: str, owner: str | None = ANY_OWNER) -> Session:
+        """One session of an owner. Raises NotFound."""
         with self._database.read() as db:
-            return rows.get(db, id, owner)
+            return rows.read_session(db, id, owner)
 
     def leaves(self, id: str) -> list[Leaf]:
-        """The leaves of a session, the main one first, then those used last."""
+        """Leaves of a session, the main one first, then by last use."""
         with self._database.read() as db:
-            return rows.leaves(db, "session = ?", (id,))
+            return rows.read_leaves(db, "session = ?", (id,))
 
     def figures(self, id: str) -> SessionFigures:
-        """What a session has gained so far."""
+        """Figures of a session."""
         with self._database.read() as db:
             return rows.read_figures(db, id)
 
     def paces(self, namespace: str) -> dict[int, float]:
-        """Seconds that a prompt's token took as measured last, by range of positions."""
+        """Last measured seconds per prefill token, by range of positions."""
         with self._database.read() as db:
             return rows.read_paces(db, namespace)
 
     def pinned(self) -> list[str]:
-        """The ids of the pinned sessions."""
+        """Ids of the pinned sessions."""
         with self._database.read() as db:
             return [str(id) for (id,) in db.execute("SELECT id FROM sessions WHERE pinned")]
 
     def sharing(self, namespace: str, ids: Tokens) -> dict[int, int]:
-        """The leaves that begin as `ids` do, by their ids, and how many tokens they share."""
+        """Leaves that share leading tokens with `ids`, as tokens shared by leaf id."""
         query = "SELECT id FROM leaves WHERE namespace = ?"
         with self._database.read() as db:
             held = db.execute(query, (namespace,)).fetchall()
-            found = {leaf: rows.shared(db, leaf, ids) for (leaf,) in held}
+            found = {leaf: rows.count_shared(db, leaf, ids) for (leaf,) in held}
         return {leaf: shared for leaf, shared in found.items() if shared}
 
     def ids(self, leaf: int) -> Tokens:
-        """A leaf's token ids; none if it is gone."""
+        """Token ids of a leaf; empty if it was removed."""
         with self._database.read() as db:
-            return rows.ids(db, leaf)
+            return rows.read_ids(db, leaf)
 
     def replies(
         self, namespace: str, after: int = 0
     ) -> tuple[dict[str | None, list[ReplyRow]], int]:
-        """The replies of a namespace with a row id above `after`, and the highest row id now.
+        """Replies of a namespace with a row id above `after`, and the highest row id now.
 
         By owner, oldest first.
         """
@@ -123,18 +126,18 @@ class Sessions:
 
     # -- changing ----------------------------------------------------------------------------
 
-    def turn(self, turn: Turn) -> str:
-        """Book a finished request; returns the id of the session that it belongs to."""
+    def record_turn(self, turn: Turn) -> str:
+        """Record a finished request; returns the id of the session it belongs to."""
         with self._database.write() as db:
-            session = rows.labelled(db, turn)
+            session = rows.find_labelled(db, turn)
             leaf = None
             if session is not None or turn.label is None:
-                leaf = find_continued(turn.ids, rows.candidates(db, turn, session))
+                leaf = find_continued(turn.ids, rows.read_candidates(db, turn, session))
             if leaf is not None:
                 session = leaf.session
             if session is None:
                 session = self._id_for(db, turn)
-                rows.insert(db, rows.begun(session, turn))
+                rows.insert_session(db, rows.new_session(session, turn))
                 rows.trim_sessions(db)
             rows.write_leaf(db, turn, session, leaf)
             if turn.reply is not None:
@@ -149,7 +152,7 @@ class Sessions:
         return session
 
     def _id_for(self, db: sqlite3.Connection, turn: Turn) -> str:
-        """The id of the session that a turn begins."""
+        """Id for the session that a turn begins."""
         if turn.label:
             id = id_of(turn.namespace, turn.label, turn.owner)
             if not db.execute("SELECT 1 FROM sessions WHERE id = ?", (id,)).fetchone():
@@ -162,35 +165,35 @@ class Sessions:
         *,
         name: str | None = None,
         pinned: bool | None = None,
-        owner: str | None = ANYBODY,
+        owner: str | None = ANY_OWNER,
     ) -> None:
-        """Rename a session ("" takes its name away), pin it or let it go. Raises NotFound."""
+        """Rename a session ("" removes its name), pin or unpin it. Raises NotFound."""
         with self._database.write() as db:
-            rows.get(db, id, owner)
+            rows.read_session(db, id, owner)
             if name is not None:
                 db.execute("UPDATE sessions SET name = ? WHERE id = ?", (name or None, id))
             if pinned is not None:
                 db.execute("UPDATE sessions SET pinned = ? WHERE id = ?", (pinned, id))
 
     def delete(self, id: str) -> None:
-        """Remove a session's rows; its KV is not touched. Raises NotFound."""
+        """Remove a session's rows, but not its KV. Raises NotFound."""
         with self._database.write() as db:
-            rows.get(db, id)
+            rows.read_session(db, id)
             db.execute("DELETE FROM sessions WHERE id = ?", (id,))
 
     def clear(self, *, pinned: bool = False) -> int:
-        """Remove all sessions, pinned ones only if `pinned`; how many they were."""
+        """Remove all sessions, pinned ones only if `pinned`; returns their number."""
         with self._database.write() as db:
             return db.execute("DELETE FROM sessions WHERE ? OR NOT pinned", (pinned,)).rowcount
 
     def fork(self, id: str, at: float, name: str | None = None, tokens: int | None = None) -> str:
-        """A new session with the main leaf of `id`, or its first `tokens`; returns the new id.
+        """Insert a session with the main leaf of `id`, or its first `tokens`; returns the new id.
 
-        Raises NotFound, and BadRequest where the leaf is not that long.
+        Raises NotFound, and BadRequest if the leaf is shorter.
         """
         with self._database.write() as db:
-            source = rows.get(db, id)
-            main = next(iter(rows.leaves(db, "session = ? AND kind = 'main'", (id,))), None)
+            source = rows.read_session(db, id)
+            main = next(iter(rows.read_leaves(db, "session = ? AND kind = 'main'", (id,))), None)
             if main is None:
                 raise NotFound(f"The session {id} has nothing to fork from.")
             end = len(main.ids) if tokens is None else tokens
@@ -208,7 +211,7 @@ class Sessions:
                 created_at=at,
                 last_used_at=at,
             )
-            rows.insert(db, fork)
+            rows.insert_session(db, fork)
             leaf = replace(
                 main,
                 session=fork.id,
@@ -219,20 +222,21 @@ class Sessions:
             rows.insert_leaf(db, source.namespace, leaf)
         return fork.id
 
-    def info(self, id: str, owner: str | None = ANYBODY) -> SessionInfo:
-        """A session as a snapshot carries it, its ids as the cache has them. Raises NotFound."""
+    def info(self, id: str, owner: str | None = ANY_OWNER) -> SessionInfo:
+        """A session as a snapshot contains it, with the token ids of the cache. Raises NotFound."""
         with self._database.read() as db:
-            session, leaves = rows.get(db, id, owner), rows.leaves(db, "session = ?", (id,))
+            session = rows.read_session(db, id, owner)
+            leaves = rows.read_leaves(db, "session = ?", (id,))
         own = {name: getattr(session, name) for name in _CARRIED}
         return SessionInfo(leaves=tuple(_carried(leaf) for leaf in leaves), **own)
 
     def adopt(
         self, info: SessionInfo, at: float, name: str | None = None, owner: str | None = None
     ) -> str:
-        """Enter a session that came in a snapshot; returns its id, a new one if that is taken.
+        """Insert a session from a snapshot; returns its id, a new one if that is taken.
 
-        It counts as used `at`. A label that is taken stays with the session that has it.
-        An owner's session gets a new id: the one in the file could be meant for another's.
+        It counts as used `at`. It loses its label if another session has it. An owner's session
+        gets a new id, as the one in the file may be that of another owner's session.
         """
         with self._database.write() as db:
             own = {field: getattr(info, field) for field in _CARRIED}
@@ -244,7 +248,7 @@ class Sessions:
             taken = "SELECT 1 FROM sessions WHERE namespace = ? AND label = ? AND owner IS ?"
             if db.execute(taken, (made.namespace, made.label, owner)).fetchone():
                 made = replace(made, label=None)
-            rows.insert(db, made)
+            rows.insert_session(db, made)
             for leaf in info.leaves:
                 own = {field: getattr(leaf, field) for field in _CARRIED_OF_LEAF}
                 rows.insert_leaf(db, made.namespace, Leaf(id=0, session=made.id, **own))

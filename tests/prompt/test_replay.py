@@ -301,7 +301,7 @@ def test_what_was_written_before_a_restart_is_put_in() -> None:
     reply, held = called(served, "qwen3", start)
     sessions = Sessions(TemporaryDatabase())
     turn = Turn("ns", "m", held, 10, 0, 0, 1.0, reply=served.last.row)
-    sessions.turn(turn)
+    sessions.record_turn(turn)
     messages = [*start, without_thinking(reply), *results(reply)]
     other = Served("qwen3")
     assert other.asked(messages).rules == ()

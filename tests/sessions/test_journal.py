@@ -48,13 +48,13 @@ def test_a_turn_that_could_not_be_booked_is_booked_later_and_in_order(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """No other request is needed for it, and the log says once what is wrong."""
-    fails, tried = sessions.turn, []
+    fails, tried = sessions.record_turn, []
 
     def full(turn: object) -> str:
         tried.append(turn)
         raise DiskFull("no space left")
 
-    monkeypatch.setattr(sessions, "turn", full)
+    monkeypatch.setattr(sessions, "record_turn", full)
     with caplog.at_level(logging.WARNING):
         end(book, 1, 100, 1.0)
         end(book, 2, 100, 2.0)
@@ -62,7 +62,7 @@ def test_a_turn_that_could_not_be_booked_is_booked_later_and_in_order(
         while len(tried) < 6:
             time.sleep(0.01)
     assert sum("not kept" in record.message for record in caplog.records) == 1
-    monkeypatch.setattr(sessions, "turn", fails)
+    monkeypatch.setattr(sessions, "record_turn", fails)
     while (book.count, [one.turns for one in sessions.all()]) != (2, [2, 1]):
         time.sleep(0.01)
     newest = sessions.all()[0]
@@ -78,7 +78,7 @@ def test_what_could_never_be_booked_is_told_at_the_end(
     def full(turn: object) -> str:
         raise DiskFull("no space left")
 
-    monkeypatch.setattr(sessions, "turn", full)
+    monkeypatch.setattr(sessions, "record_turn", full)
     for number in range(booking.MOST_LATE + 5):
         end(book, number, 10, 1.0)
     assert book.close(30.0) == booking.MOST_LATE

@@ -38,7 +38,7 @@ def write(sessions: Sessions, first: int, namespace: str = "n", owner: str | Non
     row = ReplyRow(bytes([first]), 1, "t", b"", ids, True, False, False, None)
     prompt = np.arange(100 * first, 100 * first + 50, dtype=np.int32)
     whole = np.concatenate([prompt, ids])
-    sessions.turn(Turn(namespace, "m", whole, 50, 20, 10, 1.0, reply=row, owner=owner))
+    sessions.record_turn(Turn(namespace, "m", whole, 50, 20, 10, 1.0, reply=row, owner=owner))
 
 
 def until(condition: Callable[[], bool]) -> None:

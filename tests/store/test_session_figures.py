@@ -22,7 +22,7 @@ def turn(sessions: Sessions, label: str, owner: str | None = None, **figures: fl
     gain = Gain(SessionFigures(requests=1, **figures), {0: 0.25, 2: 0.5})  # type: ignore[arg-type]
     ids = tokens(100)
     key = conversation_key_tokens((), 90)
-    return sessions.turn(
+    return sessions.record_turn(
         Turn("space", "model", ids, 90, key, 0, 1.0, label=label, owner=owner, gain=gain)
     )
 

@@ -41,9 +41,11 @@ def test_turns_of_a_conversation_are_one_session(sessions):
     """With a label or without: the prefix tells, and the ids grow."""
     for label in (None, "mine"):
         text = talk(0 if label else 5000)
-        first = sessions.turn(turn(text, label=label, at=1.0, title="Fix it", client="cli/1"))
+        first = sessions.record_turn(
+            turn(text, label=label, at=1.0, title="Fix it", client="cli/1")
+        )
         text += [1, 2, 3, *talk(100)]
-        assert sessions.turn(turn(text, label=label, at=2.0, title="other")) == first
+        assert sessions.record_turn(turn(text, label=label, at=2.0, title="other")) == first
         row = sessions.get(first)
         assert (row.turns, row.label, row.title, row.client) == (2, label, "Fix it", "cli/1")
         assert (row.created_at, row.last_used_at) == (1.0, 2.0)
@@ -55,48 +57,48 @@ def test_turns_of_a_conversation_are_one_session(sessions):
 
 def test_another_conversation_under_the_same_head_is_another_session(sessions):
     """Tools and system alone make no session, nor does a namespace share one."""
-    one = sessions.turn(turn(talk(0)))
-    assert sessions.turn(turn(talk(500))) != one
-    assert sessions.turn(turn(talk(0), namespace="other")) != one
+    one = sessions.record_turn(turn(talk(0)))
+    assert sessions.record_turn(turn(talk(500))) != one
+    assert sessions.record_turn(turn(talk(0), namespace="other")) != one
     assert sessions.count() == 3
 
 
 def test_a_label_keeps_its_id_and_collects_its_agents(sessions):
     """Sub-agents are leaves of it; a title request does not become the main one."""
     main = turn([*talk(0), *talk(100, 200)], label="L", at=1.0)
-    id = sessions.turn(main)
+    id = sessions.record_turn(main)
     assert id == id_of("n", "L")
     agent = turn(talk(500), head=[9, 9, 9], label="L", at=2.0)
-    assert sessions.turn(agent) == id
-    assert sessions.turn(turn(talk(700), head=[], label="L", at=3.0, title="A title")) == id
+    assert sessions.record_turn(agent) == id
+    assert sessions.record_turn(turn(talk(700), head=[], label="L", at=3.0, title="A title")) == id
     leaves = sessions.leaves(id)
     assert [leaf.kind for leaf in leaves] == ["main", "agent", "agent"]
     assert leaves[0].ids.tolist() == main.ids.tolist()
     assert sessions.get(id).title is None
-    sessions.turn(turn([*talk(500), 1, 2, 3, 4], head=[9, 9, 9], label="L", at=4.0))
+    sessions.record_turn(turn([*talk(500), 1, 2, 3, 4], head=[9, 9, 9], label="L", at=4.0))
     assert [leaf.turns for leaf in sessions.leaves(id)] == [1, 2, 1]
 
 
 def test_a_title_request_that_comes_first_yields_to_the_conversation(sessions):
     """And the title is the conversation's then."""
-    id = sessions.turn(turn(talk(0, 9), head=[], label="L", title="Write a title"))
-    sessions.turn(turn([*talk(50), *talk(100, 200)], label="L", title="Fix the bug"))
+    id = sessions.record_turn(turn(talk(0, 9), head=[], label="L", title="Write a title"))
+    sessions.record_turn(turn([*talk(50), *talk(100, 200)], label="L", title="Fix the bug"))
     assert sessions.get(id).title == "Fix the bug"
     assert [len(leaf.ids) for leaf in sessions.leaves(id)] == [253, 12]
 
 
 def test_labels_that_share_a_prefix_stay_apart(sessions):
     """A label is never drawn into another's session, however alike the prompts are."""
-    one, two = (sessions.turn(turn(talk(0), label=label)) for label in ("a", "b"))
+    one, two = (sessions.record_turn(turn(talk(0), label=label)) for label in ("a", "b"))
     assert one != two
     assert sessions.count() == 2
 
 
 def test_an_id_is_a_label_too(sessions):
     """So that a fork can be talked to."""
-    id = sessions.turn(turn(talk(0)))
+    id = sessions.record_turn(turn(talk(0)))
     fork = sessions.fork(id, 5.0, "try")
-    assert sessions.turn(turn([*talk(0), 1, 2, 3, 4], label=fork)) == fork
+    assert sessions.record_turn(turn([*talk(0), 1, 2, 3, 4], label=fork)) == fork
     assert len(sessions.leaves(id)[0].ids) < len(sessions.leaves(fork)[0].ids)
 
 
@@ -104,12 +106,12 @@ def test_ids_are_kept_in_parts_and_only_new_ones_are_written(sessions, monkeypat
     """However they grow, shrink or change."""
     monkeypatch.setattr(session_rows, "PART_TOKENS", 16)
     text = talk(0, 40)
-    id = sessions.turn(turn(text, label="L"))
+    id = sessions.record_turn(turn(text, label="L"))
     with sessions._database.read() as db:
         before = db.execute("SELECT start, ids FROM leaf_tokens ORDER BY start").fetchall()
     for tail in ([1, 2, 3, *talk(200, 50)], [], talk(300, 7), [1]):
         now = turn(text + tail, label="L")
-        sessions.turn(now)
+        sessions.record_turn(now)
         assert sessions.leaves(id)[0].ids.tolist() == now.ids.tolist()
         [leaf] = sessions.sharing("n", now.ids)
         assert sessions.sharing("n", now.ids) == {leaf: len(now.ids)}
@@ -123,12 +125,12 @@ def test_a_conversation_whose_first_turn_was_short_is_main_again(sessions):
     """A large sub-agent came before its second turn; a title that is asked again stays aside."""
     for label, goes_on in (("L", True), ("M", False)):
         text = talk(0 if goes_on else 9000)
-        id = sessions.turn(turn(text, label=label, at=1.0, title="Fix it"))
+        id = sessions.record_turn(turn(text, label=label, at=1.0, title="Fix it"))
         agent = turn(talk(500, 900), head=[9, 9, 9], label=label, at=2.0, title="Search")
-        sessions.turn(agent)
+        sessions.record_turn(agent)
         assert sessions.leaves(id)[0].ids.tolist() == agent.ids.tolist()
         again = turn([*text, 1, 2, 3, *talk(100)] if goes_on else text, label=label, at=3.0)
-        sessions.turn(replace(again, title="Fix it"))
+        sessions.record_turn(replace(again, title="Fix it"))
         main = sessions.leaves(id)[0]
         assert main.ids.tolist() == (again if goes_on else agent).ids.tolist()
         assert sessions.get(id).title == ("Fix it" if goes_on else "Search")
@@ -136,7 +138,7 @@ def test_a_conversation_whose_first_turn_was_short_is_main_again(sessions):
 
 def test_fork_copies_the_main_leaf_or_its_beginning(sessions):
     """Under a new id, without the label; more than there is cannot be had."""
-    id = sessions.turn(turn(talk(0), label="L", title="T"))
+    id = sessions.record_turn(turn(talk(0), label="L", title="T"))
     whole, part = sessions.fork(id, 9.0, "copy"), sessions.fork(id, 9.0, tokens=12)
     row = sessions.get(whole)
     assert (row.label, row.name, row.title, row.pinned, row.created_at) == (
@@ -155,7 +157,7 @@ def test_fork_copies_the_main_leaf_or_its_beginning(sessions):
 
 def test_names_and_pins_can_be_changed_and_taken_back(sessions):
     """Each alone; an empty name is none."""
-    id = sessions.turn(turn(talk(0)))
+    id = sessions.record_turn(turn(talk(0)))
     sessions.update(id, name="mine")
     sessions.update(id, pinned=True)
     assert (sessions.get(id).name, sessions.get(id).pinned) == ("mine", True)
@@ -168,7 +170,7 @@ def test_names_and_pins_can_be_changed_and_taken_back(sessions):
 
 def test_deleting_leaves_no_rows_and_says_what_others_need(sessions):
     """`sharing` counts what other leaves share of the ids."""
-    id, other = (sessions.turn(turn(talk(n))) for n in (0, 500))
+    id, other = (sessions.record_turn(turn(talk(n))) for n in (0, 500))
     ids = sessions.leaves(id)[0].ids
     assert sorted(sessions.sharing("n", ids).values()) == [len(HEAD), len(ids)]
     sessions.delete(id)
@@ -184,7 +186,7 @@ def test_deleting_leaves_no_rows_and_says_what_others_need(sessions):
 
 def test_clear_spares_what_is_pinned_unless_told(sessions):
     """It answers how many sessions went."""
-    ids = [sessions.turn(turn(talk(n))) for n in (0, 500, 900)]
+    ids = [sessions.record_turn(turn(talk(n))) for n in (0, 500, 900)]
     sessions.update(ids[0], pinned=True)
     assert sessions.clear() == 2
     assert sessions.clear(pinned=True) == 1
@@ -193,7 +195,7 @@ def test_clear_spares_what_is_pinned_unless_told(sessions):
 
 def test_the_list_is_by_last_use(sessions):
     """Newest first, as many as are wanted."""
-    ids = [sessions.turn(turn(talk(n * 100), at=float(n))) for n in range(3)]
+    ids = [sessions.record_turn(turn(talk(n * 100), at=float(n))) for n in range(3)]
     assert [row.id for row in sessions.all()] == ids[::-1]
     assert [row.id for row in sessions.all(limit=1)] == [ids[2]]
 
@@ -202,26 +204,26 @@ def test_what_is_used_least_recently_goes_beyond_the_limits(sessions, monkeypatc
     """Pinned sessions and the main leaf never."""
     monkeypatch.setattr(session_rows, "MOST_SESSIONS", 2)
     monkeypatch.setattr(session_rows, "MOST_LEAVES", 2)
-    first = sessions.turn(turn(talk(0), label="L", at=1.0))
+    first = sessions.record_turn(turn(talk(0), label="L", at=1.0))
     sessions.update(first, pinned=True)
     for n in range(1, 5):
-        sessions.turn(turn(talk(n * 100), label="L", head=[n], at=float(n + 1)))
+        sessions.record_turn(turn(talk(n * 100), label="L", head=[n], at=float(n + 1)))
     kept = sessions.leaves(first)
     assert [leaf.kind for leaf in kept] == ["main", "agent"]
     assert kept[1].ids[0] == 4
     for n in range(10, 14):
-        sessions.turn(turn(talk(n * 100), at=float(n)))
+        sessions.record_turn(turn(talk(n * 100), at=float(n)))
     assert [row.last_used_at for row in sessions.all()] == [13.0, 12.0, 5.0]
 
 
 def test_rows_survive_the_process(tmp_path):
     """What a turn booked is there for the next one to open the file."""
     database = Database.open(tmp_path)
-    id = Sessions(database).turn(turn(talk(0), label="L"))
+    id = Sessions(database).record_turn(turn(talk(0), label="L"))
     database.close()
     again = Sessions(Database.open(tmp_path))
     assert again.get(id).turns == 1
-    assert again.turn(turn([*talk(0), 1, 2, 3, 4], label="L")) == id
+    assert again.record_turn(turn([*talk(0), 1, 2, 3, 4], label="L")) == id
     assert len(again.leaves(id)) == 1
 
 
@@ -229,7 +231,7 @@ def test_a_temporary_database_leaves_no_file(tmp_path, monkeypatch):
     """Not even under its odd name."""
     monkeypatch.chdir(tmp_path)
     database = TemporaryDatabase()
-    Sessions(database).turn(turn(talk(0)))
+    Sessions(database).record_turn(turn(talk(0)))
     assert list(tmp_path.iterdir()) == []
     database.close()
     with pytest.raises(sqlite3.ProgrammingError):
@@ -255,9 +257,9 @@ def test_nobody_takes_the_id_that_anothers_label_will_have(sessions):
     wanted = id_of("n", "work", "alice")
     assert sessions.adopt(from_file(wanted), 1.0, owner="bob") != wanted
     assert sessions.adopt(from_file(wanted), 1.0) == wanted
-    made = sessions.turn(turn(talk(0), label="work", owner="alice"))
+    made = sessions.record_turn(turn(talk(0), label="work", owner="alice"))
     assert made != wanted
-    assert sessions.turn(turn(talk(0), label="work", owner="alice")) == made
+    assert sessions.record_turn(turn(talk(0), label="work", owner="alice")) == made
     assert [one.id for one in sessions.all(owner="alice")] == [made]
 
 
@@ -265,6 +267,6 @@ def test_one_owners_replies_are_not_anothers(sessions):
     """They are put in where a client sends them back: only where that is who got them."""
     reply = ReplyRow(b"d", 1, "t", b"h", np.array([1], np.int32), True, False, False, None)
     for owner in ("alice", None):
-        sessions.turn(replace(turn(talk(0), label="work", owner=owner), reply=reply))
+        sessions.record_turn(replace(turn(talk(0), label="work", owner=owner), reply=reply))
     found, _ = sessions.replies("n")
     assert {owner: len(rows) for owner, rows in found.items()} == {"alice": 1, None: 1}

@@ -57,7 +57,7 @@ def held(store, ids):
 
 def booked(sessions, ids, at):
     """Book `ids` as a turn of the conversation that begins with its first 100 tokens."""
-    return sessions.turn(Turn(NAMESPACE, "model", ids, len(ids), 100, 0, at))
+    return sessions.record_turn(Turn(NAMESPACE, "model", ids, len(ids), 100, 0, at))
 
 
 def durable(store, sessions, session):
@@ -157,7 +157,7 @@ def test_other_conversations_keep_nothing(store):
     """One that ends elsewhere, or of another model, has no use for the checkpoints of this one."""
     ids, sessions = tokens(2400), Sessions(store.database)
     other = Turn("another", "model", ids[:640], 640, 100, 0, 1.0)
-    sessions.turn(other)
+    sessions.record_turn(other)
     booked(sessions, tokens(640, seed=5), 1.0)
     put(store, ids, [300, 600, *range(700, 2401, 100)])
     assert 600 not in held(store, ids)

@@ -48,7 +48,7 @@ def test_a_removed_folder_is_made_again(folder):
         put(one, ids)
         one.write_checkpoint(ids, snapshot(ids))
         turn = Turn("model-a", "a", ids, 900, conversation_key_tokens((), 900), 0, 1.0, label="x")
-        sessions.turn(turn)
+        sessions.record_turn(turn)
         for store in (one, two):
             assert assert_right(store, ids).length == 1000
             assert store.check() == []
