@@ -1,17 +1,17 @@
-"""A server in which faults happen: `python -m tests.faulty FOLDER serve ...`.
+"""A server with fault injection: `python -m tests.faulty FOLDER serve ...`.
 
-A file in FOLDER turns the fault of its name on, and its text says how much of it; a fault ends with
-its file. Nothing of this is in the product: functions of it are wrapped, in this process alone.
+A file in FOLDER turns on the fault of the same name until it is removed; its text is the measure N.
+The product has no code for faults: some of its functions are wrapped in this process.
 
     die     the MLX thread raises
-    hang    a forward pass does not return
-    malloc  the next so many forward passes find no memory, as MLX says it
-    nan     the next so many forward passes compute no numbers
-    template, tokenizer  rendering and tokenising raise what nobody foresaw
-    full    the disk has no room
-    locked  the disk may not be written (read-only)
-    slow    each file takes so many seconds to write
-    clock   the wall clock is so many seconds off
+    hang    forward passes block
+    malloc  the next N forward passes fail with MLX's out-of-memory error
+    nan     the next N forward passes return NaN
+    template, tokenizer  rendering and tokenising raise an unexpected error
+    full    writes fail: no space left on the device
+    locked  writes fail: read-only file system
+    slow    each file takes N seconds to write
+    clock   the wall clock is N seconds off
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ NO_MEMORY = "[malloc] Unable to allocate 17179869184 bytes."
 
 
 class Fault(Exception):
-    """Raised on purpose."""
+    """Error raised by the fault `die`."""
 
 
 class Panic(BaseException):
-    """As a tokenizer's own: no Exception."""
+    """Error of a tokenizer written in Rust: a BaseException, not an Exception."""
 
 
 class Faults:
-    """Which faults are on."""
+    """Faults that are on, as files in `folder`; shared with the process that sets them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -53,7 +53,7 @@ class Faults:
         (self.folder / name).unlink(missing_ok=True)
 
     def on(self, name: str) -> str | None:
-        """The measure of a fault, if it is on. While none is, no descriptor is needed to know."""
+        """Return the measure of a fault, None if it is off. Opens no file while it is off."""
         if not (self.folder / name).exists():
             return None
         try:
@@ -62,7 +62,7 @@ class Faults:
             return None
 
     def takes(self, name: str) -> bool:
-        """Whether a fault happens now; it does so as often as its measure says."""
+        """Return True if a counted fault happens now, and count its measure down."""
         left = int(self.on(name) or 0)
         if left > 1:
             self.put(name, left - 1)
@@ -72,7 +72,7 @@ class Faults:
 
 
 def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
-    """Have `before` called before each call of a function or method."""
+    """Wrap a function or method of `owner`, so that `before` is called before each call."""
     inner = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
 
 
 def install(faults: Faults) -> None:
-    """Wrap what faults happen in."""
+    """Wrap the functions of the server in which faults happen."""
     from mlxcache.engine.runtime import Core
     from mlxcache.engine.scheduler import Scheduler
     from mlxcache.prompt.codec import Codec
@@ -127,7 +127,7 @@ def install(faults: Faults) -> None:
 
 
 class _Model:
-    """A model whose passes hang, or find no memory, or compute no numbers."""
+    """A model with the faults `hang`, `malloc` and `nan` in its forward passes."""
 
     def __init__(self, model: Any, faults: Faults):
         self._model = model
@@ -148,6 +148,6 @@ class _Model:
 if __name__ == "__main__":
     from mlxcache.cli.main import main
 
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # where it hangs, into its log
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # prints all stacks to the log
     install(Faults(Path(sys.argv.pop(1))))
     main()

@@ -1,16 +1,15 @@
-"""A real server whose model writes what a script says.
+"""A real server whose replies follow a script.
 
-A toy cannot call tools or end a turn when it should, and clients need both. Here the engine, the
-tokenizer, the parser and the cache are the product's own, every token is fed through the model, and
-only which token is drawn is given: all others' logits are put out of reach.
+A toy model cannot call tools or end its turn at the right place, which clients need. Engine,
+tokenizer, parser and cache are the product's own, and every token is fed through the model; a
+logits processor only restricts each sample to the token of the script.
 
     with scripted([("read (a|b)", '<tool_call>\\n{...}\\n</tool_call>'), ("", "Done.")], ...):
 
-A script is a list of lines `(when, reply)`. The first whose `when`, a regular expression, is found
-in the newest message (the text of a user's message or of a tool's result, as the client sent it;
-system messages do not count) gives the reply: what the model writes, control tokens and all,
-without the end of the turn, which is put behind it unless it is there. Where no line fits the model
-speaks for itself.
+A script is a list of pairs `(when, reply)`. `when` is a regular expression, searched in the newest
+message of a user or of a tool, as the client sent it. The first pair that matches gives the reply:
+the text that the model writes, with its control tokens; the end of the turn is added if missing.
+If no pair matches, the model replies freely.
 `python -m tests.scripted SCRIPT.json serve ...` is `mlxcache serve ...` with such a model.
 """
 
@@ -35,7 +34,7 @@ Line = tuple[str, str]
 
 
 def reply_to(lines: Sequence[Line], messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """What the script has the model write; None where it says nothing."""
+    """Return the scripted reply to `messages`; None if no pair matches."""
     said = [m for m in messages if m.get("role") in ("user", "tool")]
     content = said[-1].get("content") or "" if said else ""
     parts = [content] if isinstance(content, str) else content
@@ -44,15 +43,17 @@ def reply_to(lines: Sequence[Line], messages: Sequence[Mapping[str, Any]]) -> st
 
 
 def reply_ids(tokenizer: Any, reply: str) -> list[int]:
-    """The ids of a reply, control tokens among them, with the end of the turn."""
+    """Return the token ids of a reply, with its control tokens and the end of the turn."""
     ids = list(tokenizer.encode(reply, add_special_tokens=False))
     ends = tokenizer.eos_token_ids
     return ids if ids and ids[-1] in ends else [*ids, tokenizer.eos_token_id]
 
 
-class Says:
-    """A logits processor that leaves each position of a reply one token. Ids of shape (n,), logits
-    of shape (1, V)."""
+class ScriptedTokens:
+    """A logits processor that allows one token per position of the reply.
+
+    Token ids of shape (n,), logits of shape (1, V).
+    """
 
     def __init__(self, ids: Sequence[int], prompt_len: int):
         self._ids = list(ids)
@@ -60,13 +61,15 @@ class Says:
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         at = tokens.shape[0] - self._prompt_len
-        token = self._ids[min(at, len(self._ids) - 1)]  # one more is drawn ahead, and dropped
+        token = self._ids[
+            min(at, len(self._ids) - 1)
+        ]  # one token more is sampled ahead and dropped
         only = mx.arange(logits.shape[-1])[None] == token
         return mx.where(only, mx.zeros_like(logits), -mx.inf)
 
 
 class ScriptedCore(Core):
-    """A core whose replies are the script's."""
+    """A model runtime whose replies follow `lines`."""
 
     lines: Sequence[Line] = ()
 
@@ -78,7 +81,7 @@ class ScriptedCore(Core):
             return
         assert task.row is not None
         ids = reply_ids(self.loaded.tokenizer, reply)
-        task.row.processors = [Says(ids, len(task.fed))]
+        task.row.processors = [ScriptedTokens(ids, len(task.fed))]
         task.row.context = mx.array(task.fed[:-1])
 
 
@@ -96,7 +99,7 @@ def scripted(
 
 
 def main() -> None:
-    """`SCRIPT.json`, then what is given to `mlxcache`."""
+    """Run `mlxcache` with the script named by the first argument."""
     from mlxcache.cli.main import main as mlxcache
 
     script = Path(sys.argv.pop(1)).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A server in a process of its own, as a user starts it."""
+"""Start of a server as a process, like a user starts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 READY_SECONDS = 90.0
 COMMAND = ("mlxcache.cli.main",)
-"""The module, and its first arguments, that serves."""
+"""Module, and its first arguments, that serve."""
 
 
 def default_signals() -> None:
@@ -28,7 +28,7 @@ def default_signals() -> None:
 
 
 class Served:
-    """A running `mlxcache serve`; `lines` is what it has printed so far, `home` its HOME."""
+    """A process of `mlxcache serve`. `lines`: its output so far. `home`: its HOME."""
 
     def __init__(
         self,
@@ -61,7 +61,10 @@ class Served:
         return "\n".join(self.lines)
 
     def wait_for(self, pattern: str, seconds: float = READY_SECONDS) -> re.Match[str]:
-        """The first match of `pattern` in the output. Raises AssertionError if none comes."""
+        """Wait for the first match of `pattern` in the output.
+
+        Raises AssertionError after `seconds`, or if the process ends without a match.
+        """
         end = time.monotonic() + seconds
         while (found := re.search(pattern, self.output, re.MULTILINE)) is None:
             if self.process.poll() is not None:
@@ -75,11 +78,11 @@ class Served:
 
     @property
     def url(self) -> str:
-        """The address, once the model serves."""
+        """Address of the server; blocks until it is ready."""
         return self.wait_for(r"^Address +(\S+)$")[1]
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 10.0) -> int:
-        """Send a signal and wait for the end; returns the exit status."""
+        """Send a signal, wait for the end of the process, and return its exit status."""
         self.process.send_signal(number)
         status = self.process.wait(seconds)
         self._reader.join(5)
@@ -93,7 +96,7 @@ def served(
     environ: dict[str, str] | None = None,
     command: tuple[str, ...] = COMMAND,
 ) -> Iterator[Served]:
-    """Start a server on a free port and see to its end."""
+    """Start a server on a free port, and kill it at the end if it still runs."""
     server = Served(arguments, home, environ or {}, command)
     try:
         yield server
