@@ -1,8 +1,8 @@
-"""A conversation through Anthropic's SDK that prints, turn by turn, what was reused.
+"""Hold a conversation with Anthropic's SDK and print how much of each prompt was reused.
 
     python examples/anthropic_chat.py [--base-url http://127.0.0.1:8081]
 
-Needs `pip install anthropic`. From the second turn on, only the new message is computed.
+Needs `pip install anthropic`. From the second turn on, the server computes only the new message.
 """
 
 import argparse
@@ -31,10 +31,10 @@ def main() -> None:
 
 
 def ask(client: Anthropic, messages: list, max_tokens: int, turn: int) -> str:
-    """Stream one reply, print it with its figures, and return it."""
+    """Stream one reply, print it with its token counts, and return its text."""
     began, first, text = time.perf_counter(), None, ""
-    # The mark says where a prefix ends that is worth keeping. mlxcache keeps them all, and uses
-    # it only to tell "written to the cache" from "input" in the usage that it reports.
+    # cache_control marks the end of a prefix to cache. mlxcache caches every prefix; in the usage it
+    # uses the mark to separate "written to the cache" from "input".
     system = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}]
     with client.messages.stream(
         model="current-model", system=system, messages=messages, max_tokens=max_tokens

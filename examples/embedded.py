@@ -1,9 +1,9 @@
-"""The engine in a program of your own, without HTTP: load, chat, stream, and close.
+"""Run the engine in a Python program, without HTTP: load a model, chat, stream, close.
 
     python examples/embedded.py [--model PATH|HUB_ID] [--cache-dir DIR]
 
-Without --model the small built-in demo is loaded. What is computed is on disk as with a server: run
-it again, and the first turn is warm.
+Without --model, the small built-in demo model is loaded. Computed KV is written to disk, as with a
+server: run the program again, and the first turn is warm.
 """
 
 import argparse
@@ -16,7 +16,7 @@ SYSTEM = "You explain how computers work, in short sentences and with one exampl
 
 
 async def main() -> None:
-    """Two turns, the second one streamed."""
+    """Hold a conversation of two turns, and stream the second reply."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")
     parser.add_argument("--cache-dir")

@@ -1,8 +1,8 @@
-"""Fork a conversation, go on with it in two ways, and compare: what both share is computed once.
+"""Fork a conversation and continue it in two ways. The common part is computed once.
 
     python examples/fork_and_compare.py [--base-url http://127.0.0.1:8081]
 
-Needs `pip install openai`. A fork is a session of its own: rename, pin, export or remove it.
+Needs `pip install openai`. A fork is a separate session: you can rename, pin, export or remove it.
 """
 
 import argparse
@@ -15,7 +15,7 @@ WAYS = ["Plan it with one file.", "Plan it with many small files."]
 
 
 def main() -> None:
-    """One turn, a fork, and a second turn of each."""
+    """Hold one turn, fork the session, and hold a second turn in each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--base-url", default="http://127.0.0.1:8081")
     parser.add_argument("--api-key", default="local")

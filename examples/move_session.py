@@ -1,9 +1,9 @@
-"""Take a conversation to another machine: a snapshot from one server, restored by another.
+"""Move a conversation to another machine: snapshot it on one server, restore it on another.
 
     python examples/move_session.py --to http://other-mac:8081 [--from http://127.0.0.1:8081]
 
-Needs `pip install openai`. Both servers must serve the same model. The bytes are streamed: a
-session of 10 GB needs no memory here.
+Needs `pip install openai`. Both servers must serve the same model. The snapshot is streamed,
+so this program needs little memory even for a session of 10 GB.
 """
 
 import argparse
@@ -15,7 +15,7 @@ SYSTEM = "You keep a diary of a journey, in short sentences. " * 40
 
 
 def main() -> None:
-    """A turn here, the move, and the next turn there."""
+    """Hold a turn on one server, move the session, and hold the next turn on the other."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--from", dest="here", default="http://127.0.0.1:8081")
     parser.add_argument("--to", dest="there", required=True)
@@ -47,13 +47,13 @@ def main() -> None:
 
 
 def find(url: str, label: str, headers: dict) -> str:
-    """The id of the session with this label."""
+    """Return the id of the session with this label."""
     sessions = httpx.get(f"{url}/v1/sessions", headers=headers).raise_for_status().json()["data"]
     return next(one["id"] for one in sessions if one["label"] == label)
 
 
 def move(snapshot: str, sessions: str, headers: dict) -> None:
-    """Hand what one server sends to the other, a piece at a time."""
+    """Stream a snapshot from one server to the other, 1 MiB at a time."""
     with httpx.stream("GET", snapshot, headers=headers, timeout=None) as source:
         source.raise_for_status()
         length = {"Content-Length": source.headers["Content-Length"]}

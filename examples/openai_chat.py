@@ -1,8 +1,8 @@
-"""A conversation through OpenAI's SDK that prints, turn by turn, what was reused.
+"""Hold a conversation with OpenAI's SDK and print how much of each prompt was reused.
 
     python examples/openai_chat.py [--base-url http://127.0.0.1:8081]
 
-Needs `pip install openai`. From the second turn on, only the new message is computed.
+Needs `pip install openai`. From the second turn on, the server computes only the new message.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def ask(client: OpenAI, messages: list, max_tokens: int, turn: int) -> str:
-    """Stream one reply, print it with its figures, and return it."""
+    """Stream one reply, print it with its token counts, and return its text."""
     began, first, text, usage = time.perf_counter(), None, "", None
     stream = client.chat.completions.create(
         model="current-model",

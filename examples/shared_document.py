@@ -1,9 +1,9 @@
-"""One document that many sessions ask about at once: it is computed once, and held once.
+"""Ask about one document in many sessions. The document is computed once and stored once.
 
     python examples/shared_document.py [--base-url http://127.0.0.1:8081] [--document FILE]
 
-Needs `pip install openai`. The first question computes the document; the others, each a session of
-its own, find it.
+Needs `pip install openai`. The first question computes the document. The others, each in its own
+session, reuse it.
 """
 
 import argparse
@@ -18,7 +18,7 @@ QUESTIONS = ["What is it about?", "Who is it for?", "What is missing?", "Sum it 
 
 
 def main() -> None:
-    """Ask the first question alone, and then all others at the same time."""
+    """Ask the first question alone, then all others at the same time."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--base-url", default="http://127.0.0.1:8081")
     parser.add_argument("--api-key", default="local")
@@ -53,7 +53,7 @@ def main() -> None:
     for at, (cached, prompt) in enumerate([first, *rest]):
         print(f"session {at}: {cached} of {prompt} prompt tokens cached  {QUESTIONS[at]}")
     held = httpx.get(cache, headers=headers).json()["ram"]["used_bytes"] - before
-    print(f"{len(QUESTIONS)} sessions hold {held / 1e6:.1f} MB more than before, all together")
+    print(f"{len(QUESTIONS)} sessions together use {held / 1e6:.1f} MB more RAM than before")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Compute tools and system prompt ahead of use, so that the first turn of all is warm too.
+"""Compute tools and system prompt ahead of time, so that even the first turn is warm.
 
     python examples/warm_system_prompt.py [--base-url http://127.0.0.1:8081]
 
-Needs `pip install openai`. `mlxcache warm FILE` does the same, `mlxcache serve --warm FILE` at each
-start.
+Needs `pip install openai`. `mlxcache warm FILE` does the same, and `mlxcache serve --warm FILE` does
+it whenever the server starts.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TOOLS = [
 
 
 def main() -> None:
-    """Warm the head that all conversations share, and begin one."""
+    """Warm the tools and the system prompt, then start a conversation with them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--base-url", default="http://127.0.0.1:8081")
     parser.add_argument("--api-key", default="local")
