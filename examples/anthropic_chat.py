@@ -33,8 +33,8 @@ def main() -> None:
 def ask(client: Anthropic, messages: list, max_tokens: int, turn: int) -> str:
     """Stream one reply, print it with its token counts, and return its text."""
     began, first, text = time.perf_counter(), None, ""
-    # cache_control marks the end of a prefix to cache. mlxcache caches every prefix; in the usage it
-    # uses the mark to separate "written to the cache" from "input".
+    # cache_control marks the end of a prefix to cache. mlxcache caches every prefix; in the usage
+    # it uses the mark to separate "written to the cache" from "input".
     system = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}]
     with client.messages.stream(
         model="current-model", system=system, messages=messages, max_tokens=max_tokens

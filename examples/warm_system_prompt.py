@@ -2,8 +2,8 @@
 
     python examples/warm_system_prompt.py [--base-url http://127.0.0.1:8081]
 
-Needs `pip install openai`. `mlxcache warm FILE` does the same, and `mlxcache serve --warm FILE` does
-it whenever the server starts.
+Needs `pip install openai`. `mlxcache warm FILE` does the same, and `mlxcache serve --warm FILE`
+does it whenever the server starts.
 """
 
 import argparse
