@@ -105,7 +105,7 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
     from mlxcache.prompt.explain import Explainer  # noqa: PLC0415
     from mlxcache.wire.chat_bodies import differences_without_effect  # noqa: PLC0415
 
-    builder = _builder(settings)
+    builder = make_builder(settings)
     sides = _side(builder, one), _side(builder, other)
     explained = Explainer(builder.message_position, builder.decode).explain(*sides)
     old, new = (len(side.ids) for side in sides)
@@ -159,7 +159,7 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """Return the JSON object of `explain A.json`. Raises MlxcacheError."""
     from mlxcache.prompt.audit import audit  # noqa: PLC0415
 
-    builder = _builder(settings)
+    builder = make_builder(settings)
     side = _side(builder, one)
     found = audit(
         side.source,
@@ -192,7 +192,8 @@ def _model_object(settings: Settings) -> dict[str, Any]:
     return {"model": settings.model or "mlxcache-demo", "estimated": settings.model is None}
 
 
-def _builder(settings: Settings) -> PromptBuilder:
+def make_builder(settings: Settings) -> PromptBuilder:
+    """Make a prompt builder with the model's tokenizer; blocks while the tokenizer loads."""
     from mlxcache.model.load import tokenizer_of  # noqa: PLC0415 - transformers, seconds
     from mlxcache.prompt.builder import PromptBuilder  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Two requests of one conversation, changed in the ways that clients were seen to change them."""
+"""`mlxcache explain` on pairs of requests with the changes that real clients make."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlxcache.wire.chat_bodies import request_to_chat
 from tests.prompt import kinds, templates
 
 command = importlib.import_module("mlxcache.cli.explain")
-"""The module; the package's attribute of that name may be its function."""
+"""The module: the attribute of the package may be the function of the same name."""
 
 Body = dict[str, Any]
 
@@ -107,7 +107,7 @@ def first() -> Body:
 
 
 def following(body: Body) -> Body:
-    """The next turn: the same with a reply and a new message."""
+    """The next turn: the same messages, a reply and a new message."""
     after = copy.deepcopy(body)
     after["messages"].append({"role": "assistant", "content": [{"type": "text", "text": "Done."}]})
     after["messages"].append({"role": "user", "content": "Now write the tests for both of them."})
@@ -115,7 +115,7 @@ def following(body: Body) -> Body:
 
 
 def openai() -> Body:
-    """The same in OpenAI's shapes."""
+    """The same request in OpenAI's format."""
     call = {"name": "Read", "arguments": '{"path": "a.py", "n": 1}'}
     functions = [tool(name) for name in ("Bash", "Read")]
     return {
@@ -162,19 +162,20 @@ RAW = Settings(no_canonicalise=True)
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer that is made in no time, with a template that keeps thinking."""
+    """A small tokenizer, with a template that keeps thinking."""
 
     def builder(settings: Settings) -> PromptBuilder:
         return PromptBuilder(tokenizer(), rules=settings.rules)
 
-    monkeypatch.setattr(command, "_builder", builder)
+    monkeypatch.setattr(command, "make_builder", builder)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """`change` makes the second request of the first one's next turn; what is to be told of it.
+    """A change to a request's next turn, and what `explain` must report.
 
-    `shows`: what the earlier and the later excerpt hold; `where`: how the part is called.
+    `change` edits the second request. `shows`: texts in the earlier and the later excerpt. `where`:
+    the part of the request that is named.
     """
 
     name: str
@@ -403,8 +404,8 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_two_requests_part_where_they_were_changed(pair: Pair):
-    """The reason, the cause, the part, both texts, and what is computed again."""
+def test_two_requests_differ_where_they_were_changed(pair: Pair):
+    """The result has reason, cause, part, both texts, and the tokens computed again."""
     one = pair.base()
     other = following(one)
     pair.change(other)
@@ -442,8 +443,8 @@ REMOVED = [
 
 
 @pytest.mark.parametrize(("rule", "cause", "change"), REMOVED, ids=[r for r, _, _ in REMOVED])
-def test_what_a_rule_removes_is_no_loss(rule, cause, change):
-    """It is told with the rule's name."""
+def test_text_that_a_rule_removes_is_not_lost(rule, cause, change):
+    """The removed text is listed with the name of the rule."""
     one = first()
     other = following(one)
     change(other)
@@ -452,8 +453,8 @@ def test_what_a_rule_removes_is_no_loss(rule, cause, change):
     assert [(r["rule"], r["cause"]) for r in found["removed"]] == [(rule, cause)]
 
 
-def test_the_audit_tells_what_a_rule_removes():
-    """It stakes no tokens."""
+def test_the_audit_lists_text_that_a_rule_removes():
+    """No tokens are behind a text that a rule removes."""
     found = command.audit_one(first(), Settings())["data"]
     removed = [one for one in found if one["rule"]]
     assert [one["rule"] for one in removed] == ["attribution"]
@@ -462,7 +463,7 @@ def test_the_audit_tells_what_a_rule_removes():
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """Without the rules that would take out what the files differ in."""
+    """Run the command without canonicalisation; returns its exit status and output."""
     if arguments[0].endswith("a.json"):
         arguments = (*arguments, "--no-canonicalise")
     done = CliRunner().invoke(app, ["explain", *arguments])
@@ -471,7 +472,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 @pytest.fixture
 def files(tmp_path):
-    """Two requests of which the second has another attribution line."""
+    """Two files with requests that differ in their attribution line."""
     one = first()
     other = following(one)
     head(0, "36ee5", "9a001")(other)
@@ -482,8 +483,8 @@ def files(tmp_path):
     return paths
 
 
-def test_a_person_reads_where_why_and_what_to_do(files):
-    """In 80 columns."""
+def test_the_text_of_a_pair_has_place_cause_and_advice(files):
+    """It fits 80 columns."""
     status, output = run(*files)
     assert status == 0
     assert "attribution" in output
@@ -494,8 +495,8 @@ def test_a_person_reads_where_why_and_what_to_do(files):
     assert max(map(len, output.splitlines())) <= 80
 
 
-def test_a_person_reads_what_is_likely_to_change(files):
-    """Each with what stands behind it."""
+def test_the_text_of_an_audit_has_what_is_likely_to_change(files):
+    """Each finding has the number of tokens behind it."""
     status, output = run(files[0])
     assert status == 0
     for cause in ("attribution", "date", "uuid", "counter", "git_status"):
@@ -504,8 +505,8 @@ def test_a_person_reads_what_is_likely_to_change(files):
     assert max(map(len, output.splitlines())) <= 80
 
 
-def test_programs_get_json(files):
-    """The same names as in a request's `lost`."""
+def test_json_is_printed_on_request(files):
+    """Its names are those of a request's `lost`."""
     status, output = run(*files, "--json")
     assert status == 0
     found = json.loads(output)
@@ -524,8 +525,8 @@ def test_programs_get_json(files):
         ('{"messages": [{"role": "user", "content": [{"type": "nonsense"}]}]}', "nonsense"),
     ],
 )
-def test_what_is_no_chat_request_is_told(tmp_path, content, says):
-    """By the file's name and what is wrong with it; exit status 1."""
+def test_a_file_that_is_not_a_chat_request_is_an_error(tmp_path, content, says):
+    """The error describes the file; the exit status is 1."""
     file = tmp_path / "bad.json"
     file.write_text(content)
     status, output = run(str(file))
@@ -535,20 +536,20 @@ def test_what_is_no_chat_request_is_told(tmp_path, content, says):
 
 
 def test_a_missing_file_is_wrong_usage(tmp_path):
-    """Exit status 2."""
+    """The exit status is 2."""
     assert run(str(tmp_path / "none.json"))[0] == 2
 
 
 def test_the_demo_needs_no_server_and_no_weights():
-    """What is used where no model is named."""
+    """It is used if no model is given."""
     from mlxcache.model.load import tokenizer_of
 
     prompt = PromptBuilder(tokenizer_of(None)).chat(request_to_chat(first()))
     assert prompt.source.tokenised.text.startswith("<|im_start|>system\n")
 
 
-def test_a_model_that_is_none_is_told(files, monkeypatch):
-    """Exit status 1 and a sentence."""
+def test_a_missing_model_is_an_error(files, monkeypatch):
+    """The exit status is 1."""
     monkeypatch.undo()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     status, output = run(*files, "--model", "./no/such/folder")

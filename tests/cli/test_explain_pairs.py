@@ -1,5 +1,4 @@
-"""The pairs of `test_explain` in OpenAI's API and in other templates, more of them, and two causes
-at once."""
+"""`mlxcache explain` on more pairs: in OpenAI's format, with other templates, with two causes."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from tests.cli.test_explain import (
 from tests.prompt import families
 
 OTHERS = ("qwen3.5", "gpt-oss", "gemma3")
-"""Templates that write arguments without JSON, tools behind the system text, and no tools."""
+"""Templates with arguments that are not JSON, tools after the system text, and no tools."""
 
 
 @cache
@@ -43,9 +42,9 @@ def builder(name: str) -> PromptBuilder:
 
 @pytest.fixture(autouse=True)
 def template(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The template that is used: the test's parameter, or one that keeps thinking."""
+    """Use the template of the test's parameter, or one that keeps thinking."""
     name = str(getattr(request, "param", "chatml"))
-    monkeypatch.setattr(command, "_builder", lambda settings: builder(name))
+    monkeypatch.setattr(command, "make_builder", lambda settings: builder(name))
     return name
 
 
@@ -117,7 +116,7 @@ MORE = [
 
 
 def as_openai(body: Body) -> Body:
-    """A body of Anthropic's API in OpenAI's shapes."""
+    """Convert a body of Anthropic's API to OpenAI's format."""
     made = {k: v for k, v in body.items() if k not in ("system", "tools", "messages")}
     parts = [{"type": "text", "text": block["text"]} for block in body["system"]]
     made["messages"] = [{"role": "system", "content": parts}]
@@ -183,8 +182,8 @@ def wanted(pair: Pair) -> tuple[str | None, str | None, str] | None:
 
 
 @pytest.mark.parametrize("pair", [*MORE, *PAIRS], ids=str)
-def test_both_apis_tell_the_same(pair: Pair):
-    """The reason, the cause and the part, of the same change in either API's shapes."""
+def test_both_apis_are_explained_alike(pair: Pair):
+    """Reason, cause and part of a change are the same in either API's format."""
     one = pair.base()
     other = following(one)
     pair.change(other)
@@ -194,8 +193,8 @@ def test_both_apis_tell_the_same(pair: Pair):
 
 
 @pytest.mark.parametrize("template", OTHERS, indirect=True)
-def test_other_templates_tell_the_same(template: str):
-    """But for what their prompts do not show: thinking behind which a person has spoken."""
+def test_other_templates_are_explained_alike(template: str):
+    """Except thinking before a user message, which their prompts do not contain."""
     trimmed = ("blank at a reply's end", "taken back")  # by some; thinking is then shown again
     for pair in (one for one in (*PAIRS, *MORE) if one.name not in trimmed):
         one = pair.base()
@@ -205,8 +204,8 @@ def test_other_templates_tell_the_same(template: str):
         assert told(one, other) == (wanted(pair) if shown else None), pair
 
 
-def test_of_two_causes_the_first_in_the_prompt_is_told():
-    """Whatever the order in which they are found; and where the two part, to the token."""
+def test_the_first_of_two_causes_in_the_prompt_is_reported():
+    """Its token position is exact, whatever the order in which the causes are found."""
     alone: dict[str, Body] = {}
     changes = [p for p in [*PAIRS, *MORE] if p.reason and p.base is first]
     for pair in changes:

@@ -1,4 +1,4 @@
-"""What `mlxcache sessions` says while the first prompt is computed."""
+"""Output of `mlxcache sessions` while the first prompt is being computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxcache.cli.main import app
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A server without a session, and with `requests`."""
+    """A server without sessions that lists `requests`."""
 
     requests: ClassVar[list[dict[str, Any]]] = []
 
@@ -27,7 +27,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps({"object": "list", "data": data}).encode())
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ WARMS: dict[str, Any] = {"api": "warm", "progress": {"phase": "prefill"}}
         ([RUNS, OVER, RUNS], "The first sessions are being computed"),
     ],
 )
-def test_a_session_to_come_is_told_of(
+def test_sessions_being_computed_are_announced(
     url: str, monkeypatch: pytest.MonkeyPatch, requests: list[dict[str, Any]], words: str
 ):
-    """Not what is warmed, which is none, and not what is over."""
+    """Warm requests and finished requests do not count."""
     monkeypatch.setattr(Handler, "requests", requests)
     result = CliRunner().invoke(app, ["sessions", "--url", url])
     assert result.exit_code == 0, result.output

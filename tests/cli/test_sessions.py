@@ -29,16 +29,16 @@ Run = Callable[..., Result]
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No settings and no cache folder of whoever runs the tests."""
+    """Set no address or key, and an unused cache folder and port."""
     for name in ("MLXCACHE_URL", "MLXCACHE_API_KEY", "MLXCACHE_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLXCACHE_CACHE_DIR", str(tmp_path / "unused"))
-    monkeypatch.setenv("MLXCACHE_PORT", "9")  # where nobody serves, whoever runs the tests
+    monkeypatch.setenv("MLXCACHE_PORT", "9")  # no server listens there
     monkeypatch.setenv("COLUMNS", "80")
 
 
 def call(*arguments: str, status: int = 0) -> Result:
-    """Run a command that is to end with `status`."""
+    """Run a command and check its exit status."""
     result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == status, result.output
     assert "Traceback" not in result.output
@@ -83,8 +83,8 @@ def server(toy: Any, home: Path) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def left(server: Served, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a server that was killed leaves in its cache folder."""
+def copied_folder(server: Served, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the running server's cache folder, as a killed server leaves it."""
     folder = tmp_path_factory.mktemp("left")
     shutil.copytree(home / "cache", folder / "cache")
     shutil.rmtree(folder / "cache" / "serving")
@@ -92,22 +92,22 @@ def left(server: Served, home: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-def offline(left: Path, tmp_path: Path) -> tuple[str, str]:
-    """The options for a folder of one's own, which no server uses."""
-    shutil.copytree(left, tmp_path / "cache")
+def offline(copied_folder: Path, tmp_path: Path) -> tuple[str, str]:
+    """Options that name a copy of the folder, which no server uses."""
+    shutil.copytree(copied_folder, tmp_path / "cache")
     return ("--cache-dir", str(tmp_path / "cache"))
 
 
 @pytest.fixture(params=["server", "folder"])
 def where(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """The options for a running server, and for a folder without one."""
+    """Options that name the running server, or a folder without a server."""
     if request.param == "folder":
         return tuple(request.getfixturevalue("offline"))
     return ("--url", request.getfixturevalue("server").url)
 
 
 def test_the_list_is_a_table_and_json(where: tuple[str, ...]) -> None:
-    """Newest first, with titles, sizes and tiers."""
+    """Sessions are listed newest first, with titles, sizes and tiers."""
     output = call("sessions", *where).output
     head, *rows = (line for line in output.splitlines() if line.strip())
     assert head.split() == ["id", "name", "tokens", "RAM", "disk", "tier", "pinned", "last", "used"]
@@ -121,7 +121,7 @@ def test_the_list_is_a_table_and_json(where: tuple[str, ...]) -> None:
 
 
 def test_a_session_is_named_pinned_forked_and_removed(where: tuple[str, ...]) -> None:
-    """By id, by its beginning, by name; what others need stays."""
+    """Commands find it by the start of its id and by its name; other sessions keep their tokens."""
     before = {one["id"] for one in listing(*where)}
     source = next(one for one in listing(*where) if one["label"] == "two")
     made = json.loads(call("sessions", "fork", source["id"], "--at", "50", "--json", *where).output)
@@ -138,8 +138,8 @@ def test_a_session_is_named_pinned_forked_and_removed(where: tuple[str, ...]) ->
     assert all(one["durable_tokens"] == one["tokens"] for one in after)
 
 
-def test_a_session_is_found_by_what_the_list_shows_of_it(where: tuple[str, ...]) -> None:
-    """A title or a label that just one has; a name counts more, and two of a kind are told."""
+def test_a_session_is_found_by_title_label_and_id(where: tuple[str, ...]) -> None:
+    """A name wins over a title; a title of two sessions is an error that lists both."""
     one = next(one for one in listing(*where) if one["label"] == "one")
     for text in (one["title"], "one", one["id"], one["id"][4:14]):
         found = json.loads(call("sessions", "show", text, "--json", *where).output)
@@ -152,8 +152,8 @@ def test_a_session_is_found_by_what_the_list_shows_of_it(where: tuple[str, ...])
     assert made not in {one["id"] for one in listing(*where)}
 
 
-def test_a_snapshot_is_written_and_taken_in(where: tuple[str, ...], tmp_path: Path) -> None:
-    """Whole or not at all, under a name if one is given."""
+def test_a_snapshot_is_written_and_imported(where: tuple[str, ...], tmp_path: Path) -> None:
+    """A file that is not a snapshot is refused, and no partial file is left."""
     file = tmp_path / "s.safetensors"
     source = next(one for one in listing(*where) if one["label"] == "one")
     assert "Wrote" in call("snapshot", source["id"], "-o", str(file), *where).output
@@ -167,10 +167,10 @@ def test_a_snapshot_is_written_and_taken_in(where: tuple[str, ...], tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["s.safetensors"]
 
 
-def test_files_of_mlx_lm_go_out_and_come_in(
+def test_prompt_caches_of_mlx_lm_are_exported_and_imported(
     server: Served, offline: tuple[str, str], tmp_path: Path
 ) -> None:
-    """By a server, which has the model; ours carry their tokens, theirs need the prompt."""
+    """Only a server does it; files by mlxcache carry their tokens, others need the prompt."""
     where, file = ("--url", server.url), tmp_path / "cache.safetensors"
     source = next(one for one in listing(*where) if one["label"] == "one")
     call("snapshot", source["id"], "-o", str(file), "--format", "mlx-lm", *where)
@@ -197,9 +197,10 @@ def test_files_of_mlx_lm_go_out_and_come_in(
         ("snapshot", "ses_nothing", "-o", "x"),
     ],
 )
-def test_what_cannot_be_done_ends_with_1_and_a_sentence(
+def test_a_failure_is_status_1_and_an_error_message(
     where: tuple[str, ...], arguments: tuple[str, ...]
 ) -> None:
+    """So are a missing session, an ambiguous id, and a fork beyond the session's tokens."""
     id = listing(*where)[0]["id"]
     output = call(*(word.format(id=id) for word in arguments), *where, status=1).output
     assert output.startswith("Error: ")
@@ -221,21 +222,22 @@ def test_what_cannot_be_done_ends_with_1_and_a_sentence(
         ("sessions", "--url", "no address"),
     ],
 )
-def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
+def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
+    """So are wrong arguments, values and files, and an invalid address."""
     call(*arguments, status=2)
 
 
 def test_a_server_is_found_by_the_folder_that_it_serves_from(server: Served, home: Path) -> None:
-    """Nobody has to know its port, and nothing is changed behind its back."""
+    """The port need not be given, and the folder is not opened beside the server."""
     where = ("--cache-dir", str(home / "cache"))
     assert any(one["ram_bytes"] for one in listing(*where))
     assert find_server(None, None, home / "cache").url == server.url
 
 
-def test_without_its_server_a_folder_in_use_is_read_and_not_changed(
+def test_a_folder_in_use_by_an_unreachable_server_is_read_only(
     offline: tuple[str, str],
 ) -> None:
-    """The message names who holds it."""
+    """The error names the address and the model of the server that holds the folder."""
     folder = Path(offline[1])
     id = listing(*offline)[0]["id"]
     with serving(folder, NOWHERE, "some/model"):
@@ -253,10 +255,10 @@ def test_without_its_server_a_folder_in_use_is_read_and_not_changed(
     call("sessions", "pin", id, *offline)
 
 
-def test_a_server_that_is_named_and_does_not_answer_is_an_error(
+def test_a_given_address_that_does_not_answer_is_an_error(
     offline: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By flag or by variable; a flag that names a folder counts more than a variable."""
+    """Flag and variable both count; --cache-dir wins over the variable."""
     assert NOWHERE in call("sessions", "--url", NOWHERE, status=1).output
     assert NOWHERE in call("sessions", "--url", NOWHERE, *offline, status=1).output
     monkeypatch.setenv("MLXCACHE_CACHE_DIR", offline[1])
@@ -270,7 +272,7 @@ def test_a_server_that_is_named_and_does_not_answer_is_an_error(
 
 
 def test_warming_makes_the_first_turn_warm(server: Served, tmp_path: Path) -> None:
-    """A system prompt as text, or a request; it is no session."""
+    """The file is a system prompt as text; warming makes no session."""
     where = ("--url", server.url)
     before = len(listing(*where))
     file = tmp_path / "system.txt"
@@ -288,7 +290,7 @@ def test_warming_makes_the_first_turn_warm(server: Served, tmp_path: Path) -> No
 def test_figures_are_shown_and_files_are_checked(
     where: tuple[str, ...], offline: tuple[str, str]
 ) -> None:
-    """A damaged file is named, with status 1."""
+    """The check names a damaged file and ends with status 1."""
     figures = json.loads(call("cache", "stats", "--json", *where).output)
     assert figures["disk"]["used_bytes"] > 0
     assert figures["sessions"] == 2
@@ -310,7 +312,7 @@ def test_figures_are_shown_and_files_are_checked(
 
 
 def test_pruning_and_clearing_without_a_server(offline: tuple[str, str]) -> None:
-    """What is pinned stays until it is asked for too."""
+    """Pinned sessions stay unless --pinned is given."""
     id = listing(*offline)[0]["id"]
     call("sessions", "pin", id, *offline)
     assert "Freed" in call("cache", "prune", *offline).output
@@ -322,8 +324,8 @@ def test_pruning_and_clearing_without_a_server(offline: tuple[str, str]) -> None
     assert "no sessions yet" in call("sessions", *offline).output
 
 
-def test_a_folder_that_is_not_there_is_empty_and_is_not_made(tmp_path: Path) -> None:
-    """Looking changes nothing."""
+def test_a_missing_folder_is_empty_and_is_not_made(tmp_path: Path) -> None:
+    """Commands that read work on it, and none makes it."""
     where = ("--cache-dir", str(tmp_path / "none"))
     assert listing(*where) == []
     assert str(tmp_path / "none") in call("sessions", *where).output.replace("\n", "")
@@ -334,8 +336,8 @@ def test_a_folder_that_is_not_there_is_empty_and_is_not_made(tmp_path: Path) -> 
     assert not (tmp_path / "none").exists()
 
 
-def test_a_server_with_a_key_asks_for_it(toy: Any, tmp_path: Path) -> None:
-    """And a killed one leaves its sessions to the folder."""
+def test_a_server_with_a_key_refuses_requests_without_it(toy: Any, tmp_path: Path) -> None:
+    """The error names the option; after a kill the folder is read directly."""
     flags = ("--model", str(toy("llama")), "--cache-dir", str(tmp_path / "c"), "--ram", "300MB")
     with served(*flags, home=tmp_path, environ={"MLXCACHE_API_KEY": "secret"}) as running:
         where = ("--url", running.url)
@@ -346,8 +348,8 @@ def test_a_server_with_a_key_asks_for_it(toy: Any, tmp_path: Path) -> None:
     assert listing("--cache-dir", str(tmp_path / "c")) == []
 
 
-def test_what_answers_and_is_no_mlxcache_is_no_server() -> None:
-    """Others have a /health too."""
+def test_an_address_without_an_mlxcache_server_is_refused() -> None:
+    """So is an address without a scheme."""
     with pytest.raises(ConfigError):
         find_server("localhost:8081", None)
     with pytest.raises(NoServer):

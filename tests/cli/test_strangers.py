@@ -1,4 +1,4 @@
-"""The key goes to the server alone: to no proxy on the way, and to no other program at its port."""
+"""The API key is sent to mlxcache servers only: to no proxy, and to no other program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = "a-key-of-its-own"
 
 
 class Program(ThreadingHTTPServer):
-    """A program that answers anything; `told` is what each request said."""
+    """A program that answers every request; `told` has their headers."""
 
     def __init__(self, *, ours: bool):
         self.told: list[tuple[str, str | None]] = []
@@ -43,7 +43,7 @@ class Program(ThreadingHTTPServer):
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         return Answer
 
@@ -63,9 +63,10 @@ def program() -> Iterator[Callable[[bool], Program]]:
         one.server_close()
 
 
-def test_whoever_listens_there_is_asked_who_it_is_before_it_is_told_the_key(
+def test_the_key_is_sent_only_after_the_server_has_identified_itself(
     program: Callable[[bool], Program],
 ) -> None:
+    """`GET /health` is sent without the key."""
     stranger, ours = program(False), program(True)
     assert not Remote(stranger.url, KEY).answers()
     with pytest.raises(NoServer):
@@ -77,9 +78,10 @@ def test_whoever_listens_there_is_asked_who_it_is_before_it_is_told_the_key(
     assert ours.told == [("/health", None), ("/v1/models", f"Bearer {KEY}")]
 
 
-def test_a_proxy_is_not_on_the_way_to_this_machine(
+def test_requests_to_this_machine_use_no_proxy(
     program: Callable[[bool], Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Proxies of the environment are used for other machines only."""
     proxy, ours = program(True), program(True)
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -106,7 +108,10 @@ def test_a_proxy_is_not_on_the_way_to_this_machine(
         ("http://gpu.example:8081", {"HTTP_PROXY": "http://p"}, None),
     ],
 )
-def test_nor_is_it_on_the_clients(url: str, environ: dict[str, str], expected: str | None) -> None:
+def test_clients_use_no_proxy_to_this_machine(
+    url: str, environ: dict[str, str], expected: str | None
+) -> None:
+    """`launch` sets NO_PROXY for the client if a proxy is set."""
     service, setup = Service(url, "m", 9), Setup(variables={"X": "1"})
     told = setup.environment(service, environ)
     given = environ.get("NO_PROXY")

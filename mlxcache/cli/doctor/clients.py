@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlxcache.cli.agents import claude_env, claude_folder, opencode_files, read_object
+from mlxcache.cli.agent_settings import claude_env, claude_folder, opencode_files, read_object
 from mlxcache.cli.doctor.finding import Finding
 
 ATTRIBUTION = "CLAUDE_CODE_ATTRIBUTION_HEADER"

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from packaging.version import Version
 
-from mlxcache.cli.agents import claude_env, claude_folder, read_object
+from mlxcache.cli.agent_settings import claude_env, claude_folder, read_object
 from mlxcache.cli.connect import (
     ANY_MODEL,
     DUMMY_KEY,
