@@ -1,8 +1,8 @@
-"""What the server is told: flags, environment, config.toml, defaults, in that order.
+"""Settings of the server, and the limits that they mean on this machine.
 
-Nothing here imports MLX or Starlette. The names that other layers use:
-`Settings`, `load_settings`, `Keys`, `read_keys`, `unknown_variables`, `parse_size`, `ram_limit`,
-`disk_limit` and `machine_bytes`.
+Settings come from flags, environment variables, config.toml and defaults, in that order of
+precedence; `settings` has one entry for each. `memory` and `cgroups` read what the operating system
+says about memory. This package imports no MLX, no Starlette and no other layer but errors.
 """
 
 from mlxcache.config.keys import Keys, read_keys

@@ -1,4 +1,4 @@
-"""The keys that clients must send, from flags, variables and a file."""
+"""API keys that clients must send, from flags, variables and a file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from mlxcache.errors import ConfigError
 log = logging.getLogger("mlxcache.server")
 
 MOST_BYTES = 1 << 20
-"""Of a file of keys."""
+"""Maximum size of a file of keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys, and the names that people gave to some of them.
+    """API keys and the names that the file gives to some of them.
 
-    `owned`: each key has sessions of its own. A single key given by itself is everybody's.
+    `owned`: each key has sessions of its own; false for a single key that is not from a file, with
+    which all clients share all sessions.
     """
 
     values: tuple[str, ...] = field(default=(), repr=False)
@@ -30,7 +31,7 @@ class Keys:
 
 
 def read_keys(settings: Settings) -> Keys:
-    """All keys of a server. Raises ConfigError where the file cannot be used."""
+    """Read all keys of a server. Raises ConfigError if the file of keys is not valid."""
     named = [("", key) for key in settings.api_key]
     if settings.api_keys_file is not None:
         named += _file(settings.api_keys_file)
@@ -40,7 +41,7 @@ def read_keys(settings: Settings) -> Keys:
 
 
 def _file(path: Path) -> list[tuple[str, str]]:
-    """The keys of a file, each with its name or "". What is wrong is told without a key in it."""
+    """Read the names, or "", and keys of a file. Errors never contain a key."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -48,22 +49,22 @@ def _file(path: Path) -> list[tuple[str, str]]:
     except OSError as error:
         raise ConfigError(f"--api-keys-file: cannot read {path}: {error.strerror}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        log.warning("others can read the keys in %s: chmod 600 it", path)
+        log.warning("other users can read the keys in %s: run chmod 600 on it", path)
     try:
         lines = raw.decode("ascii").splitlines() if len(raw) <= MOST_BYTES else None
     except UnicodeDecodeError:
         lines = None
     if lines is None:
-        raise ConfigError(f"--api-keys-file: {path} is no file of keys in printable ASCII")
+        raise ConfigError(f"--api-keys-file: {path} is not a file of keys in printable ASCII")
     found: list[tuple[str, str]] = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         if text and not text.startswith("#"):
             found.append(_entry(text, f"line {number} of {path}"))
     if not found:
-        raise ConfigError(f"--api-keys-file: there is no key in {path}")
+        raise ConfigError(f"--api-keys-file: {path} has no key in it")
     if len({key for _, key in found}) < len(found):
-        raise ConfigError(f"--api-keys-file: a key stands in {path} more than once")
+        raise ConfigError(f"--api-keys-file: {path} has the same key more than once")
     return found
 
 

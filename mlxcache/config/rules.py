@@ -1,4 +1,4 @@
-"""The rules of canonicalisation by name, and whether each is on."""
+"""Names and defaults of the canonicalisation rules, and the reader of their switches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ RULES: Mapping[str, bool] = {
     "thinking": True,
     "replay": True,
 }
-"""Each rule and whether it is on where nobody says otherwise; see `mlxcache.prompt.canonical`."""
+"""Each rule, mapped to true if it is on by default; see `mlxcache.prompt.canonical`."""
 
 _WORDS = {"on": True, "true": True, "off": False, "false": False}
 
 
 def read_rules(value: object) -> Mapping[str, bool]:
-    """The rules that `value` switches: a table, `RULE=on,RULE=off`, or a list of such texts.
+    """Read switches of rules from a table, `RULE=on,RULE=off`, or a list of such texts.
 
-    Raises ValueError for what is none of these, and for a name that no rule has.
+    Raises ValueError for any other value and for an unknown rule.
     """
     if isinstance(value, Mapping):
         pairs = [(str(name), state) for name, state in value.items()]

@@ -39,14 +39,14 @@ ENV_PREFIX = "MLXCACHE_"
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MOST_DRAFTED = 15
-"""Tokens that may be drafted at once: with one more they are the shortest chunk of a prefill."""
+"""Most tokens drafted at once: one more would be as long as the shortest prefill chunk."""
 
 _MODEL, _MEMORY, _SERVER, _OTHER = "Model", "Memory and speed", "Server", "Other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting as users meet it.
+    """One setting: its name, its check, and the texts of its flag.
 
     `read`: turns a flag, variable or TOML value into the setting's value; raises ValueError,
     TypeError or ConfigError. `panel`: the heading of its flag in --help. `metavar`: the name of its
@@ -133,36 +133,36 @@ class Settings:
         None,
         read_text,
         "PATH|HUB_ID",
-        "A small model with the same tokenizer, which drafts the other's tokens.",
+        "A small model with the same tokenizer, which drafts tokens for the main one.",
     )
     num_draft_tokens: int = _setting(
         _MODEL,
         3,
         read_number(1, MOST_DRAFTED, example=3),
         "N",
-        "Tokens that the draft model drafts at once.",
+        "Tokens drafted at once.",
     )
     chat_template_args: Mapping[str, Any] = _setting(
         _MODEL,
         dict,
         read_table,
         "JSON",
-        "For the chat template, such as '{\"enable_thinking\": false}'.",
+        "Arguments for the chat template, such as '{\"enable_thinking\": false}'.",
     )
-    trust_remote_code: bool = _switch(_MODEL, "Let the model's folder run its own Python code.")
+    trust_remote_code: bool = _switch(_MODEL, "Run Python code from the model's folder.")
     ram: str | int = _setting(
         _MEMORY,
         "auto",
         check_size,
         "SIZE|PERCENT|auto",
-        "All memory beside the weights: 8GB, 25%, auto. A bare number is bytes.",
+        "All memory besides the weights: 8GB, 25%, auto. A bare number is bytes.",
     )
     disk: str | int = _setting(
         _MEMORY,
         "auto",
         check_size_or_off,
         "SIZE|PERCENT|auto|off",
-        "Most that conversations may take on disk: 50GB, 10%, auto, off.",
+        "Disk space for conversations: 50GB, 10%, auto, off.",
     )
     context: int | None = _setting(
         _MEMORY,
@@ -177,7 +177,7 @@ class Settings:
         None,
         read_number(1, NO_LIMIT, example=4096),
         "N",
-        "Reply tokens where a request names none.",
+        "Tokens in a reply if the request sets no limit.",
         shown="what the context leaves",
     )
     concurrency: int = _setting(
@@ -188,15 +188,15 @@ class Settings:
         64,
         read_number(0, 100_000, example=64),
         "N",
-        "Requests that may wait; then the answer is 503.",
+        "Requests that may wait; further ones are answered 503.",
     )
     request_timeout: float | None = _setting(
         _MEMORY,
         None,
         read_seconds,
         "SECONDS",
-        "Most that a request may take, queue and all.",
-        shown="any time",
+        "Time that a request may take, including the queue.",
+        shown="no limit",
     )
     prefill_chunk: int = _setting(
         _MEMORY,
@@ -210,20 +210,18 @@ class Settings:
         None,
         read_kv_bits,
         "4|8",
-        "Keys and values in 4 or 8 bits each.",
-        shown="as the model computes them",
+        "Quantise keys and values to 4 or 8 bits.",
+        shown="not quantised",
     )
     warm: tuple[Path, ...] = _setting(
         _MEMORY,
         (),
         read_files,
         "FILE",
-        "Compute a chat request or a system prompt at the start; may be given several times.",
+        "A chat request or system prompt to compute at the start; repeatable.",
         repeatable=True,
     )
-    no_anticipate: bool = _switch(
-        _MEMORY, "Compute nothing ahead of the next turn between requests."
-    )
+    no_anticipate: bool = _switch(_MEMORY, "Do not compute the next turn's prefix while idle.")
     host: str = _setting(_SERVER, "127.0.0.1", read_text, "HOST", "The address to listen on.")
     port: int = _setting(
         _SERVER,
@@ -237,7 +235,7 @@ class Settings:
         (),
         read_secrets,
         "KEY",
-        "Ask every client for this key. Safer in MLXCACHE_API_KEY than here. Given several times, "
+        "Require this key from every client. Safer in MLXCACHE_API_KEY than here. Repeatable: then "
         "each key has sessions of its own.",
         repeatable=True,
         secret=True,
@@ -247,23 +245,23 @@ class Settings:
         None,
         read_path,
         "FILE",
-        "Keys, each with sessions of its own: a line for each, KEY or NAME:KEY.",
+        "A key per line, as KEY or NAME:KEY; each key has sessions of its own.",
     )
     allow_origin: tuple[str, ...] = _setting(
         _SERVER,
         (),
         read_origins,
         "ORIGIN",
-        "Let web pages of this origin in, such as http://localhost:3000; may be repeated.",
+        "Allow web pages of this origin, such as http://localhost:3000; repeatable.",
         repeatable=True,
     )
-    insecure: bool = _switch(_SERVER, "Listen beyond this machine without a key.")
+    insecure: bool = _switch(_SERVER, "Allow other machines to connect without a key.")
     cache_dir: Path = _setting(
         _OTHER,
         _cache_dir,
         read_path,
         "DIR",
-        "Where the server keeps its files.",
+        "The folder of the server's files.",
         shown="the user's cache folder",
     )
     log_level: LogLevel = _setting(
@@ -271,43 +269,43 @@ class Settings:
         "info",
         read_level,
         "LEVEL",
-        "debug, info, warning or error; requests are logged with info.",
+        "debug, info, warning or error; requests are logged at info.",
     )
     record: Path | None = _setting(
         _OTHER,
         None,
         read_path,
         "DIR",
-        "Keep the bodies of chat requests there, for mlxcache explain: all that was said.",
+        "Save the bodies of chat requests, whole conversations, there for mlxcache explain.",
     )
     canonicalise: Mapping[str, bool] = _setting(
         _OTHER,
         dict,
         read_rules,
         "RULE=on|off",
-        "Switch a rule of canonicalisation; may be repeated.",
+        "Switch a canonicalisation rule; repeatable.",
         repeatable=True,
     )
-    no_canonicalise: bool = _switch(_OTHER, "Render requests word for word, noise and all.")
+    no_canonicalise: bool = _switch(_OTHER, "Render requests unchanged: all rules are off.")
 
     def __post_init__(self) -> None:
         read_size(self.ram)
         if self.disk != "off":
             read_size(self.disk)
         if self.adapter is not None and self.model is None:
-            raise ConfigError("--adapter needs the model it was made for: add --model PATH|HUB_ID")
+            raise ConfigError("--adapter needs the model it is made for: add --model PATH|HUB_ID")
         if self.draft_model is not None and self.model is None:
             raise ConfigError("--draft-model needs a model to draft for: add --model PATH|HUB_ID")
         has_key = bool(self.api_key) or self.api_keys_file is not None
         if not (self.insecure or has_key or is_loopback(self.host)):
             raise ConfigError(
-                f"--host {self.host} lets other machines in: add --api-key KEY, "
-                "or --insecure if that is what you want"
+                f"--host {self.host} can be reached from other machines: add --api-key KEY, "
+                "or --insecure to serve without a key"
             )
 
     @property
     def rules(self) -> Mapping[str, bool]:
-        """Every rule of canonicalisation, mapped to true where it is on."""
+        """Every canonicalisation rule, mapped to true if it is on."""
         if self.no_canonicalise:
             return dict.fromkeys(RULES, False)
         return {**RULES, **self.canonicalise}
@@ -323,14 +321,14 @@ CONFIG = Setting(
     read=read_path,
     panel=_OTHER,
     metavar="FILE",
-    help="Settings in TOML; flags and variables win over it. "
+    help="A TOML file of settings; flags and variables override it. "
     "Default: config.toml in the user's configuration folder.",
 )
-"""The flag and variable of the file itself, which has no key in it."""
+"""The flag and variable of config.toml itself; it has no key."""
 
 
 def is_loopback(host: str) -> bool:
-    """Return true if `host` is an address of this machine only. Names except localhost are not."""
+    """Return true for localhost and loopback addresses; false for any other name."""
     if host == "localhost":
         return True
     try:

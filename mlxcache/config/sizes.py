@@ -1,4 +1,4 @@
-"""Sizes as people write them, and what `--ram` and `--disk` come to here. All results are bytes."""
+"""Sizes as users write them, and the limits of `--ram` and `--disk` on this machine, in bytes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mlxcache.config.cgroups import memory_limit
 from mlxcache.errors import ConfigError
 
 MIN_RAM = 64_000_000
-"""`auto` never gives less, so that the smallest machine still serves short conversations."""
+"""Minimum of `auto` for RAM, enough for short conversations."""
 
 MOST_DISK = 200 * 10**9
-"""`auto` never gives the disk tier more."""
+"""Maximum of `auto` for the disk tier."""
 
 LEAST_DISK = 4_000_000
-"""Less has no room for an index, let alone for what it lists."""
+"""Minimum of an explicit disk limit: an index alone takes about as much."""
 
 Size = int | float | Literal["auto"]
-"""Bytes, a share of the memory or the disk (0 < share <= 1), or the server's own choice."""
+"""Bytes, a part of the memory or the disk (0 < part <= 1), or `auto`."""
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -34,7 +34,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{0,3}|%)")
 
 
 def read_size(text: str | int) -> Size:
-    """What `text` means before the machine is known: bytes (int), a share (float) or "auto".
+    """Read a size: bytes (int), a part of the machine's memory or disk (float), or "auto".
 
     Decimal units are powers of 1000 (`KB`, `MB`, `GB`, `TB`, also without the B), binary ones
     powers of 1024 (`KiB`, `MiB`, `GiB`, `TiB`); case does not matter, and a bare number is bytes.
@@ -61,10 +61,10 @@ def read_size(text: str | int) -> Size:
 
 
 def parse_size(text: str | int, *, total: int) -> int | None:
-    """Bytes that `text` stands for on a machine of `total` bytes; None for "auto".
+    """Return the bytes of a size, where `total` bytes are 100%; None for "auto".
 
     `512MB` is 512,000,000, `8GiB` is 8 * 2**30, `25%` is a quarter of `total`, an int is bytes.
-    Raises ConfigError where `text` is no size.
+    Raises ConfigError if `text` is not a size.
     """
     size = read_size(text)
     if size == "auto":
@@ -75,13 +75,13 @@ def parse_size(text: str | int, *, total: int) -> int | None:
 def ram_limit(
     setting: str | int, *, machine_bytes: int, working_set_bytes: int | None, weights_bytes: int
 ) -> int:
-    """The budget in bytes for all that MLX holds besides the weights.
+    """Return the budget in bytes for all memory that MLX holds besides the weights.
 
-    An explicit size is taken as it is, and a percentage is of `machine_bytes`. `auto` starts from
-    what remains after the weights: on Metal three quarters of the rest of `working_set_bytes`
-    (the device's recommended working set), elsewhere half of the rest of the machine, so that
-    an editor, a browser and the system keep their share; never less than 64 MB.
-    Raises ConfigError where `setting` is no size.
+    An explicit size is used unchanged, and a percentage is of `machine_bytes`. `auto` is a part of
+    the memory that the weights leave: on Metal three quarters of the rest of `working_set_bytes`
+    (the device's recommended working set), elsewhere half of the rest of the machine's memory,
+    which leaves memory for other programs; at least 64 MB.
+    Raises ConfigError if `setting` is not a size.
     """
     explicit = parse_size(setting, total=machine_bytes)
     if explicit is not None:
@@ -91,15 +91,15 @@ def ram_limit(
 
 
 def memory_for(machine_bytes: int, working_set_bytes: int | None) -> int:
-    """The bytes that a model and its cache can have here: of Metal's working set, if there is one.
+    """Return the bytes available to a model and its cache: at most Metal's working set.
 
-    Beyond it the system moves memory to and fro.
+    Beyond the working set the system pages memory.
     """
     return min(machine_bytes, working_set_bytes or machine_bytes)
 
 
 def explain_auto(whole: int, weights: int, *, metal: bool) -> str:
-    """How `auto` comes to the budget, in words; `whole` is what `memory_for` gives."""
+    """Explain the budget of `auto` in words; `whole` is the result of `memory_for`."""
     share = "three quarters" if metal else "half"
     whose = "Metal's recommended" if metal else "this machine's"
     here = f"{whose} {format_size(whole)}"
@@ -107,11 +107,11 @@ def explain_auto(whole: int, weights: int, *, metal: bool) -> str:
 
 
 def disk_limit(setting: str | int, folder: Path) -> int:
-    """The cap in bytes on what the disk tier keeps in `folder`, which need not exist; 0 for "off".
+    """Return the limit in bytes of the disk tier in `folder`, which need not exist; 0 for "off".
 
-    A percentage is of the whole disk that `folder` is on. `auto` is a quarter of what is free
-    there, what `folder` takes counted as free; at most 200 GB.
-    Raises ConfigError where `setting` is no size, or one that is of no use.
+    A percentage is of the whole disk with `folder`. `auto` is a quarter of its free space, where
+    the files in `folder` count as free; at most 200 GB.
+    Raises ConfigError if `setting` is not a size, or below `LEAST_DISK`.
     """
     if setting == "off":
         return 0
@@ -122,7 +122,7 @@ def disk_limit(setting: str | int, folder: Path) -> int:
     explicit = parse_size(setting, total=disk.total)
     if explicit is not None and explicit < LEAST_DISK:
         raise ConfigError(
-            f"--disk {setting} is too little: give it at least {LEAST_DISK // 10**6}MB, or off"
+            f"--disk {setting} is too small: set at least {LEAST_DISK // 10**6}MB, or off"
         )
     if explicit is not None:
         return explicit
@@ -130,13 +130,13 @@ def disk_limit(setting: str | int, folder: Path) -> int:
 
 
 def machine_bytes() -> int:
-    """This machine's memory, or the container's limit (cgroup) where that is less."""
+    """Return this machine's memory, or the limit of its control groups if that is lower."""
     total = int(psutil.virtual_memory().total)
     return min(total, memory_limit() or total)
 
 
 def format_size(size: int) -> str:
-    """`size` for a person, in the decimal units that `parse_size` reads: 8589934592 is "8.6 GB"."""
+    """Format bytes in the decimal units that `parse_size` reads: 8589934592 is "8.6 GB"."""
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if size >= scale:
             number = f"{size / scale:.1f}".removesuffix(".0")
@@ -145,13 +145,13 @@ def format_size(size: int) -> str:
 
 
 def _taken(folder: Path) -> int:
-    """What the file system counts for all files below `folder`."""
+    """Sum the disk space of all files below `folder`, as the file system counts it."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
             try:
                 total += os.lstat(os.path.join(path, name)).st_blocks * 512
-            except FileNotFoundError:  # another server evicted it just now
+            except FileNotFoundError:  # evicted by another server meanwhile
                 continue
     return total
 
@@ -163,4 +163,4 @@ def _positive(size: int, text: object) -> int:
 
 
 def _unreadable(text: object) -> ConfigError:
-    return ConfigError(f"{text!r} is no size; write 512MB, 8GB, 16GiB, 25% or auto")
+    return ConfigError(f"{text!r} is not a size: write 512MB, 8GB, 16GiB, 25% or auto")

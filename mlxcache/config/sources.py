@@ -1,4 +1,4 @@
-"""Where settings come from: flags win over the environment, which wins over config.toml.
+"""Sources of settings: flags override the environment, which overrides config.toml.
 
 Every flag `--some-flag` is `MLXCACHE_SOME_FLAG` in the environment and `some_flag` in the file.
 """
@@ -18,7 +18,7 @@ from mlxcache.errors import ConfigError
 
 
 def default_config_path() -> Path:
-    """config.toml in the platform's user configuration directory."""
+    """Return the path of config.toml in the platform's user configuration directory."""
     return platformdirs.user_config_path("mlxcache") / "config.toml"
 
 
@@ -27,11 +27,11 @@ def load_settings(
     environ: Mapping[str, str],
     config_path: Path | None = None,
 ) -> Settings:
-    """Settings from `flags` (a None is a flag not given), `environ` and a TOML file.
+    """Read settings from `flags`, where None is a flag not given, `environ` and a TOML file.
 
-    The file is `config_path`, which must then exist, or `MLXCACHE_CONFIG`, or the default one
-    where it exists. An empty variable counts as not set.
-    Raises ConfigError, naming the flag, variable or key at fault.
+    The file is `config_path` or `MLXCACHE_CONFIG`, which must exist, else the default one if it
+    exists. An empty variable counts as not set. Raises ConfigError that names the flag, variable
+    or key.
     """
     values = _from_file(_config_file(config_path, environ))
     for name, setting in SETTINGS.items():
@@ -41,21 +41,19 @@ def load_settings(
         if value is not None:
             values[name] = _read(SETTINGS[name], value, SETTINGS[name].flag)
     if "num_draft_tokens" in values and "draft_model" not in values:
-        raise ConfigError(
-            "--num-draft-tokens needs a model that drafts them: add --draft-model PATH|HUB_ID"
-        )
+        raise ConfigError("--num-draft-tokens needs a draft model: add --draft-model PATH|HUB_ID")
     return Settings(**values)
 
 
 def unknown_variables(
     environ: Mapping[str, str], more: Iterable[str] = ()
 ) -> list[tuple[str, str | None]]:
-    """Variables that look like ours, are set and mean nothing, each with the known one like it.
+    """Find variables that begin with MLXCACHE_ and are not known, each with the nearest known one.
 
-    Known are all settings, `MLXCACHE_CONFIG` and `more`.
+    Known are those of all settings, `MLXCACHE_CONFIG` and `more`.
     """
     known = {*more, *(one.variable for one in (*SETTINGS.values(), CONFIG))}
-    # Compared without what all have in common, which would make any two of them alike.
+    # compared without the common prefix, which would make any two of them similar
     names = [name.removeprefix(ENV_PREFIX) for name in sorted(known)]
     found: list[tuple[str, str | None]] = []
     for name in sorted(environ):

@@ -1,4 +1,4 @@
-"""Keys: by flag, by variable and from a file, and whose what they open is."""
+"""API keys from flags, variables and a file, and their ownership of sessions."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def keys_file(folder: Path, text: str, mode: int = 0o600) -> Path:
     return path
 
 
-def test_one_key_is_everybodys(tmp_path: Path) -> None:
-    """As it was when there could be but one."""
+def test_a_single_key_is_shared_by_all_clients(tmp_path: Path) -> None:
+    """It owns no sessions."""
     found = read_keys(load_settings({"api_key": "k1"}, {}))
     assert (found.values, found.owned) == (("k1",), False)
     assert not read_keys(load_settings({}, {})).values
     assert read_keys(load_settings({}, {"MLXCACHE_API_KEY": "k2"})).values == ("k2",)
 
 
-def test_several_keys_are_owners_each() -> None:
-    """The same key given twice is one."""
+def test_each_of_several_keys_owns_its_sessions() -> None:
+    """The same key given twice counts once."""
     found = read_keys(load_settings({"api_key": ["k1", "k2"]}, {}))
     assert (found.values, found.owned) == (("k1", "k2"), True)
     assert not read_keys(load_settings({"api_key": ["k1", "k1"]}, {})).owned
 
 
-def test_a_file_of_keys(tmp_path: Path) -> None:
-    """Each is an owner's, also where the file has but one: another may be added later."""
+def test_each_key_of_a_file_owns_its_sessions(tmp_path: Path) -> None:
+    """Also a file's only key, because others may be added later."""
     path = keys_file(tmp_path, "# team\n\nalice: a-key\n  plain-key  \nbob:b:key\n:colon:key\n")
     found = read_keys(load_settings({"api_keys_file": str(path)}, {}))
     assert found.values == ("a-key", "plain-key", "b:key", "colon:key")
@@ -50,8 +50,8 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     "text",
     ["", "# none\n", "alice:\n", "two words\n", "alice: two words\n", "s3cret\nbob: s3cret\n"],
 )
-def test_a_file_that_cannot_be_used_is_refused_without_its_keys(tmp_path: Path, text: str) -> None:
-    """A message ends up in logs."""
+def test_errors_of_a_file_do_not_contain_its_keys(tmp_path: Path, text: str) -> None:
+    """Error messages are logged."""
     path = keys_file(tmp_path, text)
     with pytest.raises(ConfigError, match="--api-keys-file") as raised:
         read_keys(load_settings({"api_keys_file": str(path)}, {}))
@@ -60,7 +60,8 @@ def test_a_file_that_cannot_be_used_is_refused_without_its_keys(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("raw", [b"s\xc3\xa9cret\n", b"\x00\xff", b"k" * (2 << 20)])
-def test_what_is_no_text_is_no_file_of_keys(tmp_path: Path, raw: bytes) -> None:
+def test_a_file_that_is_not_ascii_or_too_large_is_refused(tmp_path: Path, raw: bytes) -> None:
+    """A missing file is refused too."""
     path = tmp_path / "keys"
     path.write_bytes(raw)
     with pytest.raises(ConfigError, match="--api-keys-file"):
@@ -69,10 +70,10 @@ def test_what_is_no_text_is_no_file_of_keys(tmp_path: Path, raw: bytes) -> None:
         read_keys(load_settings({"api_keys_file": tmp_path / "none"}, {}))
 
 
-def test_a_file_that_others_can_read_is_warned_of(
+def test_a_file_that_other_users_can_read_causes_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is used: whose machine it is decides."""
+    """The file is used, and the warning contains no key."""
     for mode, warned in ((0o600, False), (0o644, True), (0o640, True)):
         caplog.clear()
         read_keys(load_settings({"api_keys_file": keys_file(tmp_path, "s3cret\n", mode)}, {}))
@@ -80,7 +81,8 @@ def test_a_file_that_others_can_read_is_warned_of(
         assert "s3cret" not in caplog.text
 
 
-def test_a_file_of_keys_is_a_key_for_listening_beyond_this_machine(tmp_path: Path) -> None:
+def test_a_file_of_keys_allows_listening_on_all_addresses(tmp_path: Path) -> None:
+    """An allowed origin does not: other programs send none."""
     path = keys_file(tmp_path, "k\n")
     assert load_settings({"api_keys_file": path, "host": "0.0.0.0"}, {}).host == "0.0.0.0"
     with pytest.raises(ConfigError, match="--insecure"):
@@ -97,12 +99,13 @@ def test_a_file_of_keys_is_a_key_for_listening_beyond_this_machine(tmp_path: Pat
         ("app://obsidian.md", "app://obsidian.md"),
     ],
 )
-def test_origins_are_as_browsers_send_them(given: str, origin: str) -> None:
+def test_origins_are_normalised_as_browsers_send_them(given: str, origin: str) -> None:
+    """Lower case, no default port, no slash at the end."""
     assert load_settings({"allow_origin": [given]}, {}).allow_origin == (origin,)
 
 
 @pytest.mark.parametrize("given", ["*", "http://*", "localhost:3000", "null", "http://a/b", ""])
-def test_no_origin_stands_for_all(given: str) -> None:
-    """A page that may ask is one that a person has named."""
+def test_wildcards_and_incomplete_origins_are_refused(given: str) -> None:
+    """Each allowed page is named."""
     with pytest.raises(ConfigError, match="--allow-origin"):
         load_settings({"allow_origin": [given]}, {})

@@ -1,4 +1,4 @@
-"""Switches of canonicalisation's rules: how they are read, and what they come to."""
+"""Switches of canonicalisation rules."""
 
 import pytest
 
@@ -15,20 +15,20 @@ from mlxcache.config.rules import RULES, read_rules
         {"uuid": False, "git_status": "on"},
     ],
 )
-def test_switches_are_read(value):
-    """From a flag given once or more, a variable, a table."""
+def test_switches_are_read_from_flags_variables_and_tables(value):
+    """Names may have dashes, states any case."""
     assert read_rules(value) == {"uuid": False, "git_status": True}
 
 
 @pytest.mark.parametrize("value", ["uuid", "uuid=maybe", "udid=on", {"uuid": 1.5}, 7, [7], True])
-def test_what_is_no_switch_is_refused(value):
-    """With a sentence."""
+def test_an_invalid_switch_is_refused(value):
+    """The error names the expected form or the rules."""
     with pytest.raises(ValueError, match=r"RULE=on|must be on or off|no rule"):
         read_rules(value)
 
 
-def test_rules_are_as_they_are_unless_switched():
-    """And none is on where all are off."""
+def test_rules_have_their_defaults_unless_switched():
+    """`no_canonicalise` overrides every switch."""
     assert Settings().rules == RULES
     switched = Settings(canonicalise={"git_status": True, "uuid": False}).rules
     assert switched == {**RULES, "git_status": True, "uuid": False}

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and what --ram and --disk come to."""
+"""Sizes as users write them, and the limits of --ram and --disk."""
 
 from types import SimpleNamespace
 
@@ -41,16 +41,16 @@ GB = 10**9
         ("AUTO", None),
     ],
 )
-def test_sizes_mean_what_they_say(text, size):
-    """Decimal and binary units, shares of the machine, plain bytes and auto."""
+def test_sizes_are_read(text, size):
+    """Decimal and binary units, percentages, plain bytes and auto."""
     assert parse_size(text, total=64 * GB) == size
 
 
 @pytest.mark.parametrize(
     "text", ["", "GB", "-1GB", "0", "0GB", "0%", "101%", "8 parsecs", "8GBB", "1e9", 0, -5, True]
 )
-def test_what_is_no_size_is_refused_with_an_example(text):
-    """The sentence repeats what was typed."""
+def test_an_invalid_size_is_refused(text):
+    """The error repeats it."""
     with pytest.raises(ConfigError) as raised:
         parse_size(text, total=GB)
     assert repr(text) in str(raised.value)
@@ -58,7 +58,7 @@ def test_what_is_no_size_is_refused_with_an_example(text):
 
 @given(st.integers(1, 10**15))
 def test_format_and_parse_agree(size):
-    """What the terminal shows, typed back, is the same size to the digits shown."""
+    """A formatted size can be read again, to its displayed precision."""
     shown = format_size(size).removesuffix(" bytes")
     again = parse_size(shown, total=1)
     assert again == pytest.approx(size, rel=0.051)
@@ -73,22 +73,22 @@ def test_auto_on_metal_is_three_quarters_of_the_working_set_after_the_weights():
 
 
 def test_auto_elsewhere_is_half_of_the_machine_after_the_weights():
-    """No device, so no working set to ask for."""
+    """Without Metal there is no working set."""
     limit = ram_limit("auto", machine_bytes=16 * GB, working_set_bytes=None, weights_bytes=4 * GB)
     assert limit == 6 * GB
 
 
 @pytest.mark.parametrize("working_set", [None, 16 * GB])
 def test_auto_never_falls_below_the_minimum(working_set):
-    """Also where the weights alone exceed the machine."""
+    """Also if the weights alone exceed the machine's memory."""
     limit = ram_limit(
         "auto", machine_bytes=16 * GB, working_set_bytes=working_set, weights_bytes=20 * GB
     )
     assert limit == MIN_RAM
 
 
-def test_explicit_limits_are_taken_as_they_are():
-    """A percentage is of the machine's memory, whatever the weights take."""
+def test_explicit_limits_are_used_unchanged():
+    """A percentage is of the machine's memory, regardless of the weights."""
     sizes = {"machine_bytes": 16 * GB, "working_set_bytes": 12 * GB, "weights_bytes": 10 * GB}
     assert ram_limit("200MB", **sizes) == 200_000_000
     assert ram_limit("25%", **sizes) == 4 * GB
@@ -103,18 +103,18 @@ def disk(monkeypatch):
     return usage
 
 
-def test_a_limit_of_the_disk_is_a_size_a_share_or_off(disk, tmp_path):
-    """The folder need not be there yet."""
+def test_a_disk_limit_is_a_size_a_percentage_or_off(disk, tmp_path):
+    """The folder need not exist."""
     folder = tmp_path / "not" / "there"
     assert disk_limit("50GB", folder) == 50 * GB
     assert disk_limit("10%", folder) == 100 * GB
     assert disk_limit("off", folder) == 0
-    with pytest.raises(ConfigError, match="1KB is too little"):
+    with pytest.raises(ConfigError, match="1KB is too small"):
         disk_limit("1KB", folder)
 
 
 def test_auto_on_a_disk_is_a_quarter_of_what_is_free(disk, tmp_path):
-    """Also at the next start, when some of it is taken by the cache itself; and never too much."""
+    """Files of the cache count as free, and 200 GB is the maximum."""
     assert disk_limit("auto", tmp_path) == 25 * GB
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "file").write_bytes(bytes(1_000_000))
@@ -125,7 +125,8 @@ def test_auto_on_a_disk_is_a_quarter_of_what_is_free(disk, tmp_path):
     assert disk_limit("auto", tmp_path) == 200 * GB
 
 
-def test_the_machine_has_memory_and_a_container_limit_lowers_it(monkeypatch):
+def test_a_container_limit_lowers_the_machines_memory(monkeypatch):
+    """Without a limit, all of the machine's memory counts."""
     monkeypatch.setattr("mlxcache.config.sizes.memory_limit", lambda: None)
     assert machine_bytes() > 10**8
     monkeypatch.setattr("mlxcache.config.sizes.memory_limit", lambda: 10**8)
@@ -133,7 +134,8 @@ def test_the_machine_has_memory_and_a_container_limit_lowers_it(monkeypatch):
 
 
 @pytest.mark.parametrize(("working_set", "said"), [(None, "half"), (12 * GB, "three quarters")])
-def test_auto_says_what_it_chose_from(working_set, said):
+def test_auto_is_explained_with_its_figures(working_set, said):
+    """The part, the weights, and the memory that they are subtracted from."""
     whole = memory_for(16 * GB, working_set)
     text = explain_auto(whole, 4 * GB, metal=working_set is not None)
     assert said in text

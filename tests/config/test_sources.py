@@ -1,4 +1,4 @@
-"""Flags win over the environment, which wins over the file, which wins over the defaults."""
+"""Flags override the environment, which overrides the file, which overrides the defaults."""
 
 import os
 from pathlib import Path
@@ -22,8 +22,8 @@ def write(home: Path, text: str) -> Path:
     return path
 
 
-def test_every_source_wins_over_the_next(home):
-    """One setting from each of flag, variable, file and default."""
+def test_every_source_overrides_the_next(home):
+    """One setting each from a flag, a variable, the file and the defaults."""
     write(home, "port = 1\ncontext = 100\nconcurrency = 3\n")
     settings = load_settings({"port": 2, "model": None}, {"MLXCACHE_PORT": "9"})
     assert (settings.port, settings.context, settings.concurrency) == (2, 100, 3)
@@ -31,9 +31,14 @@ def test_every_source_wins_over_the_next(home):
     assert settings.queue == Settings().queue
 
 
-def test_every_setting_has_a_reader():
-    """So each has its variable and its key."""
+def test_every_setting_has_one_entry():
+    """Its flag and variable follow from its name, and its help ends with a full stop."""
     assert set(SETTINGS) == set(Settings.__dataclass_fields__)
+    for name, setting in SETTINGS.items():
+        assert setting.name == name
+        assert setting.flag == "--" + name.replace("_", "-")
+        assert setting.variable == "MLXCACHE_" + name.upper()
+        assert setting.help.endswith(".")
 
 
 VALUES = {
@@ -68,12 +73,12 @@ VALUES = {
 }
 
 OTHERS = {"MLXCACHE_MODEL": "org/name", "MLXCACHE_DRAFT_MODEL": "org/small"}
-"""What some settings need beside them."""
+"""Other settings that some settings require."""
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_every_setting_can_come_from_the_environment(home, name):
-    """Text is turned into the setting's type."""
+    """Its text is converted to the setting's type."""
     text, value = VALUES[name]
     environ = OTHERS | {"MLXCACHE_" + name.upper(): text}
     assert getattr(load_settings({}, environ), name) == value
@@ -81,7 +86,7 @@ def test_every_setting_can_come_from_the_environment(home, name):
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_every_setting_can_come_from_the_file(home, name):
-    """TOML has types of its own; a table needs no JSON."""
+    """With TOML's own types, and tables instead of JSON."""
     text, value = VALUES[name]
     if isinstance(value, bool):
         line = f"{name} = {str(value).lower()}"
@@ -98,7 +103,7 @@ def test_every_setting_can_come_from_the_file(home, name):
 
 
 def test_an_unknown_key_is_named_with_its_file(home):
-    """A typing error must not be silently without effect."""
+    """A misspelt key is not ignored."""
     path = write(home, "prot = 1")
     with pytest.raises(ConfigError) as raised:
         load_settings({}, {})
@@ -126,8 +131,8 @@ def test_an_unknown_key_is_named_with_its_file(home):
         ("num_draft_tokens", "16"),
     ],
 )
-def test_a_wrong_value_is_named_by_where_it_came_from(home, name, text):
-    """The same mistake as a flag, a variable and a key."""
+def test_an_invalid_value_is_reported_with_its_source(home, name, text):
+    """The flag, the variable, or the key and its file."""
     flag, variable = "--" + name.replace("_", "-"), "MLXCACHE_" + name.upper()
     with pytest.raises(ConfigError, match=flag):
         load_settings({name: text}, {})
@@ -139,8 +144,8 @@ def test_a_wrong_value_is_named_by_where_it_came_from(home, name, text):
     assert f"{name} in {path}" in str(raised.value)
 
 
-def test_a_wrong_disk_is_told_of_off():
-    """And a wrong RAM is not: there is no serving without."""
+def test_an_invalid_disk_size_is_reported_with_off_as_an_option():
+    """An invalid RAM size is not: RAM cannot be switched off."""
     for text in ("lots", "0", "150%"):
         with pytest.raises(ConfigError, match=r"--disk: .*; or off, for none"):
             load_settings({"disk": text}, {})
@@ -149,23 +154,23 @@ def test_a_wrong_disk_is_told_of_off():
         assert "off" not in str(raised.value)
 
 
-def test_booleans_are_no_numbers_and_lists_no_texts(home):
-    """TOML's types are held to."""
+def test_values_of_other_toml_types_are_refused(home):
+    """Booleans are not numbers, and lists are not texts."""
     for line in ("port = true", "port = 1.5", "host = ['a']", "ram = 0.5", "api_key = 5"):
         write(home, line)
         with pytest.raises(ConfigError):
             load_settings({}, {})
 
 
-def test_a_wrong_key_is_refused_without_repeating_it(home):
-    """The sentence goes to the terminal and to logs."""
+def test_an_invalid_api_key_is_not_repeated_in_the_error(home):
+    """The error appears at the terminal and in logs."""
     with pytest.raises(ConfigError) as raised:
         load_settings({"api_key": "sécret"}, {})
     assert "cret" not in str(raised.value)
 
 
 def test_a_named_file_must_exist_and_be_toml(home):
-    """The default file may be missing, one that was asked for may not."""
+    """Only the default file may be missing."""
     with pytest.raises(ConfigError, match="cannot read"):
         load_settings({}, {}, home / "none.toml")
     with pytest.raises(ConfigError, match="cannot read"):
@@ -175,12 +180,12 @@ def test_a_named_file_must_exist_and_be_toml(home):
 
 
 def test_an_empty_variable_is_not_set(home):
-    """As shells and service files write it."""
+    """Shells and service files write unset variables this way."""
     assert load_settings({}, {"MLXCACHE_PORT": ""}).port == 8081
 
 
-def test_files_to_warm_can_be_many_and_must_be_there(home):
-    """From a variable, a list in the file, or a flag that is repeated."""
+def test_several_files_to_warm_can_be_given_and_must_exist(home):
+    """In a variable, as a list in the file, or by a repeated flag."""
     one, two = home / "one", home / "two"
     for file in (one, two):
         file.write_text("x")
@@ -193,8 +198,8 @@ def test_files_to_warm_can_be_many_and_must_be_there(home):
         load_settings({}, {}, write(home, "warm = 3"))
 
 
-def test_unknown_variables_are_told_with_the_nearest_known():
-    """Of ours alone; an empty one counts as not set."""
+def test_unknown_variables_are_found_with_the_nearest_known_one():
+    """Only those with our prefix; an empty one counts as not set."""
     environ = dict.fromkeys(("MLXCACHE_CONTEX", "MLXCACHE_CONFG", "MLXCACHE_WHATEVER"), "1")
     known = {"MLXCACHE_" + name.upper(): "1" for name in (*SETTINGS, "config", "more")}
     others = {"MLX_LM_URL": "1", "PATH": "1", "MLXCACHE_PROT": ""}
