@@ -33,7 +33,7 @@ from mlxcache.wire.titles import to_one_line
 if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook
     from mlxcache.sessions.mlx_lm_files import PromptCacheExport
-    from mlxcache.store.snapshot_write import Export
+    from mlxcache.store.snapshot_write import SnapshotExport
 
 DEFAULT_SESSIONS = 100
 RESTORE_S = 6 * 3600.0
@@ -126,7 +126,7 @@ async def snapshot(deps: Deps, request: Request) -> Response:
         raise BadRequest("`format` must be 'mlxcache' or 'mlx-lm'.", param="format")
     portable = require_sessions(deps).portable
     export = portable.prompt_cache if format == "mlx-lm" else portable.snapshot
-    made: Export | PromptCacheExport = await export(id)
+    made: SnapshotExport | PromptCacheExport = await export(id)
     return StreamingResponse(
         iterate_in_threadpool(made),
         media_type="application/octet-stream",

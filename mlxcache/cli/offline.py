@@ -14,9 +14,9 @@ from mlxcache.private import create
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.lock import exclusive_lock
 from mlxcache.store.sessions import Sessions
-from mlxcache.store.snapshot_format import format_of
-from mlxcache.store.snapshot_read import read_snapshot, restore
-from mlxcache.store.snapshot_write import export
+from mlxcache.store.snapshot_format import detect_format
+from mlxcache.store.snapshot_read import import_snapshot, read_snapshot
+from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import Store
 
 FOLDER = "store"
@@ -80,7 +80,7 @@ class Offline:
         done = 0
         with self._open() as (store, sessions):
             info = sessions.info(id)
-            parts = export(store.for_namespace(info.namespace), info)
+            parts = SnapshotExport(store.for_namespace(info.namespace), info)
             with create(path) as file:
                 for part in parts:
                     file.write(part)
@@ -96,11 +96,13 @@ class Offline:
             raise MlxcacheError(
                 "--prompt is for prompt caches of mlx-lm, which only a server imports: start one."
             )
-        if format_of(path) == "mlx-lm":
+        if detect_format(path) == "mlx-lm":
             raise MlxcacheError("Only a server imports prompt caches of mlx-lm: start one.")
         checked = read_snapshot(path)
         with exclusive_lock(self.cache_dir), self._open(make=True) as (store, sessions):
-            info = restore(store.for_namespace(checked.session.namespace), checked, progress)
+            info = import_snapshot(
+                store.for_namespace(checked.session.namespace), checked, progress
+            )
             return _listing(store, sessions, sessions.adopt(info, time.time(), name)).as_object()
 
     # -- the cache ---------------------------------------------------------------------------

@@ -116,10 +116,10 @@ def check_snapshot(file: Path) -> None:
 
     Raises MlxcacheError, saying what was expected and what was found.
     """
-    from mlxcache.store.snapshot_format import format_of  # noqa: PLC0415 - numpy takes a while
+    from mlxcache.store.snapshot_format import detect_format  # noqa: PLC0415 - numpy takes a while
 
     try:
-        format_of(file)
+        detect_format(file)
     except SnapshotRefused as error:
         raise MlxcacheError(
             f"{file} is not a snapshot: {_describe_wrong(file, error)}. {_EXPECTED}"

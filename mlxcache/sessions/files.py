@@ -18,8 +18,8 @@ from mlxcache.store.database import store_errors
 from mlxcache.store.lock import is_running
 from mlxcache.store.sessions import new_id
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
-from mlxcache.store.snapshot_read import Snapshot, owned, read_snapshot, restore
-from mlxcache.store.snapshot_write import Export, export
+from mlxcache.store.snapshot_read import Snapshot, import_snapshot, read_snapshot, with_owner
+from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import FREE_FLOOR, Store
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Portable:
         self._submit = submit
         self._incoming = incoming
 
-    async def snapshot(self, id: str) -> Export:
+    async def snapshot(self, id: str) -> SnapshotExport:
         """A snapshot of a session, to be iterated on another thread: reading it blocks.
 
         Raises NotFound, StoreError, and Unsupported where nothing is on disk.
@@ -57,7 +57,7 @@ class Portable:
         info = await self._book.info(id)
         await self._book.settled()
         seen = store.for_namespace(info.namespace)
-        return await asyncio.to_thread(export, seen, info, OWNER.get())
+        return await asyncio.to_thread(SnapshotExport, seen, info, OWNER.get())
 
     async def prompt_cache(self, id: str) -> PromptCacheExport:
         """The main leaf of a session as a file for mlx-lm's tools, computed where it is not there.
@@ -92,7 +92,7 @@ class Portable:
         """
         owner = OWNER.get()
         try:
-            checked = owned(await asyncio.to_thread(self._read, path), owner)
+            checked = with_owner(await asyncio.to_thread(self._read, path), owner)
         except SnapshotRefused as refused:
             try:
                 ids = await self._book.call(lambda core: take_in(core, path, prompt, owner))
@@ -108,7 +108,7 @@ class Portable:
                 new_id(), model.namespace, model.name, (leaf,), created_at=time.time()
             )
         else:
-            info = await asyncio.to_thread(restore, self._stored(), checked)
+            info = await asyncio.to_thread(import_snapshot, self._stored(), checked)
         return await self._book.adopt(info, name)
 
     def _read(self, path: Path) -> Snapshot:

@@ -1,4 +1,7 @@
-"""What a snapshot says of its session in words and numbers, as JSON in the file's header."""
+"""Format of snapshots: the description in the header, its limits, and checks before use.
+
+Every size is checked before memory is allocated for it. See docs/snapshots.md.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,23 @@ from mlxcache.types import Tokens
 FORMAT, VERSION = "mlxcache-snapshot", 1
 
 TOKENS, CHECKSUMS = "tokens", "checksums"
-"""Names of tensors: all leaves' own token ids; xxh3-64 of blocks, checkpoints, and the rest."""
+"""Names of tensors: token ids of all leaves; xxh3-64 of blocks, checkpoints, and the rest."""
 
 MOST_LEAVES = 256
 MOST_TOKENS = 1 << 24
-"""The most that a snapshot may hold: leaves, and tokens in all leaves together."""
+"""Most leaves of a snapshot, and most tokens of all its leaves together."""
 
 MOST_TEXT = 100_000
 MOST_CHECKPOINTS = 4096
 MOST_STATE_TENSORS = 1 << 14
 MOST_STATE_BYTES = 1 << 30
-"""Of one checkpoint, which is read as a whole."""
+"""Most bytes of one checkpoint, which is read as a whole."""
 
 Spec = Mapping[str, tuple[str, tuple[int, ...]]]
-"""What a model caches per token: each tensor's dtype and shape by name (`wire.run_spec`)."""
+"""Tensors that a model caches per token: dtype and shape by name."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and those to do in all."""
+"""Called with the bytes done and the total bytes."""
 
 NO_TOKENS: Tokens = np.zeros(0, np.int32)
 
@@ -48,11 +51,7 @@ Time = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafInfo:
-    """One conversation of a session: `ids` is its newest prompt with the reply, int32, (n,).
-
-    `prompt_tokens` of them are the prompt; `key_tokens`: how many a prompt must share with it to
-    continue it. `last_used_at`: seconds since 1970.
-    """
+    """One conversation of a session as a snapshot contains it; fields as of `leaves.Leaf`."""
 
     ids: Tokens
     kind: Literal["main", "agent"] = "main"
@@ -64,10 +63,10 @@ class LeafInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionInfo:
-    """A session as a snapshot carries it, the main leaf first. Times are seconds since 1970.
+    """A session as a snapshot contains it, the main leaf first. Times are seconds since 1970.
 
-    `model` is a name for people; `namespace` decides. `label` is what clients call the session,
-    `name` what a person does.
+    `model` is a name to display; `namespace` identifies the model. `label` is given by clients,
+    `name` by the user.
     """
 
     id: str
@@ -84,19 +83,19 @@ class SessionInfo:
 
 
 def block_seed(leaf: int, block: int) -> int:
-    """What a block's checksum begins with, so that one cannot stand in another's place."""
+    """Seed of a block's checksum, so that blocks cannot be exchanged."""
     return leaf << 32 | block
 
 
 def state_name(index: int, name: str) -> str:
-    """The name of a checkpoint's tensor: `index` is that in `Description.checkpoints`."""
+    """Name of a checkpoint's tensor; `index` is that in `Description.checkpoints`."""
     return f"checkpoint.{index}.{name}"
 
 
 class Leaf(msgspec.Struct, frozen=True, kw_only=True):
-    """A leaf's own part: tokens [start, start + tokens), KV for the first `rows` of them.
+    """Part of a leaf beyond its parent: tokens [start, start + tokens), KV of the first `rows`.
 
-    What comes before `start` is the same in the leaf that `parent` indexes, an earlier one.
+    The tokens before `start` are those of the earlier leaf with index `parent`.
     """
 
     parent: Count | None
@@ -111,14 +110,14 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """The state after `position` tokens of leaf `leaf`."""
+    """A checkpoint: the state after `position` tokens of leaf `leaf`."""
 
     leaf: Count
     position: Count
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a snapshot says beside its tensors."""
+    """Description of a snapshot: all of it but the tensors."""
 
     id: Text
     namespace: Text
@@ -135,7 +134,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, text: str) -> Description:
-        """Raises SnapshotRefused for anything that does not hold together."""
+        """Decode JSON and check it for consistency. Raises SnapshotRefused."""
         try:
             found = typed.decode(cls, text)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -151,11 +150,11 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def encode(self) -> str:
-        """As JSON."""
+        """Encode as JSON."""
         return msgspec.json.encode(self).decode()
 
     def session(self) -> SessionInfo:
-        """The session, its leaves without their tokens."""
+        """The session, with leaves that have no tokens yet."""
         return SessionInfo(
             id=self.id,
             namespace=self.namespace,
@@ -175,7 +174,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
-    """The tokens of a leaf from 0. Raises SnapshotRefused."""
+    """Length of a leaf from token 0. Raises SnapshotRefused."""
     length = leaf.start + leaf.tokens
     shared = 0 if leaf.parent is None else lengths[leaf.parent] if leaf.parent < index else -1
     if leaf.start > shared or leaf.start % 64 or leaf.rows > leaf.tokens or length > MOST_TOKENS:
@@ -186,7 +185,7 @@ def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
 
 
 def with_tokens(session: SessionInfo, ids: list[Tokens]) -> SessionInfo:
-    """`session` with its leaves' tokens."""
+    """Copy of `session` with its leaves' token ids."""
     leaves = tuple(replace(a, ids=b) for a, b in zip(session.leaves, ids, strict=True))
     return replace(session, leaves=leaves)
 
@@ -195,8 +194,8 @@ _MOST_ROW = 16 << 20  # bytes of one token's KV
 _KV = re.compile(r"kv\.(0|[1-9][0-9]{0,4})\.[0-9]")
 
 
-def format_of(path: Path) -> Literal["mlxcache", "mlx-lm"]:
-    """Whose file it is, by its header. Raises SnapshotRefused where it is nobody's."""
+def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
+    """Detect the format of a file by its header. Raises SnapshotRefused for any other."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -212,16 +211,16 @@ def format_of(path: Path) -> Literal["mlxcache", "mlx-lm"]:
     raise SnapshotRefused("This is neither a snapshot nor a prompt cache of mlx-lm.")
 
 
-def bounded_header(fd: int) -> Header:
-    """The header of the open file `fd`, its checksum checked. Raises SnapshotRefused, OSError."""
+def read_snapshot_header(fd: int) -> Header:
+    """Read the header of an open file and check its checksum. Raises SnapshotRefused, OSError."""
     try:
         return read_foreign_header(fd, own=True)
     except Malformed as error:
         raise SnapshotRefused(f"This is not a whole snapshot: {error}.") from error
 
 
-def description_of(header: Header) -> Description:
-    """What the file says of its session. Raises SnapshotRefused."""
+def read_description(header: Header) -> Description:
+    """Description in a header. Raises SnapshotRefused."""
     if header.metadata.get("format") != FORMAT:
         raise SnapshotRefused("This is not a snapshot of mlxcache.")
     version = header.metadata.get("version")
@@ -233,7 +232,7 @@ def description_of(header: Header) -> Description:
 
 
 def check_model(description: Description, namespace: str | None, model: str | None) -> None:
-    """Raises SnapshotRefused where the snapshot is of another model than that of `namespace`."""
+    """Check that the snapshot is of the model of `namespace`. Raises SnapshotRefused."""
     if namespace is None or description.namespace == namespace:
         return
     here = f"{model} ({namespace[:8]})" if model else namespace[:8]
@@ -245,13 +244,13 @@ def check_model(description: Description, namespace: str | None, model: str | No
     )
 
 
-def tensors_of(
+def check_tensors(
     header: Header, description: Description
 ) -> tuple[tuple[Place, ...], tuple[tuple[Place, ...], ...]]:
-    """The KV's tensors in order, and those of each checkpoint.
+    """Check the tensors; returns those of the KV in order, and those of each checkpoint.
 
-    Raises SnapshotRefused unless they, the tokens and the checksums are all there is, and of the
-    shapes that the description asks for.
+    Raises SnapshotRefused unless these, the tokens and the checksums are all tensors of the file,
+    with the shapes that the description requires.
     """
     places = {place.name: place for place in header.places}
     rows = sum(leaf.rows for leaf in description.leaves)
@@ -267,7 +266,9 @@ def tensors_of(
         elif _KV.fullmatch(name) and len(place.shape) > 1 and place.shape[0] == rows > 0:
             kv.append(place)
         else:
-            raise SnapshotRefused(f"The snapshot holds a tensor {name[:40]!r} that has no place.")
+            raise SnapshotRefused(
+                f"The snapshot holds a tensor {name[:40]!r} that is not part of the format."
+            )
     if not all(0 < sum(p.nbytes for p in state) <= MOST_STATE_BYTES for state in states):
         raise SnapshotRefused("A checkpoint of the snapshot is empty or too large.")
     if bool(kv) != bool(rows) or sum(p.nbytes // rows for p in kv) > _MOST_ROW:
@@ -281,7 +282,7 @@ def _check(place: Place | None, dtype: str, length: int) -> None:
 
 
 def _state_index(name: str, count: int) -> int | None:
-    """The checkpoint that a tensor of this name belongs to."""
+    """Index of the checkpoint that a tensor of this name belongs to, or None."""
     _, _, rest = name.partition(".")
     digits, _, _ = rest.partition(".")
     if not (digits.isascii() and digits.isdigit() and len(digits) < 6):
@@ -291,17 +292,19 @@ def _state_index(name: str, count: int) -> int | None:
 
 
 def check_spec(kv: tuple[Place, ...], spec: Spec | None) -> None:
-    """Raises SnapshotRefused where the KV is not of the shapes that the model caches."""
+    """Check that the KV has the shapes that the model caches. Raises SnapshotRefused."""
     if spec is None or not kv:
         return
     if {place.name: (place.dtype, place.shape[1:]) for place in kv} != dict(spec):
         raise SnapshotRefused("The snapshot's KV is not of the shapes that this model caches.")
 
 
-def leaf_ids(raw: memoryview, description: Description, vocab_size: int | None) -> list[Tokens]:
-    """Each leaf's token ids from 0. Raises SnapshotRefused for ids that no model has.
+def read_leaf_ids(
+    raw: memoryview, description: Description, vocab_size: int | None
+) -> list[Tokens]:
+    """Token ids of each leaf from 0. Raises SnapshotRefused for ids that the model does not have.
 
-    Those less than 0 stand for images; no model is ever fed them.
+    Negative ids stand for images and are never fed to a model.
     """
     own = np.frombuffer(raw, "<i4")
     if vocab_size and own.max(initial=0) >= vocab_size:

@@ -1,7 +1,7 @@
-"""A file that claims to be a snapshot into the store; nothing it says is believed unchecked.
+"""Import of a snapshot file into the store, with every claim of the file checked.
 
-Sizes are checked against the file before memory is taken for them. Only the description and the
-tokens are held; KV is read in pieces, each checked before it is written to the store.
+Sizes are checked against the file before memory is allocated. Only the description and the tokens
+are held in RAM; KV is read in pieces, each checked before it is written to the store.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from mlxcache.store.snapshot_format import (
     SessionInfo,
     Spec,
     block_seed,
-    bounded_header,
     check_model,
     check_spec,
-    description_of,
-    leaf_ids,
+    check_tensors,
+    read_description,
+    read_leaf_ids,
+    read_snapshot_header,
     state_name,
-    tensors_of,
     with_tokens,
 )
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
 PIECE_BYTES = 64 << 20
-"""About so much is in RAM at a time, and in a run."""
+"""Approximate bytes of KV that are in RAM at a time, and in one run."""
 
 
 _Piece = tuple[Tokens, int | None, Sequence[Tensor]]
-"""Tokens from 0, the position where the KV of the last of them begins, or None: a checkpoint."""
+"""Token ids from 0, first position of the KV or None for a checkpoint, and tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A file whose description and tokens are sound and fit its size; `restore` checks the rest.
+    """A file with checked header, description and tokens; `import_snapshot` checks the rest.
 
-    `nbytes`: of its KV and checkpoints.
+    `nbytes`: bytes of its KV and checkpoints.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class Snapshot:
     kv: tuple[Place, ...]
     states: tuple[tuple[Place, ...], ...]
     sums: tuple[bytes, ...]
-    """Of each leaf's blocks in turn, of the checkpoints, and of description and tokens."""
+    """Checksums of each leaf's blocks, of the checkpoints, and of description and tokens."""
 
 
 def read_snapshot(
@@ -71,16 +71,16 @@ def read_snapshot(
     spec: Spec | None = None,
     vocab_size: int | None = None,
 ) -> Snapshot:
-    """Check the snapshot at `path`, and that it is for the model of `namespace` if given.
+    """Read the snapshot at `path` and check that it is for the model of `namespace`, if given.
 
-    `model` is that model's name, for the message; `spec` what it caches, and `vocab_size` the ids
-    it knows. Raises SnapshotRefused, a sentence; of another model one that names both.
+    `model` is that model's name, for messages; `spec` the tensors it caches, `vocab_size` the
+    number of its token ids. Raises SnapshotRefused, also for another model.
     """
     with _opened(path) as fd:
-        header = bounded_header(fd)
-        description = description_of(header)
+        header = read_snapshot_header(fd)
+        description = read_description(header)
         check_model(description, namespace, model)
-        kv, states = tensors_of(header, description)
+        kv, states = check_tensors(header, description)
         check_spec(kv, spec)
         places = {place.name: place for place in header.places}
         raw = _read(fd, places[CHECKSUMS])
@@ -90,23 +90,25 @@ def read_snapshot(
     words.update(raw)
     if words.digest() != sums[-1]:
         raise SnapshotRefused("The snapshot is damaged: its tokens are not as they were.")
-    session = with_tokens(description.session(), leaf_ids(raw, description, vocab_size))
+    session = with_tokens(description.session(), read_leaf_ids(raw, description, vocab_size))
     nbytes = sum(place.nbytes for part in (kv, *states) for place in part)
     return Snapshot(path, session, nbytes, description, kv, states, sums)
 
 
-def owned(snapshot: Snapshot, owner: str | None) -> Snapshot:
-    """A snapshot as one owner's."""
+def with_owner(snapshot: Snapshot, owner: str | None) -> Snapshot:
+    """Copy of `snapshot` whose token ids are marked as `owner`'s."""
     session = snapshot.session
     ids = [own_ids(leaf.ids, owner) for leaf in session.leaves]
     return replace(snapshot, session=with_tokens(session, ids))
 
 
-def restore(store: Store, snapshot: Snapshot, progress: Progress | None = None) -> SessionInfo:
-    """Write a snapshot's KV into `store`; the session to enter into the table, with its tokens.
+def import_snapshot(
+    store: Store, snapshot: Snapshot, progress: Progress | None = None
+) -> SessionInfo:
+    """Write a snapshot's KV into `store`; returns the session to insert into the table.
 
-    What is written stays where it fails later: it is sound, and goes with the least recently used.
-    Raises SnapshotRefused where a checksum does not hold, and StoreError.
+    Blocks. After a failure the KV written before stays on disk: it is sound, and will be evicted
+    as least recently used. Raises SnapshotRefused for a wrong checksum, and StoreError.
     """
     if store.limit is not None and snapshot.nbytes > store.limit:
         raise DiskFull(
@@ -126,7 +128,7 @@ def restore(store: Store, snapshot: Snapshot, progress: Progress | None = None) 
 
 
 def _pieces(fd: int, snapshot: Snapshot) -> Iterator[_Piece]:
-    """Runs, then checkpoints, each checked."""
+    """Yield runs, then checkpoints, each checked. Raises SnapshotRefused."""
     per_token = sum(p.nbytes // p.shape[0] for p in snapshot.kv)
     step = max(BLOCK, PIECE_BYTES // max(1, per_token) // BLOCK * BLOCK)
     row = block = 0
@@ -186,7 +188,7 @@ def _tensor(name: str, place: Place, data: memoryview) -> Tensor:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """The file's descriptor; errors of the system come out of the block as StoreError."""
+    """Open the file inside the block, which turns OSError into StoreError."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -198,7 +200,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _read(fd: int, place: Place) -> memoryview:
-    """A tensor's bytes; its place was checked against the size of the file."""
+    """Read a tensor, whose place was checked against the file's size. Raises SnapshotRefused."""
     view, at = memoryview(bytearray(place.nbytes)), 0
     while at < len(view):
         count = os.preadv(fd, [view[at:]], place.offset + at)

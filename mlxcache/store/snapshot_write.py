@@ -1,4 +1,4 @@
-"""A session out of the store into one file, streamed; see docs/snapshots.md for the format."""
+"""Export of a session from the store into one streamed file; see docs/snapshots.md."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
 MOST_STATES = 64
-"""Checkpoints of one leaf: its first and the newest."""
+"""Checkpoints exported of one leaf: its first and the newest."""
 
 _MOST_LOOKS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """What one leaf adds: its tokens from `start`, KV of `rows` of them in `pieces`, `states`."""
+class LeafPart:
+    """Part of one leaf beyond those before it: its tokens from `start`, KV of `rows`, states."""
 
     parent: int | None
     start: int
@@ -56,16 +56,16 @@ class Own:
     states: tuple[Saved, ...]
 
     def tokens(self, owner: str | None) -> Tokens:
-        """Its own token ids, little-endian, as nobody's."""
+        """Its own token ids, little-endian, without the marks of `owner`."""
         return np.ascontiguousarray(plain_ids(self.info.ids, owner)[self.start :], "<i4")
 
     @property
     def end(self) -> int:
-        """The position up to which there is KV."""
+        """Position after its KV."""
         return self.start + self.rows
 
     def describe(self) -> Leaf:
-        """As the snapshot's description has it."""
+        """Describe it for the snapshot's header."""
         info = self.info
         return Leaf(
             parent=self.parent,
@@ -81,7 +81,10 @@ class Own:
 
 
 def within_limits(leaves: tuple[LeafInfo, ...]) -> list[LeafInfo]:
-    """As many leaves as a snapshot may hold, in their order: the main one is the first."""
+    """Leaves that fit into a snapshot, in order, the main one first.
+
+    Raises StoreError if there are none.
+    """
     kept: list[LeafInfo] = []
     tokens = 0
     for leaf in leaves:
@@ -93,13 +96,13 @@ def within_limits(leaves: tuple[LeafInfo, ...]) -> list[LeafInfo]:
     return kept
 
 
-def owns_of(store: Store, leaves: list[LeafInfo]) -> list[Own]:
-    """What each leaf adds to those before it, and where that is on disk, verified."""
+def find_parts(store: Store, leaves: list[LeafInfo]) -> list[LeafPart]:
+    """Find what each leaf adds to those before it, verified on disk. Raises StoreError."""
     found = _all_verified(store, leaves)
-    owns: list[Own] = []
+    parts: list[LeafPart] = []
     for leaf, on_disk in zip(leaves, found, strict=True):
-        owns.append(_own(leaf, on_disk, owns))
-    return owns
+        parts.append(_part_of(leaf, on_disk, parts))
+    return parts
 
 
 def _all_verified(store: Store, leaves: list[LeafInfo]) -> list[Found]:
@@ -108,12 +111,12 @@ def _all_verified(store: Store, leaves: list[LeafInfo]) -> list[Found]:
         try:
             return [_verified(store, leaf.ids, sound) for leaf in leaves]
         except (Corrupt, Gone):
-            continue  # the store knows now, and finds less
-    raise StoreError("The session's files go faster than a snapshot can be made of them.")
+            continue  # the store dropped that file and finds less now
+    raise StoreError("The session's files are evicted faster than a snapshot can be made of them.")
 
 
 def _verified(store: Store, ids: Tokens, sound: set[tuple[Path, int, int]]) -> Found:
-    """What is on disk of `ids`; what is in `sound`, a file up to a position, was checked before."""
+    """Find `ids` on disk and verify the files that are not in `sound`, which is extended."""
     found = store.find(ids)
     for piece in found.pieces:
         if (piece.path, piece.start, piece.end) not in sound:
@@ -126,14 +129,14 @@ def _verified(store: Store, ids: Tokens, sound: set[tuple[Path, int, int]]) -> F
     return found
 
 
-def _own(leaf: LeafInfo, found: Found, before: list[Own]) -> Own:
+def _part_of(leaf: LeafInfo, found: Found, before: list[LeafPart]) -> LeafPart:
     shares = [common_length(leaf.ids, other.info.ids) for other in before]
     shared = max(shares, default=0)
     start = min(shared, len(leaf.ids) - 1) // BLOCK * BLOCK
     parent = shares.index(shared) if start else None
     joined = parent is None or before[parent].end >= start
     rows = max(0, found.length - start) if joined else 0
-    return Own(
+    return LeafPart(
         parent,
         start,
         leaf,
@@ -148,16 +151,16 @@ def _newest(states: list[Saved]) -> tuple[Saved, ...]:
 
 
 def _bounded(text: str | None) -> str | None:
-    """What people and clients wrote, as far as a snapshot takes it."""
+    """Text of users and clients, cut to the length that a snapshot may hold."""
     if text is None:
         return None
     return text[:MOST_TEXT].encode(errors="replace").decode()
 
 
-def described(
-    session: SessionInfo, owns: list[Own], states: list[tuple[int, Saved]]
+def describe_session(
+    session: SessionInfo, parts: list[LeafPart], states: list[tuple[int, Saved]]
 ) -> Description:
-    """The snapshot's description; `states` are the checkpoints it holds, each with its leaf."""
+    """Describe the session; `states`: its checkpoints, each with the index of its leaf."""
     return Description(
         id=session.id,
         namespace=session.namespace,
@@ -169,7 +172,7 @@ def described(
         turns=session.turns,
         created_at=session.created_at,
         last_used_at=session.last_used_at,
-        leaves=tuple(own.describe() for own in owns),
+        leaves=tuple(own.describe() for own in parts),
         checkpoints=tuple(Checkpoint(leaf, saved.position) for leaf, saved in states),
     )
 
@@ -177,24 +180,26 @@ def described(
 CHUNK_BYTES = 2 << 20
 
 
-class Export:
-    """A snapshot on its way out: iterate once for its bytes, `nbytes` in all.
+class SnapshotExport:
+    """A snapshot of `session`, with its KV that is on disk: iterate once for its `nbytes` bytes.
 
-    `owner`: whose the session is, which the file does not say: it is whoever's takes it in.
-
-    Raises StoreError while it is iterated where a file is evicted before it was read. What came
-    before is then not a snapshot, and is refused by its length.
+    Construction reads and verifies the files, and iteration reads them again: both block. Damaged
+    or evicted KV is left out, and computed again by the importing server; token ids are complete.
+    `owner` of the session, which the file does not name. Raises StoreError, also during iteration
+    if a file is evicted before it was read; an incomplete snapshot is refused by its length.
     """
 
     def __init__(self, store: Store, session: SessionInfo, owner: str | None = None):
         self._owner = owner
-        self._owns = owns_of(store, within_limits(session.leaves))
-        self._headers = {p.path: _header(p.path) for own in self._owns for p in own.pieces}
-        states = [(k, saved) for k, own in enumerate(self._owns) for saved in own.states]
-        self._states = _portable([(k, saved, _header(saved.path)) for k, saved in states])
-        self._blocks = [-(-own.rows // BLOCK) for own in self._owns]
+        self._parts = find_parts(store, within_limits(session.leaves))
+        self._headers = {p.path: _header(p.path) for own in self._parts for p in own.pieces}
+        states = [(k, saved) for k, own in enumerate(self._parts) for saved in own.states]
+        self._states = _exportable([(k, saved, _header(saved.path)) for k, saved in states])
+        self._blocks = [-(-own.rows // BLOCK) for own in self._parts]
         self._kv = self._kv_places()
-        words = described(session, self._owns, [state[:2] for state in self._states]).encode()
+        words = describe_session(
+            session, self._parts, [state[:2] for state in self._states]
+        ).encode()
         self._words = xxh3_64(words.encode())
         metadata = {
             "format": FORMAT,
@@ -207,10 +212,14 @@ class Export:
         self.nbytes = len(self._head) + sum(place.nbytes for place in places)
 
     def _places(self) -> list[Place]:
-        """The file's tensors in order."""
+        """Tensors of the file in order."""
         count = sum(self._blocks) + len(self._states) + 1
         return [
-            _place(TOKENS, "I32", (sum(len(own.info.ids) - own.start for own in self._owns),)),
+            _place(
+                TOKENS,
+                "I32",
+                (sum(len(own.info.ids) - own.start for own in self._parts),),
+            ),
             *self._kv,
             *(
                 _place(state_name(i, place.name), place.dtype, place.shape)
@@ -222,7 +231,7 @@ class Export:
 
     def _kv_places(self) -> list[Place]:
         """One tensor per array of the KV, over the rows of all leaves. Raises Corrupt."""
-        rows = sum(own.rows for own in self._owns)
+        rows = sum(own.rows for own in self._parts)
         kinds = {
             path: [(p.name, p.dtype, p.shape[1:]) for p in header.places]
             for path, header in self._headers.items()
@@ -235,7 +244,7 @@ class Export:
 
     def __iter__(self) -> Iterator[bytes]:
         yield self._head
-        for own in self._owns:
+        for own in self._parts:
             raw = own.tokens(self._owner).tobytes()
             self._words.update(raw)
             yield from (raw[at : at + CHUNK_BYTES] for at in range(0, len(raw), CHUNK_BYTES))
@@ -244,7 +253,7 @@ class Export:
             for leaf, count in enumerate(self._blocks)
         ]
         for index in range(len(self._kv)):
-            for own, sums in zip(self._owns, blocks, strict=True):
+            for own, sums in zip(self._parts, blocks, strict=True):
                 yield from self._kv_bytes(index, own, sums)
         states = [xxh3_64(seed=i) for i in range(len(self._states))]
         for (_, saved, header), state in zip(self._states, states, strict=True):
@@ -255,8 +264,8 @@ class Export:
         sums = [one for leaf in blocks for one in leaf]
         yield b"".join(one.digest()[::-1] for one in [*sums, *states, self._words])
 
-    def _kv_bytes(self, index: int, own: Own, sums: list[xxh3_64]) -> Iterator[bytes]:
-        """Tensor `index` of a leaf's rows, which are hashed into `sums`, one per block."""
+    def _kv_bytes(self, index: int, own: LeafPart, sums: list[xxh3_64]) -> Iterator[bytes]:
+        """Yield tensor `index` of a leaf's rows, hashed into `sums`, one per block."""
         row = self._kv[index].nbytes // max(1, self._kv[index].shape[0])
         for piece in own.pieces:
             place = self._headers[piece.path].places[index]
@@ -280,7 +289,7 @@ def _feed(sums: list[xxh3_64], size: int, at: int, part: memoryview) -> None:
 
 
 def _read(path: Path, begin: int, end: int) -> Iterator[bytes]:
-    """Bytes [begin, end) of a file, a chunk at a time. Raises StoreError."""
+    """Yield bytes [begin, end) of a file in chunks. Raises StoreError."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError as error:
@@ -319,20 +328,11 @@ def _place(name: str, dtype: str, shape: tuple[int, ...]) -> Place:
     return Place(name, dtype, shape, 0, int(np.prod(shape, dtype=object)) * ITEM_BYTES[dtype])
 
 
-def _portable(states: list[tuple[int, Saved, Header]]) -> list[tuple[int, Saved, Header]]:
-    """Those checkpoints that a snapshot may hold."""
+def _exportable(states: list[tuple[int, Saved, Header]]) -> list[tuple[int, Saved, Header]]:
+    """Checkpoints within the limits of a snapshot."""
     kept, tensors = [], 0
     for state in states:
         tensors += len(state[2].places)
         if state[1].nbytes <= MOST_STATE_BYTES and tensors <= MOST_STATE_TENSORS:
             kept.append(state)
     return kept
-
-
-def export(store: Store, session: SessionInfo, owner: str | None = None) -> Export:
-    """A snapshot of an owner's `session` with what is on disk of it, read and verified here.
-
-    What is damaged or evicted is left out, and computed again where the snapshot is used; token ids
-    are always whole. Raises StoreError.
-    """
-    return Export(store, session, owner)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mlxcache.safetensors import Tensor
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo, Spec
-from mlxcache.store.snapshot_write import export
+from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
@@ -90,7 +90,7 @@ def session(*leaves: Tokens, namespace: str = NAMESPACE) -> SessionInfo:
 
 def snapshot_in(path: Path, store: Store, info: SessionInfo) -> Path:
     """Export `info` into the file `path`."""
-    made = export(store, info)
+    made = SnapshotExport(store, info)
     write(path, made)
     assert path.stat().st_size == made.nbytes
     return path

@@ -12,9 +12,9 @@ import pytest
 
 from mlxcache.errors import DiskFull, Gone, SnapshotRefused, StoreError
 from mlxcache.store import snapshot_format, snapshot_read, snapshot_write
-from mlxcache.store.snapshot_format import format_of
-from mlxcache.store.snapshot_read import Snapshot, read_snapshot, restore
-from mlxcache.store.snapshot_write import export
+from mlxcache.store.snapshot_format import detect_format
+from mlxcache.store.snapshot_read import Snapshot, import_snapshot, read_snapshot
+from mlxcache.store.snapshot_write import SnapshotExport
 from tests.store.session_of import (
     NAMESPACE,
     SPEC,
@@ -43,7 +43,7 @@ def moved(tmp_path: Path, info: Any, **options: Any) -> Snapshot:
     """`info` from the store `a` through a file into the new store `b`."""
     path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), info)
     snapshot = read_snapshot(path, NAMESPACE, spec=SPEC, **options)
-    assert told(restore(store_in(tmp_path / "b"), snapshot)) == told(info)
+    assert told(import_snapshot(store_in(tmp_path / "b"), snapshot)) == told(info)
     return snapshot
 
 
@@ -133,7 +133,7 @@ def test_it_is_written_in_bounded_pieces_with_progress(
     path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
     steps: list[tuple[int, int]] = []
     snapshot = read_snapshot(path)
-    restore(store_in(tmp_path / "b"), snapshot, lambda *at: steps.append(at))
+    import_snapshot(store_in(tmp_path / "b"), snapshot, lambda *at: steps.append(at))
     b = store_in(tmp_path / "b")
     assert held(b, ids) == 1000
     assert len(b.find(ids).pieces) == len(steps) - 1 == 6
@@ -146,7 +146,7 @@ def test_restoring_twice_writes_once(tmp_path: Path) -> None:
     save(store_in(tmp_path / "a"), ids, states=[300])
     snapshot = moved(tmp_path, session(ids))
     b = store_in(tmp_path / "b")
-    restore(b, snapshot)
+    import_snapshot(b, snapshot)
     assert b.stats().written_tokens == 0
     assert held(b, ids) == 500
 
@@ -182,7 +182,7 @@ def test_ids_that_stand_for_an_image_come_back(tmp_path: Path) -> None:
     save(store_in(tmp_path / "a"), ids)
     path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
     store = store_in(tmp_path / "b")
-    restore(store, read_snapshot(path, vocab_size=int(ids.max()) + 1))
+    import_snapshot(store, read_snapshot(path, vocab_size=int(ids.max()) + 1))
     assert held(store, ids) == held(store_in(tmp_path / "a"), ids) > 60
 
 
@@ -209,7 +209,7 @@ def test_kv_whose_prefix_was_evicted_meanwhile_is_left_out(
     save(a, agent)
     find = a.find
     monkeypatch.setattr(a, "find", lambda ids: find(ids[:100] if ids is main else ids))
-    made = export(a, session(main, agent))
+    made = SnapshotExport(a, session(main, agent))
     write(tmp_path / "s", made)
     assert [leaf.rows for leaf in read_snapshot(tmp_path / "s").description.leaves] == [100, 0]
 
@@ -219,7 +219,7 @@ def test_what_does_not_fit_the_cap_is_refused_before_it_evicts(tmp_path: Path) -
     save(store_in(tmp_path / "a"), ids, step=3000)
     path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
     with pytest.raises(DiskFull):
-        restore(store_in(tmp_path / "b", limit=300_000), read_snapshot(path))
+        import_snapshot(store_in(tmp_path / "b", limit=300_000), read_snapshot(path))
     assert store_in(tmp_path / "b").stats().runs == 0
 
 
@@ -227,7 +227,7 @@ def test_what_is_evicted_while_it_is_read_ends_the_file_short(tmp_path: Path) ->
     ids = ids_of(640)
     a = store_in(tmp_path / "a")
     save(a, ids, step=128)
-    made = export(a, session(ids))
+    made = SnapshotExport(a, session(ids))
     a.find(ids).pieces[3].path.unlink()
     with pytest.raises(Gone):
         write(tmp_path / "s", made)
@@ -241,19 +241,19 @@ def test_whose_file_it_is(tmp_path: Path) -> None:
     ids = ids_of(10)
     save(store_in(tmp_path / "a"), ids)
     path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
-    assert format_of(path) == "mlxcache"
+    assert detect_format(path) == "mlxcache"
     other = tmp_path / "o.safetensors"
     mx.save_safetensors(str(other), {"0.0": mx.zeros(3)}, {"1.0": "KVCache"})
-    assert format_of(other) == "mlx-lm"
+    assert detect_format(other) == "mlx-lm"
     mx.save_safetensors(str(other), {"weight": mx.zeros(3)})
     for none in (other, tmp_path / "nowhere", tmp_path):
         with pytest.raises(SnapshotRefused):
-            format_of(none)
+            detect_format(none)
 
 
 def test_nothing_to_export(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no tokens"):
-        export(store_in(tmp_path / "a"), replace(session(ids_of(3)), leaves=()))
+        SnapshotExport(store_in(tmp_path / "a"), replace(session(ids_of(3)), leaves=()))
 
 
 def test_any_tool_can_read_it(tmp_path: Path) -> None:
@@ -285,5 +285,5 @@ def test_a_large_session_is_never_in_ram(tmp_path: Path) -> None:
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert snapshot.nbytes == len(ids) * 92
     assert grown * 1024 < 60e6
-    restore(store_in(tmp_path / "b"), snapshot)
+    import_snapshot(store_in(tmp_path / "b"), snapshot)
     assert store_in(tmp_path / "b").find(ids).length == len(ids)

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_hexdigest
 
 from mlxcache.errors import SnapshotRefused, StoreError
 from mlxcache.store.snapshot_format import Description
-from mlxcache.store.snapshot_read import read_snapshot, restore
+from mlxcache.store.snapshot_read import import_snapshot, read_snapshot
 from tests.store.session_of import SPEC, held, ids_of, save, session, snapshot_in, store_in
 
 LENGTH, SHARED = 150, 100
@@ -67,7 +67,7 @@ def refused(tmp_path: Path, content: bytes) -> str:
     tracemalloc.start()
     try:
         snapshot = read_snapshot(path, spec=SPEC)
-        restore(store_in(tmp_path / "fresh"), snapshot)
+        import_snapshot(store_in(tmp_path / "fresh"), snapshot)
     except (SnapshotRefused, StoreError) as error:
         return str(error)
     finally:
