@@ -42,10 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.toys.configs import FAMILIES
 
     items.sort(key=lambda item: not item.name.startswith("test_two_minutes"))
-    items = [item for item in items if isinstance(item, pytest.Function)]
+    functions = [item for item in items if isinstance(item, pytest.Function)]
     quick: dict[object, set[str]] = {}
     others: list[tuple[pytest.Function, set[str]]] = []
-    for item in items:
+    for item in functions:
         called = item.callspec.params.values() if hasattr(item, "callspec") else ()
         families = {value for value in called if isinstance(value, str) and value in FAMILIES}
         quick.setdefault(item.function, set()).update(families & set(FIRST_FAMILIES))
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         first = quick[item.function]
         if first >= set(QUICK) or (first and not families & first):
             item.add_marker(pytest.mark.slow)
-    for item in items:
+    for item in functions:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 

@@ -24,6 +24,7 @@ from mlxcache.engine.prefill import Limits
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Task
 from mlxcache.model import kv
+from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.sampling import make_processors, make_sampler
 from mlxcache.tree.budget import Budget
@@ -197,7 +198,7 @@ class Bench:
     def _check_lane(self, lane: Lane) -> None:
         caches = lane.decoder.caches
         if lane.batched:
-            arrays = [a for c in caches for a in kv.tree_arrays(c.state) if a.ndim > 1]
+            arrays = [a for c in caches for a in tree_arrays(c.state) if a.ndim > 1]
             assert sum(a.nbytes for a in arrays) <= lane.bytes
             assert len(lane.tasks) == len(lane.decoder.rows) > 1
         else:

@@ -104,7 +104,7 @@ def main() -> None:
 
     script = Path(sys.argv.pop(1)).read_text(encoding="utf-8")
     ScriptedCore.lines = [(when, reply) for when, reply in json.loads(script)]
-    engine.Core = ScriptedCore
+    engine.Core = ScriptedCore  # type: ignore[attr-defined]
     mlxcache()
 
 

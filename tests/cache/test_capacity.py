@@ -103,9 +103,9 @@ def test_the_room_is_what_a_server_has_for_conversations(toy, tmp_path: Path) ->
     assert without.room > found.room
 
 
-def paper(toy, family: str, **budgets: int) -> Fit:
+def paper(toy, family: str) -> Fit:
     layout = examine(ModelSpec(str(toy(family)))).layout
-    return fit(layout, ram=RAM, disk=DISK, tokens=[2000, 20_000, 100_000], **budgets)
+    return fit(layout, ram=RAM, disk=DISK, tokens=[2000, 20_000, 100_000])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "mamba2", "deepseek_v3"])

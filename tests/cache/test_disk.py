@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -276,7 +277,7 @@ def test_a_slow_disk_holds_dirty_segments_in_ram_and_drops_none(
     disk = start(llama, ram=ROOM + 1600 * llama.memory.layout.bytes_per_token)
     write = disk.store.write_run
 
-    def slowly(*args: object) -> None:
+    def slowly(*args: Any) -> None:
         time.sleep(0.2)
         write(*args)
 

@@ -24,7 +24,14 @@ RUNS = 5
 SHARE = 1.15
 """By how much a turn may exceed a private cache."""
 
-SHAPE = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 64, "window": 512}
+SHAPE: dict[str, Any] = {
+    "hidden": 128,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "window": 512,
+}
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "nemotron_h"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from mlxcache.cache.kv_cache import Memory
+from mlxcache.engine.task import Task
 from tests.engine.test_long_prefill import Timed, answered, ids
 from tests.engine.test_prefill import Clock
 from tests.scheduled import Bench
@@ -25,6 +27,10 @@ def slow_disk() -> Any:
     )
 
 
+def is_prefilling(bench: Bench, task: Task) -> bool:
+    return task in bench.scheduler.prefilling
+
+
 def test_a_reply_goes_on_while_another_request_waits_for_the_disk(
     toy_paths: dict[str, Path],
 ) -> None:
@@ -37,7 +43,7 @@ def test_a_reply_goes_on_while_another_request_waits_for_the_disk(
         reply = bench.put(ids(1, 30), tokens=10_000)
         bench.run(until=answered(reply))
         waits = bench.put(ids(2, prompt), tokens=2)
-        bench.run(until=lambda waits=waits: waits in bench.scheduler.prefilling)
+        bench.run(until=partial(is_prefilling, bench, waits))
         waits.restoring, bench.scheduler.disk = True, slow_disk()
         before = len(reply.out)
         for _ in range(TICKS):

@@ -23,7 +23,8 @@ def clock() -> Clock:
 
 def test_the_pauses_double_up_to_a_bound(clock: Clock) -> None:
     """Whoever asks is woken when each is over; failures during one change nothing."""
-    refused, pauses = Refused(clock), []
+    refused = Refused(clock)
+    pauses: list[float] = []
     refused.wake_in = pauses.append
     for _ in range(8):
         refused.failed()
@@ -40,7 +41,8 @@ def test_the_pauses_double_up_to_a_bound(clock: Clock) -> None:
 
 def test_a_disk_that_works_now_and_then_is_not_tried_every_second(clock: Clock) -> None:
     """A small file fits where a large one does not."""
-    refused, pauses = Refused(clock), []
+    refused = Refused(clock)
+    pauses: list[float] = []
     refused.wake_in = pauses.append
     for _ in range(3):
         refused.failed()

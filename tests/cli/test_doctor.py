@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ MAC = Host(
 
 def test_the_overall_status_is_that_of_the_worst_finding() -> None:
     """Without findings it is `ok`."""
-    ok, warn, fail = (Finding("", status, "") for status in ("ok", "warn", "fail"))  # type: ignore[arg-type]
+    ok, warn, fail = Finding("", "ok", ""), Finding("", "warn", ""), Finding("", "fail", "")
     assert [worst([]), worst([ok, warn]), worst([warn, fail, ok])] == ["ok", "warn", "fail"]
 
 
@@ -120,7 +121,7 @@ def test_versions_are_checked_against_the_required_ranges(monkeypatch: pytest.Mo
     assert (found.status, found.remedy) == ("fail", "pip install 'mlx-lm>=99'")
 
     def missing(name: str) -> str:
-        raise machine.PackageNotFoundError(name)
+        raise PackageNotFoundError(name)
 
     monkeypatch.setattr(machine, "version", missing)
     assert "mlx missing" in machine.examine_versions().value
@@ -401,7 +402,12 @@ def test_only_the_settings_file_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / ".claude" / "history.jsonl").write_text("{}")
     opened: list[Path] = []
     read = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda self, **kw: opened.append(self) or read(self))
+
+    def noted(path: Path, **_: Any) -> str:
+        opened.append(path)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", noted)
     assert claude(tmp_path, {})["attribution"].status == "warn"
     opencode = tmp_path / ".config" / "opencode"
     others = {opencode / name for name in ("opencode.json", "opencode.jsonc")}

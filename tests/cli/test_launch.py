@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlxcache.cli.launch import chooser
 from mlxcache.cli.launch.clients import CLIENTS, LAST_CODEX_WITH_CHAT, ClientName, Service

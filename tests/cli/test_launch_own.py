@@ -18,8 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlxcache.cli.launch.server import StartedServer, find_free_port, open_log
 from mlxcache.cli.main import app
@@ -160,8 +159,8 @@ def test_a_server_is_asked_once_it_has_the_port_by_its_note_or_by_the_system(
         "s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)\n"
         "time.sleep(60)"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert not StartedServer(process, tmp_path, other.url, tmp_path).listens()
         assert process.stdin is not None
@@ -219,7 +218,8 @@ def test_a_signal_while_the_server_loads_ends_that_server_too(
     process = started_launch(*flags)
     children: list[psutil.Process] = []
     try:
-        until(lambda: children or children.extend(psutil.Process(process.pid).children()))
+        until(psutil.Process(process.pid).children)
+        children = psutil.Process(process.pid).children()
         process.send_signal(number)
         _, told = process.communicate(timeout=SECONDS)
         assert process.returncode in (128 + number, 1), told  # 1: as typer ends for Ctrl-C

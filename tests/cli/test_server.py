@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -175,7 +176,7 @@ async def test_each_file_is_computed_and_a_bad_one_stops_none(tmp_path, caplog):
     good, bad, gone = (tmp_path / name for name in ("good", "bad", "gone"))
     good.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
     bad.write_text("{")
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     with caplog.at_level(logging.INFO, "mlxcache"):
         await warm_files(engine, (bad, gone, good))
     assert len(engine.jobs) == 1

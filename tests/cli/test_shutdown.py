@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from typing import Any, cast
 
 from mlxcache.cli.server import _load
 
@@ -27,7 +28,7 @@ async def test_a_stop_while_loading_is_heeded_at_once():
     engine, stop = Slow(), asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, stop.set)
     async with asyncio.timeout(2):
-        assert await _load(engine, stop) is False
+        assert await _load(cast(Any, engine), stop) is False
     await asyncio.sleep(0)
     assert engine.cancelled
 

@@ -14,10 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
-from click.testing import Result
 from rich.cells import cell_len
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlxcache.cli.main import app
 from mlxcache.cli.top.state import MAX_RECENT, LiveState

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mlxcache.cli.main import app
 

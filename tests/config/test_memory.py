@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.config import memory
 from mlxcache.config.cgroups import memory_limit, memory_use
 from mlxcache.config.memory import (
     NO_PRESSURE,
@@ -199,7 +198,7 @@ def test_a_library_that_cannot_trim_is_no_error(monkeypatch: pytest.MonkeyPatch)
         return object()
 
     heap_trimmer.cache_clear()
-    monkeypatch.setattr(memory.ctypes, "CDLL", none)
+    monkeypatch.setattr(ctypes, "CDLL", none)
     try:
         assert not trim_heap()
     finally:

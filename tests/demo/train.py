@@ -88,7 +88,7 @@ def _schedule(peak: float, steps: int) -> Callable[[mx.array], mx.array]:
     rise = optimizers.linear_schedule(peak / 20, peak, 20)
     fall = optimizers.cosine_decay(peak, steps - steps // 3, peak / 20)
     flat = optimizers.linear_schedule(peak, peak, steps // 3)
-    return optimizers.join_schedules([rise, flat, fall], [20, steps // 3])  # type: ignore[no-any-return]
+    return optimizers.join_schedules([rise, flat, fall], [20, steps // 3])
 
 
 def batch(tokenizer: Tokenizer, chats: Chats, draw: random.Random) -> Batch:

@@ -23,7 +23,7 @@ _SCRIPTS = {"bin/serve": ("serve",), "bin/bench": ("bin/bench",), "bin/mlxcache"
 class _Source(io.StringIO):
     """Of a comment, what is read is its text alone: the end of its line ends a command."""
 
-    def readline(self, size: int | None = -1) -> str:
+    def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
         line = super().readline(-1 if size is None else size)
         if line.endswith("\n"):
             self.seek(self.tell() - 1)

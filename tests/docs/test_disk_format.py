@@ -6,6 +6,7 @@ import re
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -89,7 +90,7 @@ def test_what_a_server_wrote_is_read(server: Served):
     assert {"kv.0.0", "kv.0.1"} <= names
 
 
-def _durable(url: str) -> dict:
+def _durable(url: str) -> dict[str, Any]:
     for _ in range(600):
         sessions = httpx.get(f"{url}/v1/sessions").json()["data"]
         one = next((one for one in sessions if one["label"] == LABEL), None)

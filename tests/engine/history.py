@@ -6,7 +6,7 @@ import gc
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsInt
 
 import mlx.core as mx
 import numpy as np
@@ -80,9 +80,9 @@ class History:
         bench.limits = replace(bench.limits, transient=passing)
         return passing
 
-    def text(self, n: int) -> list[int]:
+    def text(self, n: SupportsInt) -> list[int]:
         """`n` random tokens."""
-        return [int(t) for t in self.rng.integers(10, 400, n)]
+        return [int(t) for t in self.rng.integers(10, 400, int(n))]
 
     # -- what clients do ---------------------------------------------------------------------
 

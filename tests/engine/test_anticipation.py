@@ -195,7 +195,9 @@ async def test_a_stop_does_not_wait_for_it(toy: ToyMaker, tmp_path: Path):
     ) as engine:
         talk = Talk(engine)
         await talk.user()
-        await asyncio.get_running_loop().run_in_executor(engine._anticipation._pool, int)
+        anticipation = engine._anticipation
+        assert anticipation is not None
+        await asyncio.get_running_loop().run_in_executor(anticipation._pool, int)
         await engine.stop()
         assert engine._thread is not None
         assert not engine._thread.is_alive()

@@ -86,7 +86,7 @@ def lost(record: RequestRecord) -> Lost:
 
 @asynccontextmanager
 async def started(model: Path, folder: Path, **more: Any) -> AsyncIterator[Engine]:
-    more = {"ram": "300MB", "disk": "off", "no_anticipate": True} | more
+    more = {"ram": "300MB", "disk": "off", "no_anticipate": True, **more}
     engine = Engine(Settings(model=str(model), cache_dir=folder, **more))
     await engine.start()
     try:
@@ -301,7 +301,7 @@ async def test_a_request_that_was_cut_short_is_no_eviction(talk: Talk):
         pass
     record = await talk.engine.request("req_cut")
     assert record is not None
-    talk.messages = list(chat.messages)
+    talk.messages = [dict(message) for message in chat.messages]
     again = await talk.say()
     assert again.lost is None or again.lost["lost_tokens"] <= record.fed_tokens
 

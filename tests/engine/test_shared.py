@@ -52,6 +52,7 @@ async def test_who_asks_again_gets_all_of_the_one_reply(engine: Engine) -> None:
     async for event in events:  # it has begun to answer
         if isinstance(event, Text):
             break
+    assert isinstance(event, Text)
     begun = event.text
     again = await engine.submit(job("b"))
     (text, end), (rest, _) = await asyncio.gather(read(again), read(first))
@@ -109,7 +110,7 @@ async def test_what_differs_is_computed_apart(engine: Engine, other: dict[str, A
 
 
 async def test_a_random_reply_is_shared_only_with_who_tries_again(engine: Engine) -> None:
-    drawn = {"sampling": Sampling(temperature=1.0), "max_tokens": 200}
+    drawn: dict[str, Any] = {"sampling": Sampling(temperature=1.0), "max_tokens": 200}
     streams = [await engine.submit(job(name, **drawn)) for name in "ab"]
     streams.append(await engine.submit(job("c", **drawn, retry=True)))
     texts = [text for text, _ in await asyncio.gather(*map(read, streams))]

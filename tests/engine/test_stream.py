@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from mlxcache.engine.stream import BACKLOG, Stream
 from mlxcache.errors import GenerationFailed
 from mlxcache.prompt.canonical.restore import ReplyRestorer
-from mlxcache.types import Admitted, Finished, RequestRecord, Text, Thinking, ToolCall
+from mlxcache.types import Admitted, Event, Finished, RequestRecord, Text, Thinking, ToolCall
 
 DONE = Finished("stop", 3, 0, 0, 1)
 
@@ -23,8 +24,8 @@ def make(stall_s: float = 30.0) -> tuple[Stream, list[str]]:
 
 async def test_events_come_in_order_and_end_with_finished() -> None:
     stream, cancels = make()
-    events = [Admitted(3, 0), Text("a"), ToolCall(0, "c", "f", "{}"), DONE]
-    await asyncio.to_thread(lambda: [stream.push(e) for e in events])
+    events: list[Event] = [Admitted(3, 0), Text("a"), ToolCall(0, "c", "f", "{}"), DONE]
+    await asyncio.to_thread(lambda: deque(map(stream.push, events)))
     assert [e async for e in stream] == events
     await stream.aclose()
     assert cancels == []
@@ -47,7 +48,12 @@ async def test_an_unread_stream_joins_texts_and_loses_none() -> None:
 async def test_a_reader_that_stalls_is_cancelled() -> None:
     stream, cancels = make(stall_s=0.05)
     cancelled, inner = asyncio.Event(), stream._cancel
-    stream._cancel = lambda: (inner(), cancelled.set())
+
+    def cancel() -> None:
+        inner()
+        cancelled.set()
+
+    stream._cancel = cancel
     stream.push(Text("a"))
     await asyncio.sleep(0.1)
     stream.push(Text("b"))

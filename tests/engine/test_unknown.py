@@ -16,7 +16,7 @@ from mlxcache.engine.engine import Engine
 from mlxcache.types import Finished, Job, Prompt, Text
 
 
-class StrangeCache(KVCache):  # type: ignore[misc]
+class StrangeCache(KVCache):
     """Does what a `KVCache` does; that cannot be known."""
 
 

@@ -20,7 +20,9 @@ BYTE_LEVEL = ("byte_level", "digits_in_threes", "blank_runs", "one_in_another")
 def make(tokenizer: Wrapped) -> tuple[Codec, Escape, list[int]]:
     added = added_tokens(tokenizer)
     controls = control_tokens(added, " ".join(MARKS), ())
-    normalizer = getattr(getattr(tokenizer._tokenizer, "backend_tokenizer", None), "normalizer", 0)
+    normalizer = getattr(
+        getattr(tokenizer._tokenizer, "backend_tokenizer", None), "normalizer", None
+    )
     escape = Escape(
         [token.text for token in controls],
         normalized=[token.text for token in controls if token.normalized],

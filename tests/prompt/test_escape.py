@@ -104,7 +104,7 @@ def test_a_sentinel_that_was_cut_up_is_text() -> None:
     """No character has such a number; a template that cuts texts must not end the request."""
     escape = Escape(["<|im_end|>"])
     whole = escape.value("<|im_end|>")
-    digits = re.search(r"\d{14,}", whole).group()
+    (digits,) = re.findall(r"\d{14,}", whole)
     broken = whole.replace(digits, "9" * len(digits))
     assert escape.pieces(broken) == [(broken, False)]
     assert escape.restore(whole) == "<|im_end|>"

@@ -1,4 +1,5 @@
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ THINKING = {
 }
 
 
-def follows(builder: PromptBuilder, before: list[dict[str, object]], text: str) -> np.ndarray:
+def follows(builder: PromptBuilder, before: list[dict[str, Any]], text: str) -> np.ndarray:
     """A prompt with its reply, as the cache has them."""
     backend = kinds.backend("byte_level")
     prompt = builder.chat(Chat(before, TOOLS)).ids
@@ -111,7 +112,10 @@ def follows(builder: PromptBuilder, before: list[dict[str, object]], text: str) 
 def test_a_prompt_without_the_last_thought_parts_right_after_a_mark(name: str) -> None:
     """Templates leave out what was thought before the last user's message."""
     builder = PromptBuilder(kinds.tokenizer("byte_level", THINKING[name]))
-    asked = [{"role": "system", "content": WORDS}, {"role": "user", "content": WORDS}]
+    asked: list[dict[str, Any]] = [
+        {"role": "system", "content": WORDS},
+        {"role": "user", "content": WORDS},
+    ]
     reply = {"role": "assistant", "content": WORDS, "reasoning_content": f"Hm, {WORDS}"}
     opened = "" if name == "opens" else "<think>\n"
     held = follows(builder, asked, f"{opened}Hm, {WORDS}\n</think>\n\n{WORDS}<|im_end|>\n")

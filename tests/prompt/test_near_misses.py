@@ -93,7 +93,7 @@ def test_texts_reach_the_model_word_for_word(
     """Messages of a person, and results of tools but for the session's own UUID."""
     made = builder(most=most)
     prompt = made.chat(request_to_chat(body(asked, "I look.", result, again)))
-    text = made.decode(prompt.ids)
+    text = made.decode(prompt.ids.tolist())
     assert NOISE[0] not in text.split("You help.")[0]
     at = text.find(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant")
     assert at >= 0

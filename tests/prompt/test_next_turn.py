@@ -90,4 +90,4 @@ def test_a_placeholder_is_never_remembered() -> None:
     builder.next_turn(chat, "s")
     cleared = "[Old tool result content cleared]"
     prompt = builder.chat(Chat([*chat.messages, *next_turns(chat, cleared)], TOOLS), "s")
-    assert cleared in builder.decode(prompt.ids)
+    assert cleared in builder.decode(prompt.ids.tolist())

@@ -15,15 +15,21 @@ from mlxcache.prompt.replies import GeneratedReply, PromptKey, Replies, ReplyCon
 from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
-from mlxcache.types import Chat
+from mlxcache.types import Chat, FinishReason
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES
 from tests.prompt.replaying import Message, Served, fed, results, user, without_thinking
 
 THOUGHT = "The user wants a file. I look at it first, then I say what's in it.\nOne moment."
 TEXT = 'I\'ll look at it:  two blanks, naïve {"a": 1}, and then some more words. '
-CALL = ("Read", {"path": "/tmp/a b.py", "limit": 20, "deep": {"x": [1, 2], "a": "é"}})
-CALLS = {name: [CALL, ("Write", {"path": "b"})][: 1 + f.several] for name, f in FAMILIES.items()}
+CALL: tuple[str, dict[str, Any]] = (
+    "Read",
+    {"path": "/tmp/a b.py", "limit": 20, "deep": {"x": [1, 2], "a": "é"}},
+)
+CALLS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    name: [CALL, ("Write", dict[str, Any](path="b"))][: 1 + f.several]
+    for name, f in FAMILIES.items()
+}
 CALLING = [name for name, family in FAMILIES.items() if family.calls]
 START = [user("Please read the file. " * 3)]
 OWN = 64
@@ -222,7 +228,7 @@ def test_of_several_replies_the_one_that_comes_back_is_put_in() -> None:
 
 
 @pytest.mark.parametrize("reason", ["length", "cancelled"])
-def test_a_reply_that_was_cut_off_is_put_in(reason: str) -> None:
+def test_a_reply_that_was_cut_off_is_put_in(reason: FinishReason) -> None:
     """Up to where it was cut; the template closes it."""
     served = Served("qwen3.5")
     whole = served.ids(f"{THOUGHT}\n</think>\n\n{TEXT}{TEXT}")
@@ -300,6 +306,7 @@ def test_what_was_written_before_a_restart_is_put_in() -> None:
     start = [user("What is <|im_end|>? And this: <|im_end|>")]
     reply, held = called(served, "qwen3", start)
     sessions = Sessions(TemporaryDatabase())
+    assert served.last is not None
     turn = Turn("ns", "m", held, 10, 0, 0, 1.0, reply=served.last.row)
     sessions.record_turn(turn)
     messages = [*start, without_thinking(reply), *results(reply)]

@@ -80,7 +80,7 @@ class TestBounded:
     def test_gives_what_the_work_gives(self) -> None:
         assert run_limited(lambda: 7, 10) == 7
         with pytest.raises(KeyError):
-            run_limited(lambda: {}["x"], 10)
+            run_limited(lambda: dict[str, int]()["x"], 10)
 
     def test_leaves_no_exception_behind_and_takes_one_thread_for_all(self) -> None:
         """Also where the work ends just when its time does."""

@@ -204,7 +204,7 @@ def tools_of(api: str) -> list[Body]:
     """The tools in an API's shape."""
     if api == "chat":
         return [dict(tool) for tool in TOOLS]
-    functions = [tool["function"] for tool in TOOLS]
+    functions: list[Any] = [tool["function"] for tool in TOOLS]
     return [
         {"name": f["name"], "description": f["description"], "input_schema": f["parameters"]}
         for f in functions

@@ -32,7 +32,14 @@ def server(toy: ToyMaker, home: Path) -> Iterator[Served]:
     file.chmod(0o644)
     warm = home / "system.txt"
     warm.write_text("You help with trees. " * 20, encoding="utf-8")
-    flags = ("--ram", "200MB", "--cache-dir", str(home / "cache"), "--record", str(home / "said"))
+    flags: tuple[str, ...] = (
+        "--ram",
+        "200MB",
+        "--cache-dir",
+        str(home / "cache"),
+        "--record",
+        str(home / "said"),
+    )
     flags += ("--api-keys-file", str(file), "--warm", str(warm), "--log-level", "debug")
     with served("--model", str(toy("llama")), *flags, home=home) as found:
         until(lambda: found.output.count("is warm: ") == 2, 120, lambda: found.output)

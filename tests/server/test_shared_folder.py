@@ -40,8 +40,8 @@ def begin(toy: ToyMaker, home: Path) -> Iterator[Begin]:
 
         def get(name: str, family: str) -> Api:
             if name not in running or running[name].served.process.poll() is not None:
-                flags = ("--model", str(toy(family)), "--cache-dir", str(home / "cache"))
-                flags += ("--ram", "200MB", "--disk", "1GB", "--prefill-chunk", "256")
+                where = ("--model", str(toy(family)), "--cache-dir", str(home / "cache"))
+                flags = (*where, "--ram", "200MB", "--disk", "1GB", "--prefill-chunk", "256")
                 running[name] = Api(stack.enter_context(served(*flags, home=home)))
             return running[name]
 

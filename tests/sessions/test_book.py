@@ -338,6 +338,7 @@ async def test_a_pinned_session_stays_pinned_as_it_grows(toy, tmp_path, monkeypa
         await durable(engine, listed.session.id)
         await engine.sessions.patch(listed.session.id, pinned=True)
         store = engine.sessions.store
+        assert store is not None
         before = store.stats().pinned_bytes
         assert before > 0
         await ask(engine, prompt(text(1, 256), text(2, 256)), session="mine")
@@ -348,9 +349,11 @@ async def test_a_pinned_session_stays_pinned_as_it_grows(toy, tmp_path, monkeypa
             assert time.monotonic() < end
             await asyncio.sleep(0.02)
     async with started(model, tmp_path) as engine:
-        assert engine.sessions.store.stats().pinned_bytes > before
+        store = engine.sessions.store
+        assert store is not None
+        assert store.stats().pinned_bytes > before
         await engine.sessions.patch(listed.session.id, pinned=False)
-        assert engine.sessions.store.stats().pinned_bytes == 0
+        assert store.stats().pinned_bytes == 0
 
 
 @pytest.mark.slow
@@ -363,6 +366,7 @@ async def test_rows_of_sessions_keep_the_cap(toy, tmp_path):
             await engine.sessions.settled()
             files = [path for path in folder.rglob("*") if path.is_file()]
             assert sum(path.stat().st_blocks * 512 for path in files) <= limit
+        assert engine.sessions.store is not None
         assert engine.sessions.store.stats().evicted > 0
         assert len(await engine.sessions.list()) == 12
 

@@ -57,8 +57,8 @@ def snapshot(ids: Tokens) -> list[Tensor]:
     last = state(ids)[-1:]
     return [
         Tensor("state", "U64", (1,), last.data),
-        Tensor("none", "F16", (0, 4), b""),
-        Tensor("conv", "U8", (11,), last.tobytes() + b"abc"),
+        Tensor("none", "F16", (0, 4), memoryview(b"")),
+        Tensor("conv", "U8", (11,), memoryview(last.tobytes() + b"abc")),
     ]
 
 

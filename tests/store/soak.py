@@ -81,19 +81,19 @@ def assert_sound(folder: Path, limit: int, said: list[list[str]]) -> None:
         locks = [path.name for path in (folder / "locks").iterdir()]
         assert locks == [store._context.lock.name]
         if limit == SMALL:
-            for seed in {int(seed) for _, seed, _ in said}:
-                assert_right(store, conversation(seed), 20)
+            for number in {int(seed) for _, seed, _ in said}:
+                assert_right(store, conversation(number), 20)
             return
         ends: dict[int, int] = {}
         for kind, seed, end in said:
             if kind == "run":
                 ends[int(seed)] = max(ends.get(int(seed), 0), int(end))
-        for seed, end in ends.items():
-            assert assert_right(store, conversation(seed), 20).length >= end
+        for number, length in ends.items():
+            assert assert_right(store, conversation(number), 20).length >= length
         newest = {int(seed): int(end) for kind, seed, end in said if kind == "checkpoint"}
-        for seed, end in newest.items():
-            saved = store.find(conversation(seed)).checkpoints
-            assert end in [one.position for one in saved]
+        for number, position in newest.items():
+            saved = store.find(conversation(number)).checkpoints
+            assert position in [one.position for one in saved]
 
 
 def soak(kills: int, folder: Path, seed: int = 0) -> int:

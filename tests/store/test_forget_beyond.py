@@ -46,7 +46,11 @@ def test_what_is_no_numbers_goes_with_all_behind_it(store: Store, kind: str, val
     kept = branch(mine, 20, 150, seed=5)
     bad = np.ones((250, 2), np.float32)
     bad[68] = value
-    raw = {"F32": bad, "F16": bad.astype(np.float16), "BF16": (bad.view("u4") >> 16).astype("u2")}
+    raw: dict[str, np.ndarray] = {
+        "F32": bad,
+        "F16": bad.astype(np.float16),
+        "BF16": (bad.view("u4") >> 16).astype("u2"),
+    }
     store.write_run(other, 0, [Tensor("keys", kind, bad.shape, raw[kind].data)])
     put(store, kept)
     store.forget_beyond(mine, 66)

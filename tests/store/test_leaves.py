@@ -36,9 +36,10 @@ def test_the_conversation_key_covers_the_first_message_after_the_head(marks, key
 def test_a_request_continues_the_leaf_it_shares_most_with():
     """At least its conversation key; less is another conversation under the same head."""
     short, long = leaf(ids((0, 20)), id=1), leaf(ids((0, 30), (900, 5)), id=2)
-    assert find_continued(ids((0, 30), (500, 5)), [short, long]) is long
-    assert find_continued(ids((0, 9), (500, 50)), [short, long]) is None
-    assert find_continued(ids((0, 5)), [short, long]) is None
+    leaves = [short, long]
+    assert find_continued(ids((0, 30), (500, 5)), leaves) is long
+    assert find_continued(ids((0, 9), (500, 50)), leaves) is None
+    assert find_continued(ids((0, 5)), leaves) is None
 
 
 def test_a_fork_and_its_origin_go_their_own_ways():

@@ -25,6 +25,7 @@ def server(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -126,7 +127,7 @@ def test_what_a_dead_process_was_writing_is_taken_over(folder):
         "import os\n"
         "from mlxcache.store import folder as store_folder\n"
         f"with opened(Path({str(folder)!r})) as store:\n"
-        "    store_folder.os.rename = lambda *_: os.kill(os.getpid(), 9)\n"
+        "    os.rename = lambda *_: os.kill(os.getpid(), 9)\n"
         "    put(store, tokens(300))\n"
     )
     with opened(folder) as store:
@@ -143,16 +144,16 @@ def test_a_second_store_leaves_the_firsts_work_alone(folder, monkeypatch):
     """Opening cleans up after the dead, and not after the living."""
     ids = tokens(300)
     with opened(folder) as one:
-        original = store_folder.os.rename
+        original = os.rename
 
         def open_another(*paths: Path) -> None:
-            monkeypatch.setattr(store_folder.os, "rename", original)
+            monkeypatch.setattr(os, "rename", original)
             with opened(folder) as two:
                 assert two.check() == []
                 assert two.find(ids).length == 0
             original(*paths)
 
-        monkeypatch.setattr(store_folder.os, "rename", open_another)
+        monkeypatch.setattr(os, "rename", open_another)
         put(one, ids)
         assert assert_right(one, ids).length == 300
 

@@ -158,7 +158,11 @@ def test_a_description_that_is_accepted_holds_together(
     rest = {"kind": "main", "prompt_tokens": 0, "anchor": 0, "turns": 0, "last_used_at": 0}
     keys = ("parent", "start", "tokens", "rows")
     names = ("id", "namespace", "model", "label", "name", "title", "client")
-    value = dict.fromkeys(names, "x") | {"turns": 1, "created_at": 0, "last_used_at": 0}
+    value: dict[str, Any] = dict.fromkeys(names, "x") | {
+        "turns": 1,
+        "created_at": 0,
+        "last_used_at": 0,
+    }
     value["leaves"] = [dict(zip(keys, leaf, strict=True)) | rest for leaf in leaves]
     value["checkpoints"] = [{"leaf": a, "position": b} for a, b in checkpoints]
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
-from mlxcache.store import Store, context, index
-from mlxcache.store import folder as store_folder
+from mlxcache.store import Store, index
 from mlxcache.store.digests import Chains
 from mlxcache.store.eviction import files_to_evict
 from mlxcache.store.folder import Folder
@@ -143,7 +144,7 @@ def test_least_recently_used_goes_first(folder):
 def test_a_clock_that_goes_back_changes_no_order_of_use(folder, monkeypatch):
     """Neither while the store is open nor beyond a restart: the oldest use is still the first."""
     now = 2e9
-    monkeypatch.setattr(context.time, "time", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: now)
     a, b, c = (tokens(1000, seed) for seed in (1, 2, 3))
     with opened(folder) as store:
         put(store, a)
@@ -229,9 +230,8 @@ def test_the_quarantine_makes_room_first(folder):
 
 def test_the_floor_of_free_space_is_kept(folder, monkeypatch):
     """The cache gives way to whatever else fills the disk."""
-    disk = 100 * MB
+    disk, taken = 100 * MB, 80 * MB
     monkeypatch.setattr(Folder, "free", lambda self: disk - taken - on_disk(folder))
-    taken = 80 * MB
     with opened(folder, 50 * MB, free_floor=10 * MB) as store:
         fill(store, range(30))
         assert 7 * MB < on_disk(folder) <= 10 * MB
@@ -258,7 +258,7 @@ def test_a_disk_that_refuses_leaves_nothing_behind(folder, monkeypatch, number, 
             raise OSError(number, "refused")
 
         with monkeypatch.context() as patched:
-            patched.setattr(store_folder.os, call, refuse)
+            patched.setattr(os, call, refuse)
             with pytest.raises(wanted):
                 put(store, ids)
         assert not files(folder)
@@ -293,8 +293,8 @@ def test_victims_are_leaves_in_order_of_use(data):
     pinned = set(data.draw(st.lists(st.integers(1, 12), max_size=4)))
     need = data.draw(st.integers(-5, 130))
     left = {row.id: row for row in rows}
-    wanted = []
-    while need > 10 * len(wanted):
+    wanted: list[Row] | None = []
+    while wanted is not None and need > 10 * len(wanted):
         leaves = [
             row
             for row in left.values()
@@ -302,9 +302,9 @@ def test_victims_are_leaves_in_order_of_use(data):
         ]
         if not leaves:
             wanted = None
-            break
-        first = min(leaves, key=lambda row: (row.id in pinned, row.used, -row.stop))
-        wanted.append(left.pop(first.id))
+        else:
+            first = min(leaves, key=lambda row: (row.id in pinned, row.used, -row.stop))
+            wanted.append(left.pop(first.id))
     assert files_to_evict(rows, need, pinned) == wanted
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,11 +112,11 @@ def test_tensors_that_do_not_fit_are_refused(store):
     with pytest.raises(ValueError, match="100 tokens"):
         store.write_run(ids, 0, kv(ids[:99]))
     with pytest.raises(ValueError, match="bytes"):
-        Tensor("x", "F32", (2, 2), b"123")
+        Tensor("x", "F32", (2, 2), memoryview(b"123"))
     with pytest.raises(ValueError, match="contiguous"):
         Tensor("x", "U8", (2,), memoryview(b"1234")[::2])
     with pytest.raises(ValueError, match="no dtype"):
-        Tensor("x", "F31", (1,), b"1234")
+        Tensor("x", "F31", (1,), memoryview(b"1234"))
 
 
 def test_fifty_turns_write_little_more_than_their_tokens(store):
@@ -185,7 +186,8 @@ def test_mlx_reads_a_run(store):
     ids = tokens(100)
     put(store, ids)
     (piece,) = store.find(ids).pieces
-    loaded, metadata = mx.load(str(piece.path), return_metadata=True)
+    read: Any = mx.load(str(piece.path), return_metadata=True)
+    loaded, metadata = read
     assert loaded["layers.0.values"].dtype == mx.bfloat16
     assert np.array(loaded["layers.0.values"].view(mx.uint16)).tobytes() == bytes(kv(ids)[1].bytes)
     assert metadata["namespace"] == NAMESPACE
@@ -204,7 +206,7 @@ def test_finding_is_quick(store):
         lambda: store.find(ids[:20_000]),
         lambda: store.find(turns_of_long),
     )
-    times = [[], [], []]
+    times: list[list[float]] = [[], [], []]
     for _ in range(15):  # by turns: another process may take the machine for a while
         for action, found in zip(actions, times, strict=True):
             began = time.perf_counter()

@@ -35,7 +35,10 @@ def store(folder) -> Iterator[Store]:
 def large(ids):
     """A state of `SIZE` bytes."""
     last = state(ids)[-1:]
-    return [Tensor("state", "U64", (1,), last.data), Tensor("x", "U8", (SIZE,), bytes(SIZE))]
+    return [
+        Tensor("state", "U64", (1,), last.data),
+        Tensor("x", "U8", (SIZE,), memoryview(bytes(SIZE))),
+    ]
 
 
 def put(store, ids, positions):

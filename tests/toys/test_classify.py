@@ -52,7 +52,7 @@ def test_every_family_that_the_project_promises_is_there(found: list[Family]) ->
 
 
 def test_a_class_that_nobody_knows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Strange(KVCache):  # type: ignore[misc]
+    class Strange(KVCache):
         pass
 
     real = tiny.make_tiny

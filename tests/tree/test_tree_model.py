@@ -57,7 +57,7 @@ class Against(RuleBasedStateMachine):
     @initialize()
     def make_values(self):
         """Lists: equal ones are still different values."""
-        self.values = [[] for _ in NAMES]
+        self.values: list[list[object]] = [[] for _ in NAMES]
 
     def found(self, sequence: Prefix) -> Prefix:
         """The longest held prefix of `sequence`."""
@@ -74,7 +74,7 @@ class Against(RuleBasedStateMachine):
 
     def spans(self, prefix: Prefix):
         """Who holds `prefix`, by the model."""
-        spans = []
+        spans: list[tuple[object, int, int]] = []
         for end, each in enumerate(prefixes(prefix), 1):
             if spans and spans[-1][0] is self.held[each]:
                 spans[-1] = (spans[-1][0], spans[-1][1], end)
@@ -256,13 +256,13 @@ class Against(RuleBasedStateMachine):
         assert self.tree.checkpoints == len(self.states)
         assert self.tree.checkpoint_bytes == sum(nbytes for _, nbytes in self.states.values())
         assert self.tree.root.locks == len(self.locks)
-        ranges = {}
+        ranges: dict[int, tuple[int, int]] = {}
         for prefix, value in self.held.items():
             start, end = ranges.get(id(value), (99, 0))
             ranges[id(value)] = (min(start, len(prefix) - 1), max(end, len(prefix)))
         assert {id(value) for value in self.tree.values()} == set(ranges)
-        for value in self.values if self.held else ():
-            assert self.tree.live_range(value) == ranges.get(id(value))
+        for each in self.values if self.held else ():
+            assert self.tree.live_range(each) == ranges.get(id(each))
         for node, prefix in self.locks:
             assert prefix_of(node) == prefix
             assert not node.detached

@@ -85,7 +85,7 @@ def test_white_space_within_a_text_stays() -> None:
 
 
 def test_thinking_text_and_calls_become_blocks_in_order() -> None:
-    pieces = [
+    pieces: list[Text | Thinking | ToolCall] = [
         Thinking("hm"),
         Text("Reading."),
         ToolCall(0, "call_1", "Read", '{"path": "a"}'),

@@ -210,7 +210,7 @@ def test_a_deferred_tool_may_be_called_once_it_is_loaded() -> None:
         ({"system": [text("s", **MARK)]}, 0),
         ({"system": "s", "messages": [user(text("a", **MARK)), user("b")]}, 2),
         ({"messages": [user(text("a", **MARK)), user("b")]}, 1),
-        ({"messages": [user("a"), user(result(**MARK), "t")]}, 2),
+        ({"messages": [user("a"), user(result("done", "toolu_1", **MARK), "t")]}, 2),
         ({"messages": [user("a"), user(result([text("r", **MARK)]), "t")]}, 2),
         ({"messages": [user("a"), user(result(), text("t", **MARK)), user("c")]}, 3),
         ({"messages": [user("a"), user(result(), text("", **MARK)), user("c")]}, 2),

@@ -66,5 +66,6 @@ def test_retention():
     assert (
         hints_from_retention("in_memory", 3) == hints_from_retention("in-memory", 3) == ((3, FIVE),)
     )
-    for junk in (None, "", "1y", 5, ["24h"], {}):
+    unknown: tuple[Any, ...] = (None, "", "1y", 5, ["24h"], {})
+    for junk in unknown:
         assert hints_from_retention(junk, 3) == ()

@@ -105,7 +105,7 @@ def turns(call: dict[str, Any], content: Any) -> list[dict[str, Any]]:
 
 def test_arguments_that_were_written_anew(builder: PromptBuilder) -> None:
     """By JavaScript (2.0 is 2), by Go (keys in order), as OpenAI's text with other blanks."""
-    written = {"path": "é", "all": True, "range": {"to": 2.0, "from": 1}}
+    written: dict[str, Any] = {"path": "é", "all": True, "range": {"to": 2.0, "from": 1}}
     builder.canonicaliser.remember_call(ToolCall(0, "1", "Read", json.dumps(written)))
     was = ids(builder, anthropic(messages=turns(use(**written), "r")))
     anew: dict[str, Any] = {"all": True, "path": "é", "range": {"from": 1, "to": 2}}

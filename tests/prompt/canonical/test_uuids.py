@@ -12,7 +12,7 @@ from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
 from mlxcache.prompt.canonical.draft import strings
 from mlxcache.prompt.canonical.restore import NameRestorer, ReplyRestorer
 from mlxcache.prompt.canonical.uuids import _candidate
-from mlxcache.types import Chat, Finished, Text, Thinking, TokenLogprob, ToolCall
+from mlxcache.types import Chat, Event, Finished, Text, Thinking, TokenLogprob, ToolCall
 
 OWN = "aaf15967-cfc7-4d52-bfda-e1edd9858ef9"
 OTHER = "9d00f0c5-975e-4197-b36d-8f1eb6052b13"
@@ -204,7 +204,7 @@ def test_every_kind_of_event_is_mapped_in_order():
     logprob = TokenLogprob("d", 1, -0.5)
     call = ToolCall(0, "c", "Read", json.dumps({"path": f"/tmp/{name}/x", name: 1}))
     end = Finished("stop", 1, 0, 0, 1)
-    events = [
+    events: list[Event] = [
         Thinking(f"in {name[:20]}"),
         Thinking(name[20:]),
         Thinking(name[:5]),
