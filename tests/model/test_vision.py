@@ -176,4 +176,4 @@ def test_a_model_that_cannot_be_fed_rows_is_a_text_model(
     assert "images disabled" in caplog.text
     caplog.clear()
     assert load_vision(loaded.model, llama.tokenizer, loaded.config) is None
-    assert "no <|patch|>" in caplog.text
+    assert "no token <|patch|>" in caplog.text
