@@ -70,6 +70,16 @@ class PeakFigures:
     disk: int = 0
     polls: int = 0
 
+    def update(self, cache: dict[str, Any]) -> None:
+        """Add the figures of one `GET /v1/cache`."""
+        ram = cache["ram"]
+        taken = ram["used_bytes"] + cache["active_bytes"] + cache["reserved_bytes"]
+        self.polls += 1
+        self.limit = ram["limit_bytes"]
+        self.high_water = max(self.high_water, ram["high_water_bytes"])
+        self.taken = max(self.taken, taken)
+        self.disk = max(self.disk, cache["disk"]["used_bytes"])
+
 
 class SoakServer:
     """A server in a process of its own, with fault injection.
@@ -129,16 +139,7 @@ class SoakServer:
                 sessions.observe(json.loads(listed.body)["data"], cleared)
             found = wire.call(self.port, "GET", "/v1/cache")
             if found.status == 200:
-                self._update_peaks(json.loads(found.body))
-
-    def _update_peaks(self, cache: dict[str, Any]) -> None:
-        figures, ram = self.figures, cache["ram"]
-        taken = ram["used_bytes"] + cache["active_bytes"] + cache["reserved_bytes"]
-        figures.polls += 1
-        figures.limit = ram["limit_bytes"]
-        figures.high_water = max(figures.high_water, ram["high_water_bytes"])
-        figures.taken = max(figures.taken, taken)
-        figures.disk = max(figures.disk, cache["disk"]["used_bytes"])
+                self.figures.update(json.loads(found.body))
 
     def put(self, name: str, measure: str = "") -> None:
         """Turn a fault on; `measure` as `tests.faulty` reads it."""

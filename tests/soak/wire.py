@@ -88,6 +88,72 @@ class Outcome:
         """True if the reply came to its end."""
         return self.status == 200 and self.finish is not None and not self.error
 
+    def begin(self, response: http.client.HTTPResponse) -> None:
+        """Take status and headers of the response."""
+        self.status = response.status
+        self.retry_after = response.headers.get("Retry-After")
+        self.request_id = response.headers.get("X-Mlxcache-Request")
+
+    def add_body(self, body: bytes, *, is_reply: bool) -> None:
+        """Add a body that is not streamed; `is_reply`: that of a chat request."""
+        self.body = body
+        if self.status not in (200, 201):
+            self.error = body.decode("utf-8", "replace")[:500]
+        elif is_reply:
+            self._add_reply(json.loads(body))
+
+    def add_event(self, event: dict[str, Any]) -> None:
+        """Add one event of a stream, of either API."""
+        if event.get("error"):
+            self.error = json.dumps(event["error"])
+            return
+        self._add_usage(event.get("usage") or (event.get("message") or {}).get("usage") or {})
+        for choice in event.get("choices") or ():
+            self._add_text((choice.get("delta") or {}).get("content"))
+            self.finish = choice.get("finish_reason") or self.finish
+        delta = event.get("delta") or {}
+        self._add_text(delta.get("text"))
+        self.finish = delta.get("stop_reason") or self.finish
+
+    def disconnect(self) -> None:
+        """Note that the client disconnects on purpose."""
+        self.disconnected = True
+
+    def fail(self, error: Exception, *, timed_out: bool) -> None:
+        """Note that the connection failed, or that the reply took too long."""
+        self.timed_out = timed_out
+        if not timed_out:
+            self.status = 0
+        self.error = f"{type(error).__name__}: {error}"
+
+    def end(self, seconds: float) -> None:
+        """Note the duration of the request."""
+        self.seconds = seconds
+
+    def _add_reply(self, reply: dict[str, Any]) -> None:
+        self._add_usage(reply["usage"])
+        for choice in reply.get("choices") or ():
+            self._add_text(choice["message"]["content"])
+            self.finish = choice["finish_reason"]
+        if "stop_reason" in reply:
+            for block in reply["content"]:
+                self._add_text(block.get("text"))
+            self.finish = reply["stop_reason"]
+
+    def _add_text(self, text: str | None) -> None:
+        if text:
+            self.text += text
+            self.pieces += 1
+
+    def _add_usage(self, usage: Mapping[str, Any]) -> None:
+        if "prompt_tokens" in usage:
+            self.prompt = usage["prompt_tokens"]
+            self.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        elif "cache_read_input_tokens" in usage:
+            self.cached = usage["cache_read_input_tokens"]
+            made = usage.get("cache_creation_input_tokens", 0)
+            self.prompt = usage["input_tokens"] + made + self.cached
+
 
 class _TooSlow(Exception):
     """The reply took longer than `LONGEST_S`."""
@@ -124,18 +190,18 @@ def _send(
         sock = connection.sock  # the connection drops it when the response takes it over
         if disconnect.seconds is not None:
             select.select([sock], [], [], disconnect.seconds)
-            out.disconnected = True
+            out.disconnect()
         else:
             _read(connection.getresponse(), request, disconnect, out, began)
         if out.disconnected and disconnect.reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
     except (TimeoutError, _TooSlow) as error:
-        out.timed_out, out.error = True, f"{type(error).__name__}: {error}"
+        out.fail(error, timed_out=True)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        out.status, out.error = 0, f"{type(error).__name__}: {error}"
+        out.fail(error, timed_out=False)
     finally:
         connection.close()
-    out.seconds = time.monotonic() - began
+    out.end(time.monotonic() - began)
     return out
 
 
@@ -146,22 +212,16 @@ def _read(
     out: Outcome,
     began: float,
 ) -> None:
-    out.status = response.status
-    out.retry_after = response.headers.get("Retry-After")
-    out.request_id = response.headers.get("X-Mlxcache-Request")
+    out.begin(response)
     if request is None or response.status != 200 or not request.stream:
-        out.body = response.read()
-        if response.status not in (200, 201):
-            out.error = out.body.decode("utf-8", "replace")[:500]
-        elif request is not None:
-            _add_reply(json.loads(out.body), out)
+        out.add_body(response.read(), is_reply=request is not None)
         return
     for event in _events(response):
-        _add_event(event, out)
+        out.add_event(event)
         if time.monotonic() - began > LONGEST_S:
             raise _TooSlow(f"not over after {LONGEST_S:.0f} s, {out.pieces} pieces came")
         if disconnect.pieces is not None and out.pieces >= disconnect.pieces:
-            out.disconnected = True
+            out.disconnect()
             return
         if disconnect.pause:
             time.sleep(disconnect.pause)
@@ -173,45 +233,3 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     for line in response:
         if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
             yield json.loads(data)
-
-
-def _add_event(event: dict[str, Any], out: Outcome) -> None:
-    """Add one event of a stream, of either API."""
-    if event.get("error"):
-        out.error = json.dumps(event["error"])
-        return
-    _add_usage(event.get("usage") or (event.get("message") or {}).get("usage") or {}, out)
-    for choice in event.get("choices") or ():
-        _add_text((choice.get("delta") or {}).get("content"), out)
-        out.finish = choice.get("finish_reason") or out.finish
-    delta = event.get("delta") or {}
-    _add_text(delta.get("text"), out)
-    out.finish = delta.get("stop_reason") or out.finish
-
-
-def _add_text(text: str | None, out: Outcome) -> None:
-    if text:
-        out.text += text
-        out.pieces += 1
-
-
-def _add_reply(reply: dict[str, Any], out: Outcome) -> None:
-    """Add a reply that is not streamed."""
-    _add_usage(reply["usage"], out)
-    for choice in reply.get("choices") or ():
-        _add_text(choice["message"]["content"], out)
-        out.finish = choice["finish_reason"]
-    if "stop_reason" in reply:
-        for block in reply["content"]:
-            _add_text(block.get("text"), out)
-        out.finish = reply["stop_reason"]
-
-
-def _add_usage(usage: Mapping[str, Any], out: Outcome) -> None:
-    if "prompt_tokens" in usage:
-        out.prompt = usage["prompt_tokens"]
-        out.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    elif "cache_read_input_tokens" in usage:
-        out.cached = usage["cache_read_input_tokens"]
-        made = usage.get("cache_creation_input_tokens", 0)
-        out.prompt = usage["input_tokens"] + made + out.cached

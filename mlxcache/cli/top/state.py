@@ -20,7 +20,7 @@ Update = tuple[str, Any] | MlxcacheError
 """A part of the state with its body, or the error that ended the updates."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Prefill:
     """Progress of a prefill at its first and its latest update: tokens done, time in seconds."""
 
@@ -56,7 +56,9 @@ class LiveState:
                 self._prefills.pop(row["id"], None)
                 continue
             at = (progress["done_tokens"], now)
-            self._prefills.setdefault(row["id"], _Prefill(at, at)).last = at
+            known_prefill = self._prefills.get(row["id"])
+            first = known_prefill.first if known_prefill else at
+            self._prefills[row["id"]] = _Prefill(first, at)
         for row in self.recent()[MAX_RECENT:]:
             del known[row["id"]]
 
