@@ -64,13 +64,15 @@ def listed(api: Api) -> dict[str, dict[str, Any]]:
     return {one["label"]: one for one in api.http.get("/v1/sessions").json()["data"]}
 
 
-def until_durable(api: Api, *labels: str) -> None:
-    """Wait until all of these sessions is on disk."""
+def until_durable(api: Api, *labels: str, turns: int = 1) -> None:
+    """Wait until all of these sessions is on disk, the last of so many turns included."""
 
     def there() -> bool:
         found = listed(api)
         return all(
-            label in found and found[label]["durable_tokens"] == found[label]["tokens"]
+            label in found
+            and found[label]["turns"] >= turns
+            and found[label]["durable_tokens"] == found[label]["tokens"]
             for label in labels
         )
 
@@ -87,7 +89,7 @@ def test_each_finds_what_the_other_committed(begin: Begin) -> None:
     messages: Messages = []
     for number, api in enumerate((one, two, one, two)):
         messages, record = turn(api, "talk", messages, words(number, 60))
-        until_durable(api, "talk")
+        until_durable(api, "talk", turns=number + 1)
         if number:
             assert record["cached_tokens"] >= record["prompt_tokens"] - 64 - 4 * 60
             assert record["restored_tokens"] > 0
