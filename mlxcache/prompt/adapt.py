@@ -1,7 +1,7 @@
-"""Rewriting a conversation into what a chat template takes, looking only to the left.
+"""Adapt a conversation to what a chat template takes.
 
-Each message is placed by what stands before it and never by what follows, so the first messages
-of a conversation render alike whatever comes after them.
+Each message is placed by the messages before it and never by those after it, so the beginning of a
+conversation renders alike, however it continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Content = str | list[str | Image]
 """A message's text, or its texts and images in order."""
 
 SEPARATE = "apart"
-"""The key of a system message that stands by itself, and is not joined to the first."""
+"""The key of a system message that must not be joined to the first one."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -37,18 +37,18 @@ To call one, write its name and its arguments as JSON between these two marks, a
 <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>
 
 For several calls, write one after the other. Each result comes back in the next message."""
-"""What stands in for a template's own description of tools."""
+"""The description of tools for templates that have none."""
 
 
 def adapt(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], traits: Traits
 ) -> list[Message]:
-    """The messages as the template takes them; `tools` are described where it knows none.
+    """Adapt messages to a template; where it takes no tools, describe `tools` in the system text.
 
-    Nothing a person wrote is dropped: a message that the template refuses in its place becomes
-    part of the one before it, or a user message. Raises BadRequest for an unknown role.
+    No user's text is dropped: a message that the template refuses in its place is joined to the one
+    before it or becomes a user message. Raises BadRequest for an unknown role.
     """
-    placed = _Placed(traits)
+    placed = _Adapter(traits)
     if tools and not traits.tools:
         leading = leading_systems(messages)
         for message in messages[:leading]:
@@ -62,15 +62,15 @@ def adapt(
 
 
 def leading_systems(messages: Sequence[Mapping[str, Any]]) -> int:
-    """The number of messages that make the system text in front of a conversation."""
+    """The number of messages that form the leading system text."""
     for i, message in enumerate(messages):
         if message.get("role") not in ("system", "developer") or message.get(SEPARATE):
             return i
     return len(messages)
 
 
-class _Placed:
-    """The messages so far; `add` places the next one."""
+class _Adapter:
+    """The adapted messages so far; `add` places the next one."""
 
     def __init__(self, traits: Traits):
         self.messages: list[Message] = []
@@ -96,7 +96,7 @@ class _Placed:
         return self.messages[-1]["role"] if self.messages else None
 
     def _append(self, text: Content) -> None:
-        """Put a text after the last message's own."""
+        """Append a text to the last message."""
         last = self.messages[-1]
         self.messages[-1] = {**last, "content": _joined(last.get("content"), text)}
 
@@ -108,7 +108,7 @@ class _Placed:
         elif traits.system_anywhere or (traits.system and not self.messages):
             self.messages.append({"role": role, "content": text})
         elif self._last_role in ("user", "tool"):
-            # behind a user's message of its own, templates drop the thinking of the replies before
+            # a separate user message would make templates drop the thinking of earlier replies
             self._append(text)
         else:
             self._user({"role": "user", "content": text})
@@ -133,14 +133,14 @@ class _Placed:
         if calls and message["content"] and not traits.text_with_calls:
             groups.insert(0, [])
         if len(groups) > 1 and traits.alternates:
-            # Such a template writes calls without the text beside them, and so they stay calls.
+            # Such a template takes no text beside calls: the text is dropped.
             message, groups = {**message, "content": ""}, groups[1:]
         for i, group in enumerate(groups):
             part = message if i == 0 else {"role": "assistant", "content": ""}
             self._reply({**part, "tool_calls": group} if group else part)
 
     def _callable(self, calls: list[Message]) -> bool:
-        """Whether the template takes these calls as calls."""
+        """True if the template takes these calls as calls."""
         traits = self._traits
         single = traits.calls_at_once or not traits.alternates or len(calls) == 1
         return traits.tool_calls and single
@@ -184,7 +184,7 @@ class _Placed:
 
 
 def _text(content: Any) -> Content:
-    """Content as text: None is empty, a list of text parts is joined; with images, it stays."""
+    """Content as text: None is empty, text parts are joined; a list with images is kept."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -212,7 +212,7 @@ def _listed(content: Content) -> list[str | Image]:
 
 
 def _object(arguments: Any) -> Any:
-    """A call's arguments as an object; text that is none stays text."""
+    """A call's arguments as an object; text that is no JSON object stays text."""
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
@@ -223,14 +223,14 @@ def _object(arguments: Any) -> Any:
 
 
 def _written(call: Message) -> str:
-    """A call as the generic description of tools asks for it."""
+    """A call in the form that `GENERIC_TOOLS` asks for."""
     function = call["function"]
     body = {"name": function["name"], "arguments": _object(function["arguments"])}
     return f"<tool_call>{json.dumps(body, ensure_ascii=False)}</tool_call>"
 
 
 def _short(call_id: str) -> str:
-    """Nine letters or digits that stand for an id, the same every time."""
+    """Nine letters or digits derived from an id, always the same."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])

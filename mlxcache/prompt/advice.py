@@ -1,4 +1,4 @@
-"""What to do about a lost prefix, by its cause; what of it this server does itself."""
+"""Advice on lost prefixes, by cause."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ ADVICE: dict[str, str] = {
     "mlxcache cache check.",
     "other_model": "It was computed by another model or version, whose KV cannot be used.",
 }
-"""A sentence or two per cause. A cause that is not here has none of its own."""
+"""One or two sentences per cause; other causes get a general one."""
 
 
 def advice_for(cause: str) -> str:
-    """What to do where a prefix was lost by `cause`."""
+    """Advice for a prefix lost by `cause`."""
     return ADVICE.get(cause, _RENDERED)

@@ -1,4 +1,4 @@
-"""What in one request is likely to change in the next, and what is computed again behind it."""
+"""Audit one request: find what is likely to change in the next, and what that costs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from mlxcache.prompt.advice import advice_for
 from mlxcache.prompt.differences import excerpt
 from mlxcache.prompt.explain import Source
-from mlxcache.prompt.volatile import announced
+from mlxcache.prompt.volatile import find_announced
 from mlxcache.types import Chat
 
 _MACHINE = re.compile(r"<(system-reminder|env|environment_context|context)>.*?</\1>", re.DOTALL)
-"""What clients put into a person's message, and make anew for each session."""
+"""Marked text that clients put into a user's message and generate for each session."""
 _KEY = 120
-"""Characters before a place by which it is found in the rendered text."""
+"""Characters before and after a place by which it is found in the rendered text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is likely to change.
+    """One text that is likely to change.
 
-    `where`: the part of the conversation; `line`: of that part's text, from 1. `at_token`: where in
-    the prompt it stands, None where it is not rendered; `tokens_behind`: what is computed again
-    when it changes. `text`: what stands there. `rule`: the rule of canonicalisation that removes
-    it, so that nothing is computed again.
+    `where`: the part of the conversation; `line`: in that part's text, from 1. `text`: the text
+    itself. `at_token`: its token position, None where it is not rendered. `tokens_behind`: the
+    tokens computed again when it changes. `rule`: the canonicalisation rule that removes it; then
+    nothing is computed again.
     """
 
     cause: str
@@ -52,12 +52,12 @@ def audit(
     *,
     order_kept: bool = False,
 ) -> list[Finding]:
-    """What is likely to change in a prompt of so many `tokens`, in the order of the prompt.
+    """The texts that are likely to change in a prompt of `tokens` tokens, in order of position.
 
-    Looked at are tools, system messages, and what clients put into messages of people between
-    marks such as `<system-reminder>`; what people and models wrote stays as it was sent.
-    `position(source, char)`: the number of tokens before a character of the rendered text.
-    `order_kept`: the rule that keeps the order of tools is on.
+    Examines tools, system messages, and text in users' messages between marks like
+    `<system-reminder>`; what users and models wrote does not change. `position(source, char)`: the
+    number of tokens before a character of the rendered text. `order_kept`: the rule `tool_order` is
+    on.
     """
     found = [
         one
@@ -86,7 +86,7 @@ def _found(
 ) -> Iterator[Finding]:
     text = source.tokenised.text
     for where, part, as_json in _parts(chat):
-        for one in announced(part):
+        for one in find_announced(part):
             char = _place(text, part, one.start, as_json=as_json)
             at = None if char is None else position(source, char)
             line = part.count("\n", 0, one.start) + 1
@@ -96,7 +96,7 @@ def _found(
 
 
 def _parts(chat: Chat) -> Iterator[tuple[str, str, bool]]:
-    """Texts that machines made, with where they stand and whether they are written as JSON."""
+    """Machine-made texts as (place, text, True if rendered as JSON)."""
     for i, tool in enumerate(chat.tools):
         function = tool.get("function") or tool
         for text in _strings(function):
@@ -132,7 +132,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _place(rendered: str, part: str, at: int, *, as_json: bool) -> int | None:
-    """The character of the rendered text at which character `at` of a part stands."""
+    """The offset in the rendered text of character `at` of a part; None if not found."""
     start = max(0, at - _KEY)
     before, key = part[start:at], part[start : at + _KEY]
     forms = [(before, key)]
@@ -152,7 +152,7 @@ def _place(rendered: str, part: str, at: int, *, as_json: bool) -> int | None:
 def _order(
     source: Source, position: Callable[[Source, int], int], tokens: int
 ) -> Iterator[Finding]:
-    """Tools that are not in the order of their names: nothing says that the order will hold."""
+    """A finding for tools that are not sorted by name: their order may change."""
     names = [str((tool.get("function") or tool).get("name")) for tool in source.chat.tools]
     i = next((i for i in range(1, len(names)) if names[i] < names[i - 1]), None)
     if i is None:

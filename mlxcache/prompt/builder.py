@@ -97,7 +97,7 @@ class PromptBuilder:
             image_token = processor.token_id if processor else None
             reader = ReplyReader(tokenizer, read, finder, image_token)
             known = Replies() if replies is None else replies
-            self._replay = Replay(reader, self._codec, self._renderer, escape.steady, known)
+            self._replay = Replay(reader, self._codec, self._renderer, escape.without_nonce, known)
         thought = self._replay.find_thinking if self._replay else None
         self.canonicaliser = Canonicaliser(rules, thought)
         if not self.incremental:

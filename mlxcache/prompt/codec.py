@@ -1,4 +1,4 @@
-"""From rendered text to token ids, with escaped text kept plain."""
+"""Encode rendered text to token ids; escaped text never becomes a control token."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _PROBES = (
 
 _CHARS_PER_TOKEN = 8
 _LEAST_PIECE = 1 << 16
-"""How text that is likely too long is counted: in pieces of so many characters."""
+"""Text that is likely too long is counted in pieces of at least so many characters."""
 
 
 class Codec:
     """Encodes rendered text, which may hold sentinels of `escape`. Safe in any thread.
 
-    `direct`: the Rust tokenizer is called itself; else the transformers object, whose class
-    changes the text on its way or has no Rust tokenizer.
+    `direct`: the Rust tokenizer is called itself. Otherwise the transformers object is, where its
+    class changes the text or has no Rust tokenizer.
     """
 
     def __init__(
@@ -55,22 +55,22 @@ class Codec:
 
     @property
     def escapes_whole(self) -> bool:
-        """Whether escaped tokens are encoded as any text; if not, they are cut in two."""
+        """True if escaped tokens are encoded like any text; otherwise they are cut in two."""
         return self._plain is not None
 
     def encode(self, text: str) -> Tokens:
-        """The ids of a rendered text, shape (n,); no token is added at its ends.
+        """The ids of a rendered text, shape (n,), without tokens added at its ends.
 
-        Raises BadRequest if the text is not Unicode (a lone surrogate).
+        Raises BadRequest if the text is not valid Unicode (holds a lone surrogate).
         """
         with _unicode_only(text, "messages"):
             return np.asarray(self._encode(text), dtype=np.int32)
 
     def exceeds(self, text: str, most: int) -> bool:
-        """Whether a text far longer than `most` tokens usually are has more than that many.
+        """True if a text has far more than `most` tokens; False without counting if it is short.
 
-        It is encoded in pieces, as all of it would take gigabytes. A cut adds a token or a few,
-        so a tenth more than `most` has to be found.
+        The text is encoded in pieces, because encoding all of it could take gigabytes. A cut adds a
+        few tokens, so a tenth more than `most` is needed.
         """
         piece = max(_CHARS_PER_TOKEN * most, _LEAST_PIECE)
         if len(text) <= piece:
@@ -83,10 +83,10 @@ class Codec:
         return False
 
     def encode_raw(self, text: str) -> Tokens:
-        """The ids of a text as it is, with the tokens that the tokenizer adds at its ends.
+        """The ids of a bare text, with the tokens that the tokenizer adds at its ends.
 
-        None is added at the start where the text begins with it already. Raises BadRequest if
-        the text is not Unicode.
+        None is added where the text begins with the first one already. Raises BadRequest if the
+        text is not valid Unicode.
         """
         bos = getattr(self._tokenizer, "bos_token", None)
         add = not (bos and text.startswith(bos))
@@ -95,32 +95,32 @@ class Codec:
             return np.asarray(ids, dtype=np.int32)
 
     def _encode(self, text: str) -> Any:
-        if not self._escape.holds(text):
-            return self._ordinary(text)
-        pieces = self._escape.pieces(text)
+        if not self._escape.has_sentinel(text):
+            return self._encode_plain(text)
+        pieces = self._escape.split(text)
         if self._plain is not None:
             return self._plain.encode(pieces)
-        return self._broken(pieces)
+        return self._encode_cut(pieces)
 
-    def _ordinary(self, text: str) -> Any:
+    def _encode_plain(self, text: str) -> Any:
         if self._backend is not None:
             return _ids(self._backend, text)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _broken(self, pieces: list[tuple[str, bool]]) -> list[int]:
-        """Without a tokenizer that knows no control tokens, each is cut after one character."""
+    def _encode_cut(self, pieces: list[tuple[str, bool]]) -> list[int]:
+        """Cut each escaped token after its first character, so that it is not matched."""
         ids: list[int] = []
         run = ""
         for text, escaped in pieces:
             if not escaped:
                 run += text
                 continue
-            ids += self._ordinary(run + text[:1])
+            ids += self._encode_plain(run + text[:1])
             run = text[1:]
-        return ids + list(self._ordinary(run))
+        return ids + list(self._encode_plain(run))
 
     def _agrees(self, backend: Any, texts: Sequence[str]) -> bool:
-        # The transformers object goes first: its call ends any truncation and padding of the file.
+        # The transformers object is called first: that resets truncation and padding of the file.
         return all(
             list(self._tokenizer.encode(text, add_special_tokens=False)) == _ids(backend, text)
             for text in texts
@@ -128,28 +128,29 @@ class Codec:
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """As a batch of one: `encode` holds the GIL all through, and so every other request."""
+    """Encode as a batch of one: `encode` holds the GIL and would block all other requests."""
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
 
 @contextmanager
 def _unicode_only(text: str, param: str) -> Iterator[None]:
-    """Tell a lone surrogate, which tokenizers meet with errors of their own, from other errors."""
+    """Turn the error of a tokenizer for a lone surrogate into BadRequest."""
     try:
         yield
     except (TypeError, UnicodeError):
         if any("\ud800" <= char <= "\udfff" for char in text):
-            raise BadRequest("text holds half of a surrogate pair", param=param) from None
+            message = "text is not valid Unicode: it holds half of a surrogate pair"
+            raise BadRequest(message, param=param) from None
         raise
 
 
 class _Plain:
-    """A second tokenizer over the same model, in which control tokens go by private names.
+    """A second tokenizer over the same model, in which control tokens have private names.
 
-    A text whose own control tokens are renamed encodes there as it would in the first one, and
-    what looks like a control token in it is text. The model is shared, not copied, unless its
-    vocabulary itself turns the text of a control token into its id.
+    A text whose real control tokens are renamed gets the same ids there; the original name of a
+    control token in it is ordinary text. The model is shared, and copied only where its vocabulary
+    itself turns the text of a control token into its id.
     """
 
     def __init__(self, tokenizer: Any, table: Tokens, names: dict[str, str]):
@@ -162,15 +163,16 @@ class _Plain:
     def of(
         cls, backend: Any, added: Sequence[Added], controls: Sequence[Added], texts: Sequence[str]
     ) -> _Plain | None:
-        """The first way that gives the same ids for `texts` and none for a control's text."""
+        """The first construction with the same ids for `texts` and no id for a control's text."""
         nonce = f"{secrets.randbelow(10**20):020d}"
         names = {token.text: f"<{nonce}{i}>" for i, token in enumerate(controls)}
         for model in (backend.model, None):
-            base = _sharing(backend, model) if model is not None else _renaming(backend, names)
+            shared = model is not None
+            base = _share_model(backend, model) if shared else _copy_model(backend, names)
             if base is None:
                 continue
             plain = cls(base, _add_tokens(base, backend, added, names), names)
-            if plain._holds_up(backend, controls, texts):
+            if plain._is_correct(backend, controls, texts):
                 return plain
         return None
 
@@ -185,7 +187,7 @@ class _Plain:
     def _name(self, match: re.Match[str]) -> str:
         return self._names[match.group()]
 
-    def _holds_up(self, backend: Any, controls: Sequence[Added], texts: Sequence[str]) -> bool:
+    def _is_correct(self, backend: Any, controls: Sequence[Added], texts: Sequence[str]) -> bool:
         same = all(self.encode([(text, False)]).tolist() == _ids(backend, text) for text in texts)
         if not same:
             return False
@@ -194,15 +196,15 @@ class _Plain:
         return not np.isin(ids, [token.id for token in controls]).any()
 
 
-def _sharing(backend: Any, model: Any) -> Any:
+def _share_model(backend: Any, model: Any) -> Any:
     """A tokenizer over the same model object, without added tokens."""
     base = Tokenizer(model)
-    _like(base, backend)
+    _copy_stages(base, backend)
     return base
 
 
-def _renaming(backend: Any, names: dict[str, str]) -> Any:
-    """A tokenizer over a copy of the model in which control tokens' entries are renamed."""
+def _copy_model(backend: Any, names: dict[str, str]) -> Any:
+    """A tokenizer over a copy of the model in which the entries of control tokens are renamed."""
     spec = json.loads(backend.to_str())
     spec["added_tokens"] = []
     spec["post_processor"] = spec["truncation"] = spec["padding"] = None
@@ -217,7 +219,7 @@ def _renaming(backend: Any, names: dict[str, str]) -> Any:
     return Tokenizer.from_str(json.dumps(spec))
 
 
-def _like(base: Any, backend: Any) -> None:
+def _copy_stages(base: Any, backend: Any) -> None:
     if backend.normalizer is not None:
         base.normalizer = backend.normalizer
     if backend.pre_tokenizer is not None:
@@ -225,10 +227,10 @@ def _like(base: Any, backend: Any) -> None:
 
 
 def _add_tokens(base: Any, backend: Any, added: Sequence[Added], names: dict[str, str]) -> Tokens:
-    """Add the added tokens under their names; returns new id -> id, shape (vocabulary,)."""
+    """Add the added tokens under their new names; returns new id -> id, shape (vocabulary,)."""
     taken = base.get_vocab(with_added_tokens=False)
     top = max(taken.values(), default=-1)
-    # New ids count from the vocabulary's size: fill its holes, so that none is an id in use.
+    # New ids start at the vocabulary's size: fill its holes, so that no id is used twice.
     base.add_tokens([f"<{secrets.token_hex(10)}>" for _ in range(top + 1 - len(taken))])
     originals = backend.get_added_tokens_decoder()
     table = np.arange(top + 2 + len(added), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What was done to the messages of a conversation: edited, put in, left out, summarised."""
+"""Find what differs between two conversations: arguments, tools and messages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxcache.common_prefix import common_characters
-from mlxcache.prompt.volatile import ANNOUNCED, VALUES, touching
+from mlxcache.prompt.volatile import ANNOUNCED, VALUES, causes_touching
 from mlxcache.types import Chat, Image
 
 _LEFT, _RIGHT = 60, 140
-"""Characters of a text that are shown before and from where it parts."""
+"""Characters of a text shown before and from the first difference."""
 _CLOSE = 8
 _LINE = 400
-"""Characters of a line, each way from where it parts, that are looked at."""
+"""Characters of a line that are examined before and after the first difference."""
 _GIT = re.compile(r"gitStatus|[Gg]it status|^(?:Current|Git) branch:", re.MULTILINE)
 _GIT_LINE = re.compile(
     r"(?:\w+: )?(?:[ MADRCTU?!]{1,2} \S|[0-9a-f]{7,40} |\(clean\)|Status:|Recent commits:"
@@ -29,10 +29,11 @@ _NUMBER = re.compile(r"\d[\d,_]*(?:\.\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`at`: characters that both texts begin with; `before`, `after`: the old and new text there.
+    """The change of one text into another.
 
-    Both begin with up to 60 characters that are the same, on the same line. `shows`: the two from
-    a few characters before `at` on.
+    `at`: the number of shared leading characters. `before`, `after`: excerpts of the old and new
+    text, from up to 60 shared characters of the same line on. `shows`: the old and new text from a
+    few characters before `at` on.
     """
 
     at: int
@@ -42,10 +43,10 @@ class Change:
     shows: tuple[str, str]
 
 
-def change_of(old: str, new: str, *, machine: bool = False) -> Change:
-    """How `old` became `new`, which is not the same text.
+def _change_of(old: str, new: str, *, machine: bool = False) -> Change:
+    """The change of `old` into a different text `new`.
 
-    `machine`: a program wrote it, so that a number which changes is a counter.
+    `machine`: a program wrote it, so a changed number is a counter.
     """
     at = common_characters(old, new)
     shown = slice(max(0, at - _CLOSE), at + _RIGHT)
@@ -54,7 +55,7 @@ def change_of(old: str, new: str, *, machine: bool = False) -> Change:
 
 
 def excerpt(text: str, at: int) -> str:
-    """What stands around a character, from the start of its line if that is near."""
+    """The text around a character, from the start of its line if that is near."""
     start = max(at - _LEFT, text.rfind("\n", 0, at) + 1)
     return text[start : at + _RIGHT]
 
@@ -64,29 +65,30 @@ def _cause(old: str, new: str, at: int, machine: bool) -> str:
     now, _ = _line(new, at)
     (first, was_end), now_end = _span(was, now, at - begun), 0
     now_end = was_end + len(now) - len(was)
-    either = touching(ANNOUNCED, was, first, was_end) + touching(ANNOUNCED, now, first, now_end)
+    either = causes_touching(ANNOUNCED, was, first, was_end)
+    either += causes_touching(ANNOUNCED, now, first, now_end)
     if either:
         return either[0]
     if _in_git(old, at, was) or _in_git(new, at, now):
         return "git_status"
-    values = touching(VALUES, now, first, now_end)
-    both = [cause for cause in touching(VALUES, was, first, was_end) if cause in values]
+    values = causes_touching(VALUES, now, first, now_end)
+    both = [cause for cause in causes_touching(VALUES, was, first, was_end) if cause in values]
     if both:
         return both[0]
     if machine and _number_at(was, first, was_end) and _number_at(now, first, now_end):
         return "counter"
-    return form(was, now) or form(old, new) or "text"
+    return _form(was, now) or _form(old, new) or "text"
 
 
 def _line(text: str, at: int) -> tuple[str, int]:
-    """The line that a character stands in, and where it begins; of a long one what is near."""
+    """The line of a character and its start; of a long line the part near the character."""
     start = max(at - _LINE, text.rfind("\n", 0, at) + 1)
     end = text.find("\n", at, at + _LINE)
     return text[start : end if end >= 0 else at + _LINE], start
 
 
 def _span(was: str, now: str, first: int) -> tuple[int, int]:
-    """The characters of `was` that changed: from `first` to where both end alike."""
+    """The changed characters of `was`: from `first` to the start of the common ending."""
     most = min(len(was), len(now)) - first
     same = next((i for i in range(most) if was[-1 - i] != now[-1 - i]), most)
     return first, len(was) - same
@@ -97,15 +99,15 @@ def _number_at(line: str, start: int, end: int) -> bool:
 
 
 def _in_git(text: str, at: int, line: str) -> bool:
-    """Whether a line is one of a git status that the text holds."""
+    """True if a line belongs to a git status in the text."""
     if not _GIT_LINE.match(line):
         return False
     near = text[max(0, at - _GIT_REACH) : at + _LINE]
     return _GIT.search(near) is not None
 
 
-def form(old: str, new: str) -> str | None:
-    """In what two texts differ that read the same; None where they do not, or are the same."""
+def _form(old: str, new: str) -> str | None:
+    """The kind of difference between two texts that read the same; None if none, or if equal."""
     if old == new:
         return None
     if old.replace("\r\n", "\n").rstrip("\r") == new.replace("\r\n", "\n").rstrip("\r"):
@@ -124,14 +126,14 @@ Shows = tuple[str, str]
 
 SYSTEM = ("system", "developer")
 _SHIFTS = 16
-"""Messages put in or left out at one place that are still told as that."""
+"""Most messages inserted or dropped at one place that are recognised as such."""
 _SUMMARY = re.compile(
     r"continued from a previous conversation|conversation (?:is|was|has been) (?:summari[sz]ed"
     r"|compacted)|summary of the conversation|<(?:conversation_|context_)?summary>",
     re.IGNORECASE,
 )
 _IMAGE = 80
-"""Characters around a change in which an image stands, if it is one that changed."""
+"""Characters around a change in which a changed image is looked for."""
 _CLEARED = re.compile(
     r"\[(?:Old )?tool (?:result|output|use)[^\]\n]{0,80}(?:cleared|removed|omitted)"
 )
@@ -140,11 +142,11 @@ _REMINDER = re.compile(r"<system-reminder>|<env>|<context\b")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that two conversations differ in.
+    """One difference between two conversations.
 
-    `where`: the part of the later conversation, such as `system`, `tools[2] Read`, `messages[5]
-    user`. `before`, `after`: excerpts of the earlier and the later text. `shows`: what of the two
-    is seen in prompts right where they part.
+    `where`: the part of the later conversation: `system`, `tools[2] Read`, `messages[5] user`.
+    `before`, `after`: excerpts of the earlier and the later text. `shows`: parts of the two that
+    are visible in the prompts at the first difference.
     """
 
     where: str
@@ -155,67 +157,67 @@ class Difference:
     shows: Shows
 
 
-def message_differences(was: Sequence[Message], now: Sequence[Message]) -> Iterator[Difference]:
-    """What differs of the messages that both have, in order.
+def _message_differences(was: Sequence[Message], now: Sequence[Message]) -> Iterator[Difference]:
+    """The differences of the messages that both have, in order.
 
-    Where some were put in, left out or replaced by a summary, that is the last that is told.
+    Ends with the first message that was inserted, dropped or replaced by a summary.
     """
-    seen = [key(m) for m in was], [key(m) for m in now]
+    seen = [_key(m) for m in was], [_key(m) for m in now]
     for i in range(min(len(was), len(now))):
         if seen[0][i] == seen[1][i]:
             continue
         cause = None if _in_place(was, now, seen, i) else _moved(was, now, seen, i)
-        if cause == "message_dropped" and heads(now) <= i < heads(was):
-            yield difference("system", "system_changed", change_of(text_of(was[i]), ""))
+        if cause == "message_dropped" and _heads(now) <= i < _heads(was):
+            yield _difference("system", "system_changed", _change_of(_text_of(was[i]), ""))
             return
         if cause is not None:
             role = now[i].get("role")
-            head = cause != "compaction" and role in SYSTEM and i < heads(now)
+            head = cause != "compaction" and role in SYSTEM and i < _heads(now)
             reason = "system_changed" if head else "edited"
-            change = change_of(text_of(was[i]), text_of(now[i]), machine=True)
-            yield difference(_place(now, i), reason, change, cause)
+            change = _change_of(_text_of(was[i]), _text_of(now[i]), machine=True)
+            yield _difference(_place(now, i), reason, change, cause)
             return
         yield from _edited(was[i], now[i], _place(now, i))
 
 
 def _place(messages: Sequence[Message], i: int) -> str:
-    return "system" if i < heads(messages) else f"messages[{i}] {messages[i].get('role')}"
+    return "system" if i < _heads(messages) else f"messages[{i}] {messages[i].get('role')}"
 
 
 def _in_place(
     was: Sequence[Message], now: Sequence[Message], seen: tuple[list[str], list[str]], i: int
 ) -> bool:
-    """Whether a message of the head, or one that both go on behind alike, was edited."""
+    """True if a message was edited in place: in the head, or with equal messages after it."""
     following = [keys[i + 1 : i + 2] for keys in seen]
     goes_on = bool(following[0]) and following[0] == following[1]
-    return was[i].get("role") == now[i].get("role") and (i < heads(now) or goes_on)
+    return was[i].get("role") == now[i].get("role") and (i < _heads(now) or goes_on)
 
 
 def _moved(
     was: Sequence[Message], now: Sequence[Message], seen: tuple[list[str], list[str]], i: int
 ) -> str | None:
-    """What was done to the list of messages at `i`; None where a message was edited after all."""
+    """The change of the list of messages at `i`; None where a message was edited."""
     old, new = seen
     tail = bool({*old[i:]} & {*new[i:]})
-    summary = any(_SUMMARY.search(text_of(m)) for m in now[i : i + 2])
-    fewer = not tail or len(now) < len(was)  # the newest messages may be kept behind a summary
-    if summary and fewer and not _SUMMARY.search(text_of(was[i])):
+    summary = any(_SUMMARY.search(_text_of(m)) for m in now[i : i + 2])
+    fewer = not tail or len(now) < len(was)  # a summary may be followed by the newest messages
+    if summary and fewer and not _SUMMARY.search(_text_of(was[i])):
         return "compaction"
     shifted = _shifted(now, seen, i) or _shifted_and_edited(was, now, i)
     if shifted is not None:
         return shifted
     same_role = was[i].get("role") == now[i].get("role")
-    alike = tail or len(now) > len(was) or similar(text_of(was[i]), text_of(now[i])) >= 0.3
+    alike = tail or len(now) > len(was) or _similar(_text_of(was[i]), _text_of(now[i])) >= 0.3
     if same_role and alike:
         return None
-    early = i <= heads(now) + 1 and len(now) < len(was)
+    early = i <= _heads(now) + 1 and len(now) < len(was)
     if early and len(was) - i > 1 and not tail:
         return "compaction"
     return "text" if tail else "rewound"
 
 
 def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) -> str | None:
-    """What was put in or left out at `i`, if the messages go on alike behind it."""
+    """The cause of an insertion or a drop at `i` with equal messages after it; None if neither."""
     old, new = seen
     for shift in range(1, _SHIFTS + 1):
         if new[i + shift : i + shift + 1] == old[i : i + 1]:
@@ -226,7 +228,7 @@ def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) 
 
 
 def _shifted_and_edited(was: Sequence[Message], now: Sequence[Message], i: int) -> str | None:
-    """As `_shifted`, where a message of another role stands before one that was edited too."""
+    """As `_shifted`, for a message of another role before one that was edited too."""
     if was[i].get("role") == now[i].get("role"):
         return None
     if any(_nearly(was[i], later) for later in now[i + 1 : i + 1 + _SHIFTS]):
@@ -237,51 +239,51 @@ def _shifted_and_edited(was: Sequence[Message], now: Sequence[Message], i: int) 
 
 
 def _inserted(message: Message) -> str:
-    volatile = change_of("", text_of(message), machine=True).cause
+    volatile = _change_of("", _text_of(message), machine=True).cause
     return volatile if volatile in ("counter", "git_status") else "message_inserted"
 
 
 def _nearly(was: Message, now: Message) -> bool:
-    """Whether two messages of one role say almost the same."""
-    texts = text_of(was), text_of(now)
-    return was.get("role") == now.get("role") and any(texts) and similar(*texts) >= 0.8
+    """True if two messages of one role are almost equal."""
+    texts = _text_of(was), _text_of(now)
+    return was.get("role") == now.get("role") and any(texts) and _similar(*texts) >= 0.8
 
 
 def _edited(was: Message, now: Message, where: str) -> Iterator[Difference]:
-    """What was edited in a message; nothing where only what is not rendered differs."""
+    """The differences of an edited message; none where they are not rendered."""
     role = str(now.get("role"))
     reason = "system_changed" if role in SYSTEM else "edited"
     if (was.get("reasoning_content") or "") != (now.get("reasoning_content") or ""):
         old, new = str(was.get("reasoning_content") or ""), str(now.get("reasoning_content") or "")
         cause = "thinking_changed" if new else "thinking_dropped"
-        yield difference(where, reason, change_of(old, new), cause)
-    old, new = text_of(was), text_of(now)
+        yield _difference(where, reason, _change_of(old, new), cause)
+    old, new = _text_of(was), _text_of(now)
     if old != new:
         machine = role in SYSTEM or role == "tool" or _REMINDER.search(new) is not None
-        change = change_of(old, new, machine=machine)
-        yield difference(where, reason, change, _special(role, old, new, change))
-    calls = [[function_of(c) for c in m.get("tool_calls") or ()] for m in (was, now)]
-    if as_json(calls[0]) != as_json(calls[1]):
-        told = difference(where, reason, change_of(*map(as_json, calls)), "tool_calls")
+        change = _change_of(old, new, machine=machine)
+        yield _difference(where, reason, change, _special(role, old, new, change))
+    calls = [[_function_of(c) for c in m.get("tool_calls") or ()] for m in (was, now)]
+    if _as_json(calls[0]) != _as_json(calls[1]):
+        told = _difference(where, reason, _change_of(*map(_as_json, calls)), "tool_calls")
         yield replace(told, shows=_argument(*calls) or told.shows)
 
 
 def _argument(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Shows | None:
-    """What is seen of the first argument that differs, which templates write in many ways."""
+    """The visible parts of the first argument that differs; None if the names differ."""
     for old, new in zip(was, now, strict=False):
         before, after = _texts(old.get("arguments")), _texts(new.get("arguments"))
         if old.get("name") != new.get("name"):
             return None
         changed = [k for k in before if k in after and before[k] != after[k]]
         if changed:
-            return change_of(before[changed[0]], after[changed[0]]).shows
+            return _change_of(before[changed[0]], after[changed[0]]).shows
     return None
 
 
 def _texts(arguments: Any) -> dict[str, str]:
     if not isinstance(arguments, Mapping):
         return {}
-    return {k: v if isinstance(v, str) else as_json(v) for k, v in arguments.items()}
+    return {k: v if isinstance(v, str) else _as_json(v) for k, v in arguments.items()}
 
 
 def _special(role: str, old: str, new: str, change: Change) -> str | None:
@@ -293,11 +295,11 @@ def _special(role: str, old: str, new: str, change: Change) -> str | None:
     return None
 
 
-# -- what else is asked of messages ------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------
 
 
-def similar(old: str, new: str) -> float:
-    """The share of the longer text that both begin or end with, from 0 to 1."""
+def _similar(old: str, new: str) -> float:
+    """The length of common beginning and end relative to the longer text, from 0 to 1."""
     longer = max(len(old), len(new))
     if not longer:
         return 1.0
@@ -307,11 +309,11 @@ def similar(old: str, new: str) -> float:
     return (start + end) / longer
 
 
-def heads(messages: Sequence[Message]) -> int:
+def _heads(messages: Sequence[Message]) -> int:
     return next((i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), len(messages))
 
 
-def key(message: Message) -> str:
+def _key(message: Message) -> str:
     return json.dumps(message, sort_keys=True, ensure_ascii=False, default=_digest)
 
 
@@ -319,7 +321,7 @@ def _digest(value: object) -> str:
     return value.digest.hex() if isinstance(value, Image) else repr(value)
 
 
-def text_of(message: Message) -> str:
+def _text_of(message: Message) -> str:
     content = message.get("content")
     if isinstance(content, list):
         return "\n".join(
@@ -329,17 +331,17 @@ def text_of(message: Message) -> str:
     return str(content or "")
 
 
-def as_json(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=_digest)
 
 
-def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool or a call without what wraps it, and without a call's id."""
+def _function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function object of a tool or a call."""
     found: Mapping[str, Any] = tool.get("function") or tool
     return found
 
 
-def difference(where: str, reason: str, change: Change, cause: str | None = None) -> Difference:
+def _difference(where: str, reason: str, change: Change, cause: str | None = None) -> Difference:
     return Difference(
         where, reason, cause or change.cause, change.before, change.after, change.shows
     )
@@ -347,73 +349,71 @@ def difference(where: str, reason: str, change: Change, cause: str | None = None
 
 _VOLATILE = frozenset({"date", "uuid", "counter", "git_status", "hash", "temp_path"})
 ALIKE = 24
-"""Characters that two first messages share where one is taken for the other: "What is a ...?" is
-the beginning of many."""
+"""Characters that two first messages must share to count as the same: many begin with "What is"."""
 
 
 def differences(old: Chat, new: Chat) -> list[Difference]:
-    """What differs of what both conversations have, tools first, then in order.
+    """The differences in what both conversations have: arguments, tools, messages in order.
 
-    Nothing for a conversation that was only continued, or taken back by some messages.
+    None where one conversation only continues the other.
     """
     return [
         *_arguments(old, new),
         *_tools(old.tools, new.tools),
-        *message_differences(old.messages, new.messages),
+        *_message_differences(old.messages, new.messages),
     ]
 
 
 def first_new(old: Chat, new: Chat) -> int:
-    """How many leading messages of `new` are old ones: those of `old`, changed or not, and the
-    reply to it."""
+    """The number of leading messages of `new` that belong to `old`, edited or not, or its reply."""
     was, now = old.messages, new.messages
-    begin = heads(now)
-    known = {key(message) for message in was if message.get("role") not in SYSTEM}
-    known |= {key(message) for message in was[heads(was) :]}
-    last = max((i + 1 for i in range(begin, len(now)) if key(now[i]) in known), default=begin)
-    aligned = len(was) - heads(was)
+    begin = _heads(now)
+    known = {_key(message) for message in was if message.get("role") not in SYSTEM}
+    known |= {_key(message) for message in was[_heads(was) :]}
+    last = max((i + 1 for i in range(begin, len(now)) if _key(now[i]) in known), default=begin)
+    aligned = len(was) - _heads(was)
     begun = now[begin : begin + aligned]
     if last > begin or _alike(was, now):
-        roles = [m.get("role") for m in begun] == [m.get("role") for m in was[heads(was) :]]
+        roles = [m.get("role") for m in begun] == [m.get("role") for m in was[_heads(was) :]]
         if roles and len(now) > begin + aligned:
             last = max(last, begin + aligned)
     ended = bool(was) and last > begin and _role(now, last) == "assistant"
-    answers = key(now[last - 1]) == key(was[-1]) or last == begin + aligned
+    answers = _key(now[last - 1]) == _key(was[-1]) or last == begin + aligned
     return last + 1 if ended and answers else last
 
 
 def related(old: Chat, new: Chat) -> bool:
-    """Whether `new` goes on with `old`, or has at least its head."""
+    """True if `new` continues `old` or shares its tools and system text."""
     if old.tools and new.tools and _head(old) == _head(new):
         return True
-    known = {key(m) for m in old.messages if m.get("role") not in SYSTEM}
-    if any(key(m) in known for m in new.messages):
+    known = {_key(m) for m in old.messages if m.get("role") not in SYSTEM}
+    if any(_key(m) in known for m in new.messages):
         return True
-    return _alike(old.messages, new.messages) or same_head(old, new)
+    return _alike(old.messages, new.messages) or _same_head(old, new)
 
 
-def same_head(old: Chat, new: Chat) -> bool:
-    """Whether both begin with much the same tools and system text, if not all of it."""
+def _same_head(old: Chat, new: Chat) -> bool:
+    """True if tools and system text of both are mostly equal."""
     was, now = _head(old), _head(new)
     if not now or not was:
         return False
     names = _names(old.tools), _names(new.tools)
     alike = names[0] == names[1] or len({*names[0]} & {*names[1]}) * 2 > len(names[1])
-    return alike and similar(was, now) >= 0.5
+    return alike and _similar(was, now) >= 0.5
 
 
 def _alike(was: Sequence[Message], now: Sequence[Message]) -> bool:
-    """Whether the first messages that are not of the system say nearly the same."""
-    first, second = was[heads(was) :][:1], now[heads(now) :][:1]
+    """True if the first messages after the system text are nearly equal."""
+    first, second = was[_heads(was) :][:1], now[_heads(now) :][:1]
     if not first or not second or first[0].get("role") != second[0].get("role"):
         return False
-    one, other = text_of(first[0]), text_of(second[0])
-    share = similar(one, other)
+    one, other = _text_of(first[0]), _text_of(second[0])
+    share = _similar(one, other)
     return share >= 0.5 and share * max(len(one), len(other)) >= ALIKE
 
 
 def _head(chat: Chat) -> str:
-    return "\n\n".join(text_of(m) for m in chat.messages[: heads(chat.messages)])
+    return "\n\n".join(_text_of(m) for m in chat.messages[: _heads(chat.messages)])
 
 
 def _role(messages: Sequence[Message], index: int) -> str | None:
@@ -426,16 +426,16 @@ def _role(messages: Sequence[Message], index: int) -> str | None:
 def _arguments(old: Chat, new: Chat) -> Iterator[Difference]:
     was, now = dict(old.template_args), dict(new.template_args)
     if was != now:
-        reason, cause = "template_drift", "template_args"
-        yield Difference("template arguments", reason, cause, as_json(was), as_json(now), ("", ""))
+        where, reason, cause = "template arguments", "template_drift", "template_args"
+        yield Difference(where, reason, cause, _as_json(was), _as_json(now), ("", ""))
 
 
 def _names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [str(function_of(tool).get("name")) for tool in tools]
+    return [str(_function_of(tool).get("name")) for tool in tools]
 
 
 def _tools(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    old, new = [as_json(tool) for tool in was], [as_json(tool) for tool in now]
+    old, new = [_as_json(tool) for tool in was], [_as_json(tool) for tool in now]
     if old == new:
         return []
     i = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), None)
@@ -444,28 +444,28 @@ def _tools(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -
     name = (renamed[at : at + 1] or names[at : at + 1])[0]
     where = f"tools[{at}] {name}"
     before, after = (old[at : at + 1] or [""])[0], (new[at : at + 1] or [""])[0]
-    change = change_of(before, after, machine=True)
+    change = _change_of(before, after, machine=True)
     cause = _tool_cause(names, renamed, at, same=sorted(old) == sorted(new))
     if cause == "tool_changed":
         volatile = change.cause in _VOLATILE
         cause = change.cause if volatile else _described(was[at], now[at]) or cause
-        return [difference(where, "tools_changed", change, cause)]
+        return [_difference(where, "tools_changed", change, cause)]
     shown = excerpt(before, 0), excerpt(after, 0)
     shows = _seen_of(was[at : at + 1]), _seen_of(now[at : at + 1])
     return [Difference(where, "tools_changed", cause, *shown, shows)]
 
 
 def _seen_of(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What tells a tool from others in a prompt, at its beginning; empty for none."""
-    functions = [function_of(tool) for tool in tools]
+    """The text that identifies tools in a prompt; empty for none."""
+    functions = [_function_of(tool) for tool in tools]
     return "".join(str(one.get("description") or one.get("name")) for one in functions)
 
 
 def _described(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """In what form a tool's description changed, if it reads the same and all else is the same."""
-    old, new = dict(function_of(was)), dict(function_of(now))
+    """The kind of change of a tool's description that reads the same; None if more differs."""
+    old, new = dict(_function_of(was)), dict(_function_of(now))
     texts = str(old.pop("description", "")), str(new.pop("description", ""))
-    return form(*texts) if old == new else None
+    return _form(*texts) if old == new else None
 
 
 def _tool_cause(old: list[str], new: list[str], at: int, *, same: bool) -> str:

@@ -1,8 +1,7 @@
-"""Keeping the text of messages apart from the template's own control tokens.
+"""Escape control tokens in messages, so that only the template's own become control tokens.
 
-Before rendering, every control token's text inside a message, a tool or an argument is replaced
-by a sentinel; what a rendered text holds of control tokens is then the template's own. After
-tokenisation's special cases are settled (see `codec`), the sentinels become text again.
+Before rendering, the text of a control token inside a message, a tool or an argument is replaced by
+a sentinel. `codec` turns sentinels back into text when it encodes.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ _DIGITS = 7
 
 
 class Escape:
-    """Replaces control text by sentinels and back. Immutable, so safe in any thread.
+    """Replaces the text of control tokens by sentinels, and back. Immutable; safe in any thread.
 
-    A sentinel is private-use characters around decimal digits: a nonce drawn per object, so
-    that no text can hold one by accident or intent, then the characters' code points. It has
-    no letters, quotes or blanks that a template could change by case, trim or escape; where a
-    template writes JSON in ASCII, both the sentinel and what it stands for come out escaped.
+    A sentinel is decimal digits between two private-use characters: a nonce of this object, so that
+    no text holds one by accident or intent, then the code points of the replaced text. It holds no
+    letters, quotes or blanks, which a template could change. Where a template writes JSON in
+    ASCII, the sentinel and its text come out escaped.
 
-    `controls` are the texts to keep out; those of `passing` may stand in an assistant's text.
-    Where a tokenizer looks for some of them in text that its normaliser changed, `normalize`
-    is that and `normalized` are those: a text that comes to hold one is replaced as a whole.
+    `controls`: the texts to escape; those in `passing` are allowed in an assistant's content.
+    `normalized`: those that the tokenizer matches after its normaliser `normalize`; a text that
+    holds one after normalisation is replaced as a whole.
     """
 
     def __init__(
@@ -52,50 +51,50 @@ class Escape:
             rf"((?:\d{{{_DIGITS}}})+)(?:{CLOSE}|{re.escape(last)})"
         )
         self.end = f"{OPEN}{self._nonce}{CLOSE}"
-        """A mark that stands for no text, to find a place in a rendered conversation."""
+        """A sentinel of an empty text, to find a position in a rendered conversation."""
 
-    def text(self, text: str) -> str:
-        """`text` with sentinels for control tokens, also for ones cut by its two ends."""
+    def escape_text(self, text: str) -> str:
+        """Escape a text, including control tokens that are cut off at its ends."""
         return self._replace(text, self._all)
 
-    def value(self, value: Any) -> Any:
-        """A copy of a JSON value with every string in it escaped, keys too."""
+    def escape_value(self, value: Any) -> Any:
+        """A copy of a JSON value with every string and key escaped."""
         if isinstance(value, str):
             return self._replace(value, self._all)
         if isinstance(value, dict | Mapping):
-            return {self.value(key): self.value(item) for key, item in value.items()}
+            return {self.escape_value(key): self.escape_value(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.value(item) for item in value]
+            return [self.escape_value(item) for item in value]
         return value
 
-    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of a message, escaped; an assistant's content may hold the passing marks."""
-        escaped: dict[str, Any] = self.value(message)
+    def escape_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """An escaped copy of a message; the `passing` texts stay in an assistant's content."""
+        escaped: dict[str, Any] = self.escape_value(message)
         content = message.get("content")
         if message.get("role") == "assistant" and isinstance(content, str):
             escaped["content"] = self._replace(content, self._assistant)
         return escaped
 
-    def holds(self, rendered: str) -> bool:
-        """Whether a rendered text holds a sentinel."""
+    def has_sentinel(self, rendered: str) -> bool:
+        """True if a rendered text holds a sentinel."""
         return self._nonce in rendered
 
-    def steady(self, rendered: str) -> str:
-        """The rendered text as any other object of this class would have it; as long."""
+    def without_nonce(self, rendered: str) -> str:
+        """The rendered text without the nonce, equal for all objects of this class; same length."""
         return rendered.replace(self._nonce, "0" * len(self._nonce))
 
     def restore(self, rendered: str) -> str:
-        """The rendered text with each sentinel turned back into what it stands for."""
-        return "".join(text for text, _ in self.pieces(rendered))
+        """The rendered text with each sentinel replaced by its text."""
+        return "".join(text for text, _ in self.split(rendered))
 
-    def pieces(self, rendered: str) -> list[tuple[str, bool]]:
-        """The rendered text in order, as (text, whether it came from a sentinel)."""
+    def split(self, rendered: str) -> list[tuple[str, bool]]:
+        """The rendered text as pieces (text, True if it came from a sentinel), in order."""
         out: list[tuple[str, bool]] = []
         done = 0
         for match in self._sentinel.finditer(rendered):
             digits = match.group(1)
             points = [int(digits[i : i + _DIGITS]) for i in range(0, len(digits), _DIGITS)]
-            if max(points) > sys.maxunicode:  # a template cut it up: no sentinel of ours
+            if max(points) > sys.maxunicode:  # a template cut the sentinel
                 continue
             out.append((rendered[done : match.start()], False))
             text = "".join(map(chr, points))
@@ -131,9 +130,9 @@ class Escape:
 class _Finder:
     """Finds control tokens in a text, and parts of them at its ends.
 
-    Templates put strings side by side, so a token could be completed by its neighbour: at an
-    end, two characters or more of a token count as that token. (One is too common to be worth
-    the detour, and a token of two strings always has two at one side.)
+    Templates concatenate strings, so a token may be completed by the neighbouring one: at an end,
+    two or more characters of a token count as the token. (One character is too common, and a token
+    of three or more characters made of two strings has two at one side.)
     """
 
     def __init__(self, texts: set[str]):
@@ -147,7 +146,7 @@ class _Finder:
         self._first = {text[0] for text in texts}
 
     def cut(self, text: str) -> tuple[int, int]:
-        """How many characters at the text's start and end are the end and start of a token."""
+        """The numbers of characters at a text's start and end that are parts of a token."""
         near = text[: self._longest]
         head = 0
         for char in self._last:

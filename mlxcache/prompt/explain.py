@@ -1,4 +1,4 @@
-"""Where a prompt parts from an earlier one that it was meant to go on with, and why."""
+"""Explain where and why a prompt differs from an earlier one that it should continue."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from mlxcache.prompt.replies import PromptKey
 from mlxcache.types import Chat, Tokens
 
 LEAST_LOSS = 64
-"""Tokens from which on a loss is told: templates and tokenizers move a few at a turn's end."""
+"""The least loss in tokens that is reported; templates change a few at the end of each turn."""
 
 RULE_OF = {
     "tool_reordered": "tool_order",
     "tool_calls": "argument_order",
     "tool_result_cleared": "cleared_results",
 }
-"""The rules that remove a cause, where they are not called as it is."""
+"""The canonicalisation rule that removes a cause, where its name differs from the cause's."""
 
 _NEAR = 600
-"""Characters around the place where two texts part in which what differs must be seen."""
+"""Characters around the first difference of two texts in which its cause must be seen."""
 _OPENS = re.compile(r"<think|<\|channel\|>analysis|\[THINK", re.IGNORECASE)
 _CLOSES = re.compile(r"\s*(?:</think|\[/THINK)", re.IGNORECASE)
-"""Marks of thinking: one that opens it, and one that closes it at once."""
+"""Marks that open thinking, and marks that close it at once."""
 _BACK, _AHEAD = 12, 40
-"""Tokens shown before and from where two prompts part."""
+"""Tokens shown before and from the first difference of two prompts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """What a prompt was rendered from: the conversation as it was `sent`, the same after the rules
-    of canonicalisation, and the text with its ids. `generation`: where in it the reply begins.
+    """The origin of a prompt: the conversation as `sent`, as `canonical`, and as tokenised text.
+
+    `generation`: the character of the tokenised text at which the reply begins.
     `key`: identifies the prompt to find replies to it."""
 
     sent: Chat
@@ -49,18 +50,18 @@ class Source:
 
     @property
     def chat(self) -> Chat:
-        """The conversation as it was rendered."""
+        """The conversation after canonicalisation."""
         return self.canonical.chat
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds, the conversation's own taken to be as many as the text's."""
+        """Bytes held; the conversation is counted like its text."""
         return self.tokenised.nbytes + 4 * len(self.tokenised.text)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One of two prompts. `ids`: of the prompt and, if it was served, of its reply, shape (n,)."""
+    """One of two compared prompts. `ids`: of the prompt and of its reply, if served; shape (n,)."""
 
     source: Source
     ids: Tokens
@@ -68,13 +69,14 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where two prompts part, if they do before what is new begins.
+    """The first difference of two prompts, if it comes before the new messages.
 
-    `at_token`: how many tokens both begin with. `new_from`: where in the later prompt what the
-    earlier one (and its reply) did not have begins; between the two lies what is computed again.
-    `reason`, `cause`: None where nothing parts before that. `before`, `after`: the earlier and the
-    later text around it. `where`: the part of the later conversation. `later`: what else differs.
-    `removed`: what differs as it was sent, each with the rule of canonicalisation that removed it.
+    `at_token`: the number of shared leading tokens. `new_from`: the token of the later prompt at
+    which messages begin that the earlier prompt and its reply did not have; the tokens between the
+    two are computed again. `reason`, `cause`: None where nothing differs before `new_from`.
+    `where`: the part of the later conversation. `before`, `after`: the earlier and the later text
+    there. `later`: further differences. `removed`: differences as sent that canonicalisation
+    removed, each with its rule.
     """
 
     at_token: int
@@ -90,7 +92,7 @@ class Explanation:
 
     @property
     def lost_tokens(self) -> int:
-        """Tokens of the later prompt that stood in the earlier one too, and are computed again."""
+        """Tokens of the later prompt that the earlier one had too and that are computed again."""
         return max(0, self.new_from - self.at_token) if self.reason else 0
 
     @property
@@ -102,28 +104,30 @@ class Explanation:
 class Explainer:
     """Compares prompts of one model. Safe in any thread.
 
-    `reach(source, n)`: how many tokens a prompt has before its message `n`; `decode`: a text for
-    ids.
+    `message_position(source, n)`: the token position of message `n`; see `PromptBuilder`.
+    `decode(ids)`: their text.
     """
 
-    def __init__(self, reach: Callable[[Source, int], int], decode: Callable[[Sequence[int]], str]):
-        self.reach = reach
+    def __init__(
+        self, message_position: Callable[[Source, int], int], decode: Callable[[Sequence[int]], str]
+    ):
+        self.message_position = message_position
         self.decode = decode
 
     def explain(self, old: Side, new: Side) -> Explanation:
-        """Why `new` parts from `old` where it does."""
+        """Find the first difference of `new` from `old`, and its cause."""
         return replace(self._explain(old, new), removed=_removed(old.source, new.source))
 
     def _explain(self, old: Side, new: Side) -> Explanation:
         shared = common_length(old.ids, new.ids)
         was, now = old.source, new.source
-        new_from = self.reach(now, first_new(was.chat, now.chat))
+        new_from = self.message_position(now, first_new(was.chat, now.chat))
         found = differences(was.chat, now.chat)
-        generation = self.reach(was, len(was.chat.messages))
+        generation = self.message_position(was, len(was.chat.messages))
         whole = shared >= min(generation, len(old.ids)) and not found
         if whole and (shared + LEAST_LOSS >= min(len(old.ids), new_from)):
             return Explanation(shared, new_from, len(new.ids))
-        seen = self._seen(found, was, now)
+        seen = self._visible_difference(found, was, now)
         if seen is None:
             if shared >= new_from or (found and shared >= min(generation, len(old.ids))):
                 return Explanation(shared, new_from, len(new.ids), later=tuple(found))
@@ -141,8 +145,10 @@ class Explainer:
             later=later,
         )
 
-    def _seen(self, found: Sequence[Difference], was: Source, now: Source) -> Difference | None:
-        """The difference that shows where the two texts part; None if none does."""
+    def _visible_difference(
+        self, found: Sequence[Difference], was: Source, now: Source
+    ) -> Difference | None:
+        """The difference that is visible where the two texts first differ; None if none is."""
         old, new = was.tokenised.text, now.tokenised.text
         at = common_characters(old, new)
         if at >= min(len(old), was.generation):
@@ -158,7 +164,7 @@ class Explainer:
     def _drift(
         self, old: Side, new: Side, shared: int, new_from: int, found: Sequence[Difference]
     ) -> Explanation:
-        """The same conversation, rendered or generated differently."""
+        """Explain the same conversation rendered or generated differently."""
         start = max(0, shared - _BACK)
         before, after = (self._text(side, start, shared + _AHEAD) for side in (old, new))
         parted = [self._text(side, shared, shared + _AHEAD) for side in (old, new)]
@@ -184,7 +190,7 @@ class Explainer:
 
 
 def _removed(old: Source, new: Source) -> tuple[tuple[str, Difference], ...]:
-    """What differs as it was sent and not as it was rendered, with the rules that did it."""
+    """Differences as sent that are gone after canonicalisation, each with its rule."""
     rules = {*old.canonical.rules, *new.canonical.rules}
     if not rules:
         return ()
@@ -202,13 +208,13 @@ def _reasons(chat: Chat) -> list[Any]:
 
 
 def _squeezed(text: str) -> str:
-    """A text without what templates and JSON change in it."""
+    """A text without characters that templates and JSON change."""
     return re.sub(r"\\[nrtbf\"\\]|[\W_]", "", text)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlierPrompt:
-    """A served prompt: `computed` tokens of it and its reply were in a cache when it ended."""
+    """A served prompt. `computed`: cached tokens of it and its reply when it ended."""
 
     session: str | None
     side: Side
@@ -217,14 +223,14 @@ class EarlierPrompt:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it keeps alive."""
+        """Bytes held."""
         return self.side.source.nbytes + self.side.ids.nbytes
 
 
 class EarlierPrompts:
-    """The last `each` prompts of every session, `count` and `limit` bytes of all at most.
+    """The latest prompts of each session, for comparison with the next one.
 
-    For one thread. What was kept first goes first.
+    At most `each` per session, `count` in all, and `limit` bytes; the oldest are dropped first.
     """
 
     def __init__(self, *, count: int = 64, each: int = 4, limit: int = 64 << 20):
@@ -233,7 +239,7 @@ class EarlierPrompts:
         )
 
     def add(self, new: EarlierPrompt) -> None:
-        """Keep a prompt, in the place of one of its session that it goes on with."""
+        """Add a prompt; it replaces those of its session that it continues."""
         ids, group = new.side.ids, (new.session, new.owner)
         continued = [
             one
@@ -243,7 +249,7 @@ class EarlierPrompts:
         self._held.add(group, new, replaced=continued)
 
     def all(self) -> list[EarlierPrompt]:
-        """A copy of the list of them, for another thread."""
+        """A copy of the list, oldest first."""
         return [one for _, one in self._held.items()]
 
     @staticmethod
@@ -262,12 +268,12 @@ class EarlierPrompts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all of them keep alive."""
+        """Bytes held by all prompts."""
         return self._held.total
 
 
 def first_related(found: list[tuple[EarlierPrompt, int]], side: Side) -> EarlierPrompt | None:
-    """The first candidate that a prompt's conversation goes on with, or shares the head of."""
+    """The first prompt that `side` continues or shares the head with; None if there is none."""
     for candidate, _ in found:
         if related(candidate.side.source.chat, side.source.chat):
             return candidate

@@ -163,17 +163,17 @@ class Renderer:
         return text[:end]
 
     def _messages(self, chat: Chat, count: int, tools: list[Any]) -> list[Message]:
-        messages = [self._escape.message(message) for message in chat.messages[:count]]
+        messages = [self._escape.escape_message(message) for message in chat.messages[:count]]
         return adapt(messages, tools, self._traits)
 
     def _tools(self, chat: Chat) -> list[Any]:
-        return [self._escape.value(tool) for tool in chat.tools]
+        return [self._escape.escape_value(tool) for tool in chat.tools]
 
     def _arguments(self, chat: Chat) -> dict[str, Any]:
         own = set(chat.template_args) & RESERVED
         if own:
             raise BadRequest(f"not a template argument: {min(own)}", param="chat_template_kwargs")
-        return {**self._args, **self._escape.value(dict(chat.template_args))}
+        return {**self._args, **self._escape.escape_value(dict(chat.template_args))}
 
     def _text(
         self, messages: list[Message], tools: Any, args: Mapping[str, Any], *, generation: bool

@@ -1,4 +1,4 @@
-"""Rendering a conversation with the model's chat template."""
+"""Run a model's chat template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What templates, in Jinja or in Python, raise."""
+"""Exceptions that templates raise, in Jinja or in Python."""
 
 RESERVED = frozenset(
     """
@@ -36,17 +36,17 @@ RESERVED = frozenset(
     max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
     """.split()  # noqa: SIM905 - read as a list of names
 )
-"""Arguments of the renderer itself, which no request may set."""
+"""Arguments of transformers' renderer, which no request may set."""
 
 
 RENDER_SECONDS = 30.0
-"""Longer than any conversation takes to render; a template that takes it does not end."""
+"""Time limit of one rendering; a conversation takes far less."""
 
 
 class Template:
-    """The chat template of a tokenizer; without one, a plain form of role names and text.
+    """The chat template of a tokenizer, or a plain form of role names and text without one.
 
-    `source` is its Jinja source where that is known.
+    `exists` is False without one. `source` is its Jinja source where known.
     """
 
     def __init__(self, tokenizer: ChatTokenizer):
@@ -62,13 +62,13 @@ class Template:
         generation: bool,
         args: Mapping[str, Any],
     ) -> str:
-        """The text of a conversation, with or without the generation prompt.
+        """Render a conversation, with or without the generation prompt.
 
-        Raises BadRequest in the template's own words where it refuses the conversation, and
-        GenerationFailed where it breaks.
+        Raises BadRequest with the template's message where it refuses the conversation, and
+        GenerationFailed where it fails or takes longer than `RENDER_SECONDS`.
         """
         if not self.exists:
-            return plain(messages, self._start(), generation=generation)
+            return render_plain(messages, self._start(), generation=generation)
         try:
             given = {"tools": list(tools) if tools else None, "add_generation_prompt": generation}
             rendered = partial(
@@ -76,7 +76,7 @@ class Template:
             )
             text = run_limited(rendered, RENDER_SECONDS)
         except TimeoutError as error:
-            raise GenerationFailed(f"the model's chat template does not end: {error}") from error
+            raise GenerationFailed(f"the model's chat template took too long: {error}") from error
         except RecursionError as error:
             raise too_deep() from error
         except TEMPLATE_ERRORS as error:
@@ -102,12 +102,12 @@ class Template:
 
 
 def check_arguments(template: Template, args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments with which the template cannot render what it else can."""
+    """Raise ConfigError for arguments that make the template fail."""
     if not template.exists:
-        log.warning("the model has no chat template: conversations are written as plain text")
+        log.warning("the model has no chat template: conversations are rendered as plain text")
     own = RESERVED & args.keys()
     if own:
-        raise ConfigError(f"--chat-template-args: {min(own)!r} is the server's own")
+        raise ConfigError(f"--chat-template-args: {min(own)!r} is set by the server; remove it")
     messages = [{"role": "user", "content": "hello"}]
     try:
         template.render(messages, generation=True, args=args)
@@ -115,17 +115,17 @@ def check_arguments(template: Template, args: Mapping[str, Any]) -> None:
         try:
             template.render(messages, generation=True, args={})
         except MlxcacheError:
-            return  # not for the arguments' sake
+            return  # the arguments are not the cause
         raise ConfigError(f"--chat-template-args: with these {error}") from error
 
 
 def too_deep() -> BadRequest:
-    """What a value nested beyond Python's stack is answered with."""
+    """The error for a value nested deeper than Python's recursion limit."""
     return BadRequest("a value is nested too deeply", param="messages")
 
 
-def plain(messages: Sequence[Message], start: str, *, generation: bool) -> str:
-    """The form for models without a chat template: a role's name, a colon, the text."""
+def render_plain(messages: Sequence[Message], start: str, *, generation: bool) -> str:
+    """Render without a chat template: each role's name, a colon, and the text."""
     parts = [start]
     parts += [f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages]
     return "".join(parts) + ("Assistant:" if generation else "")

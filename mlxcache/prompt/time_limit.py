@@ -1,4 +1,4 @@
-"""An end to work that does not end by itself: chat templates are programs, of whoever made a model.
+"""Limit the run time of Python code: chat templates are programs that come with a model.
 
 A thread cannot be killed, but Python can be made to raise an exception in it:
 https://docs.python.org/3/c-api/threads.html#c.PyThreadState_SetAsyncExc.
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class _Overdue(BaseException):
-    """No Exception, so that nothing in a template's filters takes it for an error of its own."""
+    """Not an Exception, so that no `except Exception` in a template's filters catches it."""
 
 
 class _Watch:
-    """One thread that looks after all that is under way; it sleeps until something may be due."""
+    """One thread that interrupts overdue calls; it sleeps until the next one may be due."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,13 +31,13 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> object:
-        """Interrupt this thread in so many seconds, unless `end` is called with the result."""
+        """Interrupt the calling thread in `seconds`, unless `end` is called with the result."""
         mark, deadline = object(), time.monotonic() + seconds
         with self._lock:
             self._due[mark] = deadline, threading.get_ident()
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._run, name="mlxcache-bounded", daemon=True
+                    target=self._run, name="mlxcache-time-limit", daemon=True
                 )
                 self._thread.start()
             elif deadline < self._wakes:
@@ -45,7 +45,7 @@ class _Watch:
         return mark
 
     def end(self, mark: object) -> None:
-        """Nothing is raised for it once this has returned; while it runs, it may be."""
+        """Cancel an interruption. It may still happen during this call, never after it."""
         with self._lock:
             self._due.pop(mark, None)
 
@@ -70,9 +70,9 @@ _watch = _Watch()
 
 
 def run_limited(work: Callable[[], T], seconds: float) -> T:
-    """The result of `work`, which is Python code. Raises TimeoutError once it takes too long.
+    """Run `work` and return its result. Raises TimeoutError after `seconds`.
 
-    Work that never returns to Python, such as one long call into C, is not interrupted.
+    Only Python code is interrupted: a single long call into C is not.
     """
     try:
         mark = _watch.begin(seconds)

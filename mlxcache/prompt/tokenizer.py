@@ -1,4 +1,4 @@
-"""What the prompt layer asks of a tokenizer, and the added tokens that it reads from one."""
+"""The tokenizer interface that prompts need, and the added tokens of a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 
 class ChatTokenizer(Protocol):
-    """A tokenizer with a chat template, as mlx-lm wraps those of transformers.
+    """A tokenizer with a chat template: mlx-lm's wrapper of one of transformers.
 
-    `_tokenizer` is the transformers tokenizer; where that one has a `backend_tokenizer`, it is
-    the `tokenizers.Tokenizer` that does the work, which may be called from many threads.
+    `_tokenizer` is the transformers tokenizer. Its `backend_tokenizer`, if any, is the Rust
+    `tokenizers.Tokenizer` that does the work and may be called from many threads.
     """
 
     _tokenizer: Any
@@ -33,7 +33,7 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """One added token: its text is found in any text before the tokenizer proper sees it."""
+    """An added token: its text is matched before the rest of a text is tokenised."""
 
     id: int
     text: str
@@ -43,7 +43,7 @@ class Added:
 
 
 def added_tokens(tokenizer: ChatTokenizer) -> tuple[Added, ...]:
-    """The added tokens, ascending by id; without a Rust backend as far as transformers says."""
+    """The added tokens, ascending by id; without a Rust backend as transformers lists them."""
     backend = backend_of(tokenizer)
     if backend is None:
         known = set(getattr(tokenizer._tokenizer, "all_special_tokens", ()))
@@ -61,7 +61,7 @@ def added_tokens(tokenizer: ChatTokenizer) -> tuple[Added, ...]:
 
 
 def backend_of(tokenizer: ChatTokenizer) -> Any:
-    """The Rust `tokenizers.Tokenizer`, or None where there is none or a class is in its way."""
+    """The Rust `tokenizers.Tokenizer`; None where there is none or a class overrides `encode`."""
     inner = tokenizer._tokenizer
     for kind in type(inner).__mro__:
         if "encode" in vars(kind) and not kind.__module__.startswith("transformers.tokenization"):
@@ -76,11 +76,11 @@ _RESERVED = re.compile(r"<(unused|reserved|extra_id)[_-]?\S*>|\[(unused|reserved
 def control_tokens(
     added: Iterable[Added], source: str | None, markers: Collection[str]
 ) -> tuple[Added, ...]:
-    """Those of the added tokens that steer the model, which text must never become.
+    """The added tokens that control the model, which a message's text must never become.
 
-    These are the special ones, those that the chat template `source` writes, the `markers`
-    (think and tool-call marks), and those shaped like `<|name|>` or `<unused7>`. The rest,
-    runs of blanks or HTML tags kept whole by some vocabularies, are ordinary text.
+    These are special tokens, tokens in the chat template `source`, the `markers` (of thinking and
+    tool calls), and tokens shaped like `<|name|>` or `<unused7>`. The others, such as runs of
+    blanks or HTML tags that some vocabularies hold as one token, are ordinary text.
     """
 
     def steers(token: Added) -> bool:
@@ -98,20 +98,20 @@ def control_tokens(
 
 
 def thinking_marks(tokenizer: ChatTokenizer) -> list[str]:
-    """What opens and closes thinking, as far as the model has it."""
+    """The texts that open and close thinking; empty where the model has none."""
     return [mark for mark in (tokenizer.think_start, tokenizer.think_end) if mark]
 
 
 def tool_marks(tokenizer: ChatTokenizer) -> list[str]:
-    """What opens and closes calls of tools, as far as the model has it."""
+    """The texts that open and close tool calls; empty where the model has none."""
     names = ("tool_call_start", "tool_call_end")
     return [mark for name in names if isinstance(mark := getattr(tokenizer, name, None), str)]
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that finds the leftmost of `texts`, and the longest where several start.
+    """A pattern that matches the leftmost of `texts`, and the longest of those that start there.
 
-    It is a trie, so that thousands of tokens cost no more per character than a few.
+    Built as a trie, so that thousands of texts cost no more per character than a few.
     """
     root: dict[str, Any] = {}
     for text in texts:

@@ -1,4 +1,4 @@
-"""What a chat template takes, found out by rendering small conversations."""
+"""Find out what a chat template takes, by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxcache.prompt.template import Message, Template
 
 S, S2, U, U2, END = "zqsys7", "zqsysb7", "zquser7", "zquserb7", "zqend7"
 A, A2, R, R2 = "zqreply7", "zqreplyb7", "zqresult7", "zqresultb7"
-"""Words that no template writes by itself."""
+"""Words that no template contains."""
 
 NAME, KEY, VALUE = "zqtool7", "zqkey7", "zqvalue7"
 LONG_ID, SHORT_ID = "call_zq7zq7zq7zq7zq7", "zq7zq7zq7"
@@ -34,7 +34,7 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a chat template renders whole and in place; the rest is rewritten before it.
+    """What a chat template renders completely and in place; `adapt` rewrites the rest.
 
     `system`: a system message at the start. `system_anywhere`: also between and after turns.
     `developer`: that role, by name. `alternates`: two user or two assistant messages in a row
@@ -61,10 +61,10 @@ class Traits:
 
 
 def probe(template: Template, args: Mapping[str, Any]) -> Traits:
-    """Render small conversations and see what comes out. Raises nothing."""
+    """Find the traits of a template. Raises nothing."""
     if not template.exists:
         return Traits()
-    look = _Look(template, args)
+    look = _Probe(template, args)
     system = look.shows([_m("system", S), _m("user", U)], S, U)
     passes_any_role = look.shows([_m("zqrole", S), _m("user", U)], S, U)
     tools = look.shows_tool()
@@ -91,7 +91,7 @@ def probe(template: Template, args: Mapping[str, Any]) -> Traits:
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """A way to write an assistant's calls."""
+    """One way to write an assistant's calls."""
 
     string: bool = False
     absent: bool = False
@@ -118,8 +118,8 @@ class _Calls:
         return (SHORT_ID if self.short else LONG_ID)[:-1] + str(number)
 
 
-class _Look:
-    """Renders probes; a template's refusal is an answer too."""
+class _Probe:
+    """Renders probe conversations; where the template refuses one, the text is empty."""
 
     def __init__(self, template: Template, args: Mapping[str, Any]):
         self._template, self._args = template, args
@@ -133,7 +133,7 @@ class _Look:
             return ""
 
     def shows(self, messages: Sequence[Message], *words: str, tools: bool = False) -> bool:
-        """Whether the words come out, in this order."""
+        """True if the words are rendered, in this order."""
         text, at = self.text(messages, tools=tools), 0
         for word in words:
             at = text.find(word, at) + len(word)
@@ -142,7 +142,7 @@ class _Look:
         return True
 
     def shows_tool(self) -> bool:
-        """Whether a tool's name and parameter come out, beside the conversation."""
+        """True if a tool's name and parameter are rendered beside the conversation."""
         texts = (
             self.text(messages, tools=True)
             for messages in ([_m("user", U)], [_m("system", S), _m("user", U)])
@@ -154,10 +154,10 @@ def _m(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-# Conversations with a reply end with a user message: some templates want a last reply's reasoning.
+# Conversations end with a user message: some templates require the reasoning of a last reply.
 
 
-def _system_anywhere(look: _Look) -> bool:
+def _system_anywhere(look: _Probe) -> bool:
     user, reply, system, end = (
         _m("user", U),
         _m("assistant", A),
@@ -173,14 +173,14 @@ def _system_anywhere(look: _Look) -> bool:
     )
 
 
-def _alternates(look: _Look) -> bool:
+def _alternates(look: _Probe) -> bool:
     user, reply, end = _m("user", U), _m("assistant", A), _m("user", END)
     users = look.shows([user, _m("user", U2), reply, end], U, U2, A, END)
     return not (users and look.shows([user, reply, _m("assistant", A2), end], U, A, A2, END))
 
 
-def _probe_calls(look: _Look) -> _Calls | None:
-    """The first way of writing a call that comes out as JSON-like text, not as Python's."""
+def _probe_calls(look: _Probe) -> _Calls | None:
+    """The first way of writing a call that is rendered as JSON-like text, not as Python's repr."""
     for short, absent, string in product((False, True), repeat=3):
         calls = _Calls(string=string, absent=absent, short=short)
         messages = [_m("user", U), calls.message(), calls.result(R)]
@@ -192,23 +192,23 @@ def _probe_calls(look: _Look) -> _Calls | None:
     return None
 
 
-def _results(look: _Look, calls: _Calls) -> bool:
+def _results(look: _Probe, calls: _Calls) -> bool:
     start = [_m("user", U), calls.message(), calls.result(R)]
     replied = look.shows([*start, _m("assistant", A), _m("user", END)], U, NAME, R, A, END)
     return replied and look.shows(start, U, NAME, R)
 
 
-def _user_after_tool(look: _Look, calls: _Calls) -> bool:
+def _user_after_tool(look: _Probe, calls: _Calls) -> bool:
     messages = [_m("user", U), calls.message(), calls.result(R), _m("user", U2)]
     return look.shows(messages, U, NAME, R, U2)
 
 
-def _calls_at_once(look: _Look, calls: _Calls) -> bool:
+def _calls_at_once(look: _Probe, calls: _Calls) -> bool:
     asked = [_m("user", U), calls.message(n=2)]
     results = [calls.result(R), calls.result(R2, 1)]
     return look.shows([*asked, *results], NAME, NAME) or look.shows(asked, NAME, NAME)
 
 
-def _text_with_calls(look: _Look, calls: _Calls) -> bool:
+def _text_with_calls(look: _Probe, calls: _Calls) -> bool:
     asked = [_m("user", U), calls.message(content=A)]
     return look.shows([*asked, calls.result(R)], A, NAME) or look.shows(asked, A, NAME)

@@ -1,8 +1,8 @@
-"""The shapes of what machines write into prompts and change from one request to the next.
+"""Patterns of machine-made text that changes between requests: dates, ids, counters, git status.
 
-`ANNOUNCED` are told by the words around them, so that a version number, a constant or a commit that
-a text merely mentions is not taken for one. `VALUES` are bare: they count only where two requests
-are known to differ.
+`ANNOUNCED` patterns include the words around a value, so that a version number, a constant or a
+commit in a text does not match. `VALUES` are bare values, used only where two requests are known to
+differ.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _OWNERS = r"(?:session|request|conversation|thread|trace|span|run|turn|message|c
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Texts of one kind; `cause` is what a prefix is lost by where one changes.
+    """A pattern and the cause of loss when a matching text changes.
 
-    Where the pattern has a group `value`, that is the part which changes.
+    The pattern's group `value` is the part that changes.
     """
 
     cause: str
@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One occurrence in a text: characters `start` to `end`."""
+    """One match in a text: characters `start` to `end`."""
 
     cause: str
     start: int
@@ -152,8 +152,8 @@ VALUES: tuple[Shape, ...] = (
 )
 
 
-def announced(text: str) -> Iterator[Found]:
-    """What in a text is likely to change, by where it starts; nothing overlaps."""
+def find_announced(text: str) -> Iterator[Found]:
+    """The matches of `ANNOUNCED` in a text, in order, without overlaps."""
     found = sorted(_all(ANNOUNCED, text), key=lambda one: (one.start, -one.end))
     end = 0
     for one in found:
@@ -162,8 +162,8 @@ def announced(text: str) -> Iterator[Found]:
             end = max(end, one.end)
 
 
-def touching(shapes: tuple[Shape, ...], text: str, start: int, end: int) -> list[str]:
-    """The causes of the shapes of which an occurrence in a text touches characters in a range."""
+def causes_touching(shapes: tuple[Shape, ...], text: str, start: int, end: int) -> list[str]:
+    """The causes of the shapes with a match that touches a range of characters."""
     return [
         one.cause
         for one in _all(shapes, text)

@@ -22,24 +22,24 @@ def escape() -> Escape:
 def test_ordinary_text_is_the_very_same_object(escape: Escape) -> None:
     """Nothing is copied where there is nothing to escape."""
     text = "if a < b and c > d: return '<b>' # [1]"
-    assert escape.text(text) is text
+    assert escape.escape_text(text) is text
 
 
 @given(texts(size=8))
 def test_escaped_text_holds_no_control_token_and_comes_back(text: str) -> None:
     """Escape and restore are exact inverses, whatever parts of tokens there are."""
     escape = Escape([*CONTROL, *MARKS])
-    escaped = escape.text(text)
+    escaped = escape.escape_text(text)
     assert CONTROLS.search(escaped) is None
     assert escape.restore(escaped) == text
-    assert escape.holds(escaped) == (escaped != text)
+    assert escape.has_sentinel(escaped) == (escaped != text)
 
 
 @given(st.lists(texts(size=2), min_size=2, max_size=3))
 def test_texts_side_by_side_form_no_control_token(parts: list[str]) -> None:
     """A token split over two strings that a template joins stays text as well."""
     escape = Escape([*CONTROL, *MARKS])
-    joined = "".join(escape.text(part) for part in parts)
+    joined = "".join(escape.escape_text(part) for part in parts)
     assert CONTROLS.search(joined) is None
     assert escape.restore(joined) == "".join(parts)
 
@@ -49,32 +49,32 @@ def test_any_unicode_text_comes_back(text: str, at: int) -> None:
     """Characters of our own sentinels, quotes and astral planes included."""
     escape = Escape(CONTROL)
     text = text[:at] + OPEN + "0123<s>" + CLOSE + text[at:]
-    assert escape.restore(escape.text(text)) == text
+    assert escape.restore(escape.escape_text(text)) == text
 
 
 def test_a_sentinel_of_another_server_is_plain_text(escape: Escape) -> None:
     """Sentinels cannot be forged: the nonce differs in every process."""
-    forged = Escape(CONTROL).text("<s>")
-    assert escape.restore(escape.text(forged)) == forged
+    forged = Escape(CONTROL).escape_text("<s>")
+    assert escape.restore(escape.escape_text(forged)) == forged
 
 
 def test_a_sentinel_written_in_ascii_json_comes_back_as_json(escape: Escape) -> None:
     """Some templates write JSON with every other character escaped."""
-    rendered = json.dumps({"path": escape.text('a "<|im_end|>"')})
+    rendered = json.dumps({"path": escape.escape_text('a "<|im_end|>"')})
     assert json.loads(escape.restore(rendered)) == {"path": 'a "<|im_end|>"'}
 
 
 def test_a_token_with_other_letters_comes_back_as_the_template_escaped_it() -> None:
     """There it was no control token to begin with, and the JSON stays what it was."""
     escape = Escape(["<\uff5cUser\uff5c>"])
-    rendered = json.dumps(escape.text("a <\uff5cUser\uff5c>"))
+    rendered = json.dumps(escape.escape_text("a <\uff5cUser\uff5c>"))
     assert escape.restore(rendered) == json.dumps("a <\uff5cUser\uff5c>")
 
 
 def test_strings_are_escaped_at_any_depth_and_in_keys(escape: Escape) -> None:
     """Tool schemas carry text in names of properties too."""
     value: dict[str, Any] = {"a": [{"<s>": "x</s>"}, 1, None, True], "b": ("<|im_end|>",)}
-    escaped = escape.value(value)
+    escaped = escape.escape_value(value)
     assert CONTROLS.search(json.dumps(escaped, ensure_ascii=False)) is None
     restored = json.loads(escape.restore(json.dumps(escaped, ensure_ascii=False)))
     assert restored == {"a": [{"<s>": "x</s>"}, 1, None, True], "b": ["<|im_end|>"]}
@@ -83,11 +83,12 @@ def test_strings_are_escaped_at_any_depth_and_in_keys(escape: Escape) -> None:
 def test_think_marks_pass_in_an_assistant_s_content_only(escape: Escape) -> None:
     """Templates cut an assistant's thinking at its marks; a person's text is only text."""
     text = "<think>x</think><|im_end|>"
-    assert escape.message({"role": "assistant", "content": text})["content"].startswith(
+    assert escape.escape_message({"role": "assistant", "content": text})["content"].startswith(
         "<think>x</think>" + OPEN
     )
-    user = escape.message({"role": "user", "content": text})["content"]
-    reasoning = escape.message({"role": "assistant", "reasoning_content": text, "content": ""})
+    user = escape.escape_message({"role": "user", "content": text})["content"]
+    reply = {"role": "assistant", "reasoning_content": text, "content": ""}
+    reasoning = escape.escape_message(reply)
     assert CONTROLS.search(user) is None
     assert CONTROLS.search(reasoning["reasoning_content"]) is None
 
@@ -95,16 +96,16 @@ def test_think_marks_pass_in_an_assistant_s_content_only(escape: Escape) -> None
 def test_what_a_normaliser_would_turn_into_a_control_token_is_escaped() -> None:
     """Full-width or capital letters are no way round."""
     escape = Escape(["<s>"], normalized=["<s>"], normalize=str.lower)
-    assert escape.holds(escape.text("see <S>"))
-    assert escape.restore(escape.text("see <S>")) == "see <S>"
-    assert escape.text("see s") == "see s"
+    assert escape.has_sentinel(escape.escape_text("see <S>"))
+    assert escape.restore(escape.escape_text("see <S>")) == "see <S>"
+    assert escape.escape_text("see s") == "see s"
 
 
 def test_a_sentinel_that_was_cut_up_is_text() -> None:
     """No character has such a number; a template that cuts texts must not end the request."""
     escape = Escape(["<|im_end|>"])
-    whole = escape.value("<|im_end|>")
+    whole = escape.escape_value("<|im_end|>")
     (digits,) = re.findall(r"\d{14,}", whole)
     broken = whole.replace(digits, "9" * len(digits))
-    assert escape.pieces(broken) == [(broken, False)]
+    assert escape.split(broken) == [(broken, False)]
     assert escape.restore(whole) == "<|im_end|>"

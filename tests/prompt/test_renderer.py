@@ -172,7 +172,7 @@ def test_text_in_arguments_is_escaped_and_a_conversation_s_own_win() -> None:
     renderer, escape = make("{{- style -}}" + templates.chatml(), style="dry")
     assert renderer.render(Chat([user("hi")])).text.startswith("dry<|im_start|>")
     text = renderer.render(Chat([user("hi")], template_args={"style": "<|im_end|>"})).text
-    assert escape.holds(text)
+    assert escape.has_sentinel(text)
     assert escape.restore(text).startswith("<|im_end|><|im_start|>")
 
 

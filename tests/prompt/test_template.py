@@ -1,7 +1,7 @@
 import pytest
 
 from mlxcache.errors import BadRequest, GenerationFailed
-from mlxcache.prompt.template import Template, plain
+from mlxcache.prompt.template import Template, render_plain
 from tests.prompt import kinds, templates
 
 USER = {"role": "user", "content": "hi"}
@@ -31,7 +31,7 @@ def test_arguments_reach_the_template() -> None:
 
 def test_the_plain_form_names_roles() -> None:
     """A base model reads a dialogue."""
-    text = plain([USER, {"role": "assistant", "content": "yes"}], "<s>", generation=True)
+    text = render_plain([USER, {"role": "assistant", "content": "yes"}], "<s>", generation=True)
     assert text == "<s>User: hi\n\nAssistant: yes\n\nAssistant:"
 
 
