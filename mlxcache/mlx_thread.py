@@ -1,96 +1,176 @@
-"""Questions that the event loop has for the MLX thread."""
+"""The MLX thread: one inbox, one way to call and await, one heartbeat.
+
+MLX streams belong to a thread, and arrays made lazily in one thread fail in another, so a single
+thread does every MLX call. This is the only way onto it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from mlxcache.errors import MlxcacheError
+log = logging.getLogger("mlxcache.engine")
 
 T = TypeVar("T")
 
 
-class Pulse:
-    """The MLX thread calls `beat` between steps of seconds at most, and `rest` before it waits."""
+class Heartbeat:
+    """The age of the step in progress, as other threads see it.
+
+    The MLX thread calls `beat` between steps of seconds at most, and `rest` before it waits.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._beaten_at: float | None = None
+        self._began_at: float | None = None
 
     def beat(self) -> None:
-        """A step begins."""
-        self._beaten_at = self._clock()
+        """Note that a step begins."""
+        self._began_at = self._clock()
 
     def rest(self) -> None:
-        """Nothing is to be done: from now on silence means nothing."""
-        self._beaten_at = None
+        """Note that there is nothing to do, so silence is no sign of trouble."""
+        self._began_at = None
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the step in hand began; 0 while there is none. In any thread."""
-        at = self._beaten_at
+        """Seconds since the step in progress began; 0 if there is none. Any thread."""
+        at = self._began_at
         return 0.0 if at is None else max(0.0, self._clock() - at)
 
 
-class Calls:
-    """Actions that run on the MLX thread, between two of its ticks, and are waited for."""
+class MlxThread:
+    """Runs actions in order on one thread. `post`, `call` and `ask` may be called on any thread.
 
-    def __init__(self, inbox: SimpleQueue[Callable[[], None]]):
-        self._inbox = inbox
-        self._loop = asyncio.get_running_loop()
-        self._open: set[asyncio.Future[Any]] = set()
+    `on_death(error)` is called on the thread when a posted action raises, which ends it: its state
+    cannot be trusted afterwards. An action of `call` or `ask` raises in the caller instead.
+    """
 
-    async def ask(self, action: Callable[[], T]) -> T:
-        """The result of `action`. Raises what it raises, or what `fail` was given."""
-        answer: asyncio.Future[T] = self._loop.create_future()
+    def __init__(self, on_death: Callable[[BaseException], None] | None = None):
+        self.heartbeat = Heartbeat()
+        self._on_death = on_death
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._open: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._ending = False
+        self._thread = threading.Thread(target=self._main, name="mlxcache-mlx", daemon=True)
+
+    # -- from any thread ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have `action` run, after what was posted before. Returns at once."""
+        self._inbox.put(action)
+
+    def wake(self) -> None:
+        """Have a waiting loop look again."""
+        self._inbox.put(_nothing)
+
+    def call(self, action: Callable[[], T]) -> Future[T]:
+        """The result of `action`, which runs on the thread: raises there what it raises.
+
+        After `fail` it raises what that was given.
+        """
+        answer: Future[T] = Future()
+        with self._lock:
+            if self._failure is not None:
+                answer.set_exception(self._failure)
+                return answer
+            self._open.add(answer)
 
         def run() -> None:
             try:
                 result = action()
-            except BaseException as error:  # noqa: BLE001 - it is raised again where it is awaited
-                self._tell(_fail, answer, error)
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller
+                self._settle(answer, error=error)
             else:
-                self._tell(_settle, answer, result)
+                self._settle(answer, result=result)
 
-        self._open.add(answer)
-        try:
-            self._inbox.put(run)
-            return await answer
-        finally:
+        self._inbox.put(run)
+        return answer
+
+    async def ask(self, action: Callable[[], T]) -> T:
+        """As `call`, awaited on an event loop.
+
+        `action` runs even if the waiting task is cancelled.
+        """
+        return await asyncio.shield(asyncio.wrap_future(self.call(action)))
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` in every caller, waiting or later: the thread has ended."""
+        with self._lock:
+            self._failure = error
+            answers = list(self._open)
+        for answer in answers:
+            self._settle(answer, error=error)
+
+    def _settle(
+        self, answer: Future[T], *, result: T | None = None, error: BaseException | None = None
+    ) -> None:
+        with self._lock:
+            if answer not in self._open:
+                return
             self._open.discard(answer)
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)  # type: ignore[arg-type]
 
-    def _tell(self, how: Callable[..., None], answer: asyncio.Future[Any], what: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(how, answer, what)
+    def end(self) -> None:
+        """End the thread once everything posted so far has run."""
 
-    def fail(self, error: MlxcacheError) -> None:
-        """From the event loop: the thread will answer nobody any more."""
-        for answer in self._open:
-            _fail(answer, error)
+        def stop() -> None:
+            self._ending = True
+
+        self._inbox.put(stop)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the thread, for at most `seconds`."""
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    # -- on the thread -----------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while not self._ending:
+                self.run_posted(block=True)
+        except BaseException as error:
+            log.critical("MLX thread failed", exc_info=error)
+            if self._on_death is not None:
+                self._on_death(error)
+
+    def run_posted(self, *, block: bool) -> None:
+        """Run what was posted; with `block`, wait for at least one action. On the thread.
+
+        Raises what a posted action raises.
+        """
+        if block:
+            self.heartbeat.rest()
+        try:
+            action = self._inbox.get(block)
+            while True:
+                self.heartbeat.beat()
+                action()
+                action = self._inbox.get_nowait()
+        except Empty:
+            self.heartbeat.beat()
+
+    @property
+    def has_posted(self) -> bool:
+        """True if an action waits to be run."""
+        return not self._inbox.empty()
 
 
-def take_in(inbox: SimpleQueue[Callable[[], None]], pulse: Pulse, *, block: bool) -> None:
-    """Run what has arrived, on the MLX thread; with `block` something has to arrive first."""
-    if block:
-        pulse.rest()
-    try:
-        action = inbox.get(block)
-        while True:
-            pulse.beat()
-            action()
-            action = inbox.get_nowait()
-    except Empty:
-        pulse.beat()
-
-
-def _settle(answer: asyncio.Future[Any], result: object) -> None:
-    if not answer.done():
-        answer.set_result(result)
-
-
-def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
-    if not answer.done():
-        answer.set_exception(error)
+def _nothing() -> None:
+    """The action of `wake`."""

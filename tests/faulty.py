@@ -84,7 +84,7 @@ def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
 
 def install(faults: Faults) -> None:
     """Wrap the functions of the server in which faults happen."""
-    from mlxcache.engine.runtime import Core
+    from mlxcache.engine.runtime import ModelRuntime
     from mlxcache.engine.scheduler import Scheduler
     from mlxcache.prompt.codec import Codec
     from mlxcache.prompt.template import Template
@@ -115,15 +115,15 @@ def install(faults: Faults) -> None:
     wrap(Codec, "encode", breaks("tokenizer", Panic("no such byte")))
     wrap(Scheduler, "tick", die)
     wrap(saving, "write", disk)
-    begin = Core.__init__
+    begin = ModelRuntime.__init__
 
-    def with_faults(core: Core, *args: Any) -> None:
+    def with_faults(core: ModelRuntime, *args: Any) -> None:
         begin(core, *args)
         core.scheduler.prefill.model = core.scheduler.lanes.model = _Model(
             core.scheduler.model, faults
         )
 
-    Core.__init__ = with_faults  # type: ignore[assignment, method-assign]
+    ModelRuntime.__init__ = with_faults  # type: ignore[method-assign]
 
 
 class _Model:

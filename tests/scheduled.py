@@ -15,18 +15,21 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.disk import DiskTier
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine import cost
 from mlxcache.engine import runtime as core
 from mlxcache.engine.decoder import Row
 from mlxcache.engine.lanes import Lane
-from mlxcache.engine.prefill import Limits
+from mlxcache.engine.prefill import Limits, PrefillDecodeBalance
 from mlxcache.engine.scheduler import Scheduler
-from mlxcache.engine.task import Task
+from mlxcache.engine.task import Output, Task
+from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import kv
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.sampling import make_processors, make_sampler
+from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.types import (
     Admitted,
@@ -95,39 +98,56 @@ class Bench:
         loaded = load(ModelSpec(str(path), draft=str(draft) if draft else None))
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         layout = kv.survey(self.model, kv_bits=kv_bits)
-        self.memory = Memory(layout, Budget(ram))
+        self.thread = MlxThread()
         self.cost: cost.Cost = SteadyCost(64.0, 0.0, 0.0, 1e6)
         self.chunk = chunk
         self.limits = Limits(concurrency, chunk, 65536, 1 << 30)
         self.ids = itertools.count()
-        self.use(self.memory)
+        self.use(KVCache.open(layout, Budget(ram)))
 
     def twin(self) -> Bench:
         """The same model with nothing cached."""
         fresh = copy(self)
-        fresh.use(Memory(self.memory.layout, Budget(1 << 30)))
+        fresh.thread = MlxThread()
+        fresh.use(KVCache.open(self.kv.layout, Budget(1 << 30)))
         return fresh
 
-    def use(self, memory: Memory, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Start afresh with `memory`; `clock` says for how long to decode beside a prefill."""
-        self.memory = memory
+    def use(
+        self, cache: KVCache, clock: Callable[[], float] = time.perf_counter, **kwargs: Any
+    ) -> None:
+        """Start again with `cache`; `clock` measures the time of decoding beside a prefill."""
+        self.kv = cache
         self.scheduler = Scheduler(
             self.model,
-            memory,
+            cache,
             self.cost,
             self.limits,
-            dress=self._dress,
-            ended=lambda task: None,
-            clock=clock,
+            prepare=lambda task: self.prepare_output(task),  # noqa: PLW0108 - tests replace it
+            on_end=lambda task: None,
+            thread=self.thread,
+            balance=PrefillDecodeBalance(clock),
+            **kwargs,
         )
 
-    def _dress(self, task: Task) -> None:
-        task.parser = PlainParser()
+    def open_disk(
+        self, folder: Path, *, ram: int = 1 << 30, limit: int = 1 << 30, pending: int = 1 << 20
+    ) -> DiskTier:
+        """Start again with an empty RAM tier over the store in `folder`, as a new process would."""
+        budget = Budget(ram)
+        assert budget.reserve("pending", pending)
+        store = Store.open(folder, "test", limit, free_floor=0)
+        wake = self.thread.wake
+        self.use(KVCache.open(self.kv.layout, budget, store, pending_limit=pending, wake=wake))
+        assert self.kv.disk is not None
+        return self.kv.disk
+
+    def prepare_output(self, task: Task) -> Output:
+        """A parser that makes each token a piece, and the sampler that the task asks for."""
         sampling = task.job.sampling
         processors = make_processors(sampling, len(task.ids))
         context = mx.array(task.ids[:-1]) if processors else None
-        sampler = make_sampler(sampling, self.memory.layout.vocab_size)
-        task.row = Row(task, sampler, processors, context)
+        sampler = make_sampler(sampling, self.kv.layout.vocab_size)
+        return Output(PlainParser(), Row(task, sampler, processors, context))
 
     def put(
         self,
@@ -173,9 +193,9 @@ class Bench:
 
     def check(self) -> None:
         """The budget is what the lineages and the tree really hold, and is kept."""
-        memory, kinds = self.memory, self.memory.budget.by_kind()
+        memory, kinds = self.kv, self.kv.budget.by_kind()
         memory.tree.check()
-        lineages = [*memory.idle.values(), *memory.busy.values()]
+        lineages = [*memory.ram.idle.values(), *memory.ram.busy.values()]
         assert kinds.get("kv", 0) == sum(x.nbytes for x in lineages)
         assert kinds.get("checkpoints", 0) == memory.tree.checkpoint_bytes
         assert memory.budget.used <= memory.budget.limit
@@ -183,7 +203,7 @@ class Bench:
             sizes = {a.shape[2] for slot in lineage.linear for a in kv.arrays_of(slot)}
             assert sizes <= {lineage.capacity}
             assert lineage.length - lineage.base <= lineage.capacity or not memory.layout.specs
-        assert kinds.get("states", 0) == len(memory.busy) * memory.layout.running_bytes
+        assert kinds.get("states", 0) == len(memory.ram.busy) * memory.layout.running_bytes
         assert kinds.get("batch", 0) == sum(lane.bytes for lane in self.scheduler.lanes.all)
         for lane in self.scheduler.lanes.all:
             self._check_lane(lane)
@@ -191,9 +211,9 @@ class Bench:
             if value.lost:
                 continue
             start, end = memory.tree.live_range(value)  # type: ignore[misc]
-            assert id(value) in memory.idle or id(value) in memory.busy
+            assert id(value) in memory.ram.idle or id(value) in memory.ram.busy
             assert value.base <= start
-            assert end <= value.length or id(value) in memory.busy
+            assert end <= value.length or id(value) in memory.ram.busy
 
     def _check_lane(self, lane: Lane) -> None:
         caches = lane.decoder.caches
@@ -204,7 +224,8 @@ class Bench:
         else:
             assert caches is lane.tasks[0].held.lineage.caches
         assert all(task.behind >= 0 for task in lane.tasks)
-        assert all(task.row is row for task, row in zip(lane.tasks, lane.decoder.rows, strict=True))
+        rows = [task.output.row for task in lane.tasks if task.output is not None]
+        assert all(a is b for a, b in zip(rows, lane.decoder.rows, strict=True))
 
     def cold(self, ids: Sequence[int], tokens: int = 12) -> list[int]:
         """The greedy continuation by mlx-lm's own generator, with a cache of its own."""

@@ -20,14 +20,15 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mlxcache.engine import engine
-from mlxcache.engine.runtime import Core
-from mlxcache.engine.task import Task
+from mlxcache.engine.runtime import ModelRuntime
+from mlxcache.engine.task import Output, Task
 from tests.served import Served, served
 
 Line = tuple[str, str]
@@ -68,21 +69,20 @@ class ScriptedTokens:
         return mx.where(only, mx.zeros_like(logits), -mx.inf)
 
 
-class ScriptedCore(Core):
-    """A model runtime whose replies follow `lines`."""
+class ScriptedRuntime(ModelRuntime):
+    """A runtime whose replies are the script's."""
 
     lines: Sequence[Line] = ()
 
-    def _dress(self, task: Task) -> None:
-        super()._dress(task)
+    def prepare_output(self, task: Task) -> Output:
+        output = super().prepare_output(task)
         source = task.job.prompt.source
         reply = reply_to(self.lines, source.sent.messages) if source is not None else None
         if reply is None:
-            return
-        assert task.row is not None
-        ids = reply_ids(self.loaded.tokenizer, reply)
-        task.row.processors = [ScriptedTokens(ids, len(task.fed))]
-        task.row.context = mx.array(task.fed[:-1])
+            return output
+        says = [ScriptedTokens(reply_ids(self.loaded.tokenizer, reply), len(task.fed))]
+        row = replace(output.row, processors=says, context=mx.array(task.fed[:-1]))
+        return replace(output, row=row)
 
 
 @contextmanager
@@ -103,8 +103,8 @@ def main() -> None:
     from mlxcache.cli.main import main as mlxcache
 
     script = Path(sys.argv.pop(1)).read_text(encoding="utf-8")
-    ScriptedCore.lines = [(when, reply) for when, reply in json.loads(script)]
-    engine.Core = ScriptedCore  # type: ignore[attr-defined]
+    ScriptedRuntime.lines = [(when, reply) for when, reply in json.loads(script)]
+    engine.ModelRuntime = ScriptedRuntime  # type: ignore[attr-defined]
     mlxcache()
 
 

@@ -124,8 +124,8 @@ async def snapshot(deps: Deps, request: Request) -> Response:
     id, format = _id(request), request.query_params.get("format", "mlxcache")
     if format not in ("mlxcache", "mlx-lm"):
         raise BadRequest("`format` must be 'mlxcache' or 'mlx-lm'.", param="format")
-    portable = require_sessions(deps).portable
-    export = portable.prompt_cache if format == "mlx-lm" else portable.snapshot
+    files = require_sessions(deps).files
+    export = files.prompt_cache if format == "mlx-lm" else files.snapshot
     made: SnapshotExport | PromptCacheExport = await export(id)
     return StreamingResponse(
         iterate_in_threadpool(made),
@@ -142,10 +142,10 @@ async def restore(deps: Deps, request: Request) -> Response:
 
     For a prompt cache of mlx-lm, the body begins with `?prompt_bytes=` bytes of its prompt as text.
     """
-    portable = require_sessions(deps).portable
+    files = require_sessions(deps).files
     name = to_one_line(request.query_params.get("name", ""))[:MAX_NAME] or None
     announced = request.headers.get("content-length", "")
-    folder = portable.incoming(int(announced) if announced.isdecimal() else 0)
+    folder = files.incoming(int(announced) if announced.isdecimal() else 0)
     left = read_number(request, "prompt_bytes", 0)
     if left > deps.settings.max_body_bytes:
         raise BadRequest("The prompt is too long.", param="prompt_bytes")
@@ -158,11 +158,11 @@ async def restore(deps: Deps, request: Request) -> Response:
                 head, rest = chunk[:left], chunk[left:]
                 prompt, left = prompt + head, left - len(head)
                 if unchecked is not None and (unchecked := unchecked - len(chunk)) <= 0:
-                    portable.incoming(SPACE_CHECK_BYTES)
+                    files.incoming(SPACE_CHECK_BYTES)
                     unchecked = SPACE_CHECK_BYTES
                 await anyio.to_thread.run_sync(file.write, rest)
         text = prompt.decode(errors="replace") or None
-        made = await portable.restore(Path(path), name, text)
+        made = await files.restore(Path(path), name, text)
     finally:
         os.unlink(path)
     return json_response(made.as_object(), 201)

@@ -1,4 +1,4 @@
-"""Where a prefill stops to leave a checkpoint, and which of a path's checkpoints go."""
+"""Where a prefill stops to leave a checkpoint, and which checkpoints of a path are dropped."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxcache.prompt.marks import MARK_DISTANCE
-from mlxcache.tree.prefix_tree import Node
+from mlxcache.tree.node import Node
 from mlxcache.tree.thinning import checkpoints_to_drop
 
 SPACING = 4000
-"""Tokens between the checkpoints of a long run that no mark divides."""
+"""Tokens between the checkpoints of a long run without a mark."""
 
 
 def stops(
@@ -18,9 +18,9 @@ def stops(
 ) -> tuple[int, ...]:
     """Ascending positions in (cached, length) at which a prefill leaves a checkpoint.
 
-    Marks; `parted`, where an earlier prompt left this one; one every few thousand tokens between;
-    the last token, where there are no marks. Of those that are close together the first. `most`:
-    about how many, the head's, the last ones and `parted` among them.
+    The marks; `parted`, where an earlier prompt left this one; one every `SPACING` tokens between;
+    the last token if there are no marks. Of positions close together only the first. `most`: about
+    how many, the head's, the last mark and `parted` among them.
     """
     last = length - 1
     wanted = sorted({*(marks or [last]), min(parted, last)})
@@ -32,14 +32,17 @@ def stops(
             chosen.append(at)
     if most is not None:
         kept = {*marks[:1], *marks[-1:], min(parted, last)}
-        gone = set(checkpoints_to_drop(chosen, length, most + 1, kept=kept))
-        chosen = [at for at in chosen if at not in gone]
+        dropped = set(checkpoints_to_drop(chosen, length, most + 1, kept=kept))
+        chosen = [at for at in chosen if at not in dropped]
     return tuple(chosen[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """The checkpoints on the path to a node, top down. `parted`: those after which others leave."""
+    """The checkpoints on the path to a node, top down.
+
+    `parted`: positions of those after which another conversation leaves the path.
+    """
 
     nodes: tuple[Node, ...]
     parted: frozenset[int]
@@ -58,17 +61,18 @@ class Trail:
 
     @property
     def positions(self) -> list[int]:
-        """Where they are, ascending, in tokens."""
+        """Positions of the checkpoints in tokens, ascending."""
         return [node.end for node in self.nodes]
 
     def checkpoints_to_drop(
         self, end: int, most: int, *, coming: Sequence[int] = (), worth: float = float("inf")
     ) -> list[Node]:
-        """Those to drop, in order, of a path of `end` tokens: see `checkpoints_to_drop`.
+        """Nodes whose checkpoints to drop, in order, on a path of `end` tokens; see
+        `tree.thinning`.
 
-        `coming`: positions after these at which there will be more.
+        `coming`: positions at which there will be more.
         """
         at = {node.end: node for node in self.nodes}
         positions = sorted({*at, *coming})
-        gone = checkpoints_to_drop(positions, end, most, parted=self.parted, worth=worth)
-        return [at[one] for one in gone if one in at]
+        dropped = checkpoints_to_drop(positions, end, most, parted=self.parted, worth=worth)
+        return [at[one] for one in dropped if one in at]

@@ -1,133 +1,202 @@
-"""Who may hold how many bytes: prefix tree, lineages and budget in one place. MLX thread only.
+"""KVCache: the owner of every KV byte of one model, in RAM and on disk. MLX thread only.
 
-Verbs: `acquire` a lineage that ends where a prompt's known prefix ends, `extend` its room, `commit`
-what it holds into the tree, `release` it. Each keeps the budget: bytes are reserved before X"""
+The half-open token ranges of one request, from its prompt to its end:
+
+    0            cached             len(prompt)          length
+    |--------------|--------------------|-------------------|
+    | reused       | fed by prefill     | fed by decoding   |
+    |--------------|--------------------|-------------------|
+    [0, cached)    in the tree before; `restore` moves `cached` up
+    [0, length)    in the lineage; `commit` puts all of it into the tree
+    [0, written)   handed to the disk tier by `persist`, in whole blocks until the request is over
+
+One `KVCache` has one prefix tree: that of one namespace. Several share one `Budget`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
-from mlxcache.cache.main_conversation import NOTHING, Claim, Mains
-from mlxcache.cache.ram import STEP, Room
+import mlx.core as mx
+
+from mlxcache.cache.disk import DiskTier
+from mlxcache.cache.main_conversation import NO_HINTS, CacheHints, MainConversations
+from mlxcache.cache.ram import STEP, WITHHELD, Evict, RamTier
+from mlxcache.cache.restore import DiskLookup
+from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage, Span
+from mlxcache.store.digests import BLOCK
 from mlxcache.store.listing import Held
+from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
-from mlxcache.tree.node import NO_TOKENS
-from mlxcache.tree.prefix_tree import Match, Node, PrefixTree, Worth
+from mlxcache.tree.eviction import Worth
+from mlxcache.tree.node import NO_TOKENS, Match, Node
+from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.types import Tokens
 
-if TYPE_CHECKING:
-    from mlxcache.engine.runtime import Core
+log = logging.getLogger("mlxcache.engine")
 
+PERSIST_TOKENS = 1024
+"""New tokens of a running request after which `persist` writes them."""
 
-def usable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
-    """The tokens of a match that can be reused, and the state there: one token is left to feed."""
-    if not layout.cacheable:
-        return 0, None
-    limit = intact(layout, match, prompt_tokens - 1)
-    if not layout.opaque:
-        return limit, None
-    found = [(at, node) for at, node in match.checkpoints if at <= limit]
-    return (found[-1][0], found[-1][1].checkpoint) if found else (0, None)
-
-
-def intact(layout: Layout, match: Match, upto: int) -> int:
-    """How many tokens of a match, up to `upto`, have KV that is there."""
-    limit = min(match.length, upto)
-    lost = next((start for value, start, _ in match.segments if value.lost), limit)
-    limit = min(limit, lost)
-    gaps = [
-        (start, value.window_valid_from)
-        for value, start, _ in match.segments
-        if value.window_valid_from > start
-    ]
-    if gaps and gaps[0][0] < limit < gaps[-1][1] + layout.longest_window:
-        return gaps[0][0]
-    return limit
+OOM_SHARE = 4
+"""After an allocation failed, one part in so many of the idle KV is evicted."""
 
 
 @dataclass(slots=True)
 class Lease:
-    """A lineage in use by one request, and the tree's node that it is locked at, if any.
+    """A lineage in use by one request.
 
-    `bare`: it holds KV and no state, which is to be restored. `saved`: tokens on their way to disk.
-    `matched`: tokens that earlier prompts share, whether or not they can be reused. `prompt` and
-    `claim`: whom it is for.
+    `cached`: prompt tokens that were reused, `restored` of them from disk. `matched`: tokens that
+    earlier prompts in RAM share, reusable or not. `node`: the tree's node that the lease has
+    locked, None before the first commit of a new lineage. `awaiting_state`: it holds KV, and the
+    state after it is still to be restored. `written`: tokens handed to the disk tier. `evict`: how
+    room is made for it. `state_bytes`: reserved for the states of opaque layers.
     """
 
     lineage: Lineage
     cached: int
     node: Node | None = None
     prompt: Tokens = field(default_factory=lambda: NO_TOKENS, compare=False)
-    claim: Claim = NOTHING
+    hints: CacheHints = NO_HINTS
+    evict: Evict = "wait"
     state_bytes: int = 0
-    bare: bool = False
-    saved: int = 0
+    awaiting_state: bool = False
+    restored: int = 0
+    written: int = 0
     matched: int = 0
 
+    @property
+    def length(self) -> int:
+        """Positions that the lineage holds."""
+        return self.lineage.length
 
-class Memory:
-    """The RAM tier of one model."""
 
-    def __init__(self, layout: Layout, budget: Budget):
-        self.layout = layout
-        self.budget = budget
-        worth = Worth(layout.bytes_per_token, layout.checkpoint_bytes)
-        self.tree = PrefixTree(layout.bytes_per_token, worth)
-        self.mains = Mains()
-        self.room = Room(layout, budget, self.tree)
-        self.idle, self.busy = self.room.idle, self.room.busy
+class KVCache:
+    """The verbs by which requests use KV bytes. Each keeps the budget: bytes are reserved first.
 
-    # -- acquiring ---------------------------------------------------------------------------
+    A result is safe to use until the next verb that mutates, except that what a lease has locked
+    stays until its `release`. Make one with `KVCache.open`; it owns `ram` and `disk`.
+    """
 
-    def known(self, ids: Tokens) -> int:
-        """How many tokens of `ids` could be reused now. Changes nothing."""
-        return usable(self.layout, self.tree.match(ids, touch=False), len(ids))[0]
+    def __init__(self, ram: RamTier, disk: DiskTier | None = None):
+        self.ram = ram
+        self.disk = disk
+        self.layout: Layout = ram.layout
+        self.budget: Budget = ram.budget
+        self.tree: PrefixTree = ram.tree
+        self._mains = MainConversations()
+
+    @classmethod
+    def open(
+        cls,
+        layout: Layout,
+        budget: Budget,
+        store: Store | None = None,
+        *,
+        pending_limit: int = 0,
+        wake: Callable[[], None] = lambda: None,
+        worth: Worth | None = None,
+        device_buffers: int | None = None,
+    ) -> KVCache:
+        """A cache for models of `layout`, with a disk tier if there is a `store`, which it then
+        owns.
+
+        `pending_limit`: bytes of copies on their way to disk. `wake()` has the MLX thread look
+        again; called from other threads. `worth`: how segments are scored; by default from the
+        layout.
+        """
+        worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
+        tree = PrefixTree(layout.bytes_per_token, worth)
+        disk = DiskTier(store, layout, tree, pending_limit, wake) if store is not None else None
+        write_behind = disk.write_behind if disk is not None else None
+        return cls(RamTier(layout, budget, tree, write_behind, device_buffers), disk)
+
+    # -- matching ----------------------------------------------------------------------------------
+
+    def match(self, ids: Tokens) -> int:
+        """Leading tokens of `ids` that are in RAM, reusable or not. Changes nothing."""
+        return self.tree.match(ids, touch=False).length
+
+    def reusable(self, ids: Tokens) -> int:
+        """Leading tokens of `ids` that `acquire` could reuse from RAM now. Changes nothing."""
+        return _reusable(self.layout, self.tree.match(ids, touch=False), len(ids))[0]
+
+    def measure(self, paths: Sequence[Tokens]) -> Held:
+        """Tokens in RAM of each path, and the bytes of all of them together. Changes nothing."""
+        tokens, nbytes = [], 0
+        ends: dict[int, int] = {}
+        for ids in paths:
+            match = self.tree.match(ids, touch=False)
+            tokens.append(_reusable(self.layout, match, len(ids) + 1)[0])
+            for node in match.nodes:
+                end = min(node.end, match.length)
+                before = ends.get(id(node), node.start)
+                if end == node.end and before < end:
+                    nbytes += node.checkpoint_bytes
+                nbytes += max(0, end - before) * self.layout.bytes_per_token
+                ends[id(node)] = max(end, before)
+        return Held(tuple(tokens), nbytes)
+
+    # -- acquiring ---------------------------------------------------------------------------------
 
     def acquire(
-        self, ids: Tokens, reply: int, planned: int = 0, claim: Claim = NOTHING
+        self,
+        ids: Tokens,
+        reply: int,
+        *,
+        planned: int = 0,
+        hints: CacheHints = NO_HINTS,
+        evict: Evict = "wait",
     ) -> Lease | None:
-        """A whole lineage that holds the longest reusable prefix of `ids`.
+        """A lineage that holds the longest reusable prefix of `ids`, for one request.
 
-        There is room in it for all of `ids` and `reply` tokens, or one growth step of them. None:
-        not now, others hold what is needed. Mutates the tree (use, splits) and lineages.
-        `planned`: KV and states up to there are about to be restored, so all KV that is held
-        below serves, whether or not there is a state for it. What is found counts as asked for, by
-        `claim`, and so does the main conversation that this is a side request of.
+        Reserves room for all of `ids` and one growth step of `reply` tokens. `planned`: KV and
+        state up to there will be restored from disk, so all KV in RAM below it is used, with or
+        without a state. None where there is no room; with `wait` it blocks for writes that make
+        room. Mutates the tree (uses, splits, evictions) and lineages. Counts as a request for the
+        prefix, as `hints` say. Raises what MLX raises where a copy fails; nothing is leaked then.
         """
-        match, main = self.tree.match(ids), self.mains.beside(ids, claim)
+        match, main = self.tree.match(ids), self._mains.main_beside(ids, hints)
         self.tree.uses.renew(main)
-        cached, state = usable(self.layout, match, len(ids))
-        bare = planned > cached
-        if bare:
-            cached, state = intact(self.layout, match, planned), None
+        cached, state = _reusable(self.layout, match, len(ids))
+        awaiting_state = planned > cached
+        if awaiting_state:
+            cached, state = _intact(self.layout, match, planned), None
         least = (len(ids) + min(reply, STEP) + 63) // 64 * 64
-        anchor = match.nodes[-1] if match.nodes else None
-        if anchor is not None:
-            self.tree.lock(anchor)
+        last = match.nodes[-1] if match.nodes else None
+        if last is not None:
+            self.tree.lock(last)
         try:
-            lease = self._lease(match, cached, least)
+            lease = self._lease(match, cached, least, evict)
         finally:
-            if anchor is not None:
-                self.tree.unlock(anchor)
+            if last is not None:
+                self.tree.unlock(last)
         if lease is None:
             return None
-        if not self._begin_at(lease, state):
+        lease.evict = "no" if evict == "no" else "wait"
+        if not self._set_state(lease, state, evict):
             return None
-        lease.bare, lease.saved, lease.matched = bare, lease.cached, match.length
-        lease.prompt, lease.claim = ids, claim
-        if claim.asked:
-            uses = self.tree.uses.found(self.tree.match(ids), len(ids), claim.anchor)
+        lease.awaiting_state, lease.written, lease.matched = (
+            awaiting_state,
+            lease.cached,
+            match.length,
+        )
+        lease.prompt, lease.hints = ids, hints
+        if hints.asked:
+            key = hints.conversation_key
+            uses = self.tree.uses.found(self.tree.match(ids), len(ids), key)
             self.tree.uses.renew(main, uses)
         return lease
 
-    def _begin_at(self, lease: Lease, state: State | None) -> bool:
-        """Give a lease its state; False, and it is released, where there is no room for one."""
-        if not self.room.reserve("states", self.layout.running_bytes):
+    def _set_state(self, lease: Lease, state: State | None, evict: Evict) -> bool:
+        """Reserve and set the state of opaque layers; without room, release the lease: False."""
+        if not self.ram.reserve("states", self.layout.running_bytes, evict=evict):
             self.release(lease)
             return False
         lease.state_bytes = self.layout.running_bytes
@@ -138,44 +207,44 @@ class Memory:
             raise
         return True
 
-    def _lease(self, match: Match, cached: int, least: int) -> Lease | None:
-        """Go on in the idle lineage that costs the fewest copies; else in a new one."""
+    def _lease(self, match: Match, cached: int, least: int, evict: Evict) -> Lease | None:
+        """Continue the idle lineage that costs the fewest copied tokens; else make a new one."""
         spans: list[Span] = match.spans(cached) if cached else []
         best, cost = -1, cached
         for i, (owner, _, end) in enumerate(spans if self.layout.specs else []):
-            if id(owner) not in self.idle or not (owner.whole or end == cached):
+            if id(owner) not in self.ram.idle or not (owner.whole or end == cached):
                 continue
             copies = self._tail(owner, end) + (cached - end if owner.whole else cached)
-            # the newest owner wins a tie: it is whole, or is to be
+            # the newest owner wins a tie: it is whole, or will be
             if copies <= cost:
                 best, cost = i, copies
-        if best >= 0 and self._part(match, spans[best][0], spans[best][2]):
-            return self._take(match, spans, best, least)
-        return self._fresh(spans, cached, least)
+        if best >= 0 and self._split_tail(match, spans[best][0], spans[best][2], evict):
+            return self._continue(match, spans, best, least, evict)
+        return self._copy(spans, cached, least, evict)
 
     def _tail(self, owner: Lineage, end: int) -> int:
-        """How many positions from `end` on the tree holds through `owner`."""
+        """Positions from `end` on that the tree refers to in `owner`."""
         held = self.tree.live_range(owner)
         return max(0, held[1] - end) if held else 0
 
-    def _part(self, match: Match, owner: Lineage, end: int) -> bool:
-        """Move what `owner` holds from `end` on into a lineage of its own."""
+    def _split_tail(self, match: Match, owner: Lineage, end: int, evict: Evict) -> bool:
+        """Move the positions of `owner` from `end` on into a lineage of their own."""
         reserved = self._tail(owner, end)
-        if not self.room.reserve_kv(reserved):
+        if not self.ram.reserve_kv(reserved, evict=evict):
             return False
         tail = self._tail(owner, end)  # less, if room was made by evicting part of it
-        self.room.reserve_kv(tail - reserved)
+        self.ram.reserve_kv(tail - reserved, evict=evict)
         if not tail:
             return True
-        self._boundary(match, end)
+        self._split_node(match, end)
         with self._charged(owner, owner.capacity + tail):
             twin = owner.detach(end, end + tail)
         self.tree.retarget([n for n in self.tree.holders(owner) if n.start >= end], twin)
-        self.idle[id(twin)] = twin
+        self.ram.set_idle(twin)
         return True
 
-    def _boundary(self, match: Match, position: int) -> Node:
-        """The node on the matched path that ends at `position`, made by a split if need be."""
+    def _split_node(self, match: Match, position: int) -> Node:
+        """The node on the matched path that ends at `position`, split there if need be."""
         for node in match.nodes:
             if node.start < position <= node.end:
                 return self.tree.split_at(node, position)
@@ -183,19 +252,20 @@ class Memory:
                 return node.parent
         raise ValueError(f"no node of the match reaches {position}")
 
-    def _take(self, match: Match, spans: list[Span], at: int, least: int) -> Lease | None:
-        """Go on in the buffers of `spans[at]`: in place if they are whole and have the room."""
+    def _continue(
+        self, match: Match, spans: list[Span], at: int, least: int, evict: Evict
+    ) -> Lease | None:
+        """Continue in the buffers of `spans[at]`: in place if they are whole and have the room."""
         owner, _, end = spans[at]
         cached = spans[-1][2]
         capacity = owner.capacity
-        del self.idle[id(owner)]  # making room must leave it alone
+        self.ram.set_busy(owner)  # making room must not evict it
         if not owner.whole or capacity < least:
-            found = self.room.fit(capacity, least)
+            found = self.ram.reserve_buffer(capacity, least, evict)
             if found is None:
-                self.idle[id(owner)] = owner
+                self.ram.set_idle(owner)
                 return None
             capacity = found
-        self.busy[id(owner)] = owner
         with self._charged(owner, capacity):
             if owner.whole:
                 owner.truncate(end)
@@ -204,16 +274,16 @@ class Memory:
                     owner.append_span(span)
             else:
                 owner.fill(spans, capacity)
-        node = self._boundary(match, cached)
+        node = self._split_node(match, cached)
         self.tree.lock(node)
         return Lease(owner, cached, node)
 
     @contextmanager
     def _charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:
-        """While it gets buffers of `capacity` positions, which are charged for already.
+        """Run while `lineage` gets buffers of `capacity` positions, which are charged already.
 
-        Should MLX fail there, what is not held is given back. One that was idle is idle again if
-        what it held is still there, else it is lost.
+        If MLX fails there, the bytes that were not allocated are released. A lineage that is not
+        `leased` becomes idle again if its content is intact, else it is discarded.
         """
         try:
             yield
@@ -227,61 +297,115 @@ class Memory:
     def _put_back(self, lineage: Lineage) -> None:
         held = self.tree.live_range(lineage)
         if held is None or lineage.lost:
-            self.room.lose(lineage)
+            self.ram.discard(lineage)
             return
         lineage.truncate(held[1])
         if not lineage.sound():
-            self.room.lose(lineage)
-        elif self.busy.pop(id(lineage), None) is not None:
-            self.idle[id(lineage)] = lineage
+            self.ram.discard(lineage)
+        elif id(lineage) in self.ram.busy:
+            self.ram.set_idle(lineage)
 
-    def _fresh(self, spans: list[Span], cached: int, least: int) -> Lease | None:
+    def _copy(self, spans: list[Span], cached: int, least: int, evict: Evict) -> Lease | None:
         """A new lineage with copies of `spans`."""
-        capacity = self.room.fit(0, least)
+        capacity = self.ram.reserve_buffer(0, least, evict)
         if capacity is None:
             return None
         lineage = Lineage(self.layout)
         with self._charged(lineage, capacity):
             lineage.fill(spans, capacity)
         if not self.layout.specs:
-            lineage.length = cached
-        self.busy[id(lineage)] = lineage
+            lineage.advance(cached - lineage.length)
+        self.ram.set_busy(lineage)
         return Lease(lineage, cached)
 
-    # -- growing, committing, releasing -------------------------------------------------------
+    # -- restoring ---------------------------------------------------------------------------------
+
+    def look_up(self, ids: Tokens, known: int) -> DiskLookup | None:
+        """Begin a lookup of `ids` on disk, of which RAM holds `known` tokens; None without a disk
+        tier.
+
+        Does not block: `wake` is called when there is news.
+        """
+        return self.disk.restorer.look_up(ids, known) if self.disk is not None else None
+
+    def can_restore(self, lease: Lease, lookup: DiskLookup) -> bool:
+        """True if `restore` has something to load, or an error to raise. Changes nothing."""
+        return self.disk is not None and self.disk.restorer.ready(lookup, lease.length)
+
+    def restore(self, lease: Lease, lookup: DiskLookup) -> bool:
+        """Load one verified file into the lease, and commit it; True once `lookup.target` is
+        reached.
+
+        Mutates lease and tree; blocks for the read of one file. Raises StoreError, OSError,
+        RuntimeError or ValueError where a file cannot be used: `cancel_restore` then.
+        """
+        assert self.disk is not None
+        before = lease.length
+        complete = self.disk.restorer.load(lookup, lease.lineage)
+        if not self.layout.opaque:
+            lease.restored += lease.length - before
+            self.commit(lease, lookup.ids, checkpoint=False)
+        elif complete:
+            lease.restored = lease.length - lease.cached
+            self.commit(lease, lookup.ids, checkpoint=True)
+        if complete:
+            lease.cached = lease.written = lease.length
+            lease.awaiting_state = False
+        return complete
+
+    def cancel_restore(self, lease: Lease) -> None:
+        """Release a lease whose restore failed; loaded files stay where they are usable."""
+        if self.layout.opaque:
+            self.abandon(lease)
+        else:
+            self.release(lease)
+
+    # -- growing and committing --------------------------------------------------------------------
 
     def extend(self, lease: Lease, length: int) -> bool:
-        """Make room for `length` positions; False if the budget cannot hold them."""
+        """Make room for `length` positions in the lease; False where the budget cannot hold them.
+
+        Mutates: may grow the buffers (a copy) and evict. May block for a write that makes room.
+        """
         lineage = lease.lineage
         if length <= lineage.capacity or not self.layout.specs:
             return True
-        capacity = self.room.fit(lineage.capacity, (length + 63) // 64 * 64)
+        wanted = (length + 63) // 64 * 64
+        capacity = self.ram.reserve_buffer(lineage.capacity, wanted, lease.evict)
         if capacity is not None:
             with self._charged(lineage, capacity, leased=True):
                 lineage.grow(capacity)
         return capacity is not None
 
     def commit(self, lease: Lease, ids: Tokens, *, checkpoint: bool) -> None:
-        """Put the first `lineage.length` of `ids` into the tree, with the state there if asked."""
+        """Put the first `lease.length` of `ids` into the tree, with the state there if
+        `checkpoint`.
+
+        `ids` are the request's tokens, shape (n,). Mutates the tree and moves the lease's lock. May
+        evict for the checkpoint, which is left out where there is no room.
+        """
         lineage = lease.lineage
         if not self.layout.cacheable or not lineage.length:
             return
-        node = self.tree.insert(ids[: lineage.length], lineage, lease.claim.anchor)
+        key = lease.hints.conversation_key
+        node = self.tree.insert(ids[: lineage.length], lineage, key)
         self.tree.lock(node)
-        self._stand_in(lease, node)
+        self._take_over_path(lease, node)
         if lease.node is not None:
             self.tree.unlock(lease.node)
         lease.node = node
         if checkpoint and self.layout.opaque and node.checkpoint is None:
             size = lineage.state_bytes
-            if self.room.reserve_checkpoint(node, size, len(ids)):
+            evict = _without_waiting(lease)
+            if self.ram.reserve_checkpoint(node, size, len(ids), evict=evict):
                 self.tree.set_checkpoint(node, lineage.capture(), size)
 
-    def _stand_in(self, lease: Lease, node: Node) -> None:
-        """Let a whole lineage hold what others on its path lost, and what was fed again.
+    def _take_over_path(self, lease: Lease, node: Node) -> None:
+        """Let a whole lineage hold the segments of its path that others lost, or that were fed
+        again.
 
-        That is where no state was there to go on from. A lineage that holds what comes before has
-        to hold all of it anyway; the other then keeps what follows.
+        Tokens are fed again where there was no state to continue from. A lineage that holds what
+        comes before them holds all of them anyway; the other lineage keeps what follows.
         """
         lineage, path = lease.lineage, node.path()[1:]
         holds = any(n.value is lineage and n.end <= lease.cached for n in path)
@@ -290,97 +414,239 @@ class Memory:
         others = {id(n.value): n.value for n in again}
         self.tree.retarget(again, lineage)
         for other in others.values():
-            if id(other) in self.idle and self.tree.live_range(other) is None:
-                self.room.shrink(other, force=True)
+            if id(other) in self.ram.idle and self.tree.live_range(other) is None:
+                self.ram.shrink(other, force=True)
+
+    def persist(self, lease: Lease, ids: Tokens, *, whole: bool = False) -> None:
+        """Hand what was committed to the disk tier: whole blocks once many are new, or the `whole`.
+
+        Returns at once. The path is locked in RAM until it is on disk.
+        """
+        if self.disk is None or lease.node is None:
+            return
+        write_behind = self.disk.write_behind
+        if whole:
+            write_behind.add(lease.node, ids[: lease.node.end], lease.cached)
+        elif lease.length - lease.written >= PERSIST_TOKENS:
+            lease.written = lease.length // BLOCK * BLOCK
+            write_behind.add(lease.node, ids[: lease.written])
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def finish(self, lease: Lease, ids: Tokens) -> None:
+        """Commit and persist all that a request computed. The lease stays until `release`.
+
+        Nothing is committed of a restore that is not complete, nor of a pass that produced NaN.
+        """
+        if lease.awaiting_state:
+            return
+        if not ends_finite(lease.lineage):
+            self.purge(lease, ids)
+            return
+        self.commit(lease, ids, checkpoint=True)
+        self.persist(lease, ids, whole=True)
 
     def release(self, lease: Lease) -> None:
-        """The request is over: its lineage goes idle, or goes if the tree needs none of it."""
+        """End a lease: its lineage becomes idle, or is released if the tree refers to none of it.
+
+        Mutates: older idle lineages may be compacted. Nothing of the lease may be used afterwards.
+        """
         lineage = lease.lineage
         if lease.node is not None:
-            self.tree.uses.keep(lease.node, lease.claim.keeps)
-            self.mains.ended(lease.prompt, lease.claim, lease.node)
+            self.tree.uses.keep(lease.node, lease.hints.keeps)
+            self._mains.note_end(lease.prompt, lease.hints, lease.node)
             self.tree.unlock(lease.node)
             lease.node = None
         self.budget.release("states", lease.state_bytes)
         lease.state_bytes = 0
         if not lineage.lost:
-            del self.busy[id(lineage)]
-            self.idle[id(lineage)] = lineage
+            self.ram.set_idle(lineage)
             lineage.rest()
-            self.room.shrink(lineage, force=False)
-        self.room.settle()
+            self.ram.shrink(lineage, force=False)
+        self.ram.compact_idle(evict=_without_waiting(lease))
 
     def abandon(self, lease: Lease) -> None:
-        """Release a lineage whose last forward pass failed: only what was committed is kept."""
+        """End a lease whose last forward pass failed: only what was committed is kept."""
         lineage = lease.lineage
         held = self.tree.live_range(lineage)
         lineage.truncate(held[1] if held else 0)
         if not lineage.sound():
-            self.room.lose(lineage)
+            self.ram.discard(lineage)
         self.release(lease)
 
+    def purge(self, lease: Lease, ids: Tokens) -> None:
+        """Remove from both tiers what a request computed, because the model produced NaN.
 
-def in_ram(memory: Memory, paths: Sequence[Tokens]) -> Held:
-    """What the RAM tier holds of these token ids; asking is no use of it."""
-    tokens, nbytes = [], 0
-    ends: dict[int, int] = {}
-    for ids in paths:
-        match = memory.tree.match(ids, touch=False)
-        tokens.append(usable(memory.layout, match, len(ids) + 1)[0])
+        Keeps the prefix that it reused, and what other requests share, as far as those are finite:
+        an earlier request may have left NaN too. The lease stays, without its node.
+        """
+        kept = self._finite_prefix(ids, min(lease.cached, finite_upto(lease.lineage)))
+        log.warning("model produced NaN; kept %d of %d tokens", kept, len(ids))
+        if lease.node is not None:
+            self.tree.unlock(lease.node)
+            lease.node = None
+        if self.disk is not None:
+            self.disk.write_behind.forget(self._nodes_beyond(ids, kept))
+            self.disk.write_behind.delete_beyond(ids, kept)
+        self.forget(ids, kept)
+
+    def _finite_prefix(self, ids: Tokens, reused: int) -> int:
+        """Leading tokens of `ids` in the tree to keep, where the request had reused `reused` of
+        them.
+
+        Where another conversation parts from `ids` later, it computed the tokens up to there as
+        well.
+        """
+        match = self.tree.match(ids, touch=False)
+        parted = [node.end for node in match.nodes if len(node.children) > 1]
+        if match.nodes and (match.nodes[-1].children or match.nodes[-1].end > match.length):
+            parted.append(match.length)
+        wanted = max([reused, *parted])
+        finite: dict[Lineage, int] = {}  # each is read once: there may be gigabytes of it
         for node in match.nodes:
-            end = min(node.end, match.length)
-            before = ends.get(id(node), node.start)
-            if end == node.end and before < end:
-                nbytes += node.checkpoint_bytes
-            nbytes += max(0, end - before) * memory.layout.bytes_per_token
-            ends[id(node)] = max(end, before)
-    return Held(tuple(tokens), nbytes)
+            end = min(node.end, wanted)
+            if node.start >= wanted:
+                break
+            if end > reused and node.value not in finite:
+                finite[node.value] = 0 if node.value.lost else finite_upto(node.value)
+            if end > finite.get(node.value, end):
+                return reused
+            state = node.checkpoint if end == node.end else None
+            if state is not None and not state_is_finite(state):
+                return node.start if end <= reused else reused
+        return wanted
+
+    # -- removing ----------------------------------------------------------------------------------
+
+    def forget(self, ids: Tokens, keep: int) -> int:
+        """Remove from RAM all of `ids` beyond its first `keep` tokens, and what continues it.
+
+        What a request uses, and what is not on disk yet, stays. Returns the tokens removed.
+        """
+        beyond = self._nodes_beyond(ids, keep)
+        if not beyond:
+            return 0
+        below = [beyond[0]]
+        for node in below:
+            below += node.children.values()
+        return sum(self.ram.remove(node, keep) for node in reversed(below))
+
+    def forget_unshared(self, ids: Tokens, keep: int) -> bool:
+        """As `forget`, unless a conversation continues `ids` beyond `keep`; True if removed."""
+        nodes = [n for n in self.tree.match(ids, touch=False).nodes if n.end > keep]
+        if not nodes or any(len(n.children) > (n is not nodes[-1]) for n in nodes):
+            return False
+        return self.forget(ids, keep) > 0
+
+    def _nodes_beyond(self, ids: Tokens, keep: int) -> list[Node]:
+        """Nodes that hold a token of `ids` beyond `keep`, top down."""
+        match = self.tree.match(ids, touch=False)
+        return [node for node in match.nodes if min(node.end, match.length) > keep]
+
+    def clear(self) -> None:
+        """Evict from RAM all that no request uses and no write is waiting for."""
+        self.ram.clear()
+
+    def free_after_oom(self, lease: Lease) -> bool:
+        """After MLX failed to allocate: evict some idle KV, and cut the lease back to its
+        positions.
+
+        True if the lease is intact, so that the same pass may be tried again.
+        """
+        idle = sum(each.nbytes for each in self.ram.idle.values())
+        self.ram.evict(max(1, idle // OOM_SHARE))
+        mx.clear_cache()
+        lease.lineage.truncate(lease.length)
+        return lease.lineage.sound()
+
+    def end_pressure(self) -> None:
+        """Put the withheld part of the budget back into use: a request needs it."""
+        self.ram.withhold(0)
+
+    # -- the disk tier's part in the loop ----------------------------------------------------------
+
+    @property
+    def writing(self) -> bool:
+        """True while something is locked in RAM because it is not on disk yet."""
+        return self.disk is not None and self.disk.write_behind.busy
+
+    @property
+    def can_pump(self) -> bool:
+        """True if `pump` has something to do."""
+        return self.disk is not None and self.disk.write_behind.ready
+
+    def pump(self, *, decoding: bool) -> None:
+        """Collect finished writes, and hand at most one more to the writer's thread.
+
+        `decoding`: replies wait meanwhile, so copies take a small share of the time. Call each
+        tick.
+        """
+        if self.disk is not None:
+            self.disk.pump(decoding=decoding)
+
+    def close(self, seconds: float) -> int:
+        """Write what is not on disk yet, blocking for at most `seconds`, and release everything.
+
+        Returns the most tokens that may not have been written.
+        """
+        left = self.disk.close(seconds) if self.disk is not None else 0
+        self.clear()
+        return left
+
+    # -- figures -----------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, Any]:
+        """The RAM part of `GET /v1/cache`; `active_bytes` is what lineages hold beyond the tree."""
+        tree, kinds = self.tree, self.budget.by_kind()
+        held = tree.kv_bytes + tree.checkpoint_bytes
+        live = sum(kinds.get(kind, 0) for kind in ("kv", "checkpoints", "states", "batch"))
+        return {
+            "ram": {
+                "used_bytes": held,
+                "limit_bytes": self.budget.limit,
+                "high_water_bytes": self.budget.high_water,
+                "withheld_bytes": kinds.get(WITHHELD, 0),
+                "buffers": self.ram.count_buffers(),
+                "buffer_limit": self.ram.buffers.limit,
+                "kinds": kinds,
+            },
+            "active_bytes": max(0, live - held),
+            "reserved_bytes": kinds.get("transient", 0) + kinds.get("pool", 0),
+            "pending_bytes": self.disk.write_behind.pending_bytes if self.disk else 0,
+            "bytes_per_token": self.layout.bytes_per_token,
+            "tree_tokens": tree.tokens,
+            "segments": tree.segments,
+            "checkpoints": tree.checkpoints,
+            "evictions": {"spilled": self.ram.spilled, "dropped": self.ram.dropped},
+        }
 
 
-def forget(memory: Memory, ids: Tokens, keep: int) -> int:
-    """Cut what the tree holds of `ids` beyond its first `keep`, and all that goes on from there.
-
-    What a request uses, or what is still being written, stays. Returns the tokens cut.
-    """
-    beyond = held_beyond(memory, ids, keep)
-    return _cut_below(memory, beyond[0], keep) if beyond else 0
+def _without_waiting(lease: Lease) -> Literal["no", "idle"]:
+    """How room is made for bytes of a lease that are not worth waiting for the disk."""
+    return "no" if lease.evict == "no" else "idle"
 
 
-def held_beyond(memory: Memory, ids: Tokens, keep: int) -> list[Node]:
-    """The nodes with any token of `ids` beyond `keep`, top down.
-
-    None where the tree holds no such token: the last node may be of others, who went another way.
-    """
-    match = memory.tree.match(ids, touch=False)
-    return [node for node in match.nodes if min(node.end, match.length) > keep]
-
-
-def _cut_below(memory: Memory, top: Node, keep: int) -> int:
-    """Cut `top` and all below it from position `keep` on, the ends first."""
-    found = [top]
-    for node in found:
-        found += node.children.values()
-    return sum(_cut(memory, node, keep) for node in reversed(found))
+def _reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
+    """Tokens of a match that can be reused, and the state there. One token is left to feed."""
+    if not layout.cacheable:
+        return 0, None
+    limit = _intact(layout, match, prompt_tokens - 1)
+    if not layout.opaque:
+        return limit, None
+    found = [(at, node) for at, node in match.checkpoints if at <= limit]
+    return (found[-1][0], found[-1][1].checkpoint) if found else (0, None)
 
 
-def _cut(memory: Memory, node: Node, keep: int) -> int:
-    if node.locks or node.children or node.detached:
-        return 0
-    room = memory.room
-    gone = memory.tree.cut(node, max(node.start, keep))
-    memory.budget.release("checkpoints", gone.checkpoint_bytes)
-    if id(gone.value) in room.idle:
-        room.shrink(gone.value, force=True)
-    return gone.tokens
-
-
-def forget_session(core: Core, ids: Tokens, keep: int) -> None:
-    """Cut what the tree holds of a session's `ids` beyond `keep`, and anticipate nothing of it."""
-    core.scheduler.ahead.clear()
-    forget(core.memory, ids, keep)
-
-
-def forget_all(core: Core) -> None:
-    """Drop all that no request uses."""
-    core.scheduler.ahead.clear()
-    core.memory.room.clear()
+def _intact(layout: Layout, match: Match, upto: int) -> int:
+    """Tokens of a match, up to `upto`, whose KV is there, sliding windows included."""
+    limit = min(match.length, upto)
+    lost = next((start for value, start, _ in match.segments if value.lost), limit)
+    limit = min(limit, lost)
+    hollow = [
+        (start, value.window_valid_from)
+        for value, start, _ in match.segments
+        if value.window_valid_from > start
+    ]
+    if hollow and hollow[0][0] < limit < hollow[-1][1] + layout.longest_window:
+        return hollow[0][0]
+    return limit

@@ -1,40 +1,47 @@
-"""What requests say of themselves that eviction heeds. MLX thread only."""
+"""Cache hints of requests, and the main conversation of each session, for eviction.
+
+MLX thread only.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlxcache.lru import LRU
 from mlxcache.store.leaves import SETTLED_TURNS, TINY_SHARE, conversation_key_tokens, digest_of
-from mlxcache.tree.prefix_tree import Node
+from mlxcache.tree.node import Node
 from mlxcache.types import WARMING, Job, Tokens
 
-MOST_SESSIONS = 64
-"""Labels of which the main conversation is known, those heard of last."""
+MAX_LABELS = 64
+"""Session labels whose main conversation is remembered, the most recent."""
 
-MOST_ASIDE = 256
-"""Side requests in a row that renew a main conversation nobody went on with."""
+MAX_SIDE_REQUESTS = 256
+"""Side requests in a row that renew a main conversation which gets no turn of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """Of a request: how many of its tokens make it its conversation (None: nobody knows), and are
-    tools and system; its session's label; what its client wishes kept, (position, seconds).
-    `asked`: somebody waits for it; it is not computed ahead of use."""
+class CacheHints:
+    """Eviction hints carried by a request.
 
-    anchor: int | None = None
+    `conversation_key`: leading tokens that identify its conversation; None where unknown. `head`:
+    leading tokens that are tools and system prompt. `label`: the session's. `keeps`: (position,
+    seconds) up to where, and for how long after each use, the client asks to keep the prefix.
+    `asked`: a client waits for it; False for what is computed ahead of use.
+    """
+
+    conversation_key: int | None = None
     head: int = 0
     label: str | None = None
     keeps: tuple[tuple[int, float], ...] = ()
     asked: bool = True
 
     @classmethod
-    def of(cls, job: Job) -> Claim:
-        """That of a request."""
+    def of(cls, job: Job) -> CacheHints:
+        """The hints of a request."""
         prompt, marks = job.prompt, job.prompt.marks
         return cls(
-            anchor=conversation_key_tokens(marks, len(prompt.ids)) if marks else None,
+            conversation_key=conversation_key_tokens(marks, len(prompt.ids)) if marks else None,
             head=marks[0] if len(marks) > 1 else 0,
             label=None if job.api == WARMING else job.session,
             keeps=prompt.keeps,
@@ -42,88 +49,99 @@ class Claim:
         )
 
 
-NOTHING = Claim()
+NO_HINTS = CacheHints()
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What makes a conversation itself: `anchor` tokens, their digest, and that of its head."""
+class ConversationId:
+    """Identity of a conversation: its first `key_tokens` tokens' digest, and its head's digest."""
 
-    anchor: int
+    key_tokens: int
     digest: bytes
     head: bytes
 
     @classmethod
-    def of(cls, ids: Tokens, claim: Claim) -> Known:
-        """The conversation of a prompt."""
-        anchor = len(ids) if claim.anchor is None else claim.anchor
-        head = digest_of(ids[: claim.head]) if claim.head else b""
-        return cls(anchor, digest_of(ids[:anchor]), head)
+    def of(cls, ids: Tokens, hints: CacheHints) -> ConversationId:
+        """The conversation that a prompt belongs to."""
+        key = len(ids) if hints.conversation_key is None else hints.conversation_key
+        head = digest_of(ids[: hints.head]) if hints.head else b""
+        return cls(key, digest_of(ids[:key]), head)
 
-    def goes_on(self, ids: Tokens) -> bool:
-        """Whether a prompt is a turn of it."""
-        return len(ids) >= self.anchor and digest_of(ids[: self.anchor]) == self.digest
+    def includes(self, ids: Tokens) -> bool:
+        """True if a prompt is a turn of this conversation."""
+        return len(ids) >= self.key_tokens and digest_of(ids[: self.key_tokens]) == self.digest
 
 
 @dataclass(slots=True)
-class Main:
-    """What a session is about: its newest turn's tokens and segments. `aside`: side requests
-    since. `rival`: who may take its place, and in how many turns; `former`: whose it took."""
+class MainConversation:
+    """The newest turn of a session's main conversation: its tokens and tree nodes.
 
-    who: Known
+    `side_requests`: requests of the session since that belonged to others. `rival`: a conversation
+    under the same head with its turns in a row, which may become the main one. `former`: the main
+    conversation before this one, which takes its place again if it continues.
+    """
+
+    id: ConversationId
     tokens: int
     nodes: Sequence[Node]
     turns: int = 1
-    aside: int = 0
-    rival: tuple[Known, int] | None = None
-    former: Main | None = None
+    side_requests: int = 0
+    rival: tuple[ConversationId, int] | None = None
+    former: MainConversation | None = None
 
 
-class Mains:
-    """The main conversation of each session that was heard of lately, as `leaves` tells them."""
+class MainConversations:
+    """The main conversation of each session label seen recently; the rule is that of
+    `store.leaves`.
+    """
 
     def __init__(self) -> None:
-        self._by_label: OrderedDict[str, Main] = OrderedDict()
+        self._by_label: LRU[str, MainConversation] = LRU(MAX_LABELS)
 
-    def beside(self, ids: Tokens, claim: Claim) -> Sequence[Node]:
-        """The segments of the main conversation beside which a request comes; none if it is no
-        side request, or one of very many."""
-        main = self._by_label.get(claim.label) if claim.label else None
-        if main is None or main.aside >= MOST_ASIDE or main.who.goes_on(ids):
+    def __len__(self) -> int:
+        return len(self._by_label)
+
+    def main_beside(self, ids: Tokens, hints: CacheHints) -> Sequence[Node]:
+        """Nodes of the main conversation that the request `ids` is a side request of; else none."""
+        main = self._by_label.peek(hints.label) if hints.label else None
+        if main is None or main.side_requests >= MAX_SIDE_REQUESTS or main.id.includes(ids):
             return ()
         return main.nodes
 
-    def ended(self, ids: Tokens, claim: Claim, node: Node) -> None:
-        """Note a request for `ids` that is over, and at whose end the tree is `node`."""
-        if claim.label is None:
+    def note_end(self, ids: Tokens, hints: CacheHints, node: Node) -> None:
+        """Note a request for `ids` that is over, and whose last node in the tree is `node`."""
+        if hints.label is None:
             return
-        self._by_label[claim.label] = self._after(self._by_label.get(claim.label), ids, claim, node)
-        self._by_label.move_to_end(claim.label)
-        while len(self._by_label) > MOST_SESSIONS:
-            self._by_label.popitem(last=False)
+        main = self._by_label.peek(hints.label)
+        self._by_label.put(hints.label, self._after(main, ids, hints, node))
 
-    def _after(self, main: Main | None, ids: Tokens, claim: Claim, node: Node) -> Main:
-        """What the session is about after a request."""
+    def _after(
+        self, main: MainConversation | None, ids: Tokens, hints: CacheHints, node: Node
+    ) -> MainConversation:
+        """The session's main conversation after a request."""
         if main is None:
-            return Main(Known.of(ids, claim), node.end, node.path()[1:])
+            return MainConversation(ConversationId.of(ids, hints), node.end, node.path()[1:])
         for one in (main, main.former):
-            if one is not None and one.who.goes_on(ids) and (one is main or one.tokens < node.end):
+            if one is not None and one.id.includes(ids) and (one is main or one.tokens < node.end):
                 one.tokens, one.nodes, one.turns = node.end, node.path()[1:], one.turns + 1
-                one.aside, one.rival = 0, None
+                one.side_requests, one.rival = 0, None
                 return one
-        if self._takes_over(main, ids, claim, node.end):
+        if self._takes_over(main, ids, hints, node.end):
             turns = main.rival[1] if main.rival else 1
             main.former = None  # one is enough
-            return Main(Known.of(ids, claim), node.end, node.path()[1:], turns, former=main)
-        main.aside += 1
+            id = ConversationId.of(ids, hints)
+            return MainConversation(id, node.end, node.path()[1:], turns, former=main)
+        main.side_requests += 1
         return main
 
-    def _takes_over(self, main: Main, ids: Tokens, claim: Claim, tokens: int) -> bool:
-        """A title came before the conversation; or that goes on under a new first message."""
+    def _takes_over(
+        self, main: MainConversation, ids: Tokens, hints: CacheHints, tokens: int
+    ) -> bool:
+        """True if a request begins the main conversation, after a title request or a compaction."""
         if main.turns <= 1 and main.tokens * TINY_SHARE < tokens:
             return True
-        now = Known.of(ids, claim)
-        if not now.head or now.head != main.who.head:
+        now = ConversationId.of(ids, hints)
+        if not now.head or now.head != main.id.head:
             return False
         before = main.rival[1] if main.rival and main.rival[0] == now else 0
         main.rival = (now, before + 1)

@@ -1,4 +1,4 @@
-"""Memory pressure: the cache gives memory up before the system suffers, and takes it back later."""
+"""Memory pressure: part of the budget is withheld while the machine is short of memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
-from mlxcache.cache.ram import Room
+from mlxcache.cache.ram import RamTier
 from mlxcache.config import format_size
 from mlxcache.config.memory import (
     MemoryPressure,
@@ -25,79 +23,82 @@ log = logging.getLogger("mlxcache.engine")
 
 POLL_S = 1.0
 STEP_S, CALM_S = 5.0, 30.0
-"""Seconds between two steps down while the pressure lasts, and of calm before each step back."""
+"""Seconds between two reductions while pressure lasts, and of calm before each part is restored."""
 
-SPARE_S = 30.0
-"""Seconds between two times that what nothing uses is given back to the system."""
+TRIM_S = 30.0
+"""Seconds between two returns of unused heap memory to the operating system."""
 
 PARTS = 8
-MOST = {PressureLevel.WARNING: 4, PressureLevel.CRITICAL: 7}
-"""Of so many parts of the budget, those that are given up at most."""
+MAX_PARTS = {PressureLevel.WARNING: 4, PressureLevel.CRITICAL: 7}
+"""Parts of the budget, out of `PARTS`, that are withheld at most."""
 
-HELD_BACK = "withheld"
-"""The budget's kind of what is not to be used for now."""
-
-TOLERANCE, LEAST_TOLERANCE = 0.05, 256 << 20
-"""What the process may take beyond weights, budget and what it took at the start."""
+TOLERANCE, MIN_TOLERANCE = 0.05, 256 << 20
+"""Growth of the process beyond weights, budget and its size at the start that is no pressure: a
+share of weights and budget, at least so many bytes.
+"""
 
 
 class Brake:
-    """How many of `PARTS` to give up: a step at once, more while it lasts, back in steps."""
+    """The number of parts to withhold: a step at once, more while pressure lasts, back in steps."""
 
     def __init__(self) -> None:
         self.parts = 0
-        self._changed = self._felt = float("-inf")
+        self._changed_at = self._pressed_at = float("-inf")
 
-    def feel(self, level: PressureLevel, now: float) -> int:
-        """The parts to give up from `now` on, in seconds of a monotonic clock."""
+    def update(self, level: PressureLevel, now: float) -> int:
+        """Parts to withhold from `now` on, in seconds of a monotonic clock."""
         if level:
-            self._felt = now
-            if now - self._changed >= STEP_S and self.parts < MOST[level]:
-                self.parts = min(MOST[level], self.parts + int(level))
-                self._changed = now
-        elif self.parts and now - max(self._felt, self._changed) >= CALM_S:
+            self._pressed_at = now
+            if now - self._changed_at >= STEP_S and self.parts < MAX_PARTS[level]:
+                self.parts = min(MAX_PARTS[level], self.parts + int(level))
+                self._changed_at = now
+        elif self.parts and now - max(self._pressed_at, self._changed_at) >= CALM_S:
             self.parts -= 1
-            self._changed = now
+            self._changed_at = now
         return self.parts
 
 
 @dataclass(slots=True)
-class Seen:
-    """What the watch saw last. `expected`: what the process may take by the budget, in bytes."""
+class Observation:
+    """The last look at the machine.
+
+    Sizes in bytes; `expected` is the process's size by the budget.
+    """
 
     level: PressureLevel = PressureLevel.NORMAL
     footprint: int = 0
-    most_footprint: int = 0
+    max_footprint: int = 0
     expected: int = 0
     parts: int = 0
 
 
 class Pressure:
-    """Watches the machine in a thread of its own, and has the MLX thread give memory up.
+    """Watches the machine's memory in a thread of its own, and has the MLX thread withhold budget.
 
-    `put` has an action run there. `base`: what the process takes beside all that MLX holds,
-    `weights`: what they take of that, both in bytes.
+    `post` runs an action on the MLX thread. `base`: bytes of the process beside all that MLX holds;
+    `weights`: bytes of the weights. The other arguments replace the system in tests.
     """
 
     def __init__(
         self,
-        room: Room,
-        put: Callable[[Callable[[], None]], None],
+        ram: RamTier,
+        post: Callable[[Callable[[], None]], None],
         *,
         base: int,
         weights: int,
         look: Callable[[], MemoryPressure] = read_pressure,
         measure: Callable[[], int] = read_footprint,
-        give_back: Callable[[], object] = trim_heap,
+        trim: Callable[[], object] = trim_heap,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.seen = Seen(expected=base + weights + room.budget.limit)
-        self._room, self._put = room, put
-        self._slack = max(LEAST_TOLERANCE, int(TOLERANCE * (weights + room.budget.limit)))
+        limit = ram.budget.limit
+        self.seen = Observation(expected=base + weights + limit)
+        self._ram, self._post, self._limit = ram, post, limit
+        self._tolerance = max(MIN_TOLERANCE, int(TOLERANCE * (weights + limit)))
         self._look, self._measure, self._clock = look, measure, clock
-        self._give_back, self._given_back = give_back, clock()
+        self._trim, self._trimmed_at = trim, clock()
         self._brake = Brake()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mlxcache-pressure", daemon=True)
 
     def start(self) -> None:
@@ -105,70 +106,50 @@ class Pressure:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
-        self._over.set()
+        """End the watch; returns at once."""
+        self._stopped.set()
 
     def _watch(self) -> None:
-        while not self._over.wait(POLL_S):
+        while not self._stopped.wait(POLL_S):
             try:
                 self.step()
-            except OSError as error:  # no file descriptors, say, which is told elsewhere
-                log.debug("the machine's memory could not be looked at: %s", error)
-            except Exception:  # a look that fails must not end all later ones
-                log.exception("the machine's memory could not be looked at")
+            except OSError as error:  # no file descriptors, for example, which is logged elsewhere
+                log.debug("memory pressure check failed: %s", error)
+            except Exception:  # the next check must still run
+                log.exception("memory pressure check failed")
 
     def step(self) -> None:
-        """Look once, and have the cache follow."""
+        """Look once, and adjust what is withheld."""
         seen, found, now = self.seen, self._look(), self._clock()
-        if now - self._given_back >= SPARE_S:
-            self._give_back()
-            self._given_back = now
+        if now - self._trimmed_at >= TRIM_S:
+            self._trim()
+            self._trimmed_at = now
         seen.footprint = self._measure()
-        seen.most_footprint = max(seen.most_footprint, seen.footprint)
+        seen.max_footprint = max(seen.max_footprint, seen.footprint)
         over = seen.footprint - seen.expected
-        if over > self._slack and not found.level:
+        if over > self._tolerance and not found.level:
             found = MemoryPressure(
-                PressureLevel.WARNING, f"this process takes {format_size(over)} more than it may"
+                PressureLevel.WARNING, f"this process is {format_size(over)} above its budget"
             )
         seen.level = found.level
-        parts = self._brake.feel(found.level, now)
-        limit = self._room.budget.limit
+        parts = self._brake.update(found.level, now)
         if parts != seen.parts:
-            kept = format_size(limit * (PARTS - parts) // PARTS)
+            left = format_size(self._limit * (PARTS - parts) // PARTS)
             if parts > seen.parts:
-                log.warning("memory pressure, the cache is held to %s: %s", kept, found.why)
+                log.warning("memory pressure, cache limited to %s: %s", left, found.why)
             else:
-                log.info("memory pressure has passed: the cache may take %s", kept)
+                log.info("memory pressure eased, cache limit raised to %s", left)
         if parts != seen.parts or parts:
             seen.parts = parts
-            self._put(lambda: hold_back(self._room, limit * parts // PARTS))
+            withheld = self._limit * parts // PARTS
+            self._post(lambda: self._ram.withhold(withheld))
 
     def figures(self) -> dict[str, Any]:
-        """What `GET /v1/cache` says of it."""
+        """The `pressure` part of `GET /v1/cache`. Any thread."""
         seen = self.seen
         return {
             "level": seen.level.name.lower(),
             "footprint_bytes": seen.footprint,
-            "most_footprint_bytes": seen.most_footprint,
+            "most_footprint_bytes": seen.max_footprint,
             "expected_bytes": seen.expected,
         }
-
-
-def hold_back(room: Room, size: int) -> None:
-    """Take `size` bytes out of use, evicting for them what nobody computes with. MLX thread only.
-
-    What is in use, or not on disk yet, stays: the next time there may be more.
-    """
-    budget = room.budget
-    held = budget.by_kind().get(HELD_BACK, 0)
-    if size <= held:
-        budget.release(HELD_BACK, held - size)
-        return
-    room.free_up(size - held)
-    budget.charge(HELD_BACK, min(size - held, budget.free))
-    mx.clear_cache()
-
-
-def let_go(room: Room) -> None:
-    """Put all that was held back into use: a request needs it. MLX thread only."""
-    hold_back(room, 0)

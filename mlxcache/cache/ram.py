@@ -1,67 +1,50 @@
-"""The bytes that lineages and checkpoints take, and how room is made for more. MLX thread only."""
+"""The RAM tier: bytes of lineages and checkpoints under one budget, and their eviction.
+
+Runs on the MLX thread.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from mlxcache.cache.checkpoints import Trail
+from mlxcache.cache.write_behind import WriteBehind
 from mlxcache.model.arrays import ArraySpec
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 from mlxcache.tree.budget import Budget
-from mlxcache.tree.prefix_tree import Node, PrefixTree
+from mlxcache.tree.node import Node
+from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.tree.thinning import BUDGET_SHARE, allowed
 
 log = logging.getLogger("mlxcache.engine")
 
-SHARE = 0.75
-"""Of the device's limit, for what is cached; the rest is for weights and forward passes."""
-
-
-class Handles:
-    """Buffers of lineages and checkpoints, counted, under `limit`, which may be None."""
-
-    def __init__(self, layout: Layout, limit: int | None):
-        states = _specs(layout.states)
-        self.per_lineage = sum(map(len, layout.specs)) + states
-        self.per_checkpoint = states
-        self.limit = None if limit is None else int(SHARE * limit)
-
-    def count(self, lineages: int, checkpoints: int) -> int:
-        """Those that so many lineages and checkpoints have."""
-        return lineages * self.per_lineage + checkpoints * self.per_checkpoint
-
-    def allow(self, count: int) -> bool:
-        """Whether so many may be."""
-        return self.limit is None or count <= self.limit
-
-
-def _specs(value: Any) -> int:
-    """How many arrays a layout's states have."""
-    if isinstance(value, list | tuple):
-        return sum(map(_specs, value))
-    return int(isinstance(value, ArraySpec))
-
-
-STEP = 256
-"""Positions of a reply that get room with its prompt, and the least that is evicted at once."""
-
-WARM_LINEAGES = 4
-"""Idle lineages that may keep a whole buffer although the tree holds part of it elsewhere."""
-
-WORTH_KEEPING = 0.5
-"""A checkpoint stays as long as its path where without it so much more would be fed again.
-
-As a share of what is fed anyway: one stays for each halving of the distance to the end.
+Evict = Literal["no", "idle", "wait"]
+"""How room is made: `no`, only free bytes serve; `idle`, what no request uses is evicted; `wait`,
+and where that is not enough, the write of what is not on disk yet is waited for.
 """
 
-NEEDED = ("kv", "states")
-"""What a request cannot do without; others' bytes are not worth waiting for the disk."""
+STEP = 256
+"""Positions of a reply that are reserved with its prompt, and the least that is evicted at once."""
+
+WHOLE_LINEAGES = 4
+"""Idle lineages that may keep a whole buffer although the tree refers to part of it elsewhere."""
+
+CHECKPOINT_WORTH = 0.5
+"""Share of a path's remaining tokens that a checkpoint must save to stay as long as its path.
+
+One stays for each halving of the distance to the end.
+"""
+
+WITHHELD = "withheld"
+"""The budget's kind of bytes that are not to be used while the machine is short of memory."""
+
+BUFFER_SHARE = 0.75
+"""Share of the device's buffers for lineages and checkpoints; weights and passes have the rest."""
 
 
 def with_slack(tokens: int) -> int:
@@ -69,99 +52,147 @@ def with_slack(tokens: int) -> int:
     return (tokens + max(64, tokens // 24) + 63) // 64 * 64
 
 
-class Room:
-    """Every lineage, idle or busy, charged to one budget; the tree says what each is good for.
+class BufferCount:
+    """Buffers of lineages and checkpoints, under a limit: Metal limits their number too.
 
-    `dropped` and `spilled` count evictions of what is lost and of what is on disk: `durable` says
-    which holds now. `relief` waits for something to become evictable; False if nothing will. It is
-    only asked while `patient`. While `gentle` nothing is evicted: what is free has to do. `writing`
-    counts the locks of a node that are there until it is on disk, `waive` has its checkpoint
-    written no more.
+    `device_limit`: buffers that the device can hold, None for no limit.
     """
 
-    def __init__(self, layout: Layout, budget: Budget, tree: PrefixTree):
+    def __init__(self, layout: Layout, device_limit: int | None):
+        states = _count_specs(layout.states)
+        self.per_lineage = sum(map(len, layout.specs)) + states
+        self.per_checkpoint = states
+        self.limit = None if device_limit is None else int(BUFFER_SHARE * device_limit)
+
+    def count(self, lineages: int, checkpoints: int) -> int:
+        """Buffers of so many lineages and checkpoints."""
+        return lineages * self.per_lineage + checkpoints * self.per_checkpoint
+
+    def allows(self, count: int) -> bool:
+        """True if `count` buffers are within the limit."""
+        return self.limit is None or count <= self.limit
+
+
+def _count_specs(value: Any) -> int:
+    """How many arrays a layout's states have."""
+    if isinstance(value, list | tuple):
+        return sum(map(_count_specs, value))
+    return int(isinstance(value, ArraySpec))
+
+
+class RamTier:
+    """Every lineage of a model, idle or busy, charged to one budget. The tree refers to its parts.
+
+    `dropped` and `spilled` count evictions of bytes that are lost, and of bytes that are on disk.
+    `write_behind` None: there is no disk tier.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        budget: Budget,
+        tree: PrefixTree,
+        write_behind: WriteBehind | None = None,
+        device_buffers: int | None = None,
+    ):
         self.layout = layout
         self.budget = budget
         self.tree = tree
+        self.buffers = BufferCount(layout, device_buffers)
         self.idle: dict[int, Lineage] = {}
         self.busy: dict[int, Lineage] = {}
         self.dropped = self.spilled = 0
-        self.handles = Handles(layout, None)
-        self.relief: Callable[[], bool] | None = None
-        self.patient = True
-        self.gentle = False
-        self.durable: Callable[[], bool] = lambda: False
-        self.writing: Callable[[Node], int] = lambda node: 0
-        self.waive: Callable[[Node], None] = lambda node: None
+        self._write_behind = write_behind
 
-    def fit(self, held: int, least: int) -> int | None:
-        """Reserve a buffer of `least` positions, with room to grow if that fits; its capacity.
+    # -- lineages ----------------------------------------------------------------------------------
 
-        It takes the place of one of `held` positions.
+    def set_busy(self, lineage: Lineage) -> None:
+        """Note that a request uses `lineage`, new or idle before: it is not evicted."""
+        self.idle.pop(id(lineage), None)
+        self.busy[id(lineage)] = lineage
+
+    def set_idle(self, lineage: Lineage) -> None:
+        """Note that no request uses `lineage`; the latest of the idle ones."""
+        self.busy.pop(id(lineage), None)
+        self.idle[id(lineage)] = lineage
+
+    def discard(self, lineage: Lineage) -> None:
+        """Release the buffers of an untrusted lineage; the tree may still refer to it."""
+        self.idle.pop(id(lineage), None)
+        self.busy.pop(id(lineage), None)
+        self.budget.release("kv", lineage.nbytes)
+        lineage.release()
+
+    # -- reserving ---------------------------------------------------------------------------------
+
+    def reserve_buffer(self, held: int, least: int, evict: Evict) -> int | None:
+        """Reserve a buffer of `least` positions, with slack if that fits; returns its capacity.
+
+        It replaces one of `held` positions. None, and nothing reserved, where it does not fit.
         """
         for capacity in (with_slack(least), least):
-            if self.reserve_kv(capacity - held, held):
+            if self.reserve_kv(capacity - held, held, evict=evict):
                 return capacity
         return None
 
-    def reserve_kv(self, tokens: int, held: int = 0) -> bool:
-        """Reserve `tokens` positions; each array is made while one of `held` is still there."""
+    def reserve_kv(self, tokens: int, held: int = 0, *, evict: Evict) -> bool:
+        """Reserve `tokens` positions; each array is copied beside one of `held` positions."""
         size = tokens * self.layout.bytes_per_token
-        return self.reserve("kv", size, held * self.layout.widest)
+        return self.reserve("kv", size, held * self.layout.widest, evict=evict)
 
-    def reserve(self, kind: str, size: int, passing: int = 0, *, evict: bool = True) -> bool:
-        """Take `size` more bytes of `kind` (less than 0: give them back), making room for them.
+    def reserve(self, kind: str, size: int, passing: int = 0, *, evict: Evict = "idle") -> bool:
+        """Charge `size` more bytes of `kind` (negative: release them), making room as `evict` says.
 
-        `passing` bytes are needed meanwhile: what is set aside for forward passes serves for them.
-        False, and nothing is reserved, where that is impossible, without `evict` if it takes room
-        from others.
+        `passing` bytes are needed meanwhile; the bytes set aside for forward passes serve for them.
+        False, and nothing charged, where there is no room. May block with `wait`.
         """
-        needed = max(0, size) + max(0, passing - self._kind("transient"))
-        if evict and not self.make_room(needed, wait=kind in NEEDED):
-            return False
-        if needed > self.budget.free:
+        needed = max(0, size) + max(0, passing - self._bytes_of("transient"))
+        if not self.make_room(needed, evict=evict):
             return False
         self.budget.charge(kind, size)
         return True
 
-    def spare_for(self, passing: int) -> bool:
-        """Whether `passing` bytes are there for a moment, with nothing evicted."""
-        return passing <= self.budget.free + self._kind("transient")
+    def has_passing(self, size: int) -> bool:
+        """True if `size` bytes are there for a moment without any eviction."""
+        return size <= self.budget.free + self._bytes_of("transient")
 
-    def make_room(self, size: int, *, wait: bool = True) -> bool:
-        """Free budget until `size` bytes fit: first spare copies, then what is missed least.
+    def make_room(self, size: int, *, evict: Evict = "idle") -> bool:
+        """Free budget until `size` bytes fit: spare copies first, then the lowest score.
 
-        Nothing is dropped where all that is idle would not be enough. With `wait`, what is only
-        waiting to be on disk is waited for.
+        Nothing is dropped where all that is idle would not be enough. May block with `wait`.
         """
-        if self.gentle:
+        if evict == "no":
             return self.budget.free >= size
         idle = sum(lineage.nbytes for lineage in self.idle.values()) + self.tree.checkpoint_bytes
         if self.budget.free + idle < size:
             return False
-        return self.free_up(size, wait=wait)
+        return self.free_up(size, evict=evict)
 
-    def free_up(self, size: int, *, wait: bool = False) -> bool:
-        """As `make_room`; what can be freed is, also where that is not enough."""
+    def free_up(self, size: int, *, evict: Evict = "idle") -> bool:
+        """As `make_room`, but evicts what it can even where that is not enough."""
         for lineage in list(self.idle.values()):
             if self.budget.free >= size:
                 return True
-            if self._spare(lineage):
+            if self._has_spare(lineage):
                 self.shrink(lineage, force=True)
         while self.budget.free < size:
-            evicted = self._evict(size - self.budget.free)
-            relief = self.relief if wait and self.patient else None
-            if not evicted and not (relief is not None and relief()):
+            if self._evict(size - self.budget.free):
+                continue
+            if evict != "wait" or self._write_behind is None:
+                return False
+            if not self._write_behind.wait_for_one():
                 return False
         return True
 
-    def _evict(self, needed: int, worth: float = WORTH_KEEPING) -> bool:
-        """Drop what is missed least of the leaf that is missed least; False if all is in use.
+    # -- evicting ----------------------------------------------------------------------------------
 
-        Checkpoints on the way that are worth less than `worth` go before its end does; not for an
-        end that was replaced, for the way to it is somebody else's.
+    def _evict(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
+        """Evict from the end of the leaf with the lowest score; False if every leaf is in use.
+
+        Checkpoints on its path that save less than `worth` go before the leaf's tokens do, except
+        where the leaf was replaced: its path then belongs to another conversation.
         """
-        leaf = None if self.gentle else self.tree.least_leaf()
+        leaf = self.tree.least_leaf()
         if leaf is None:
             return False
         if self.layout.opaque and not leaf.usage.replaced and self._thin(leaf, needed, worth):
@@ -180,92 +211,125 @@ class Room:
         return True
 
     def _thin(self, leaf: Node, needed: int, worth: float) -> int:
-        """Drop checkpoints on the path to `leaf`, until `needed` bytes are; returns the bytes."""
+        """Drop checkpoints on the path to `leaf` to free `needed` bytes; returns those freed."""
         freed = 0
         for node in Trail.to(leaf).checkpoints_to_drop(leaf.end, 0, worth=worth):
             if not node.locks and freed < needed:
-                freed += self._drop(node)
+                freed += self._drop_checkpoint(node)
         return freed
 
-    def _drop(self, node: Node) -> int:
+    def _drop_checkpoint(self, node: Node) -> int:
         size = node.checkpoint_bytes
-        if node.locks:
-            self.waive(node)
+        if node.locks and self._write_behind is not None:
+            self._write_behind.drop_checkpoint(node)
         self.budget.release("checkpoints", size)
         self.tree.drop_checkpoint(node)
         return size
 
     def _cut(self, leaf: Node, position: int) -> None:
-        if self.durable():
+        if self._write_behind is not None and self._write_behind.works:
             self.spilled += 1
         else:
             self.dropped += 1
         above = leaf.parent
-        gone = self.tree.cut(leaf, position)
-        if id(gone.value) in self.idle:
-            self.shrink(gone.value, force=True)
+        cut = self.tree.cut(leaf, position)
+        if id(cut.value) in self.idle:
+            self.shrink(cut.value, force=True)
         if self.layout.opaque and above is not None and self.tree.useless(above):
             self._cut(above, above.start)
 
-    def settle(self) -> None:
-        """Let only the latest few idle lineages hold more than the tree needs of them.
+    def evict(self, size: int) -> None:
+        """Evict about `size` bytes with the lowest scores, as far as no request uses them."""
+        goal = self.budget.used - size
+        while self.budget.used > goal and self._evict(self.budget.used - goal):
+            pass
 
-        Those that are whole, that is: the model cannot go on in others.
+    def clear(self) -> None:
+        """Evict everything that no request uses."""
+        self.evict(self.budget.limit)
+
+    def withhold(self, size: int) -> None:
+        """Take `size` bytes of the budget out of use, evicting for them; fewer put some back into
+        use.
+
+        What requests use, or what is not on disk yet, stays: call again to withhold the rest later.
         """
-        self._bound_handles()
-        spare = [x for x in self.idle.values() if self._spare(x)]
+        withheld = self._bytes_of(WITHHELD)
+        if size <= withheld:
+            self.budget.release(WITHHELD, withheld - size)
+            return
+        self.free_up(size - withheld)
+        self.budget.charge(WITHHELD, min(size - withheld, self.budget.free))
+        mx.clear_cache()
+
+    def remove(self, node: Node, keep: int) -> int:
+        """Remove what `node` holds from position `keep` on; returns the tokens removed.
+
+        0 where a request or a write in progress uses it, or where other segments follow it.
+        """
+        if node.locks or node.children or node.detached:
+            return 0
+        cut = self.tree.cut(node, max(node.start, keep))
+        self.budget.release("checkpoints", cut.checkpoint_bytes)
+        if id(cut.value) in self.idle:
+            self.shrink(cut.value, force=True)
+        return cut.tokens
+
+    # -- compacting --------------------------------------------------------------------------------
+
+    def compact_idle(self, *, evict: Evict = "idle") -> None:
+        """Let only the latest few whole lineages hold more than the tree refers to."""
+        self._bound_buffers(evict=evict)
+        spare = [x for x in self.idle.values() if self._has_spare(x)]
         for i, lineage in enumerate(reversed(spare)):
-            if i >= WARM_LINEAGES or not lineage.whole:
+            if i >= WHOLE_LINEAGES or not lineage.whole:
                 self.shrink(lineage, force=True)
 
-    def handles_held(self) -> int:
-        """Buffers of all lineages and checkpoints."""
-        lineages = len(self.idle) + len(self.busy)
-        return self.handles.count(lineages, self.tree.checkpoints)
-
-    def _bound_handles(self, more: int = 0) -> bool:
-        """Evict until `more` checkpoints' buffers are within the device's limit; whether so."""
-        one = self.handles.per_checkpoint
-        while (over := not self.handles.allow(self.handles_held() + more * one)) and self._evict(
-            self.budget.limit
-        ):
-            pass
-        return not over
-
-    def _spare(self, lineage: Lineage) -> bool:
-        """Whether a lineage holds well more than the tree needs of it (padding aside)."""
+    def _has_spare(self, lineage: Lineage) -> bool:
+        """True if a lineage holds well more than the tree refers to, padding aside."""
         start, end = self.tree.live_range(lineage) or (0, 0)
         return lineage.capacity - (end - start) > max(STEP, lineage.capacity // 8)
 
     def shrink(self, lineage: Lineage, *, force: bool) -> int:
-        """Give back what the tree does not hold through `lineage`; returns the bytes freed."""
+        """Release what the tree does not refer to; returns the bytes freed.
+
+        Without `force` only a lineage that the tree does not refer to at all is released.
+        """
         held = self.tree.live_range(lineage)
         before = lineage.nbytes
         if held is None:
             self.idle.pop(id(lineage), None)
             lineage.release()
         elif force and self.layout.specs and held[1] - held[0] < lineage.capacity:
-            if not self.spare_for((held[1] - held[0]) * self.layout.widest):
+            if not self.has_passing((held[1] - held[0]) * self.layout.widest):
                 return 0
             try:
                 lineage.compact(*held)
             except RuntimeError:
-                log.exception("no memory to make a buffer smaller: it is dropped")
-                self.lose(lineage)
+                log.exception("compacting a buffer failed for lack of memory; buffer released")
+                self.discard(lineage)
                 return before
         freed = before - lineage.nbytes
         self.budget.release("kv", freed)
         mx.clear_cache()
         return freed
 
-    def lose(self, lineage: Lineage) -> None:
-        """Drop the buffers of a lineage that cannot be trusted; the tree may still refer to it."""
-        self.idle.pop(id(lineage), None)
-        self.busy.pop(id(lineage), None)
-        self.budget.release("kv", lineage.nbytes)
-        lineage.release()
+    # -- buffers -----------------------------------------------------------------------------------
 
-    # -- checkpoints -------------------------------------------------------------------------
+    def count_buffers(self) -> int:
+        """Buffers of all lineages and checkpoints."""
+        lineages = len(self.idle) + len(self.busy)
+        return self.buffers.count(lineages, self.tree.checkpoints)
+
+    def _bound_buffers(self, more: int = 0, *, evict: Evict = "idle") -> bool:
+        """Evict until the buffers of `more` checkpoints fit the device's limit; True if they do."""
+        added = more * self.buffers.per_checkpoint
+        while not self.buffers.allows(self.count_buffers() + added):
+            if evict == "no" or not self._evict(self.budget.limit):
+                return False
+        return True
+
+    # -- checkpoints -------------------------------------------------------------------------------
 
     @property
     def checkpoint_limit(self) -> int:
@@ -273,54 +337,51 @@ class Room:
         limit = self.budget.limit
         return int(limit * BUDGET_SHARE) if self.layout.specs else limit
 
-    def most_checkpoints(self, tokens: int) -> int:
-        """How many checkpoints a path of so many tokens may have."""
+    def max_checkpoints(self, tokens: int) -> int:
+        """Checkpoints that a path of so many tokens may have."""
         size = self.layout.checkpoint_bytes
         kv_bytes = tokens * self.layout.bytes_per_token
         return allowed(kv_bytes, size, self.budget.limit) // max(1, size)
 
-    def reserve_checkpoint(self, node: Node, size: int, end: int) -> bool:
+    def reserve_checkpoint(self, node: Node, size: int, end: int, *, evict: Evict = "idle") -> bool:
         """Reserve `size` bytes for a checkpoint at `node`, on a path that will have `end` tokens.
 
-        Others of its path go for it, and of other paths, so that each path and all of them keep
-        within their bounds, however slow the disk is. The path is locked once by the caller; what
-        other requests lock stays.
+        Drops others of its path, then of other paths, so that each path and all of them stay within
+        their bounds, however slow the disk is. The caller has locked the path once; what other
+        requests lock stays. False, and nothing reserved, where there is no room.
         """
-        for each in self._superseded(node, end, self.most_checkpoints(end)):
-            if self._ours(each):
-                self._drop(each)
+        for each in self._superseded(node, end, self.max_checkpoints(end)):
+            if self._locked_once(each):
+                self._drop_checkpoint(each)
         most = self.checkpoint_limit - size
-        while self.tree.checkpoint_bytes > most and self._evict(1, inf):
+        while evict != "no" and self.tree.checkpoint_bytes > most and self._evict(1, inf):
             pass
-        if self.tree.checkpoint_bytes > most and not self.gentle:
+        if self.tree.checkpoint_bytes > most and evict != "no":
             held = Trail.to(node).nodes
             for each in [*self._superseded(node, end, 0), *held[1:], *held[:1]]:
-                if self.tree.checkpoint_bytes > most and each.checkpoint_bytes and self._ours(each):
-                    self._drop(each)
-        if self.tree.checkpoint_bytes > most or not self._bound_handles(1):
+                over = self.tree.checkpoint_bytes > most
+                if over and each.checkpoint_bytes and self._locked_once(each):
+                    self._drop_checkpoint(each)
+        if self.tree.checkpoint_bytes > most or not self._bound_buffers(1, evict=evict):
             return False
-        return self.reserve("checkpoints", size)
+        return self.reserve("checkpoints", size, evict=evict)
 
-    def _ours(self, node: Node) -> bool:
-        """Whether no request but the one that locks `node` once is on it."""
-        return node.locks <= 1 or node.locks - self.writing(node) <= 1
+    def _locked_once(self, node: Node) -> bool:
+        """True if no request but the one that holds a single lock uses `node`."""
+        if node.locks <= 1:
+            return True
+        writing = self._write_behind.count_locks(node) if self._write_behind is not None else 0
+        return node.locks - writing <= 1
 
     def _superseded(self, node: Node, end: int, most: int) -> list[Node]:
         return Trail.to(node).checkpoints_to_drop(end, most, coming=[node.end])
 
-    def _kind(self, name: str) -> int:
-        return self.budget.by_kind().get(name, 0)
+    # -- figures -----------------------------------------------------------------------------------
 
-    def largest(self) -> int:
+    def _bytes_of(self, kind: str) -> int:
+        return self.budget.by_kind().get(kind, 0)
+
+    def max_request_bytes(self) -> int:
         """Bytes that a single request could have if nothing else were held."""
-        return self.budget.limit - sum(map(self._kind, ("transient", "pool", "pending", "images")))
-
-    def give_up(self, size: int) -> None:
-        """Evict about `size` bytes of what is used least recently, as far as it is there."""
-        goal = self.budget.used - size
-        while self.budget.used > goal and self._evict(self.budget.used - goal):
-            pass
-
-    def clear(self) -> None:
-        """Drop everything that no request uses."""
-        self.give_up(self.budget.limit)
+        fixed = ("transient", "pool", "pending", "images")
+        return self.budget.limit - sum(map(self._bytes_of, fixed))

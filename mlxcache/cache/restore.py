@@ -1,6 +1,7 @@
-"""Restoring: what of a prompt's prefix is on disk is read into its lineage before it is computed.
+"""Restore: the part of a prompt's prefix that is on disk is read into its lineage.
 
-Other threads look up and verify, a file ahead of the MLX thread, which loads what was verified.
+Other threads look the prefix up and verify checksums, one file ahead of the MLX thread, which loads
+what was verified.
 """
 
 from __future__ import annotations
@@ -13,165 +14,183 @@ from itertools import zip_longest
 
 import mlx.core as mx
 
-from mlxcache.cache.kv_cache import Lease
 from mlxcache.errors import StoreError
-from mlxcache.model import serialise as wire
+from mlxcache.model import serialise
 from mlxcache.model.kv import Layout
+from mlxcache.model.lineage import Lineage
 from mlxcache.store.found import Found, Piece, Saved
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
-WORTH_LOOKING = 128
-"""Tokens beyond what RAM holds from which on a look at the disk is taken."""
+MIN_UNKNOWN = 128
+"""Prompt tokens that RAM must lack for a lookup on disk."""
 
-WORTH_READING = 64
-"""Tokens that the disk must have beyond what RAM holds."""
+MIN_GAIN = 64
+"""Tokens that the disk must have beyond RAM for a restore."""
 
 
 @dataclass(slots=True, eq=False)
-class Look:
-    """What the disk has of one prompt. Its thread writes it, the MLX thread reads it.
+class DiskLookup:
+    """One prompt's lookup on disk. Its thread writes the fields, the MLX thread reads them.
 
-    `found` once it was looked up; `target`: the position up to which it can be restored, 0 where
-    that is not worth while; `verified`: how far its files are known to be sound; `sound`: so is
-    the checkpoint at `target`, if one is needed; `failed`: nothing more will be. `late_from`: files
-    that end before it are read without sliding windows, which no later position sees.
-    `known` tokens are in RAM, and their files are not looked at; `dropped`: nobody waits any more.
-    `shared`: how many tokens an earlier prompt on disk shares, whether or not they can be restored.
+    `known`: tokens that RAM holds; their files are not verified. `found`: the search is over, and
+    `target` is the position to restore up to, 0 where that gains too little. `pieces` and `state`
+    are what to read for it. `verified`: position up to which checksums were verified;
+    `state_verified`: the checkpoint's too. `failed`: nothing more will be verified. `dropped`: set
+    by the MLX thread once no request waits for it. `shared`: tokens that earlier prompts on disk
+    share, restorable or not. Files that end before `windows_from` are read without sliding windows,
+    which no later position sees.
     """
 
     ids: Tokens
+    known: int = 0
     found: bool = False
     target: int = 0
     pieces: tuple[Piece, ...] = ()
     state: Saved | None = None
     verified: int = 0
-    late_from: int = 0
-    sound: bool = False
+    windows_from: int = 0
+    state_verified: bool = False
     failed: bool = False
     dropped: bool = False
-    known: int = 0
     shared: int = 0
+
+    def drop(self) -> None:
+        """Tell the lookup's thread that no request waits any more."""
+        self.dropped = True
+
+    def disable(self) -> None:
+        """Restore nothing of what was found."""
+        self.target = 0
 
 
 class Restorer:
-    """Looks at the disk for the MLX thread. `wake` is called from other threads."""
+    """Looks prompts up on disk, verifies and loads.
+
+    `wake()` is called from the lookup's threads.
+    """
 
     def __init__(self, store: Store, layout: Layout, wake: Callable[[], None]):
-        self.store = store
-        self.layout = layout
+        self._store = store
+        self._layout = layout
         self._wake = wake
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="mlxcache-disk")
-        self._told = ""
+        self._last_warning = ""
         self._stream = mx.new_stream(mx.cpu)
 
-    def look(self, ids: Tokens, known: int) -> Look:
-        """Begin to look for the prefix of `ids`, of which RAM holds `known` tokens."""
-        look = Look(ids, known=known)
-        self._pool.submit(self._search, look)
-        return look
+    def look_up(self, ids: Tokens, known: int) -> DiskLookup:
+        """Begin to look for the prefix of `ids`, of which RAM holds `known` tokens.
+
+        Does not block.
+        """
+        lookup = DiskLookup(ids, known)
+        self._pool.submit(self._search, lookup)
+        return lookup
 
     def close(self) -> None:
-        """Stop looking."""
+        """Begin no further lookup."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    # -- on the disk's threads -------------------------------------------------------------------
+    # -- on the lookup's threads -------------------------------------------------------------------
 
-    def _search(self, look: Look) -> None:
+    def _search(self, lookup: DiskLookup) -> None:
         try:
-            self._plan(look, self.store.find(look.ids))
-            self._told = ""
-            look.found = True
+            self._plan(lookup, self._store.find(lookup.ids))
+            self._last_warning = ""
+            lookup.found = True
             self._wake()
-            if look.target:
-                self._verify(look)
+            if lookup.target:
+                self._verify(lookup)
         except StoreError as error:
-            self._tell(str(error))
-            look.failed = True
+            self._warn_once(str(error))
+            lookup.failed = True
         except Exception:
-            log.exception("the disk tier failed to look up a prefix")
-            look.failed = True
+            log.exception("lookup of a prefix on disk failed")
+            lookup.failed = True
         finally:
-            look.found = True
+            lookup.found = True
             self._wake()
 
-    def _tell(self, why: str) -> None:
-        """Log why the disk cannot be used; once as long as that does not change."""
-        if why != self._told:
-            log.warning("what is on disk cannot be used: %s", why)
-        self._told = why
+    def _warn_once(self, why: str) -> None:
+        """Log why the disk tier cannot be read, once for each cause in a row."""
+        if why != self._last_warning:
+            log.warning("cannot restore from disk: %s", why)
+        self._last_warning = why
 
-    def _plan(self, look: Look, found: Found) -> None:
-        most = len(look.ids) - 1
+    def _plan(self, lookup: DiskLookup, found: Found) -> None:
+        most = len(lookup.ids) - 1
         target, state = min(found.length, most), None
-        look.shared = target
-        if self.layout.opaque:
-            reach = target if self.layout.specs else most
+        lookup.shared = target
+        if self._layout.opaque:
+            reach = target if self._layout.specs else most
             state = next((s for s in reversed(found.checkpoints) if s.position <= reach), None)
             target = state.position if state else 0
-        if target - look.known < WORTH_READING:
+        if target - lookup.known < MIN_GAIN:
             return
-        look.pieces = tuple(p for p in found.pieces if p.start < target)
-        if not look.known and self.layout.longest_window:
-            look.late_from = max(0, target - self.layout.longest_window)
-        look.state, look.target = state, target
+        lookup.pieces = tuple(p for p in found.pieces if p.start < target)
+        if not lookup.known and self._layout.longest_window:
+            lookup.windows_from = max(0, target - self._layout.longest_window)
+        lookup.state, lookup.target = state, target
 
-    def _verify(self, look: Look) -> None:
-        if look.state is not None:
-            self.store.verify_checkpoint(look.state, look.ids)
-        look.sound = True
-        for piece, following in zip_longest(look.pieces, look.pieces[1:]):
-            if look.dropped:
+    def _verify(self, lookup: DiskLookup) -> None:
+        if lookup.state is not None:
+            self._store.verify_checkpoint(lookup.state, lookup.ids)
+        lookup.state_verified = True
+        for piece, following in zip_longest(lookup.pieces, lookup.pieces[1:]):
+            if lookup.dropped:
                 return
             if following is not None:
-                self.store.read_ahead(following)
-            if piece.end > look.known:
-                self.store.verify(piece, look.ids, late=piece.end > look.late_from)
-            look.verified = piece.end
+                self._store.read_ahead(following)
+            if piece.end > lookup.known:
+                self._store.verify(piece, lookup.ids, late=piece.end > lookup.windows_from)
+            lookup.verified = piece.end
             self._wake()
 
-    # -- on the MLX thread -----------------------------------------------------------------------
+    # -- on the MLX thread -------------------------------------------------------------------------
 
-    def ready(self, look: Look, at: int) -> bool:
-        """Whether `load` has something to do for a lineage that ends at `at`."""
-        if look.failed:
-            return True
-        there = at >= look.target or not self.layout.specs
-        return look.sound and (there or look.verified > at)
-
-    def load(self, look: Look, lease: Lease) -> bool:
-        """Read one verified piece into the lineage, or the checkpoint at the end.
-
-        True once the lineage is at `look.target`, its state restored. Raises StoreError where what
-        was verified cannot be read any more, or is not of this model's shapes.
+    def ready(self, lookup: DiskLookup, length: int) -> bool:
+        """True if `load` can go on with a lineage of `length` positions, or has to report a
+        failure.
         """
-        if look.failed:
+        if lookup.failed:
+            return True
+        complete = length >= lookup.target or not self._layout.specs
+        return lookup.state_verified and (complete or lookup.verified > length)
+
+    def load(self, lookup: DiskLookup, lineage: Lineage) -> bool:
+        """Append one verified piece to `lineage`, or set the checkpoint's state at the end.
+
+        True once it holds `lookup.target` positions and their state. Reads a file of at most 32 MB
+        or 2,048 tokens. Raises StoreError where a file cannot be used any more.
+        """
+        if lookup.failed:
             raise StoreError("a file of the prefix cannot be used")
-        lineage = lease.lineage
-        if self.layout.specs and lineage.length < look.target:
-            piece = next(p for p in look.pieces if p.start <= lineage.length < p.end)
-            end = min(piece.end, look.target)
-            arrays = wire.load_run(piece.path, self.layout, self._stream)
+        if self._layout.specs and lineage.length < lookup.target:
+            piece = next(p for p in lookup.pieces if p.start <= lineage.length < p.end)
+            end = min(piece.end, lookup.target)
+            arrays = serialise.load_run(piece.path, self._layout, self._stream)
             first, last = lineage.length - piece.first, end - piece.first
-            late = piece.end > look.late_from
-            lineage.append(self._slots(arrays, first, last, late), last - first, windows=late)
-        if not self.layout.specs:
-            lineage.length = look.target
-        if lineage.length < look.target:
+            late = piece.end > lookup.windows_from
+            slots = self._slots(arrays, first, last, late)
+            lineage.append(slots, last - first, windows=late)
+        if not self._layout.specs:
+            lineage.advance(lookup.target - lineage.length)
+        if lineage.length < lookup.target:
             return False
-        if look.state is not None:
-            lineage.restore(wire.load_state(look.state.path, self.layout, self._stream))
+        if lookup.state is not None:
+            state = serialise.load_state(lookup.state.path, self._layout, self._stream)
+            lineage.restore(state)
         return True
 
     def _slots(
         self, arrays: list[list[mx.array]], first: int, last: int, late: bool
     ) -> Iterator[list[mx.array]]:
-        """Rows of one slot's arrays after the other's; those that were read are let go.
+        """Rows [first, last) of each slot's arrays in turn, released as soon as they were used.
 
-        Without `late`, nothing is read of sliding windows.
+        Without `late`, sliding windows are filled with zeros and not read.
         """
-        for window in self.layout.windows:
-            rows = wire.row_major([arrays.pop(0)], first, last)[0]
+        for window in self._layout.windows:
+            rows = serialise.row_major([arrays.pop(0)], first, last)[0]
             yield rows if late or window is None else [mx.zeros_like(row) for row in rows]

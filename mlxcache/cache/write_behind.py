@@ -1,16 +1,17 @@
-"""Writing behind: what the prefix tree holds goes to the disk tier, in order. MLX thread only.
+"""Write-behind: paths of the prefix tree are written to disk after their requests, in order.
 
-A path whose tokens are not on disk yet is locked in the tree until they are, so nothing leaves RAM
-before it is in a file. What the disk has of it already is asked on the writer's thread, path by
-path: others may have put it there, or taken it away. Slices are copied out of lineages a run at a
-time, and only while the writer has room for them; its thread never touches an array that anybody
-writes to.
+A path that is not on disk yet is locked in the tree until it is, so nothing leaves RAM before it is
+in a file. The writer's thread first asks the store what it already has of the path: other processes
+may have added or removed files. Slices are then copied out of lineages one run at a time, and only
+while the bound on copies allows; the writer's thread never reads an array that is still written to.
+Everything here runs on the MLX thread unless it says otherwise.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,31 +20,47 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mlxcache.errors import PrefixNotStored, StoreError
-from mlxcache.model import serialise as wire
+from mlxcache.model import serialise
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Span
 from mlxcache.safetensors import Tensor
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
+from mlxcache.store.store import Store
 from mlxcache.store.writer import Job, Writer
-from mlxcache.tree.prefix_tree import Node, PrefixTree
+from mlxcache.tree.node import Node
+from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.tree.thinning import allowed, checkpoints_to_drop
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
 RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
-"""The most that one file holds: what a restore reads at once, and a copy takes beside a reply."""
+"""Most tokens and bytes of one file: bounds what a restore reads at once and how long a copy takes.
+"""
+
+FIRST_RETRY_S, RETRY_S = 1.0, 30.0
+"""Pause after a disk error, in seconds: the first one, and the longest. Each pause doubles."""
+
+BLOCKED_S = 2.0
+"""Seconds that a request waits for a write that makes no progress before it gives up on the disk.
+"""
+
+TRIES = 2
+"""Restarts of a path whose first blocks were evicted from disk while it was being written."""
+
+States = list[tuple[int, State]]
+"""Checkpoints as (position in tokens, state), ascending."""
 
 
-def run_tokens(layout: Layout, room: int) -> int:
-    """How many tokens one file holds where `room` bytes may be on their way to disk."""
-    most = min(RUN_BYTES, room // 2) // max(1, layout.bytes_per_token)
+def run_tokens(layout: Layout, pending_limit: int) -> int:
+    """Tokens per file, a multiple of the block, where `pending_limit` bytes may be in flight."""
+    most = min(RUN_BYTES, pending_limit // 2) // max(1, layout.bytes_per_token)
     return max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
 
 
-class Buffers:
-    """Buffers of `size` bytes each; a copy of less than half of that gets memory of its own."""
+class StagingBuffers:
+    """Reusable buffers of `size` bytes; a copy under half of that gets its own memory."""
 
     def __init__(self, size: int):
         self.size = size
@@ -52,15 +69,15 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, in use or not."""
+        """Bytes held, in use or free."""
         return self.size * (len(self._free) + len(self._taken))
 
-    def rest(self) -> None:
-        """Give back to the system what is not in use."""
+    def release_free(self) -> None:
+        """Return the free buffers to the system."""
         self._free.clear()
 
     def take(self, size: int) -> memoryview:
-        """Room for `size` bytes, with anything in it."""
+        """A buffer of `size` bytes, not initialised."""
         if not self.size // 2 < size <= self.size:
             return np.empty(size, np.uint8).data
         whole = self._free.pop() if self._free else np.empty(self.size, np.uint8).data
@@ -68,8 +85,8 @@ class Buffers:
         self._taken[_address(part)] = whole
         return part
 
-    def give(self, tensors: Sequence[Tensor]) -> None:
-        """Take back what `take` gave for `tensors`, which nobody reads any more."""
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
+        """Take back the buffer that `tensors` are in; no one may read them afterwards."""
         if tensors and (whole := self._taken.pop(_address(tensors[0].bytes), None)) is not None:
             self._free.append(whole)
 
@@ -78,63 +95,61 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
 
 
-FIRST_S, RETRY_S = 1.0, 30.0
-"""Seconds for which a disk that failed is left alone: at first, and at most; each time twice as
-long, for what is wrong may be over at once or last for hours."""
+class RetryBackoff:
+    """Pauses after disk errors, and the paths to write once the disk works again.
 
-
-class Refused:
-    """Paths of the prefix tree that are to be written once the disk works again.
-
-    Nothing is kept in RAM for them: what is evicted meanwhile, or was merged into a longer path, is
-    no longer waited for. `wake_in` has the MLX thread look again in so many seconds.
+    The paths are not kept in RAM for it: one that is evicted, or merged into a longer one, is
+    dropped from the list. `wake_in(seconds)` is called to have the MLX thread look again after a
+    pause.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, wake_in: Callable[[float], None], clock: Callable[[], float] = time.monotonic
+    ):
         self.failing = False
-        self.wake_in: Callable[[float], None] = lambda seconds: None
+        self._wake_in = wake_in
         self._clock = clock
         self._nodes: dict[Node, None] = {}
         self._pause = 0.0
         self._retry_at = self._failed_at = float("-inf")
 
-    def failed(self, least: float = FIRST_S) -> None:
-        """The disk has failed: leave it alone for a while, `least` seconds or longer."""
+    def note_failure(self, least: float = FIRST_RETRY_S) -> None:
+        """Begin a pause of at least `least` seconds, unless one is in progress."""
         now = self._clock()
         self.failing = True
         if now < self._retry_at:
             return
-        lately = now - self._failed_at < 2 * RETRY_S
-        self._pause = max(least, min(2 * self._pause, RETRY_S) if lately else FIRST_S)
+        recent = now - self._failed_at < 2 * RETRY_S
+        self._pause = max(least, min(2 * self._pause, RETRY_S) if recent else FIRST_RETRY_S)
         self._failed_at, self._retry_at = now, now + self._pause
-        self.wake_in(self._pause)
+        self._wake_in(self._pause)
 
-    def worked(self) -> None:
-        """Something was written."""
+    def note_success(self) -> None:
+        """End the failure and any pause: a write succeeded."""
         self.failing = False
-        self.hurry()
+        self.end_pause()
 
-    def hurry(self) -> None:
-        """Try again now."""
+    def end_pause(self) -> None:
+        """Allow the next try now."""
         self._retry_at = float("-inf")
 
     @property
-    def leaves_alone(self) -> bool:
-        """Whether the disk is to be left alone now."""
+    def paused(self) -> bool:
+        """True while no write may be tried."""
         return self._clock() < self._retry_at
 
     @property
     def due(self) -> bool:
-        """Whether there is something to try again with, and it may be now."""
-        return bool(self._nodes) and not self.leaves_alone
+        """True if a path waits to be written and may be tried now."""
+        return bool(self._nodes) and not self.paused
 
     def add(self, node: Node) -> None:
-        """The path to `node` is to be written later."""
+        """Write the path to `node` later."""
         if not node.detached:
             self._nodes[node] = None
 
     def take(self) -> tuple[Node, Tokens] | None:
-        """The path that waits longest, with its tokens; None if none is left in the tree."""
+        """The path that has waited longest, as its node and token ids; None if there is none."""
         while self._nodes:
             node = next(iter(self._nodes))
             del self._nodes[node]
@@ -143,146 +158,136 @@ class Refused:
         return None
 
 
-States = list[tuple[int, State]]
-"""Checkpoints by their position, ascending."""
-
-
 @dataclass(slots=True, eq=False)
-class Spill:
-    """Tokens on their way to disk, and the checkpoints `wanted` there.
+class PathWrite:
+    """The write of one path of the tree, from its queueing to its last durable file.
 
-    Once the disk was `looked` at, `at` is the next token to hand over, and `states` follow the
-    runs. `flying` jobs are with the writer. `lost`: what they build on was not there any more.
-    `reused`: tokens that a request went on from, which is yet to be counted on disk.
+    `wanted`: the checkpoints on the path. Once the store was `asked`, `at` is the next token to
+    hand to the writer, and `states` are the checkpoints that follow the runs. `in_flight`: jobs
+    that the writer has. `lost`: the files that this path continues were evicted meanwhile.
+    `reused`: prompt tokens that the request reused, still to be counted as a use of the files.
     """
 
     node: Node
     ids: Tokens
     wanted: States
     reused: int = 0
-    looked: bool = False
+    asked: bool = False
     at: int = 0
     states: States = field(default_factory=list)
-    flying: int = 0
+    in_flight: int = 0
     lost: bool = False
     tries: int = 0
 
     @property
-    def handed(self) -> bool:
-        """Whether the writer has got all that it is to get."""
-        return self.looked and self.at >= len(self.ids) and not self.states
+    def handed_over(self) -> bool:
+        """True once the writer has every job of this path."""
+        return self.asked and self.at >= len(self.ids) and not self.states
 
-    def begin(self, found: Found, layout: Layout, limit: int) -> None:
-        """Hand over what `found` on disk lacks, of which the tier takes `limit` bytes."""
+    def plan(self, found: Found, layout: Layout, limit: int) -> None:
+        """Choose what to write: all that `found` lacks, within a disk of `limit` bytes."""
         whole = found.length // BLOCK * BLOCK if found.length < len(self.ids) else len(self.ids)
         self.at = whole if layout.specs else len(self.ids)
-        there = [one.position for one in found.checkpoints]
-        lacking = _lacking([at for at, _ in self.wanted if at <= len(self.ids)], there)
+        present = [one.position for one in found.checkpoints]
+        lacking = _lacking([at for at, _ in self.wanted if at <= len(self.ids)], present)
         size, kv_bytes = layout.checkpoint_bytes, len(self.ids) * layout.bytes_per_token
         most = allowed(kv_bytes, size, limit) // max(1, size)
-        gone = checkpoints_to_drop(sorted({*there, *lacking}), len(self.ids), most)
-        self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in gone]
-        self.looked = True
+        dropped = checkpoints_to_drop(sorted({*present, *lacking}), len(self.ids), most)
+        self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in dropped]
+        self.asked = True
 
-    def checkpoint(self, layout: Layout) -> Job | None:
-        """The next checkpoint as a job; None where its path has become shorter."""
+    def next_checkpoint(self, layout: Layout) -> Job | None:
+        """A job for the next checkpoint; None if the path is shorter than that by now."""
         at, state = self.states.pop(0)
         ids = self.ids[:at]
         if len(ids) < at:
             return None
-        return Job(ids, None, wire.state_tensors(state), layout.checkpoint_bytes, self)
+        return Job(ids, None, serialise.state_tensors(state), layout.checkpoint_bytes, self)
 
     def stop(self, *, lost: bool = False) -> None:
-        """Hand over nothing more; all over again once the writer is through if it is `lost`."""
-        self.looked, self.at, self.states, self.lost = True, len(self.ids), [], lost
+        """Hand over nothing more. If `lost`, the path restarts once its jobs in flight are done."""
+        self.asked, self.at, self.states, self.lost = True, len(self.ids), [], lost
 
-    def waive(self, state: State) -> None:
-        """Have one checkpoint less written, and let go of it."""
+    def drop_checkpoint(self, state: State) -> None:
+        """Leave one checkpoint out, and release it."""
         self.wanted = [one for one in self.wanted if one[1] is not state]
         self.states = [one for one in self.states if one[1] is not state]
 
-    def again(self) -> None:
-        """Begin again with a look at the disk."""
-        self.looked, self.at, self.lost = False, 0, False
+    def restart(self) -> None:
+        """Begin again by asking the store."""
+        self.asked, self.at, self.lost = False, 0, False
         self.tries += 1
 
 
-def _lacking(positions: list[int], there: list[int]) -> set[int]:
-    """Which of `positions` the disk, which has checkpoints at `there`, has never had.
+def _lacking(positions: list[int], present: list[int]) -> set[int]:
+    """Those of `positions` that the disk never had, given its checkpoints at `present`.
 
-    What is older than its newest was there, and was thinned; but the first stays for ever.
+    A position before the newest on disk was there once and was thinned. The first is kept for ever.
     """
-    newer = {at for at in positions if at > max(there, default=0)}
-    head = {at for at in positions[:1] if at < min(there, default=0)}
+    newer = {at for at in positions if at > max(present, default=0)}
+    head = {at for at in positions[:1] if at < min(present, default=0)}
     return newer | head
 
 
-def states_of(node: Node) -> States:
+def _states_of(node: Node) -> States:
     """The checkpoints on the path to `node`."""
     return [(n.end, n.checkpoint) for n in node.path() if n.checkpoint is not None]
 
 
-WORTH_WRITING = 1024
-"""New tokens of a running request after which they are written while it goes on."""
+class WriteBehind:
+    """The queue between the prefix tree and the store's writer thread.
 
-RELIEF_S = 2.0
-"""Seconds that a request which needs room waits for a disk that ends no write."""
-
-TRIES = 2
-"""How often a path is begun again whose beginning was evicted from disk meanwhile."""
-
-
-class Persist:
-    """The queue between the prefix tree and the writer, bounded by `room` bytes of copies.
-
-    `limit`: bytes that the disk tier may take, as far as it decides which checkpoints are written.
+    At most `pending_limit` bytes of copies are in flight. `wake()` is called from the writer's
+    thread whenever the MLX thread has something to collect. Owns the writer: end with `close`.
     """
 
     def __init__(
         self,
         layout: Layout,
         tree: PrefixTree,
-        room: int,
+        store: Store,
+        pending_limit: int,
+        wake: Callable[[], None],
         *,
-        limit: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.layout = layout
-        self.tree = tree
-        self.room = room
-        self.limit = limit
-        self.done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.pending_bytes = self._pending_tokens = 0
-        self.refused = Refused(clock)
+        self.pending_bytes = 0
+        self.run_tokens = run_tokens(layout, pending_limit)
+        self.buffers = StagingBuffers(serialise.run_bytes(layout, self.run_tokens))
+        self.backoff = RetryBackoff(self._wake_in, clock)
+        self._tree = tree
+        self._store = store
+        self._pending_limit = pending_limit
+        self._pending_tokens = 0
+        self._wake = wake
         self._clock = clock
-        self._queue: deque[Spill] = deque()
-        self._handed: set[Spill] = set()
-        self._asked: Spill | None = None
-        self._writer: Writer | None = None
-        self._look: Callable[[Spill], None] | None = None
-        self.run_tokens = run_tokens(layout, room)
-        self.buffers = Buffers(wire.run_bytes(layout, self.run_tokens))
-
-    def attach(self, writer: Writer, look: Callable[[Spill], None]) -> None:
-        """Write through `writer`, and have `look` ask what the disk has.
-
-        Their answers are put into `done`, as calls of `finished` and `seen`.
-        """
-        self._writer, self._look = writer, look
+        self._timer = threading.Timer(0.0, wake)
+        self._queue: deque[PathWrite] = deque()
+        self._handed: set[PathWrite] = set()
+        self._asking: PathWrite | None = None
+        self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # `pending_limit` is kept here; the writer still counts a job while it reports its end
+        self.writer = Writer(store, 2 * pending_limit, self._on_written, self._on_idle)
 
     @property
     def busy(self) -> bool:
-        """Whether something is not on disk yet, and so is kept in RAM."""
+        """True while some path is locked in RAM because it is not on disk yet."""
         return bool(self._queue or self._handed)
 
     @property
     def ready(self) -> bool:
-        """Whether `pump` has something to do."""
+        """True if `pump` has something to do."""
         if not self._queue:
-            return not self.busy and self.refused.due
-        if self._asked is self._queue[0]:
+            return not self.busy and self.backoff.due
+        if self._asking is self._queue[0]:
             return False
-        return not self._queue[0].looked or not self.pending_bytes or self._fits(self._next_bytes())
+        return not self._queue[0].asked or not self.pending_bytes or self._fits(self._next_bytes())
+
+    @property
+    def works(self) -> bool:
+        """True unless the disk is failing: what is evicted from RAM is then on disk."""
+        return not self.backoff.failing
 
     def _next_bytes(self) -> int:
         path = self._queue[0]
@@ -290,201 +295,249 @@ class Persist:
         return max(0, left) * self.layout.bytes_per_token or self.layout.checkpoint_bytes
 
     def _fits(self, size: int) -> bool:
-        return self.pending_bytes + size <= self.room
+        return self.pending_bytes + size <= self._pending_limit
 
-    # -- what is to be written -----------------------------------------------------------------
+    # -- choosing what to write ------------------------------------------------------------------
 
-    def mark(self, node: Node, ids: Tokens, reused: int = 0) -> None:
-        """Have `ids`, which end at `node` or above, written, with the checkpoints among them."""
-        if node is self.tree.root:
+    def add(self, node: Node, ids: Tokens, reused: int = 0) -> None:
+        """Queue the path `ids`, which ends at `node` or above it, with its checkpoints.
+
+        Locks `node`.
+        """
+        if node is self._tree.root:
             return
-        if self.refused.leaves_alone:
-            self.refused.add(node)
+        if self.backoff.paused:
+            self.backoff.add(node)
             return
-        wanted = states_of(node)
+        wanted = _states_of(node)
         if self.layout.specs or wanted:
-            self.tree.lock(node)
-            self._queue.append(Spill(node, ids, wanted, reused))
+            self._tree.lock(node)
+            self._queue.append(PathWrite(node, ids, wanted, reused))
 
-    def locks(self, node: Node) -> int:
-        """How many locks of `node` are of paths on their way to disk."""
+    def count_locks(self, node: Node) -> int:
+        """How many of the locks on `node` are held by paths that are being written."""
         return sum(node in path.node.path() for path in [*self._queue, *self._handed])
 
     def forget(self, nodes: Sequence[Node]) -> None:
-        """Write no path that any of `nodes` is on; what the writer has of it, it writes."""
+        """Stop writing every path through one of `nodes`. Jobs in flight are still written."""
         held = [*self._queue, *self._handed]
         self._drop([path for path in held if any(node in nodes for node in path.node.path())])
 
-    def waive(self, node: Node) -> None:
-        """Hand the checkpoint at `node` over no more: it is worth too little to stay in RAM."""
+    def drop_checkpoint(self, node: Node) -> None:
+        """Write the checkpoint at `node` no more; RAM is about to release it."""
         for path in [*self._queue, *self._handed]:
-            path.waive(node.checkpoint)
+            path.drop_checkpoint(node.checkpoint)
 
-    # -- handing over --------------------------------------------------------------------------
+    def delete_beyond(self, ids: Tokens, keep: int) -> None:
+        """Delete from disk all of `ids` beyond `keep` tokens, and what continues it.
+
+        Runs on the writer's thread, after the jobs before it.
+        """
+        self.writer.call(lambda: self._store.forget_beyond(ids, keep))
+
+    # -- handing over ------------------------------------------------------------------------------
 
     def pump(self) -> bool:
-        """Take in what is done, and hand one more job to the writer if it has room."""
+        """Collect answers, and hand at most one job to the writer; True if one was handed over."""
         self.collect()
-        if not self.busy and self.refused.due and (found := self.refused.take()) is not None:
-            self.mark(*found)  # one at a time: little is locked in RAM for it
+        if not self.busy and self.backoff.due and (found := self.backoff.take()) is not None:
+            self.add(*found)  # one path at a time, so that little is locked in RAM for it
         while self._queue:
             path = self._queue[0]
-            if path.handed:
+            if path.handed_over:
                 self._queue.popleft()
                 self._handed.add(path)
-                self._settle(path)
+                self._unlock_if_done(path)
                 continue
-            if not path.looked:
-                self._ask(path)
+            if not path.asked:
+                self._ask_store(path)
                 return False
             if self.pending_bytes and not self._fits(self._next_bytes()):
                 return False
-            job = self._next(path)
+            job = self._next_job(path)
             if job is not None:
                 self._offer(path, job)
                 return True
         return False
 
-    def _ask(self, path: Spill) -> None:
-        """Have the disk looked at, after all that the writer has got so far."""
-        if self._asked is not path:
-            assert self._look is not None
-            self._asked = path
-            self._look(path)
+    def _ask_store(self, path: PathWrite) -> None:
+        """Look the path up on disk, on the writer's thread, after the jobs that it has."""
+        if self._asking is not path:
+            self._asking = path
+            self.writer.call(lambda: self._look_up(path))
 
-    def seen(self, path: Spill, found: Found | StoreError) -> None:
-        """The disk was asked for `path`, and this is what it has."""
-        if self._asked is path:
-            self._asked = None
+    def _look_up(self, path: PathWrite) -> None:
+        """On the writer's thread."""
+        found: Found | StoreError
+        try:
+            found = self._store.find(path.ids, touch=False)
+            self._store.reused(found, path.reused)
+            path.reused = 0
+        except StoreError as error:
+            found = error
+        except Exception as error:  # logged; the path in RAM must not stay locked
+            log.exception("lookup of a prefix on disk failed")
+            found = StoreError(f"A prefix could not be looked up: {error!r}.")
+        self._answer(lambda: self._looked_up(path, found))
+
+    def _looked_up(self, path: PathWrite, found: Found | StoreError) -> None:
+        if self._asking is path:
+            self._asking = None
         if isinstance(found, StoreError):
             self._suspend(found)
-        elif not path.looked:
-            path.begin(found, self.layout, self.limit)
+        elif not path.asked:
+            path.plan(found, self.layout, self._store.limit or 0)
 
-    def _offer(self, path: Spill, job: Job) -> None:
+    def _offer(self, path: PathWrite, job: Job) -> None:
         self.pending_bytes += job.nbytes
         self._pending_tokens += job.tokens
-        path.flying += 1
-        if self._writer is None or not self._writer.offer(job):
-            raise RuntimeError("the writer has less room than is kept for it")
+        path.in_flight += 1
+        if not self.writer.offer(job):
+            raise RuntimeError("the writer refused a job within its limit")
 
-    def _next(self, path: Spill) -> Job | None:
-        """The next job of a path; what cannot be copied now, for lack of memory, is later."""
+    def _next_job(self, path: PathWrite) -> Job | None:
+        """The next job of a path; None, and the disk paused, where no memory is left for a copy."""
         try:
-            return self._run(path) if path.at < len(path.ids) else path.checkpoint(self.layout)
+            return (
+                self._next_run(path)
+                if path.at < len(path.ids)
+                else path.next_checkpoint(self.layout)
+            )
         except RuntimeError as error:
-            self._suspend(StoreError(f"it cannot be copied: {error}"))
+            self._suspend(StoreError(f"a copy for the disk failed: {error}"))
             return None
 
-    def _run(self, path: Spill) -> Job | None:
-        """The next run of a path, its slices copied; None where RAM does not hold it any more."""
+    def _next_run(self, path: PathWrite) -> Job | None:
+        """The next run of a path, copied; None where RAM no longer holds it."""
         start, end = path.at, min(path.at + self.run_tokens, len(path.ids))
-        match = self.tree.match(path.ids[:end], touch=False)
+        match = self._tree.match(path.ids[:end], touch=False)
         spans: list[Span] = match.spans(end) if match.length >= end else []
         within = [(owner, max(start, a), b) for owner, a, b in spans if b > start]
         if not within or any(owner.lost or owner.window_valid_from > a for owner, a, _ in within):
             path.stop()
             return None
-        size = wire.run_bytes(self.layout, end - start)
-        tensors = wire.copied_run(self.layout, within, self.buffers.take(size))
+        size = serialise.run_bytes(self.layout, end - start)
+        tensors = serialise.copied_run(self.layout, within, self.buffers.take(size))
         path.at = end
-        return Job(path.ids[:end], start, tensors, size, path, wire.late_names(self.layout))
+        return Job(path.ids[:end], start, tensors, size, path, serialise.late_names(self.layout))
 
-    # -- what became of it ---------------------------------------------------------------------
+    # -- answers of the writer's thread ------------------------------------------------------------
+
+    def _on_written(self, job: Job, error: StoreError | None) -> None:
+        """On the writer's thread."""
+        self._answer(lambda: self._written(job, error))
+
+    def _on_idle(self) -> None:
+        """On the writer's thread."""
+        self._answer(self.buffers.release_free)
+
+    def _answer(self, action: Callable[[], None]) -> None:
+        self._answers.put(action)
+        self._wake()
 
     def collect(self) -> None:
-        """Take in what the writer has done, and let go of what is on disk."""
+        """Handle every answer of the writer's thread; unlocks paths that are on disk."""
         while True:
             try:
-                answer = self.done.get_nowait()
+                answer = self._answers.get_nowait()
             except queue.Empty:
                 return
             answer()
 
-    def finished(self, job: Job, error: StoreError | None) -> None:
-        """The writer is through with `job`."""
-        path: Spill = job.tag
-        path.flying -= 1
+    def _written(self, job: Job, error: StoreError | None) -> None:
+        path: PathWrite = job.tag
+        path.in_flight -= 1
         self.pending_bytes -= job.nbytes
         self._pending_tokens -= job.tokens
         if job.start is not None:
-            self.buffers.give(job.tensors)
+            self.buffers.give_back(job.tensors)
         if error is None:
-            if self.refused.failing:
-                log.warning("the disk tier works again")
-            self.refused.worked()
+            if self.backoff.failing:
+                log.warning("disk tier resumed")
+            self.backoff.note_success()
         elif isinstance(error, PrefixNotStored):
             path.stop(lost=True)
         else:
             self._suspend(error)
-        self._settle(path)
+        self._unlock_if_done(path)
 
-    def _suspend(self, error: StoreError, **least: float) -> None:
-        """Leave the disk alone for a while: everything is served from RAM, and written later."""
-        if not self.refused.failing:
-            log.warning("the disk tier is suspended, all is served from RAM: %s", error)
-        self.refused.failed(**least)
+    def _suspend(self, error: StoreError, *, least: float = FIRST_RETRY_S) -> None:
+        """Write nothing for a while: everything is served from RAM, and written later."""
+        if not self.backoff.failing:
+            log.warning("disk tier suspended, serving from RAM: %s", error)
+        self.backoff.note_failure(least)
         for path in [*self._queue, *self._handed]:
             path.stop()
-            self.refused.add(path.node)
+            self.backoff.add(path.node)
 
-    def _settle(self, path: Spill) -> None:
-        """Let a path go whose last job is done; one that is lost begins again, if not too often."""
-        if not path.handed or path.flying or path not in self._handed:
+    def _unlock_if_done(self, path: PathWrite) -> None:
+        """Unlock a path after its last job; one that is `lost` restarts, at most `TRIES` times."""
+        if not path.handed_over or path.in_flight or path not in self._handed:
             return
         self._handed.discard(path)
         if path.lost and path.tries < TRIES and not path.node.detached:
-            path.again()
+            path.restart()
             self._queue.append(path)
         elif not path.node.detached:
-            self.tree.unlock(path.node)
+            self._tree.unlock(path.node)
 
-    # -- waiting -------------------------------------------------------------------------------
+    # -- waiting -----------------------------------------------------------------------------------
 
-    def relieve(self, seconds: float = RELIEF_S) -> bool:
-        """Wait for some path to be on disk, so that it may be evicted; False if there is none.
+    def wait_for_one(self, seconds: float = BLOCKED_S) -> bool:
+        """Block until a path is on disk, and so may be evicted; False if no path is being written.
 
-        Where nothing at all is written for so long, all are let go: replies come first.
+        After `seconds` without any progress every path is unlocked: replies come before the disk.
         """
         before, deadline = len(self._queue) + len(self._handed), self._clock() + seconds
         while before and len(self._queue) + len(self._handed) >= before:
             self.pump()
             if self._clock() >= deadline:
-                self._let_go()
+                self._give_up()
             elif self.busy and self._wait(deadline - self._clock()):
                 deadline = self._clock() + seconds
         return before > 0
 
-    def _let_go(self) -> None:
-        """Give up what is not on disk yet; what the writer has, it writes from copies."""
-        self._suspend(StoreError("it is too slow for what has to leave RAM"), least=RETRY_S)
+    def _give_up(self) -> None:
+        """Unlock what is not on disk yet. Jobs in flight are written from their copies."""
+        self._suspend(StoreError("writes are slower than eviction needs"), least=RETRY_S)
         self._drop([*self._queue, *self._handed])
 
-    def _drop(self, paths: Sequence[Spill]) -> None:
+    def _drop(self, paths: Sequence[PathWrite]) -> None:
         for path in paths:
             path.stop()
             if not path.node.detached:
-                self.tree.unlock(path.node)
+                self._tree.unlock(path.node)
         self._queue = deque(path for path in self._queue if path not in paths)
         self._handed -= set(paths)
-        self._asked = None if self._asked in paths else self._asked
+        self._asking = None if self._asking in paths else self._asking
 
     def drain(self, seconds: float) -> int:
-        """Write all that is left, for at most so long; the most tokens that were not written."""
+        """Write everything, blocking for at most `seconds`; returns the tokens left unwritten."""
         deadline = self._clock() + seconds
-        self.refused.hurry()
-        while (self.busy or self.refused.due) and self._clock() < deadline:
+        self.backoff.end_pause()
+        while (self.busy or self.backoff.due) and self._clock() < deadline:
             if not self.pump():
                 self._wait(deadline - self._clock())
         return self._pending_tokens + sum(len(path.ids) - path.at for path in self._queue)
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for an answer of the writer's thread; False if none is due, or none came."""
-        if not self.pending_bytes and self._asked is None:
+        """Handle one answer of the writer's thread; False if none is due or none came in time."""
+        if not self.pending_bytes and self._asking is None:
             return False
         try:
-            answer = self.done.get(timeout=max(0.0, seconds))
+            answer = self._answers.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return False
         answer()
         return True
+
+    def _wake_in(self, seconds: float) -> None:
+        self._timer.cancel()
+        self._timer = threading.Timer(seconds, self._wake)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def close(self, seconds: float) -> None:
+        """End the writer after the job in hand, waiting for at most `seconds`."""
+        self._timer.cancel()
+        self.writer.close(seconds)

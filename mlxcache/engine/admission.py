@@ -1,74 +1,79 @@
-"""Who may start: the tasks that wait, in order, and what each needs before it computes."""
+"""Admission: which waiting task starts next, and its lease, restored from disk where that helps.
+
+MLX thread only.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TypeVar
 
 from mlxcache.cache.checkpoints import stops
-from mlxcache.cache.disk import Disk
-from mlxcache.cache.kv_cache import Memory
-from mlxcache.cache.main_conversation import Claim
-from mlxcache.cache.pressure import let_go
-from mlxcache.cache.restore import WORTH_LOOKING
+from mlxcache.cache.kv_cache import KVCache
+from mlxcache.cache.main_conversation import CacheHints
+from mlxcache.cache.ram import Evict
+from mlxcache.cache.restore import MIN_UNKNOWN
 from mlxcache.common_prefix import common_length
 from mlxcache.engine.cost import Cost
 from mlxcache.engine.prefill import Limits
-from mlxcache.engine.task import Task
+from mlxcache.engine.task import Output, Task
 from mlxcache.errors import ContextLengthExceeded
-from mlxcache.types import Admitted, Job
-
-K = TypeVar("K")
+from mlxcache.lru import LRU
+from mlxcache.types import Job
 
 Asker = tuple[str | None, str, str | None]
-"""Who asks: the owner, then a session's label, or the program's name where there is none."""
+"""A party with a fair share: owner, then a session's label, or the client's name without one."""
 
-REMEMBERED = 1024
-"""Askers whose last start is remembered, the latest."""
+MAX_ASKERS = 1024
+"""Askers whose last start is remembered, the most recent."""
+
+MIN_SHARED = 256
+"""Tokens that a running prefill must be about to share for a new request to wait for them."""
+
+MIN_UNKNOWN_BESIDE = 512
+"""As `MIN_UNKNOWN`, while other prompts are computed.
+
+Looking for fewer costs a short prompt one of their chunks, or two on a busy machine.
+"""
 
 
 def asker_of(job: Job) -> Asker:
-    """Who is to have a fair share."""
+    """The party that a job counts for."""
     if job.session is None:
         return job.owner, "client", job.client
     return job.owner, "session", job.session
 
 
-class Turns:
-    """Rotation over askers: the one that started something longest ago comes first.
+class FairQueue:
+    """Rotation over askers: the one that started a task longest ago comes first.
 
-    The order depends on nothing but what came and what started. Of `places` for what is computed
-    there is one more, unless there is only one, while one has several and others none.
+    The order depends only on arrivals and starts. Beside `places` tasks in progress, one more may
+    start (unless there is a single place) while one asker has several and the new one has none.
     """
 
     def __init__(self, places: int):
         self.places = places
         self.most = places + 1 if places > 1 else places
-        self._started: OrderedDict[Asker, int] = OrderedDict()
+        self._started: LRU[Asker, int] = LRU(MAX_ASKERS)
         self._count = 0
 
     def order(self, waiting: Iterable[Task]) -> list[Task]:
-        """Who may start first: each asker's first, then each one's second, and so on."""
+        """Tasks in the order in which they may start: each asker's first, then each second."""
         rounds: Counter[Asker] = Counter()
         keyed = []
         for place, task in enumerate(waiting):
             asker = asker_of(task.job)
-            keyed.append(((rounds[asker], self._started.get(asker, 0), place), task))
+            keyed.append(((rounds[asker], self._started.peek(asker) or 0, place), task))
             rounds[asker] += 1
         return [task for _, task in sorted(keyed, key=lambda pair: pair[0])]
 
-    def started(self, task: Task) -> None:
-        """`task` has had its turn."""
+    def note_start(self, task: Task) -> None:
+        """Move the asker of `task` to the end of the rotation."""
         self._count += 1
-        asker = asker_of(task.job)
-        self._started[asker] = self._count
-        self._started.move_to_end(asker)
-        if len(self._started) > REMEMBERED:
-            self._started.popitem(last=False)
+        self._started.put(asker_of(task.job), self._count)
 
-    def room(self, task: Task, active: list[Task]) -> bool:
-        """Whether there is a place for `task` while `active` take one each."""
+    def has_place(self, task: Task, active: list[Task]) -> bool:
+        """True if there is a place for `task` beside the `active` ones."""
         if len(active) < self.places:
             return True
         askers = {asker_of(each.job) for each in active}
@@ -76,141 +81,123 @@ class Turns:
         return crowded and asker_of(task.job) not in askers
 
 
-WORTH_WAITING = 256
-"""Tokens that a running prefill must be about to share for a new request to wait for them."""
-
-WORTH_BESIDE = 512
-"""Tokens that are worth a look at the disk while others' prompts are computed.
-
-Looking for fewer costs a short prompt one of their chunks, or two on a busy machine.
-"""
-
-
 class Admission:
-    """Gives tasks their lineages. `dress` gives an admitted task its parser and sampler."""
+    """Gives tasks their leases. `prepare` makes an admitted task's parser and sampler.
 
-    def __init__(self, memory: Memory, limits: Limits, cost: Cost, dress: Callable[[Task], None]):
-        self.memory = memory
-        self.limits = limits
-        self.cost = cost
-        self.disk: Disk | None = None
-        self.dress = dress
-        self.admitted: Callable[[Task], None] = lambda task: None
+    `on_admitted(task)` is called before the client is told of its admission.
+    """
 
-    def waits(self, task: Task, prefilling: list[Task]) -> bool:
-        """Whether `task` is better started later: its prefix is about to be there."""
-        if task.look is not None and not task.look.found:
+    def __init__(
+        self,
+        kv: KVCache,
+        limits: Limits,
+        cost: Cost,
+        prepare: Callable[[Task], Output],
+        on_admitted: Callable[[Task], None],
+    ):
+        self._kv = kv
+        self._limits = limits
+        self._cost = cost
+        self._prepare = prepare
+        self._on_admitted = on_admitted
+
+    def should_wait(self, task: Task, prefilling: list[Task]) -> bool:
+        """True if `task` is better started later, as its prefix is about to be in RAM.
+
+        Begins a lookup on disk where RAM lacks enough of the prompt.
+        """
+        if task.lookup is not None and not task.lookup.found:
             return True
-        known = self.memory.known(task.ids)
+        known = self._kv.reusable(task.ids)
         for other in prefilling:
             shared = min(common_length(other.ids, task.ids), task.target)
-            if self.memory.layout.opaque:
+            if self._kv.layout.opaque:
                 shared = self._stop_near(other, shared)
-            enough = 1 if task.deferred else WORTH_WAITING
-            if shared - known >= enough and other.held.lineage.length < shared:
-                task.deferred = self.memory.layout.cacheable
-                return task.deferred
-        worth = WORTH_BESIDE if prefilling else WORTH_LOOKING
-        if self.disk is None or task.look is not None or task.target - known < worth:
+            enough = 1 if task.deferred else MIN_SHARED
+            if shared - known >= enough and other.held.length < shared:
+                return task.defer(self._kv.layout.cacheable)
+        least = MIN_UNKNOWN_BESIDE if prefilling else MIN_UNKNOWN
+        if task.lookup is not None or task.target - known < least:
             return False
-        task.look = self.disk.restorer.look(task.ids, known)
-        return True
+        task.await_lookup(self._kv.look_up(task.ids, known))
+        return task.lookup is not None
 
     def _stop_near(self, other: Task, shared: int) -> int:
-        """The last stop of a running prefill before it parts from another prompt; there, if far."""
+        """The last stop of a running prefill before another prompt parts from it; added there if
+        far.
+        """
         before = max((at for at in other.stops if at <= shared), default=0)
-        if shared - max(before, other.held.lineage.length) < WORTH_WAITING or other.restoring:
+        if shared - max(before, other.held.length) < MIN_SHARED or other.restoring:
             return before
-        other.stops = tuple(sorted({*other.stops, shared}))
+        other.plan_stops([*other.stops, shared])
         return shared
 
-    def lease(self, task: Task, *, alone: bool) -> bool:
-        """Get a lineage for `task`; False if others hold what it needs.
+    def start(self, task: Task, began: float, *, alone: bool) -> bool:
+        """Acquire a lease for `task`; False if other requests hold the bytes it needs.
 
-        `alone`: nobody computes, so nothing will be given back by waiting, unless it is being
-        written to disk. Raises ContextLengthExceeded where the prompt can never fit.
+        `began` is when its admission did. `alone`: nothing is computed, so no bytes will be
+        released by waiting, except by a write to disk. Without a prefix to restore the task is
+        admitted at once. Raises ContextLengthExceeded where the prompt can never fit.
         """
-        memory, planned = self.memory, task.look.target if task.look else 0
-        claim = Claim.of(task.job)
-        task.limit = min(task.limit or self.limits.context, self.limits.context - len(task.ids))
-        memory.room.patient = alone  # others compute meanwhile: it is tried again
-        try:
-            lease = memory.acquire(task.ids, task.limit, planned, claim)
-        finally:
-            memory.room.patient = True
-        if lease is None and alone and not (self.disk and self.disk.busy):
-            let_go(memory.room)
-            memory.room.clear()
-            lease = memory.acquire(task.ids, task.limit, planned, claim)
-            lease = lease or memory.acquire(task.ids, 1, planned, claim)
+        kv, planned = self._kv, task.lookup.target if task.lookup else 0
+        hints = CacheHints.of(task.job)
+        task.limit_reply(self._limits.context - len(task.ids))
+        # while others compute it is tried again soon, so nothing waits for the disk
+        evict: Evict = "wait" if alone else "idle"
+        lease = kv.acquire(task.ids, task.limit, planned=planned, hints=hints, evict=evict)
+        if lease is None and alone and not kv.writing:
+            kv.end_pressure()
+            kv.clear()
+            lease = kv.acquire(task.ids, task.limit, planned=planned, hints=hints)
+            lease = lease or kv.acquire(task.ids, 1, planned=planned, hints=hints)
             if lease is None:
                 raise ContextLengthExceeded(
                     f"The prompt of {len(task.ids)} tokens does not fit the memory budget (--ram)."
                 )
-        if lease is not None and lease.bare and task.look and lease.cached < task.look.known:
-            memory.release(lease)  # some of what was in RAM has left it: look again
-            task.look = lease = None
-        task.lease = lease
-        return lease is not None
-
-    def admit(self, task: Task) -> None:
-        """Tell the client that its prefix is there: all counts are exact from now on."""
-        lease, record = task.held, task.record
-        record.cached_tokens, record.restored_tokens = lease.cached, task.restored
-        self.admitted(task)
-        if self.memory.layout.opaque:
-            task.stops = self._stops(task)
-        self.dress(task)
-        task.push(Admitted(len(task.ids), lease.cached, task.restored))
-
-    def _stops(self, task: Task) -> tuple[int, ...]:
-        """Where its prefill leaves checkpoints: no more than it has time for and are kept."""
-        lease, length = task.held, len(task.ids)
-        parted = max(lease.matched, task.look.shared if task.look else 0)
-        most = min(self.memory.room.most_checkpoints(length), self.cost.stops(task.remaining))
-        return stops(task.job.prompt.marks, lease.cached, length, parted=parted, most=most)
-
-    def begin(self, task: Task, began: float) -> None:
-        """Book how long a task waited and was matched; admit it unless there is more on disk."""
-        record = task.record
-        record.status = "prefill"
-        task.phase("queue_s", began)
-        task.phase("match_s")
-        record.timing["restore_s"] = 0.0
-        task.restoring = task.held.bare
-        if not task.restoring:
-            self.admit(task)
-
-    def restore(self, task: Task) -> bool:
-        """Read one piece from disk; True once all that was planned is there.
-
-        Raises StoreError where that cannot be had.
-        """
-        assert self.disk is not None
-        assert task.look is not None
-        lease, at = task.held, task.held.lineage.length
-        complete = self.disk.restorer.load(task.look, lease)
-        if not self.memory.layout.opaque:
-            task.restored += lease.lineage.length - at
-            self.memory.commit(lease, task.ids, checkpoint=False)
-        elif complete:
-            task.restored = lease.lineage.length - lease.cached
-            self.memory.commit(lease, task.ids, checkpoint=True)
-        if not complete:
+        if lease is None:
             return False
-        lease.cached = lease.saved = lease.lineage.length
-        lease.bare = False
-        task.restoring = False
-        task.phase("restore_s")
-        self.admit(task)
+        if lease.awaiting_state and task.lookup and lease.cached < task.lookup.known:
+            kv.release(lease)  # some of what was in RAM was evicted meanwhile: look again
+            task.await_lookup(None)
+            return False
+        task.start(lease, began)
         return True
 
-    def give_up(self, task: Task) -> None:
-        """Let go of a lineage whose restore failed; what was read is kept where it can be used."""
-        lease, task.lease, task.restoring = task.held, None, False
-        assert task.look is not None
-        task.look.target = 0
-        if self.memory.layout.opaque:
-            self.memory.abandon(lease)
-        else:
-            self.memory.release(lease)
+    def admit(self, task: Task) -> None:
+        """Tell the client of a started task that its prefix is there."""
+        matched = task.held.cached
+        self._on_admitted(task)
+        if self._kv.layout.opaque:
+            task.plan_stops(self._stops(task))
+            matched = self._kv.match(task.ids)
+        task.admit(self._prepare(task), matched)
+
+    def _stops(self, task: Task) -> tuple[int, ...]:
+        """Positions at which its prefill leaves checkpoints: as many as it has time for and are
+        kept.
+        """
+        lease, length = task.held, len(task.ids)
+        parted = max(lease.matched, task.lookup.shared if task.lookup else 0)
+        most = min(self._kv.ram.max_checkpoints(length), self._cost.stops(task.remaining))
+        return stops(task.job.prompt.marks, lease.cached, length, parted=parted, most=most)
+
+    def can_restore(self, task: Task) -> bool:
+        """True if the next piece of the task's prefix can be loaded."""
+        return task.lookup is not None and self._kv.can_restore(task.held, task.lookup)
+
+    def restore(self, task: Task) -> None:
+        """Load one piece from disk; with the last one the task is admitted.
+
+        Raises StoreError, OSError, RuntimeError or ValueError where a file cannot be used.
+        """
+        assert task.lookup is not None
+        lease, before = task.held, task.held.restored
+        complete = self._kv.restore(lease, task.lookup)
+        task.note_restored(lease.restored - before)
+        if complete:
+            task.note_phase("restore_s")
+            self.admit(task)
+
+    def cancel_restore(self, task: Task) -> None:
+        """Release the lease of a failed restore; what was loaded is kept where it can be used."""
+        self._kv.cancel_restore(task.stop_restore())

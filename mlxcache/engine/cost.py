@@ -1,4 +1,4 @@
-"""What a forward pass costs, measured on the model itself: transient bytes and seconds.
+"""Cost of a forward pass, measured on the model itself: transient bytes, and seconds.
 
 Attention scores may be materialised (the CPU does; Metal's fused kernel does not), keys may be
 expanded from a latent, layers may see a part of the text only. So the bytes of a chunk of c tokens
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -28,29 +28,29 @@ FEWEST = 16
 """Tokens of the shortest chunk that a prompt is fed in."""
 
 SHORT = 192
-"""Tokens of the passes that a chunk is fed in where longer ones are slower.
+"""Tokens of the passes that a chunk is fed in, on machines where longer passes are slower.
 
-That is where attention materialises its scores and arithmetic is what takes the time: the scores
-above the diagonal are then computed for nothing, and they outgrow the processor's caches.
+That holds where attention materialises its scores: those above the diagonal are computed in vain,
+and all of them outgrow the processor's caches.
 """
 
 SCORES = 4.0
-"""Bytes per pair of positions from which on it is scores that are held, and not a mask."""
+"""Bytes per pair of positions above which scores are materialised, and not a mask alone."""
 
 FAR = 4096
-"""Cached positions, all zeros, that a probing chunk is fed after."""
+"""Cached positions, all zeros, before a probing chunk."""
 
 STOPS_SHARE = 0.05
-"""The share of a prefill's time that its stops for checkpoints may add."""
+"""Share of a prefill's time that its stops for checkpoints may add."""
 
 STOPS = 16
-"""Stops that any prefill may make, whatever they cost."""
+"""Stops that every prefill may make, whatever they cost."""
 
 NEAR = 1024
-"""Positions in the first range whose tokens take about as long; the next are twice as long each."""
+"""Positions of the first range of similar cost per token; each further range is twice as long."""
 
 NEWEST = 0.3
-"""What the newest measurement counts in an average."""
+"""Weight of the newest measurement in a moving average."""
 
 SAFETY = 1.3
 """Allowance over what was measured."""
@@ -60,12 +60,11 @@ SAFETY = 1.3
 class Cost:
     """Measured costs of one model on this machine.
 
-    Most are bytes, `fixed` those of one row's logits; `rate` is prefill tokens per second, a moving
-    average that `observe` keeps; passes of more than `longest` tokens are slower, if it is not 0;
-    each takes `per_pass` seconds however short it is. `growth`: by which share a token takes longer
-    for each one cached before it.
-    each takes `per_pass` seconds however short it is. `paces` are seconds per token where attention
-    looks back further and further: see `NEAR`.
+    `per_token`, `per_pair`, `per_key`, `per_square`: bytes, see above; `fixed`: bytes of one row's
+    logits. `rate`: prefill tokens per second, a moving average. `longest`: tokens above which a
+    pass is slower, 0 for no limit. `per_pass`: seconds of the shortest pass. `growth`: share by
+    which a token takes longer for each cached one before it. `paces`: seconds per token by range of
+    positions, see `NEAR`.
     """
 
     per_token: float
@@ -79,8 +78,12 @@ class Cost:
     growth: float = 0.0
     paces: dict[int, float] = field(default_factory=dict)
 
+    def for_drafts(self, drafts: int) -> Cost:
+        """The costs where a pass also computes the logits of so many drafted tokens."""
+        return replace(self, fixed=self.fixed * (1 + drafts))
+
     def transient(self, chunk: int, cached: int, rows: int = 1) -> int:
-        """Bytes that feeding `chunk` tokens after `cached` takes beyond the KV it leaves."""
+        """Bytes beyond the new KV for feeding `chunk` tokens after `cached`, in so many rows."""
         seen = cached + chunk
         size = self.per_token * chunk + self.per_pair * chunk * seen
         size += self.per_key * seen + self.per_square * chunk * chunk
@@ -94,23 +97,23 @@ class Cost:
         return max(FEWEST, size)
 
     def peak(self, chunk: int, cached: int) -> int:
-        """As `transient`, for a chunk that is fed in passes: what the last of them takes."""
+        """As `transient`, for a chunk that is fed in passes: the bytes of the last pass."""
         step = self.step(chunk)
         return self.transient(step, cached + chunk - step)
 
     def step(self, size: int) -> int:
-        """Tokens of each forward pass that a chunk of `size`, at least 1, is best fed in."""
+        """Tokens of each forward pass for a chunk of `size`, at least 1."""
         return -(-size // -(-size // self.longest)) if self.longest else size
 
     def stops(self, tokens: int) -> int:
-        """How often a prefill of `tokens` may stop: each stop makes two passes of one."""
+        """Stops that a prefill of `tokens` may make; each stop makes two passes of one."""
         seconds = STOPS_SHARE * tokens / self.rate
         return max(STOPS, int(seconds / self.per_pass)) if self.per_pass else tokens
 
     def pace(self, cached: int) -> float:
-        """Seconds that a prompt's token takes after `cached` others.
+        """Seconds of a prompt's token after `cached` others.
 
-        Where none was measured, twice as many as in the range before: at worst all is attention.
+        A range without measurements counts twice the one before it, as if all were attention.
         """
         wanted = range_of(cached)
         known = max((one for one in self.paces if one <= wanted), default=None)
@@ -121,7 +124,7 @@ class Cost:
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
         """Take a measured chunk, fed after `cached` tokens, into the moving averages.
 
-        Of seconds, not of rates: a chunk that took long counts at once, whatever was quick before.
+        Averages seconds and not rates, so that one slow chunk counts at once.
         """
         if tokens < FEWEST or seconds <= 0:
             return
@@ -132,12 +135,12 @@ class Cost:
 
 
 def range_of(cached: int) -> int:
-    """Which range of positions follows `cached` tokens: 0 up to `NEAR`, then 1 up to twice that."""
+    """Range of positions after `cached` tokens: 0 up to `NEAR`, 1 up to twice that, and so on."""
     return (cached // NEAR).bit_length()
 
 
 def peak(run: Callable[[], object]) -> int:
-    """Bytes that MLX holds, at most, while `run` does, beyond those before it."""
+    """Most bytes that MLX holds during `run`, beyond those before it."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     run()
@@ -145,7 +148,7 @@ def peak(run: Callable[[], object]) -> int:
 
 
 class _Probe:
-    """Feeds chunks of zeros after `at` cached positions, as often as it is asked."""
+    """Feeds chunks of zeros after `at` cached positions."""
 
     def __init__(self, model: Any, layout: Layout, positions: int):
         self.model = model
@@ -153,7 +156,7 @@ class _Probe:
         self.line.grow(positions)
 
     def feed(self, tokens: int, at: int) -> tuple[float, int]:
-        """Feed one chunk: the seconds that it took, and the bytes that it took for a while."""
+        """Feed one chunk; returns its seconds and its peak bytes."""
         self.line.truncate(at)
         self.line.settle()
         chunk = mx.zeros((1, tokens), mx.int32)
@@ -167,16 +170,16 @@ class _Probe:
         return time.perf_counter() - began, size
 
     def peak(self, tokens: int, at: int) -> int:
-        """The bytes that one chunk takes."""
+        """Peak bytes of one chunk."""
         return self.feed(tokens, at)[1]
 
     def growth(self, far: int) -> float:
-        """By which share a token takes longer for each cached one before it, `far` at most."""
+        """Share by which a token takes longer for each cached one before it, up to `far`."""
         seconds = [min(self.feed(PROBE, at)[0] for _ in range(2)) for at in (0, far)]
         return max(0.0, seconds[1] / seconds[0] - 1.0) / max(1, far)
 
     def long_is_slow(self) -> bool:
-        """Whether a chunk takes about as long as its halves do: a longer one only takes longer."""
+        """True if a chunk takes about as long as its halves, so that long passes gain nothing."""
         whole, halves = [], []
         for _ in range(2):
             whole.append(self.feed(2 * SHORT, 0)[0])
@@ -184,7 +187,7 @@ class _Probe:
         return min(halves) < 1.05 * min(whole)
 
     def per_pass(self) -> float:
-        """The seconds that the shortest pass takes, and a copy of the state: what a stop adds."""
+        """Seconds of the shortest pass and of a copy of the state: the cost of a stop."""
         self.feed(FEWEST, 0)  # for the kernels
         short = min(self.feed(FEWEST, 0)[0] for _ in range(2))
         began = time.perf_counter()
@@ -193,9 +196,9 @@ class _Probe:
 
 
 def measure(model: Any, layout: Layout, room: int) -> Cost:
-    """Feed a few short chunks and see what memory and time they take. Also warms up kernels.
+    """Measure a model with a few short chunks; also warms up its kernels. MLX thread.
 
-    `room` bytes may be used for cached positions.
+    `room`: bytes that cached positions may take.
     """
     far = min(FAR, room // max(1, layout.bytes_per_token))
     probe = _Probe(model, layout, far + 4 * PROBE)
@@ -221,8 +224,11 @@ def measure(model: Any, layout: Layout, room: int) -> Cost:
 
 
 def _fitted(near: int, long: int, wide: float, narrow: float) -> Cost:
-    """The coefficients that explain the peaks of PROBE tokens and of three times as many, after
-    none, and by how much PROBE and FEWEST tokens take more for each cached one."""
+    """Fit the coefficients to the measured peaks.
+
+    `near`, `long`: bytes of PROBE tokens, and of three times as many, with nothing cached. `wide`,
+    `narrow`: more bytes for each cached token, of PROBE and of FEWEST tokens.
+    """
     per_pair = max(0.0, (wide - narrow) / (PROBE - FEWEST))
     per_key = max(0.0, narrow - FEWEST * per_pair)
     one = near - PROBE * (per_pair * PROBE + per_key)
@@ -233,22 +239,21 @@ def _fitted(near: int, long: int, wide: float, narrow: float) -> Cost:
 
 
 LEAST = 128
-"""Tokens of the shortest chunk that tells: in shorter ones, what a pass takes however short it is
-would be taken for the price of a token."""
+"""Tokens of the shortest chunk that is measured: shorter ones show the cost of a pass."""
 
 
-class Speed:
+class PrefillSpeed:
     """Measured seconds per token of prefill, by ranges of positions. MLX thread only.
 
-    Unlike `Cost`, which plans the next chunk, it knows nothing that was not measured in a request:
-    `paces` begin with what earlier servers of the same model measured, or with nothing.
+    Unlike `Cost`, which plans the next chunk, it is made of requests alone: `paces` begin with the
+    measurements of earlier servers of the same model, or empty.
     """
 
     def __init__(self) -> None:
         self.paces: dict[int, float] = {}
 
     def resume(self, paces: Mapping[int, float]) -> None:
-        """Begin with what was measured before."""
+        """Begin with earlier measurements."""
         self.paces = {**paces, **self.paces}
 
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
@@ -260,10 +265,10 @@ class Speed:
         self.paces[where] = before + NEWEST * (pace - before)
 
     def seconds(self, tokens: int) -> float | None:
-        """What computing a prompt's first `tokens` would have taken; None where nobody knows.
+        """Seconds for computing a prompt's first `tokens`; None without any measurement.
 
-        Positions that were not measured count as the measured ones before them, which take less
-        time, and as nothing where there are none: it is never more than what was saved.
+        Ranges that were not measured count as the measured one before, which is faster, or as 0:
+        the result is never more than the time that reuse saved.
         """
         known = pace = None
         start, where = 0, 0
@@ -276,8 +281,8 @@ class Speed:
         return known if tokens else 0.0
 
 
-def gained(record: RequestRecord, speed: Speed) -> Gain:
-    """What a request that is over has gained its session."""
+def gain_of(record: RequestRecord, speed: PrefillSpeed) -> Gain:
+    """The time and tokens that reuse saved in a request that is over."""
     first = record.timing.get("first_token_s")
     saved = speed.seconds(record.cached_tokens)
     figures = SessionFigures(

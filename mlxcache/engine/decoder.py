@@ -28,20 +28,20 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 
-class NoNumbers(GenerationFailed):
-    """What the model computed is no numbers (NaN), and so is what its cache holds since then."""
+class NonFiniteOutput(GenerationFailed):
+    """The model produced NaN or infinity, and its cache holds such values since then."""
 
     def __init__(self) -> None:
-        super().__init__("The model computed no numbers (NaN): nothing of this reply is kept.")
+        super().__init__("The model produced NaN: nothing of this reply is kept.")
 
 
 @dataclass(slots=True)
 class Row:
-    """One sequence in a decoder: how its tokens are drawn, and its owner.
+    """One sequence in a decoder: its sampler and processors, and the task that owns it.
 
-    `context` holds all of its tokens so far for the processors, and is kept only if there are any.
-    `error` is what its sampler or a processor raised: its next token is none then. Of the `drafted`
-    tokens, if any are, so many were `accepted`.
+    `context`: all of its tokens so far, shape (n,), kept only if there are processors. `error`:
+    raised by its sampler or a processor; no token is drawn then. `drafted` and `accepted` count the
+    tokens that a draft model proposed, and those that the model drew too.
     """
 
     owner: Any
@@ -51,6 +51,23 @@ class Row:
     error: Exception | None = None
     drafted: int = 0
     accepted: int = 0
+
+    def fail(self, error: Exception) -> None:
+        """Note that this row has no next token."""
+        self.error = error
+
+    def set_context(self, context: mx.array) -> None:
+        """Set all tokens so far, shape (n,)."""
+        self.context = context
+
+    def set_draws(self, sampler: Sampler, context: mx.array | None) -> None:
+        """Go back to an earlier state of the draws."""
+        self.sampler, self.context = sampler, context
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Add to the counts of drafted and accepted tokens."""
+        self.drafted += drafted
+        self.accepted += accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +97,7 @@ class Decoder:
     def step(self) -> list[list[Drawn]]:
         """Hand out the pending tokens, each row's in the order of the text, feeding them.
 
-        None for a row whose token was drawn from no numbers, which is its `error` then.
+        An empty list for a row whose logits are not finite; that is its `error` then.
         """
         tokens, logprobs, finite = self.pending, self.logprobs, self.finite
         assert tokens is not None
@@ -91,7 +108,7 @@ class Decoder:
             self._advance(tokens)
         except BaseException:  # the same tokens are drawn if it is tried again
             for row, (sampler, context) in zip(self.rows, before, strict=True):
-                row.sampler, row.context = sampler, context
+                row.set_draws(sampler, context)
             raise
         return self._drawn(tokens, logprobs, finite)
 
@@ -127,7 +144,7 @@ class Decoder:
         values, sound = np.asarray(tokens).tolist(), np.asarray(finite).tolist()
         for row, is_sound in zip(self.rows, sound, strict=True):
             if not is_sound:
-                row.error = row.error or NoNumbers()
+                row.fail(row.error or NonFiniteOutput())
         return [
             [Drawn(row, values[i], logprobs[i])] if sound[i] else []
             for i, row in enumerate(self.rows)
@@ -156,7 +173,7 @@ class Decoder:
             return row.sampler(logprobs[i : i + 1])
         except Exception as error:
             log.exception("a sampler failed")
-            row.error = error
+            row.fail(error)
             return mx.zeros(1, mx.uint32)
 
     def _process(self, inputs: mx.array, logits: mx.array) -> mx.array:
@@ -166,8 +183,9 @@ class Decoder:
             if row.processors:
                 new = inputs[i : i + 1].astype(mx.int32)
                 old = row.context
-                row.context = new if old is None else mx.concatenate([old, new])
-                line = processed(row, row.context, line)
+                context = new if old is None else mx.concatenate([old, new])
+                row.set_context(context)
+                line = processed(row, context, line)
             out.append(line)
         return mx.concatenate(out)
 
@@ -188,7 +206,7 @@ def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
             logits = process(context, logits)
     except Exception as error:
         log.exception("a processor failed")
-        row.error = error
+        row.fail(error)
     return logits
 
 

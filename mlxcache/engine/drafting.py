@@ -22,7 +22,7 @@ import numpy as np
 from mlxcache.engine.decoder import (
     Decoder,
     Drawn,
-    NoNumbers,
+    NonFiniteOutput,
     Row,
     Sampler,
     normalised,
@@ -57,7 +57,8 @@ class _Draws:
             token = sampler(logprobs)
         except Exception as error:
             log.exception("a sampler failed")
-            self.row.error, token = error, mx.zeros(1, mx.uint32)
+            self.row.fail(error)
+            token = mx.zeros(1, mx.uint32)
         return token, logprobs, finite, _Draws(self.row, sampler, self.context)
 
     def seen(self, token: mx.array) -> _Draws:
@@ -83,16 +84,13 @@ class _Flight:
 
 
 class DraftingDecoder(Decoder):
-    """One row, stepped in place over a lineage's caches with a pair of models.
-
-    `drafts`: how many tokens are drafted for the next pass. There must be room for them.
-    """
+    """One row, stepped in place over a lineage's caches with a pair of models."""
 
     model: Pair
 
     def __init__(self, model: Pair, row: Row, caches: Caches):
         super().__init__(model, [row], caches)
-        self.drafts = 0
+        self._drafts = 0
         self._draws = _Draws(row, row.sampler, row.context if row.processors else None)
         self._flight: _Flight | None = None
         self._ready: list[Drawn] = []
@@ -108,7 +106,7 @@ class DraftingDecoder(Decoder):
 
         So many positions beyond the newest token that was handed out are there to stay. The caller
         cuts the caches back to them; the next `step` hands out their tokens, and one more.
-        Raises NoNumbers where one of these was drawn from none.
+        Raises NonFiniteOutput where one of these was drawn from none.
         """
         if self._flight is None:
             return 0
@@ -118,14 +116,17 @@ class DraftingDecoder(Decoder):
         while right < len(drafted) and tokens[right] == drafted[right]:
             right += 1
         if not all(np.asarray(flight.finite).tolist()[: right + 1]):
-            raise NoNumbers
+            raise NonFiniteOutput
         (row,) = self.rows
-        row.drafted += len(drafted)
-        row.accepted += right
+        row.count_drafts(len(drafted), right)
         self._draws = flight.after[right]
         self._unseen = drafted[-1:] if right == len(drafted) else []
         self._ready = [Drawn(row, tokens[i], flight.logprobs[i][0]) for i in range(right + 1)]
         return right
+
+    def propose(self, drafts: int) -> None:
+        """Draft so many tokens for the next pass; the caches must have room for them."""
+        self._drafts = drafts
 
     @property
     def ready(self) -> int:
@@ -135,7 +136,7 @@ class DraftingDecoder(Decoder):
     def step(self) -> list[list[Drawn]]:
         """Hand out what is ready, feeding the last of it, and `drafts` guesses, on the way."""
         ready, self._ready = self._ready, []
-        self._launch(ready[-1].token, self.drafts)
+        self._launch(ready[-1].token, self._drafts)
         return [ready]
 
     def _launch(self, newest: int, drafts: int) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.kv_cache import KVCache
+from mlxcache.cache.ram import Evict
 from mlxcache.engine.decoder import Decoder, Drawn
 from mlxcache.engine.drafting import DraftingDecoder
 from mlxcache.engine.task import Task
-from mlxcache.model import kv, rows
+from mlxcache.model import rows
+from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
 
 log = logging.getLogger("mlxcache.engine")
@@ -31,7 +33,7 @@ SYNC = 128
 CATCH_UP = 16
 """Tokens fed at once to a row that left a batch without its newest positions."""
 
-WORTH_EVICTING = 8
+EVICTION_SHARE = 8
 """A batch makes room for itself while it takes at most this part of the budget."""
 
 DRAFTS = 3
@@ -58,37 +60,37 @@ class Lane:
 
     def length(self) -> int:
         """Positions of the longest row."""
-        return max(t.held.lineage.length + t.behind for t in self.tasks)
+        return max(t.held.length + t.behind for t in self.tasks)
 
 
 def solo(model: Any, task: Task) -> Lane:
-    """A lane that appends to the task's own lineage, fed with the prompt's last token."""
-    assert task.row is not None
-    lineage = task.held.lineage
+    """A lane that appends to the task's own lineage; feeds the prompt's last token."""
+    assert task.output is not None
+    lineage, row = task.held.lineage, task.output.row
     decoder = (
-        DraftingDecoder(model, task.row, lineage.caches)
+        DraftingDecoder(model, row, lineage.caches)
         if isinstance(model, Pair)
-        else Decoder(model, [task.row], lineage.caches)
+        else Decoder(model, [row], lineage.caches)
     )
     decoder.start([int(task.fed[-1])])
-    lineage.length += 1
+    lineage.advance(1)
     return Lane(decoder, [task])
 
 
 class Lanes:
     """Every lane, and the rules by which rows share one."""
 
-    def __init__(self, model: Any, memory: Memory):
+    def __init__(self, model: Any, kv: KVCache, drafts: int = DRAFTS):
         self.model = model
-        self.memory = memory
+        self.kv = kv
         self.all: list[Lane] = []
+        self.layout = kv.layout
         self._changed = False
-        self.layout = memory.layout
+        self._drafts = drafts
         window = self.layout.window
         self.sync_after = min(SYNC, window // 2 if window else SYNC)
         self.can_batch = self.layout.batchable and self.layout.cacheable and self.sync_after > 0
         self.can_batch = self.can_batch and not isinstance(model, Pair)
-        self.drafts = DRAFTS
 
     def __len__(self) -> int:
         return sum(len(lane.tasks) for lane in self.all)
@@ -119,7 +121,7 @@ class Lanes:
         if not lane.batched and lane.tasks[0].behind:
             return []
         lone = [ln for ln in self.all if not (ln is lane or ln.batched or ln.tasks[0].behind)]
-        lengths = [t.held.lineage.length + t.behind for t in lane.tasks]
+        lengths = [t.held.length + t.behind for t in lane.tasks]
         found: list[Lane] = []
         for other in sorted(lone, key=lambda ln: abs(ln.length() - lane.length())):
             longer = [*lengths, other.length()]
@@ -136,8 +138,8 @@ class Lanes:
         size = count * self.layout.row_bytes(capacity)
         # two padded copies of each of a layer's arrays are made on the way
         passing = 4 * count * capacity * self.layout.widest
-        evict = size <= self.memory.budget.limit // WORTH_EVICTING
-        if not self.memory.room.reserve("batch", size, passing, evict=evict):
+        evict: Evict = "idle" if size <= self.kv.budget.limit // EVICTION_SHARE else "no"
+        if not self.kv.ram.reserve("batch", size, passing, evict=evict):
             return False
         try:
             self._sync(lane)
@@ -145,9 +147,9 @@ class Lanes:
             caches = rows.join(lane.decoder.caches, others, batched=lane.batched)
         except Exception:
             log.exception("rows could not be joined")
-            self.memory.budget.release("batch", size)
+            self.kv.budget.release("batch", size)
             return False
-        self.memory.budget.release("batch", lane.bytes)
+        self.kv.budget.release("batch", lane.bytes)
         for other in new:
             lane.decoder = lane.decoder.joined(other.decoder, caches)
             lane.tasks += other.tasks
@@ -161,7 +163,7 @@ class Lanes:
         """A token for every row, or several. The caller must have called `make_ready`."""
         drawn = lane.decoder.step()
         if not lane.batched:
-            lane.tasks[0].held.lineage.length += 1
+            lane.tasks[0].held.lineage.advance(1)
         return drawn
 
     def make_ready(self, lane: Lane) -> bool:
@@ -171,20 +173,20 @@ class Lanes:
         """
         if lane.batched:
             if not self._has_room(lane):
-                self.apart(lane)
+                self.split(lane)
             return True
         (task,) = lane.tasks
         if isinstance(lane.decoder, DraftingDecoder):
             return self._settle(task, lane.decoder)
         lineage = task.held.lineage
-        if not self.memory.extend(task.held, lineage.length + task.behind + 1):
+        if not self.kv.extend(task.held, lineage.length + task.behind + 1):
             return False
         while task.behind:
             at = lineage.length
             piece = task.fed_ids()[at : at + CATCH_UP]
             self.model(mx.array(piece)[None], cache=lineage.caches)
-            kv.eval_states(lineage.caches)
-            lineage.length += len(piece)
+            eval_states(lineage.caches)
+            lineage.advance(len(piece))
         return True
 
     def _settle(self, task: Task, decoder: DraftingDecoder) -> bool:
@@ -192,23 +194,21 @@ class Lanes:
 
         No more is drafted than the reply may still have.
         """
-        assert task.row is not None
         lease, lineage = task.held, task.held.lineage
         lineage.truncate(lineage.length + decoder.settle())
-        task.record.drafted_tokens = task.row.drafted
-        task.record.accepted_tokens = task.row.accepted
+        task.note_drafts()
         left = task.limit - len(task.out) - decoder.ready
-        drafts, least = max(0, min(self.drafts, left - 1)), lineage.length + 1
-        if not (self.memory.extend(lease, least + drafts) or self.memory.extend(lease, least)):
+        drafts, least = max(0, min(self._drafts, left - 1)), lineage.length + 1
+        if not (self.kv.extend(lease, least + drafts) or self.kv.extend(lease, least)):
             return False
-        decoder.drafts = min(drafts, lineage.capacity - least)
+        decoder.propose(min(drafts, lineage.capacity - least))
         return True
 
     def _has_room(self, lane: Lane) -> bool:
         """Reserve what a batch's next step needs, in the batch and in its rows' own lineages."""
         for task in lane.tasks:
-            length = task.held.lineage.length + task.behind
-            if not self.memory.extend(task.held, length + 1):
+            length = task.held.length + task.behind
+            if not self.kv.extend(task.held, length + 1):
                 return False
         if max(task.behind for task in lane.tasks) >= self.sync_after:
             self._sync(lane)
@@ -217,7 +217,7 @@ class Lanes:
         count, capacity = len(lane.tasks), lane.length() + rows.STEP
         size = count * self.layout.row_bytes(capacity)
         passing = 2 * count * lane.capacity * self.layout.widest
-        if not self.memory.room.reserve("batch", max(0, size - lane.bytes), passing):
+        if not self.kv.ram.reserve("batch", max(0, size - lane.bytes), passing):
             return False
         lane.bytes, lane.capacity = max(size, lane.bytes), capacity
         return True
@@ -253,31 +253,31 @@ class Lanes:
             for task in lane.tasks:  # what it was fed for a guess, it was not told to say
                 task.held.lineage.truncate(len(task.ids) + len(task.out))
         if lane.batched:
-            self.apart(lane)
+            self.split(lane)
         self.all = [ln for ln in self.all if ln.batched or ln.tasks[0] not in gone]
         mx.clear_cache()
 
     def _narrow(self, lane: Lane, keep: list[int]) -> bool:
         """Go on with the rows `keep` of a batch; False where there is no room for the copies."""
-        if not self.memory.room.spare_for(2 * len(keep) * lane.capacity * self.layout.widest):
+        if not self.kv.ram.has_passing(2 * len(keep) * lane.capacity * self.layout.widest):
             return False
         longest = lane.length()
         rows.keep_rows(lane.decoder.caches, keep)
         lane.decoder.keep(keep)
         lane.tasks = [lane.tasks[i] for i in keep]
         size = len(keep) * self.layout.row_bytes(lane.capacity)
-        self.memory.budget.release("batch", lane.bytes - size)
+        self.kv.budget.release("batch", lane.bytes - size)
         lane.bytes, lane.capacity = size, lane.capacity - (longest - lane.length())
         return True
 
-    def apart(self, lane: Lane) -> None:
+    def split(self, lane: Lane) -> None:
         """Let each row of a batch go on alone, from where its own lineage is."""
         self.all.remove(lane)
         for i, task in enumerate(lane.tasks):
             own = lane.decoder.alone(i, task.held.lineage.caches)
             (row,) = own.rows
             if row.processors:
-                row.context = mx.array(task.fed_ids())
+                row.set_context(mx.array(task.fed_ids()))
             self.all.append(Lane(own, [task]))
-        self.memory.budget.release("batch", lane.bytes)
+        self.kv.budget.release("batch", lane.bytes)
         mx.clear_cache()

@@ -1,33 +1,34 @@
-"""Counts for `GET /v1/cache`: kept on the MLX thread, read as a finished value from any other."""
+"""Metrics: records of recent requests, counts of all, and the figures of `GET /v1/cache`."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import mlx.core as mx
 
-from mlxcache.cache.disk import Disk
-from mlxcache.cache.kv_cache import Memory
-from mlxcache.cache.pressure import HELD_BACK
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.config.rules import RULES
-from mlxcache.engine.cost import Speed, gained
+from mlxcache.engine.cost import PrefillSpeed, gain_of
+from mlxcache.lru import LRU
 from mlxcache.store.session_rows import Gain
 from mlxcache.types import WARMING, Job, RequestRecord
 
 if TYPE_CHECKING:
-    from mlxcache.engine.anticipate import Ahead
+    from mlxcache.engine.anticipate import IdlePrefill
 
 Reuse = Literal["cold", "warm", "restored"]
-"""Most of the prompt was computed; most was reused, all of that from RAM; some of it from disk."""
+"""Source of most of a prompt: computed; reused from RAM alone; reused, some of it from disk."""
 
-LEAST_SHARE, LEAST_TOKENS = 0.5, 16
-"""What a prompt that is not cold has reused of it, and more tokens than which: a tokenizer's first
-one and the first words of a template are the same in all prompts, and spare nobody a wait."""
+MIN_REUSED_SHARE, MIN_REUSED_TOKENS = 0.5, 16
+"""Minimum reuse for a request to count as warm: the share of the prompt, and the tokens.
+
+A few tokens are the same in all prompts: the tokenizer's first one, and the template's opening.
+"""
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 """Upper bounds of the ranges that times are counted in."""
@@ -45,38 +46,34 @@ KINDS: tuple[Reuse, ...] = ("cold", "warm", "restored")
 
 
 def reuse_of(record: RequestRecord) -> Reuse:
-    """Where most of a request's prompt came from.
-
-    What is called cold, warm and restored anywhere is so by this.
-    """
+    """Source of most of a request's prompt: the one definition of cold, warm and restored."""
     cached = record.cached_tokens
-    if cached <= LEAST_TOKENS or cached < LEAST_SHARE * record.prompt_tokens:
+    if cached <= MIN_REUSED_TOKENS or cached < MIN_REUSED_SHARE * record.prompt_tokens:
         return "cold"
     return "restored" if record.restored_tokens else "warm"
 
 
 @dataclass(slots=True)
 class Times:
-    """How long something took, how often. `counts` are by range, the last one of what is longer
-    than the last of `bounds`."""
+    """A histogram of durations. `counts` are by range, the last one beyond the last of `bounds`."""
 
     bounds: ClassVar[tuple[float, ...]] = SECONDS
     counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
     total_s: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Count one duration."""
         self.counts[bisect_left(SECONDS, seconds)] += 1
         self.total_s += seconds
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """Number of durations."""
         return sum(self.counts)
 
     @property
     def average(self) -> float | None:
-        """Seconds; None where there were none."""
+        """Mean in seconds; None without any."""
         return self.total_s / self.count if self.count else None
 
 
@@ -90,11 +87,11 @@ def _by_kind() -> dict[Reuse, Times]:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts since the start; changed and read on the event loop.
+    """Counts of requests that are over, refused and joined ones included. Event loop only.
 
-    `outcomes` are by API and status. `first_token` and `whole` are times from a request's arrival:
-    of those that were computed for a client and drew a token, and of those of them that came to
-    their end. `stages` are seconds. `losses` are by reason and cause, `lost_tokens` by reason.
+    `outcomes` are by API and status. `first_token` and `whole` are times from a request's arrival,
+    to its first token and to its end, of requests of clients. `stages` are seconds. `losses` are by
+    reason and cause, `lost_tokens` by reason.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -108,9 +105,9 @@ class Tally:
     def add(self, record: RequestRecord) -> None:
         """Count a request that is over."""
         api = record.api or "other"
-        for outcome in OUTCOMES:  # all of an API's: Prometheus sees no rise from nothing to one
+        for outcome in OUTCOMES:  # zeros too: Prometheus sees no rise from an absent series
             self.outcomes[api, outcome] += outcome == record.status
-        if record.joined is not None:  # what was computed is the other's
+        if record.joined is not None:  # the computation is counted once
             self.joined += 1
             return
         for stage in STAGES:
@@ -130,22 +127,22 @@ class Tally:
             self.whole[kind].add(first + record.timing.get("decode_s", 0.0))
 
 
-KEPT = 1000
+MAX_RECORDS = 1000
 
 
 class Records:
-    """The latest requests' records by id, and the tally of all. Use from the event loop.
+    """The latest requests' records by id, and the tally of all. Use on the event loop.
 
-    `told` is called with each that is over.
+    `on_over(record)` is called for each request that is over.
     """
 
-    def __init__(self, told: Callable[[RequestRecord], None]) -> None:
+    def __init__(self, on_over: Callable[[RequestRecord], None]) -> None:
         self.tally = Tally()
-        self._told = told
-        self._kept: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._on_over = on_over
+        self._kept: LRU[str, RequestRecord] = LRU(MAX_RECORDS)
 
     def begin(self, job: Job) -> RequestRecord:
-        """A record for a request that has just come; what came first is forgotten first."""
+        """Make the record of a request that has just come. The oldest record is dropped."""
         record = RequestRecord(
             id=job.id,
             session=job.session,
@@ -158,29 +155,32 @@ class Records:
             canonicalised=job.prompt.rules,
             owner=job.owner,
         )
-        self._kept[record.id] = record
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
+        self._kept.put(record.id, record)
         return record
 
-    def over(self, record: RequestRecord) -> None:
-        """A request is over, and known is what it lost."""
+    def end(self, record: RequestRecord) -> None:
+        """Count a request that is over and whose prefix loss is explained."""
         self.tally.add(record)
-        self._told(record)
+        self._on_over(record)
+
+    def reject(self, record: RequestRecord, error: Exception) -> None:
+        """Count a request that was refused with `error`."""
+        record.status, record.error = "rejected", str(error)
+        self.end(record)
 
     def all(self, owner: str | None) -> list[RequestRecord]:
-        """An owner's, newest first."""
+        """An owner's records, newest first."""
         return [record for record in reversed(self._kept.values()) if record.owner == owner]
 
     def get(self, id: str, owner: str | None) -> RequestRecord | None:
-        """One of an owner's."""
-        found = self._kept.get(id)
+        """One of an owner's records, or None."""
+        found = self._kept.peek(id)
         return found if found is not None and found.owner == owner else None
 
 
 @dataclass(slots=True)
 class Totals:
-    """What all requests so far add up to."""
+    """Sums over all requests that were admitted. MLX thread only."""
 
     requests: dict[str, int] = field(
         default_factory=lambda: {"total": 0, "warm": 0, "restored": 0, "cold": 0}
@@ -194,9 +194,9 @@ class Totals:
     sessions: set[str] = field(default_factory=set)
     saved: dict[str, float] = field(default_factory=lambda: {"tokens": 0, "seconds": 0.0})
 
-    def add(self, record: RequestRecord, speed: Speed) -> Gain:
-        """Count a request that was admitted and is over; what it gained."""
-        gain = gained(record, speed)
+    def add(self, record: RequestRecord, speed: PrefillSpeed) -> Gain:
+        """Count a request that is over; returns what its reuse gained."""
+        gain = gain_of(record, speed)
         self.requests["total"] += 1
         self.requests[reuse_of(record)] += 1
         for name in self.tokens:
@@ -211,61 +211,43 @@ class Totals:
         return gain
 
 
-def snapshot(memory: Memory, totals: Totals, disk: Disk | None, ahead: Ahead) -> dict[str, Any]:
-    """The body of `GET /v1/cache`. MLX thread only.
+class Figures:
+    """The body of `GET /v1/cache`: made on the MLX thread, read as a finished value from any other.
 
-    `active_bytes` is what lineages hold beyond the tree; `mlx` is what MLX itself counts, weights
-    included. `withheld_bytes` are given up while memory is short; `buffers` are those
-    of lineages and checkpoints, `kinds` the bytes of the budget by what they are charged for.
-    `canonicalised`: in how many requests each rule changed something. `saved`: the seconds that
-    computing so many of the cached tokens would have taken, by the measured speed of prefill.
-    `anticipated`: tokens computed for turns that had not come, and how many of them were then used.
+    `ram` is what the prefix tree holds, of the budget; `active_bytes` what lineages hold beyond it;
+    `mlx` what MLX itself counts, weights included. `canonicalised`: requests in which each rule
+    changed something. `saved`: seconds that computing so many of the cached tokens would have
+    taken, at the measured speed of prefill. `anticipated`: tokens computed for turns that had not
+    come, and those of them that a request reused.
     """
-    tree, kinds = memory.tree, memory.budget.by_kind()
-    held = tree.kv_bytes + tree.checkpoint_bytes
-    live = sum(kinds.get(kind, 0) for kind in ("kv", "checkpoints", "states", "batch"))
-    return {
-        "ram": _ram(memory, held),
-        "disk": {"used_bytes": 0, "limit_bytes": 0},
-        "active_bytes": max(0, live - held),
-        "reserved_bytes": kinds.get("transient", 0) + kinds.get("pool", 0),
-        "pending_bytes": disk.persist.pending_bytes if disk else 0,
-        "mlx": {"active_bytes": mx.get_active_memory(), "pool_bytes": mx.get_cache_memory()},
-        "sessions": len(totals.sessions),
-        "bytes_per_token": memory.layout.bytes_per_token,
-        "tree_tokens": tree.tokens,
-        "segments": tree.segments,
-        "checkpoints": tree.checkpoints,
-        "requests": dict(totals.requests),
-        "tokens": dict(totals.tokens),
-        "saved": totals.saved | {"seconds": round(totals.saved["seconds"], 3)},
-        "canonicalised": dict(totals.canonicalised),
-        "anticipated": {"tokens": ahead.tokens, "used_tokens": ahead.used},
-        "evictions": {"spilled": memory.room.spilled, "dropped": memory.room.dropped},
-        "restores": {"ok": 0, "corrupt": 0},
-    }
 
+    def __init__(self, kv: KVCache, totals: Totals, idle_prefill: IdlePrefill):
+        self.latest: dict[str, Any] = {}
+        self._kv = kv
+        self._totals = totals
+        self._idle_prefill = idle_prefill
 
-def _ram(memory: Memory, held: int) -> dict[str, Any]:
-    """The memory budget, of which the tree has `held` bytes."""
-    budget, room = memory.budget, memory.room
-    kinds = budget.by_kind()
-    return {
-        "used_bytes": held,
-        "limit_bytes": budget.limit,
-        "high_water_bytes": budget.high_water,
-        "withheld_bytes": kinds.get(HELD_BACK, 0),
-        "buffers": room.handles_held(),
-        "buffer_limit": room.handles.limit,
-        "kinds": kinds,
-    }
+    def publish(self) -> None:
+        """Let other threads see the figures as they are now. MLX thread only."""
+        totals, ahead = self._totals, self._idle_prefill
+        self.latest = self._kv.figures() | {
+            "disk": {"used_bytes": 0, "limit_bytes": 0},
+            "mlx": {"active_bytes": mx.get_active_memory(), "pool_bytes": mx.get_cache_memory()},
+            "sessions": len(totals.sessions),
+            "requests": dict(totals.requests),
+            "tokens": dict(totals.tokens),
+            "saved": totals.saved | {"seconds": round(totals.saved["seconds"], 3)},
+            "canonicalised": dict(totals.canonicalised),
+            "anticipated": {"tokens": ahead.tokens, "used_tokens": ahead.used},
+            "restores": {"ok": 0, "corrupt": 0},
+        }
 
 
 def with_disk(figures: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
-    """`figures` with what the disk tier says of itself.
+    """`figures` with the disk tier's.
 
-    `written_per_cached_token` is the wear: bytes written to disk for each prompt token that a cache
-    saved, since the server started.
+    `written_per_cached_token` is the wear: bytes written to disk since the start for each prompt
+    token that was reused.
     """
     if not figures:
         return figures

@@ -1,4 +1,7 @@
-"""Feeding prompts in chunks: whose turn it is, how long a chunk may be. MLX thread only."""
+"""Prefill: whose prompt the next chunk is of, its length, and its balance with decoding.
+
+MLX thread only.
+"""
 
 from __future__ import annotations
 
@@ -9,99 +12,99 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxcache.cache.kv_cache import Memory
-from mlxcache.engine.cost import Cost, Speed
-from mlxcache.engine.decoder import NoNumbers
+from mlxcache.cache.kv_cache import KVCache
+from mlxcache.engine.cost import Cost, PrefillSpeed
+from mlxcache.engine.decoder import NonFiniteOutput
 from mlxcache.engine.images import Images
 from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
-from mlxcache.model import kv
+from mlxcache.model import kv as model_kv
 from mlxcache.model.finite import ends_finite
 from mlxcache.model.kv import Caches
 from mlxcache.types import Tokens
 
 BURST_S, ARRIVAL_S = 2.0, 8.0
-"""Prefill that is over within so many seconds goes first: what it lets in decodes as one batch.
+"""Prefill that ends within so many seconds goes before decoding: its replies then form one batch.
 
-The second holds where nothing was decoding when it began, so that all arrived together.
+The second bound holds where nothing was decoded when the prefill began: all arrived together.
 """
 
 STALL_S = 1.0
-"""Seconds that a reply waits for its next token at most, plus one chunk, while a burst goes on."""
+"""Longest gap between two tokens of a reply during a burst, in seconds, plus one chunk."""
 
-
-SHARE = 1.15
-"""Seconds of decoding for each of prefill: a reply keeps half of its speed, all else included."""
+DECODE_SHARE = 1.15
+"""Seconds of decoding for each second of prefill: a reply keeps half of its speed, overhead
+included.
+"""
 
 FIRST_ROUND_S = 0.05
-"""What a round of decoding is taken to take before one was measured."""
+"""Assumed time of a round of decoding before one was measured."""
+
+ALONE_S = 2.0
+WAITING_S = 1.0
+DECODING_S = 0.4
+"""Length of a chunk in seconds: with nothing else to do, while others wait, while others decode."""
 
 
-class Pace:
-    """Decoding gets a little more time than prefill. A short burst of prefill may run up a debt.
+class PrefillDecodeBalance:
+    """Divides the thread's time: decoding gets a little more than prefill, except during a short
+    burst.
 
-    `owed` is that debt in seconds, about the burst's bound plus one chunk at most; `round_s` what a
-    round of decoding takes, a moving average. What is still due where decoding stopped to see what
-    has arrived is due before the next chunk, unless that is of a request that has just come.
+    `owed`: seconds of decoding that are owed to replies, about the burst's bound plus one chunk at
+    most. `round_s`: seconds of a round of decoding, a moving average.
     """
 
     def __init__(self, clock: Callable[[], float]):
-        self._clock = clock
         self.owed = 0.0
         self.round_s = FIRST_ROUND_S
-        self.bound = BURST_S
+        self._clock = clock
+        self._bound = BURST_S
         self._round_at = clock()
 
     def begin(self, *, decoding: bool) -> None:
-        """Prefill begins after a pause; `decoding`: somebody would notice a burst."""
-        self.bound = BURST_S if decoding else ARRIVAL_S
+        """Begin a prefill after a pause; `decoding`: a reply would notice a burst."""
+        self._bound = BURST_S if decoding else ARRIVAL_S
 
     def prefill(self, chunk: Callable[[], None], *, owing: bool = True) -> None:
-        """Run one chunk, and owe decoding its share for it, if somebody waits meanwhile."""
+        """Run one chunk; if a reply waits meanwhile (`owing`), owe decoding its share."""
         if not owing:
             self.owed = 0.0
         began = self._clock()
         chunk()
         if owing:
-            self.owed += SHARE * (self._clock() - began)
+            self.owed += DECODE_SHARE * (self._clock() - began)
 
-    def entered(self, chunk_s: float) -> None:
-        """A reply begins: it decodes first, and the next chunk, of `chunk_s` or so, comes then."""
-        self.owed = max(self.owed, SHARE * chunk_s)
+    def note_reply(self, chunk_s: float) -> None:
+        """Note that a reply begins: it decodes before the next chunk of about `chunk_s` seconds."""
+        self.owed = max(self.owed, DECODE_SHARE * chunk_s)
 
     def due(self, left_s: float) -> float:
-        """Seconds of decoding that are due now, where prefill has about `left_s` to go."""
+        """Seconds of decoding that are due now, with about `left_s` seconds of prefill left."""
         if not left_s:
             self.owed = 0.0
-        return self.owed - (self.bound if left_s <= self.bound else 0.0)
+        return self.owed - (self._bound if left_s <= self._bound else 0.0)
 
-    def holds(self, due: float) -> bool:
-        """Whether decoding can wait for another chunk."""
+    def may_wait(self, due: float) -> bool:
+        """True if decoding can wait for another chunk."""
         return due <= 0 and self._clock() - self._round_at < STALL_S
 
-    def decode(self, round_: Callable[[], None], due: float, more: Callable[[], bool]) -> None:
-        """Run rounds for `due` seconds, at least one, while there is `more`; pay them off."""
+    def decode(self, run_round: Callable[[], None], due: float, more: Callable[[], bool]) -> None:
+        """Run rounds for `due` seconds, at least one, while there is `more`; reduces `owed`."""
         began = self._clock()
-        round_()
+        run_round()
         rounds = 1
         while self._clock() - began < due and more():
-            round_()
+            run_round()
             rounds += 1
         self._round_at = self._clock()
-        if more() or rounds > 1:  # with nobody to decode for, a round takes no time
+        if more() or rounds > 1:  # a round without replies takes no time
             self.round_s += 0.1 * ((self._round_at - began) / rounds - self.round_s)
         self.owed = max(0.0, self.owed - (self._round_at - began))
 
 
-ALONE_S = 2.0
-WAITING_S = 1.0
-DECODING_S = 0.4
-"""How long a chunk may take: alone, while others wait, while others decode. In seconds."""
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the scheduler holds requests to: see `config.Settings`."""
+    """Bounds on requests: how many at once; tokens of a chunk and of a context; bytes of a pass."""
 
     concurrency: int
     prefill_chunk: int
@@ -110,38 +113,46 @@ class Limits:
 
 
 class Prefill:
-    """Feeds chunks of prompts, and commits what they leave."""
+    """Feeds chunks of prompts and commits them. `images` None: the model takes none."""
 
-    def __init__(self, model: Any, memory: Memory, cost: Cost, limits: Limits):
+    def __init__(
+        self,
+        model: Any,
+        kv: KVCache,
+        cost: Cost,
+        limits: Limits,
+        images: Images | None = None,
+    ):
         self.model = model
-        self.memory = memory
         self.cost = cost
-        self.speed = Speed()
+        self.speed = PrefillSpeed()
         self.limits = limits
-        self.images: Images | None = None
+        self._kv = kv
+        self._images = images
 
-    def next(self, tasks: list[Task]) -> Task:
-        """The shortest first; a task that was passed over gains two chunks each time.
+    def choose(self, tasks: list[Task]) -> Task:
+        """The task of the next chunk: the shortest, where one that was passed over gains two
+        chunks.
 
-        One that is in the middle of an image goes on until it is past it.
+        A task in the middle of an image continues until the image's end.
         """
-        if self.images is not None and (holder := self.images.holder(tasks)) is not None:
+        if self._images is not None and (holder := self._images.holder(tasks)) is not None:
             return holder
         bonus = 2 * self.limits.prefill_chunk
         chosen = min(tasks, key=lambda t: t.remaining - bonus * t.skipped)
         for task in tasks:
-            task.skipped = 0 if task is chosen else task.skipped + 1
+            task.pass_over(chosen)
         return chosen
 
     def left_s(self, tasks: list[Task]) -> float:
-        """Seconds that what is left of `tasks`' prompts takes at the speed of short ones."""
+        """Seconds that the rest of `tasks`' prompts takes, at the speed of short prompts."""
         return sum(task.remaining for task in tasks) / self.cost.rate
 
-    def chunk(self, task: Task, seconds: float) -> None:
-        """Feed one chunk that takes about `seconds`.
+    def feed_chunk(self, task: Task, seconds: float) -> None:
+        """Feed one chunk that takes about `seconds`, and commit it.
 
-        Raises GenerationFailed where the model's cache does not grow by what it was fed, NoNumbers
-        where that is no numbers; nothing of the chunk is committed then.
+        Raises GenerationFailed where the model's cache does not grow by what it was fed,
+        NonFiniteOutput where it holds NaN then; nothing of the chunk is committed in either case.
         """
         if task.remaining > 0:
             self._feed(task, self._size(task, seconds))
@@ -149,7 +160,7 @@ class Prefill:
             raise GenerationFailed("The model's cache does not hold what it was fed.")
 
     def _size(self, task: Task, seconds: float) -> int:
-        at = task.held.lineage.length
+        at = task.held.length
         size = self.cost.chunk(
             at, bytes_=self.limits.transient, seconds=seconds, most=self.limits.prefill_chunk
         )
@@ -160,32 +171,32 @@ class Prefill:
         lease = task.held
         lineage = lease.lineage
         at, last = lineage.length, size == task.remaining
-        marked = at + size in task.stops
         end = at + size
-        images = self.images.inputs(task, at, end) if self.images else {}
+        marked = end in task.stops
+        images = self._images.inputs(task, at, end) if self._images else {}
         began = time.perf_counter()
         self._forward(task.fed[at:end], lineage.caches, images)
-        kv.eval_states(lineage.caches, wait=not last or marked)
-        lineage.length = end
+        model_kv.eval_states(lineage.caches, wait=not last or marked)
+        lineage.advance(size)
         if not (last or ends_finite(lineage)):
-            raise NoNumbers
+            raise NonFiniteOutput
         if not last:
             lineage.settle()
             mx.clear_cache()
             took = time.perf_counter() - began
             self.cost.observe(size, took, at)
             self.speed.observe(size, took, at)
-        if marked or not self.memory.layout.opaque:
-            self.memory.commit(lease, task.ids, checkpoint=marked)
+        if marked or not self._kv.layout.opaque:
+            self._kv.commit(lease, task.ids, checkpoint=marked)
         if not last:
-            task.progress()
+            task.show_progress()
 
     def _forward(self, ids: Tokens, caches: Caches, images: Mapping[str, mx.array]) -> None:
-        """Feed `ids`. The last pass is not evaluated: nobody needs its logits."""
+        """Feed `ids`. The last pass is not evaluated: its logits are not used."""
         step = self.cost.step(len(ids))
         for start in range(0, len(ids), step):
             part = slice(start, start + step)
             if start:
-                kv.eval_states(caches)
-            seen = {name: rows[:, part] for name, rows in images.items()}
-            self.model(mx.array(ids[part])[None], cache=caches, **seen)
+                model_kv.eval_states(caches)
+            inputs = {name: rows[:, part] for name, rows in images.items()}
+            self.model(mx.array(ids[part])[None], cache=caches, **inputs)

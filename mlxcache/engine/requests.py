@@ -1,4 +1,4 @@
-"""The requests that are queued or computed, as the event loop knows them, and who may come in."""
+"""Live requests on the event loop: readers, joining, queue limits, forecasts."""
 
 from __future__ import annotations
 
@@ -15,41 +15,58 @@ from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
 from mlxcache.errors import DeadlineExceeded, MlxcacheError, QueueFull, TooMany
 from mlxcache.prompt.canonical.restore import ReplyRestorer
-from mlxcache.types import Event, Finished, Job, Progress, RequestRecord
+from mlxcache.types import Event, Finished, Job, Piece, Progress, RequestRecord
 
-LEAST_S, MOST_S = 1.0, 600.0
-"""What a client is told at least, and at most: by then the guess would be of no use."""
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 600.0
+"""Bounds of Retry-After: a longer forecast would be a guess."""
 
 FIRST_REPLY = 200.0
-"""Tokens that a reply is taken to have while none has ended."""
+"""Tokens of an average reply before one has ended."""
+
+QUEUE_SHARE = 2
+"""One session may have one in so many of the places in the queue."""
+
+OWN_FIELDS = ("id", "owner", "session", "api", "client", "created_at", "joined", "error", "timing")
+"""Fields of a record that a request keeps for itself when it joins another."""
+
+FOLLOWED_FIELDS = (
+    "status", "cached_tokens", "restored_tokens", "fed_tokens", "generated_tokens",
+)  # fmt: skip
+"""Fields that the record of a joined request copies while the computation runs."""
+
+SAME_FIELDS = (
+    "owner", "session", "client", "api", "max_tokens", "stop", "tools", "parallel_tools", "raw",
+    "top_logprobs",
+)  # fmt: skip
+"""Fields in which two jobs agree where one reply answers both, beside prompt and sampling."""
 
 
 @dataclass(frozen=True, slots=True)
-class Going:
-    """A request that is computed: what it did, and the most tokens that its reply may have."""
+class Running:
+    """A request in progress, for a forecast: its record, and the most tokens of its reply."""
 
     record: RequestRecord
     limit: int | None
 
 
 class Forecast:
-    """Seconds until something that is computed ends. Call from the event loop."""
+    """Estimates when a running request will end. Use on the event loop."""
 
     def __init__(self) -> None:
         self._reply = FIRST_REPLY
 
-    def ended(self, record: RequestRecord) -> None:
+    def note_end(self, record: RequestRecord) -> None:
         """Take a finished reply into the average length."""
         if record.status == "done":
             self._reply = 0.8 * self._reply + 0.2 * record.generated_tokens
 
-    def next_place(self, going: Iterable[Going], *, rate: float, round_s: float) -> float:
-        """Seconds until the first of those that are computed is over.
+    def next_place(self, running: Iterable[Running], *, rate: float, round_s: float) -> float:
+        """Seconds until the first of `running` ends, within `MIN_RETRY_S` and `MAX_RETRY_S`.
 
         `rate`: prefill tokens per second, `round_s`: seconds per round of decoding.
         """
         prefill, decode = [], []
-        for one in going:
+        for one in running:
             record = one.record
             left = record.prompt_tokens - record.cached_tokens - record.fed_tokens
             prefill.append(max(0, left) / rate if rate > 0 else 0.0)
@@ -58,27 +75,15 @@ class Forecast:
         # both share the thread evenly while there is both
         share = 2.0 if any(prefill) and not all(prefill) else 1.0
         ends = [share * (first + then) for first, then in zip(prefill, decode, strict=True)]
-        return min(MOST_S, max(LEAST_S, min(ends, default=LEAST_S)))
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, min(ends, default=MIN_RETRY_S)))
 
 
-OWN = ("id", "owner", "session", "api", "client", "created_at", "joined", "error", "timing")
-"""What a request's record keeps for itself where it joined another."""
+class SharedReply:
+    """One computation and the streams of all who read it. Use on the event loop.
 
-FOLLOWED = ("status", "cached_tokens", "restored_tokens", "fed_tokens", "generated_tokens")
-"""What a record that joined takes from the other while that runs."""
-
-SAME = (
-    "owner", "session", "client", "api", "max_tokens", "stop", "tools", "parallel_tools", "raw",
-    "top_logprobs",
-)  # fmt: skip
-"""What two jobs have in common where one reply answers both, beside the prompt and the sampling."""
-
-
-class Shared:
-    """A request that is computed, and who reads its reply. Use from the event loop, but `push`.
-
-    Each reader gets all of the reply, whenever it joined. `cancel` is called once when the last
-    one has left, `expire` instead where that is because its time was over.
+    Each reader gets the whole reply, whenever it joined. `cancel` is called once, when the last
+    reader has left; `expire` instead, with the error, where that reader's time was over. `stall_s`:
+    seconds after which a reader that takes nothing is cancelled.
     """
 
     def __init__(
@@ -98,47 +103,43 @@ class Shared:
         self._streams: list[Stream] = []
         self._joined: list[RequestRecord] = []
 
-    def push(self, event: Event | BaseException) -> None:
-        """Hand an event to all readers, from any thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._put, event)
-
-    def _put(self, event: Event | BaseException) -> None:
+    def put(self, event: Event | BaseException) -> None:
+        """Hand an event to all readers."""
         self.over = self.over or isinstance(event, Finished | BaseException)
         if self._events and isinstance(event, Progress) and isinstance(self._events[-1], Progress):
-            self._events.pop()  # who joins is told how far it is, not how it went
+            self._events.pop()  # a reader that joins later needs the latest progress alone
         self._events.append(event)
         for record in self._joined:
-            _follow(record, self.record)
+            _copy_progress(record, self.record)
         for stream in list(self._streams):
             stream.put(event)
 
-    def takes(self, job: Job) -> bool:
-        """Whether `job` asks for the very same and may have this reply.
+    def accepts(self, job: Job) -> bool:
+        """True if `job` asks for the same reply and may have this one.
 
-        Where the reply is drawn at random, only who says that it tries again may: others that ask
-        the same want a draw of their own.
+        Where the reply is drawn at random, only a request marked as a retry may: another one that
+        asks the same wants a draw of its own.
         """
         if self.left or self.over:
             return False
         drawn = job.sampling.temperature > 0 and job.sampling.seed is None
-        return (job.retry or not drawn) and _same(self.job, job)
+        return (job.retry or not drawn) and _same_reply(self.job, job)
 
     def join(self, record: RequestRecord, reply: ReplyRestorer, timeout_s: float | None) -> Stream:
         """A stream of the whole reply. After `timeout_s` seconds it ends in DeadlineExceeded."""
         stream = Stream(record, lambda: self._leave(stream), self._stall_s, reply)
         if record is not self.record:
             record.joined = self.record.id
-            _follow(record, self.record)
+            _copy_progress(record, self.record)
             self._joined.append(record)
         for event in self._events:
             stream.put(event)
         self._streams.append(stream)
         if timeout_s is not None:
-            stream.expires(self._loop.call_later(timeout_s, self._overdue, stream, timeout_s))
+            stream.expires(self._loop.call_later(timeout_s, self._expired, stream, timeout_s))
         return stream
 
-    def _overdue(self, stream: Stream, seconds: float) -> None:
+    def _expired(self, stream: Stream, seconds: float) -> None:
         error = DeadlineExceeded(
             f"The request was not done within {seconds:g} s. What was computed is kept: "
             "the same request goes on from there."
@@ -147,7 +148,7 @@ class Shared:
         self._leave(stream, error)
 
     def _leave(self, stream: Stream, error: MlxcacheError | None = None) -> None:
-        """A reader goes. The last one stays to hear of the end, which its going brings about."""
+        """Let a reader go. The last one stays until the end of the computation, which it causes."""
         if self.left or stream not in self._streams:
             return
         if len(self._streams) == 1:
@@ -162,10 +163,10 @@ class Shared:
         record.error = str(error) if error else None
         if record in self._joined:
             self._joined.remove(record)
-            _fill(record, self.record)
+            _copy_result(record, self.record)
             record.status = "failed" if error else "cancelled"
             record.finish_reason = "error" if error else "cancelled"
-        stream.put(_cut_off(self.record))
+        stream.put(_cancelled(self.record))
 
     def fail(self, error: MlxcacheError) -> None:
         """End all streams with `error`."""
@@ -173,125 +174,130 @@ class Shared:
             stream.fail(error)
 
     def close(self) -> list[RequestRecord]:
-        """The computation is over: the records of those who joined, which are now whole."""
+        """Complete and return the records of the requests that joined, once the computation is
+        over.
+        """
         for record in self._joined:
-            _fill(record, self.record)
+            _copy_result(record, self.record)
             record.error = self.record.error
         return self._joined
 
 
-def _same(one: Job, other: Job) -> bool:
-    """Whether two jobs of one asker have the same reply, for one draw."""
-    a, b = one.prompt, other.prompt
-    if len(a.ids) != len(b.ids) or one.sampling != other.sampling:
-        return False
-    if any(getattr(one, name) != getattr(other, name) for name in SAME):
-        return False
-    same = (a.thinking_open, a.generic_tools) == (b.thinking_open, b.generic_tools)
-    return same and np.array_equal(a.ids, b.ids) and np.array_equal(a.fed, b.fed)
+class LiveRequest:
+    """A request that is not over: its task, its readers, and the pieces of its reply.
+
+    `on_event(request, event)` is called on the event loop with each event of the task. `pieces` are
+    collected only if `keep_pieces`. `replying`: a piece of the reply has come.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        record: RequestRecord,
+        shared: SharedReply,
+        on_event: Callable[[LiveRequest, Event | BaseException], None],
+        *,
+        keep_pieces: bool,
+    ):
+        self.shared = shared
+        self.pieces: list[Piece] = []
+        self.replying = False
+        self._keep_pieces = keep_pieces
+        self._on_event = on_event
+        self._loop = asyncio.get_running_loop()
+        self.task = Task(job, self._push, record)
+
+    def _push(self, event: Event | BaseException) -> None:
+        """On any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._receive, event)
+
+    def _receive(self, event: Event | BaseException) -> None:
+        self._on_event(self, event)
+
+    def take(self, piece: Piece) -> bool:
+        """Note a piece of the reply; True for the first one."""
+        first = not self.replying
+        self.replying = True
+        if self._keep_pieces:
+            self.pieces.append(piece)
+        return first
 
 
-def _follow(record: RequestRecord, of: RequestRecord) -> None:
-    """Say of a request that joined how far what runs for both is."""
-    for name in FOLLOWED:
-        setattr(record, name, getattr(of, name))
+class RequestTable:
+    """All requests that are not over, by id. Use on the event loop. `places`: how many may wait."""
 
-
-def _fill(record: RequestRecord, of: RequestRecord) -> None:
-    """Say of a request that joined what was done for both."""
-    for field in fields(RequestRecord):
-        if field.name not in OWN:
-            setattr(record, field.name, getattr(of, field.name))
-    record.timing = {**of.timing, **record.timing}
-
-
-def _cut_off(record: RequestRecord) -> Finished:
-    return Finished(
-        "cancelled",
-        record.prompt_tokens,
-        record.cached_tokens,
-        record.restored_tokens,
-        record.generated_tokens,
-    )
-
-
-SHARE = 2
-"""One session may have one in so many of the places in the queue."""
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """A request that is not over."""
-
-    task: Task
-    shared: Shared
-
-
-class Arrivals:
-    """All requests that are not over, by id. Use from the event loop. `places` may wait."""
-
-    def __init__(self, places: int):
+    def __init__(self, places: int, on_event: Callable[[LiveRequest, Event | BaseException], None]):
         self.forecast = Forecast()
         self._places = places
-        self._live: dict[str, Live] = {}
+        self._on_event = on_event
+        self._live: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def __getitem__(self, id: str) -> Live:
+    def __getitem__(self, id: str) -> LiveRequest:
         return self._live[id]
 
-    def running(self, job: Job) -> Shared | None:
-        """What is computed already and answers `job` too."""
-        return next((one.shared for one in self._live.values() if one.shared.takes(job)), None)
+    def running(self, job: Job) -> SharedReply | None:
+        """A computation in progress that answers `job` too."""
+        return next((one.shared for one in self._live.values() if one.shared.accepts(job)), None)
 
-    def check(self, job: Job, scheduler: Scheduler) -> None:
-        """Raise QueueFull where nobody can wait any more, TooMany where `job`'s session cannot.
+    def check_places(self, job: Job, *, rate: float, round_s: float) -> None:
+        """Raise QueueFull if the queue is full, TooMany if `job`'s session has its share of it.
 
-        Both say when a place will probably be free.
+        Both carry a forecast of when to retry: see `Forecast.next_place` for `rate` and `round_s`.
         """
         records = [(one.task.job, one.shared.record) for one in self._live.values()]
         waiting = Counter(asker_of(j) for j, record in records if record.status == "queued")
         total = waiting.total()
         own = waiting[asker_of(job)] if job.session is not None else 0
-        if total < self._places and own < max(1, self._places // SHARE):
+        if total < self._places and own < max(1, self._places // QUEUE_SHARE):
             return
-        going = [Going(record, j.max_tokens) for j, record in records if record.status != "queued"]
-        after = self.forecast.next_place(
-            going, rate=scheduler.prefill.cost.rate, round_s=scheduler.pace.round_s
-        )
+        going = [Running(r, j.max_tokens) for j, r in records if r.status != "queued"]
+        after = self.forecast.next_place(going, rate=rate, round_s=round_s)
         if total >= self._places:
             raise QueueFull(f"{total} requests are waiting already.", retry_after=after)
-        turns = len(waiting)  # each of the sessions that wait starts one before the next of this
+        turns = len(waiting)  # each waiting session starts one before the next of this one
         raise TooMany(
             f"{own} requests of this session are waiting already.", retry_after=turns * after
         )
 
-    def add(self, job: Job, record: RequestRecord, scheduler: Scheduler, stall_s: float) -> Live:
-        """A request that has come in; it is still to be submitted."""
-        put = scheduler.inbox.put
-        shared = Shared(
+    def add(
+        self,
+        job: Job,
+        record: RequestRecord,
+        scheduler: Scheduler,
+        stall_s: float,
+        *,
+        keep_pieces: bool = False,
+    ) -> LiveRequest:
+        """Enter a request that came in; the caller submits its task."""
+        post = scheduler.thread.post
+        shared = SharedReply(
             job,
             record,
-            lambda: put(lambda: scheduler.cancel(task)),
-            lambda error: put(lambda: scheduler.cancel(task, error)),
+            lambda: post(lambda: scheduler.cancel(live.task)),
+            lambda error: post(lambda: scheduler.cancel(live.task, error)),
             stall_s,
         )
-        task = Task(job, shared.push, record)
-        live = self._live[job.id] = Live(task, shared)
+        live = LiveRequest(job, record, shared, self._on_event, keep_pieces=keep_pieces)
+        self._live[job.id] = live
         return live
 
-    def pop(self, task: Task) -> Live | None:
-        """It is over."""
-        self.forecast.ended(task.record)
-        return self._live.pop(task.job.id, None)
+    def remove(self, live: LiveRequest) -> bool:
+        """Remove a request that is over; False if it was removed before."""
+        if self._live.pop(live.task.job.id, None) is None:
+            return False
+        self.forecast.note_end(live.task.record)
+        return True
 
-    def all(self) -> Iterable[Shared]:
+    def replies(self) -> Iterable[SharedReply]:
         """Every computation."""
         return [one.shared for one in self._live.values()]
 
     def figures(self) -> dict[str, int]:
-        """How many requests wait, how many may, and how many are computed. In any thread."""
+        """The `queue` part of `GET /v1/cache`: requests by state, and the limit. Any thread."""
         statuses = Counter(one.shared.record.status for one in list(self._live.values()))
         return {
             "waiting": statuses["queued"],
@@ -300,8 +306,8 @@ class Arrivals:
             "decode": statuses["decode"],
         }
 
-    def fail(self, error: MlxcacheError) -> list[RequestRecord]:
-        """Nothing is computed any more: end every request with `error`. Their records."""
+    def fail_all(self, error: MlxcacheError) -> list[RequestRecord]:
+        """End every request with `error`, as the MLX thread will not; returns their records."""
         records: list[RequestRecord] = []
         for one in self._live.values():
             one.task.fail(error)
@@ -309,3 +315,38 @@ class Arrivals:
             records += [one.task.record, *one.shared.close()]
         self._live.clear()
         return records
+
+
+def _same_reply(one: Job, other: Job) -> bool:
+    """True if two jobs of one asker have the same reply, for one draw."""
+    a, b = one.prompt, other.prompt
+    if len(a.ids) != len(b.ids) or one.sampling != other.sampling:
+        return False
+    if any(getattr(one, name) != getattr(other, name) for name in SAME_FIELDS):
+        return False
+    same = (a.thinking_open, a.generic_tools) == (b.thinking_open, b.generic_tools)
+    return same and np.array_equal(a.ids, b.ids) and np.array_equal(a.fed, b.fed)
+
+
+def _copy_progress(record: RequestRecord, of: RequestRecord) -> None:
+    """Copy to a joined request's record how far the computation is."""
+    for name in FOLLOWED_FIELDS:
+        setattr(record, name, getattr(of, name))
+
+
+def _copy_result(record: RequestRecord, of: RequestRecord) -> None:
+    """Copy to a joined request's record what was computed for both."""
+    for field in fields(RequestRecord):
+        if field.name not in OWN_FIELDS:
+            setattr(record, field.name, getattr(of, field.name))
+    record.timing = {**of.timing, **record.timing}
+
+
+def _cancelled(record: RequestRecord) -> Finished:
+    return Finished(
+        "cancelled",
+        record.prompt_tokens,
+        record.cached_tokens,
+        record.restored_tokens,
+        record.generated_tokens,
+    )

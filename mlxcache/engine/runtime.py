@@ -1,4 +1,4 @@
-"""What lives on the MLX thread: the model, its memory and its scheduler, made together."""
+"""ModelRuntime: one loaded model and all that serves it. Built once, on the MLX thread."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import logging
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxcache.cache.capacity import pending_bytes, pool_bytes, transient_bytes, warnings
-from mlxcache.cache.disk import Disk
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.pressure import Pressure
-from mlxcache.cache.ram import Handles
 from mlxcache.config import (
     Settings,
     disk_limit,
@@ -30,32 +28,49 @@ from mlxcache.config import (
 )
 from mlxcache.config.memory import read_footprint
 from mlxcache.engine import cost, images
-from mlxcache.engine.admission import Turns
+from mlxcache.engine.anticipate import NextTurnRenderer
 from mlxcache.engine.decoder import Drawn, Row
+from mlxcache.engine.metrics import Figures, Totals
 from mlxcache.engine.prefill import Limits
+from mlxcache.engine.prefix_loss import PrefixLossReporter
 from mlxcache.engine.scheduler import Scheduler
-from mlxcache.engine.task import Task
+from mlxcache.engine.task import Output, Task
 from mlxcache.errors import BadRequest, ContextLengthExceeded, ModelError, StoreError
-from mlxcache.model import demo, device, kv, load
-from mlxcache.model import serialise as wire
+from mlxcache.mlx_thread import MlxThread
+from mlxcache.model import demo, device, kv, load, serialise
 from mlxcache.model.fingerprint import fingerprint
+from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded
+from mlxcache.model.mlx_lm_format import agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.model.sampling import make_processors, make_sampler, top_logprobs
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.replies import Replies
-from mlxcache.store.session_rows import ReplyRow
+from mlxcache.prompt.replies import GeneratedReply, Replies
+from mlxcache.sessions.book import SessionBook
+from mlxcache.sessions.files import remove_stale
+from mlxcache.sessions.journal import Served
+from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
+from mlxcache.store.database import TemporaryDatabase
+from mlxcache.store.session_rows import Gain, ReplyRow
+from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
-from mlxcache.types import Prompt
+from mlxcache.tree.eviction import Worth
+from mlxcache.types import WARMING, ModelInfo, Prompt, TokenLogprob
 
 log = logging.getLogger("mlxcache.engine")
+
+MIN_CONTEXT = 512
+"""Tokens that the budget must have room for; fewer are of no use to an agent."""
+
+FLUSH_S = 5.0
+"""Seconds at the end for which what is not on disk yet is written."""
 
 
 def fetch_model(
     settings: Settings, on_progress: Callable[[str, float | None], None]
 ) -> load.ModelSpec | None:
-    """What to load, downloaded if need be; None: the demo, which the MLX thread makes."""
+    """The model to load, downloaded if need be; None for the built-in demo. Blocks."""
     if settings.model is None:
         return None
 
@@ -74,7 +89,7 @@ def fetch_model(
 
 
 def demo_spec(settings: Settings) -> load.ModelSpec:
-    """The built-in demo, made where it is not there yet. On the MLX thread."""
+    """The built-in demo, written to the cache folder if it is not there yet. MLX thread."""
     return load.ModelSpec(
         str(demo.materialise(settings.cache_dir / "demo")),
         context=settings.context,
@@ -83,29 +98,11 @@ def demo_spec(settings: Settings) -> load.ModelSpec:
     )
 
 
-def maker(core: Core, settings: Settings) -> Callable[[Replies], PromptBuilder]:
-    """A function that makes builders for the model that is served."""
+class PromptBuilders:
+    """A prompt builder for each owner, made at its first use. Any thread.
 
-    def made(replies: Replies) -> PromptBuilder:
-        loaded = core.loaded
-        return PromptBuilder(
-            loaded.tokenizer,
-            settings.chat_template_args,
-            core.info.context_length,
-            loaded.vision if core.images else None,
-            settings.rules,
-            read=reader(loaded.tokenizer),
-            replies=replies,
-        )
-
-    return made
-
-
-class Builders:
-    """Makes an owner's builder when it is asked for first. Safe in any thread.
-
-    A builder puts replies, results of tools and orders that it has seen back where a client lost
-    them, and tokenises faster what it knows: with one for all, that would tell of others' sessions.
+    A builder puts replies, tool results and orders that it has seen back where a client lost them,
+    and tokenises faster what it knows. Shared between owners, it would reveal others' sessions.
     """
 
     def __init__(self, make: Callable[[Replies], PromptBuilder]):
@@ -129,75 +126,277 @@ class Builders:
             known.learn(replies)
 
 
-LEAST_CONTEXT = 512
-"""Tokens that the budget must have room for; with fewer no agent could ask anything."""
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The division of `--ram` before anything is served, in bytes.
+
+    `machine`: memory that weights and cache may have here; `transient`: set aside for forward
+    passes, `pending` for copies on their way to disk; both are charged to `budget`.
+    """
+
+    budget: Budget
+    cost: cost.Cost
+    machine: int
+    transient: int
+    pending: int
 
 
-class Core:
-    """A loaded model with all that serves it. Make and use it on the MLX thread."""
+def plan_memory(loaded: Loaded, layout: Layout, settings: Settings) -> MemoryPlan:
+    """Set aside MLX's pool, forward passes and copies; measures forward passes. MLX thread.
+
+    Raises ModelError where `--ram` is too little for that.
+    """
+    info = loaded.info
+    machine, working_set = machine_bytes(), device.working_set_bytes()
+    whole = memory_for(machine, working_set)
+    limit = ram_limit(
+        settings.ram,
+        machine_bytes=machine,
+        working_set_bytes=working_set,
+        weights_bytes=info.weights_bytes,
+    )
+    if settings.ram == "auto":
+        why = explain_auto(whole, info.weights_bytes, metal=working_set is not None)
+        log.info("--ram auto is %s: %s", format_size(limit), why)
+    pool = pool_bytes(limit)
+    device.prepare(pool)
+    measured = cost.measure(loaded.model, layout, limit // 8)
+    if loaded.draft is not None:  # a pass computes the logits of each drafted token too
+        measured = measured.for_drafts(settings.num_draft_tokens)
+    transient = _transient(limit, layout, measured, info.context_length, settings.concurrency)
+    pending = pending_bytes(limit, layout) if settings.disk != "off" else 0
+    budget = Budget(limit)
+    kinds = {"pool": pool, "transient": transient, "pending": pending}
+    if not all(budget.reserve(kind, size) for kind, size in kinds.items()):
+        raise ModelError(f"--ram {settings.ram} is too little to run this model at all")
+    return MemoryPlan(budget, measured, whole, transient, pending)
+
+
+def _transient(
+    limit: int, layout: Layout, measured: cost.Cost, context: int, concurrency: int
+) -> int:
+    """Bytes set aside for forward passes."""
+    rows = concurrency + 1 if concurrency > 1 else concurrency
+    longest = min(context, limit // max(1, layout.bytes_per_token))
+    least = max(
+        measured.transient(cost.FEWEST, longest),
+        measured.transient(1, longest // rows, rows),
+    )
+    return transient_bytes(limit, least)
+
+
+def open_store(loaded: Loaded, layout: Layout, settings: Settings) -> Store | None:
+    """The store of this model's namespace; None, with a warning, where there can be none.
+
+    Blocks.
+    """
+    folder = settings.cache_dir / "store"
+    try:
+        namespace = fingerprint(
+            loaded.path,
+            adapter=Path(settings.adapter).expanduser() if settings.adapter else None,
+            memo=settings.cache_dir / "fingerprints.json",
+            layout_key=serialise.layout_key(layout),
+            draft=loaded.draft,
+        )
+        limit = disk_limit(settings.disk, folder)
+        return Store.open(folder, namespace, limit, needs_checkpoints=bool(layout.opaque))
+    except (StoreError, OSError) as error:
+        log.warning("no disk tier, serving from RAM alone: %s", error)
+        return None
+
+
+def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.Images | None:
+    """The images that the model is fed, with memory set aside; None where it can have none."""
+    vision = loaded.vision
+    if vision is None:
+        return None
+    found = images.measure(vision, plan.transient)
+    if found is None:
+        log.warning("images not served: this model is fed the same whatever an image shows")
+        return None
+    largest, chunk = found.longest(plan.transient, vision.most_tokens), settings.prefill_chunk
+    while largest and found.kept(largest, chunk) > plan.budget.limit // 8:
+        largest //= 2
+    if not largest or not plan.budget.reserve("images", found.kept(largest, chunk)):
+        log.warning("images not served: --ram %s has no room for them", settings.ram)
+        return None
+    return images.Images(vision, found, largest)
+
+
+class ModelRuntime:
+    """A loaded model with its cache, scheduler, sessions and prompt builders.
+
+    Make it on the MLX thread; `submit` is `Engine.submit`. `info.context_length` is what the budget
+    has room for. Raises ModelError where `--ram` is too little, StoreError where the sessions'
+    table cannot be opened.
+    """
 
     def __init__(
         self,
         loaded: Loaded,
         settings: Settings,
-        ended: Callable[[Task], None],
-        ticked: Callable[[], None],
+        thread: MlxThread,
+        submit: Submit,
+        on_progress: Callable[[str, float | None], None] = lambda what, share: None,
     ):
         self.loaded = loaded
-        self._ram = settings.ram
+        self.settings = settings
         self.layout = kv.survey(loaded.model, kv_bits=settings.kv_bits)
         for name in self.layout.unknown:
             log.warning("cache class %s is unknown: the model is served, nothing is cached", name)
-        self.memory = Memory(self.layout, self._budget(settings))
-        self.memory.tree.worth.growth = self.cost.growth
-        self.images = self._make_images(settings)
-        self.memory.room.handles = Handles(self.layout, device.buffer_limit())
-        self.disk: Disk | None = None
-        self.pressure: Pressure | None = None
-        self.info = replace(loaded.info, context_length=self._longest(settings.ram))
-        limits = Limits(
-            concurrency=settings.concurrency,
-            prefill_chunk=settings.prefill_chunk,
-            context=self.info.context_length,
-            transient=self.transient,
-        )
+        self._plan = plan = plan_memory(loaded, self.layout, settings)
+        self.cost = plan.cost
+        self.kv = self._open_cache(thread, on_progress)
+        self.images = open_images(loaded, plan, settings)
+        context = self._max_context()
+        limits = Limits(settings.concurrency, settings.prefill_chunk, context, plan.transient)
         self.scheduler = Scheduler(
             loaded.model,
-            self.memory,
+            self.kv,
             self.cost,
             limits,
-            dress=self._dress,
-            ended=ended,
-            ticked=ticked,
+            prepare=self.prepare_output,
+            on_end=self._end_request,
+            thread=thread,
+            on_tick=self._publish,
+            images=self.images,
+            drafts=settings.num_draft_tokens,
         )
-        self.scheduler.prefill.images = self.images
-        self.scheduler.lanes.drafts = settings.num_draft_tokens
+        self._totals = Totals()
+        self.figures = Figures(self.kv, self._totals, self.scheduler.idle_prefill)
+        self.builders = PromptBuilders(partial(self._make_builder, context))
+        builder = self.builders.of(None)
+        self.info: ModelInfo = replace(
+            loaded.info, context_length=context, has_images=builder.takes_images
+        )
+        self.book = self._open_book(thread, submit)
+        self.prefix_loss = PrefixLossReporter(
+            builder, lambda: self.cost.rate, self.book.shared_with_sessions
+        )
+        idle = self.scheduler.idle_prefill
+        self.next_turns = NextTurnRenderer(
+            self.builders.of,
+            lambda prompt, before: thread.post(lambda: idle.add(prompt, before)),
+        )
+        held = mx.get_active_memory() + mx.get_cache_memory()
+        self.pressure = Pressure(
+            self.kv.ram,
+            thread.post,
+            base=max(0, read_footprint() - held),
+            weights=loaded.info.weights_bytes,
+        )
+        self.pressure.start()
+        self.figures.publish()
 
-    def _make_images(self, settings: Settings) -> images.Images | None:
-        """What feeds images, with the memory for it set aside; None where there can be none."""
-        vision, budget = self.loaded.vision, self.memory.budget
-        if vision is None:
-            return None
-        found = images.measure(vision, self.transient)
-        if found is None:
-            log.warning("this model is fed the same whatever an image shows: text alone is served")
-            return None
-        largest = found.longest(self.transient, vision.most_tokens)
-        while largest and found.kept(largest, settings.prefill_chunk) > budget.limit // 8:
-            largest //= 2
-        if not largest or not budget.reserve("images", found.kept(largest, settings.prefill_chunk)):
-            log.warning("--ram %s has no room for images: text alone is served", settings.ram)
-            return None
-        return images.Images(vision, found, largest)
+    # -- making ------------------------------------------------------------------------------------
+
+    def _open_cache(
+        self, thread: MlxThread, on_progress: Callable[[str, float | None], None]
+    ) -> KVCache:
+        plan, layout = self._plan, self.layout
+        store = None
+        if plan.pending:
+            on_progress("opening the disk tier", None)
+            store = open_store(self.loaded, layout, self.settings)
+            if store is None:
+                plan.budget.release("pending", plan.pending)
+        worth = Worth(layout.bytes_per_token, layout.checkpoint_bytes, self.cost.growth)
+        return KVCache.open(
+            layout,
+            plan.budget,
+            store,
+            pending_limit=plan.pending,
+            wake=thread.wake,
+            worth=worth,
+            device_buffers=device.buffer_limit(),
+        )
+
+    def _make_builder(self, context: int, replies: Replies) -> PromptBuilder:
+        loaded, settings = self.loaded, self.settings
+        return PromptBuilder(
+            loaded.tokenizer,
+            settings.chat_template_args,
+            context,
+            loaded.vision if self.images else None,
+            settings.rules,
+            read=reader(loaded.tokenizer),
+            replies=replies,
+        )
+
+    def _open_book(self, thread: MlxThread, submit: Submit) -> SessionBook:
+        """The sessions of this model, in the store's database, else in a temporary one."""
+        loaded, layout, settings = self.loaded, self.layout, self.settings
+        store = self.kv.disk.store if self.kv.disk is not None else None
+        namespace = store.namespace if store is not None else f"ram:{self.info.id}"
+        path = settings.model or str(loaded.path)
+        spec = serialise.run_spec(layout)
+        served = Served(self.info.id, path, namespace, spec, layout.vocab_size)
+        sessions = Sessions(store.database if store is not None else TemporaryDatabase())
+        self.scheduler.prefill.speed.resume(sessions.paces(namespace))
+        incoming = settings.cache_dir / "incoming"
+        remove_stale(incoming)
+        reader_ = PromptCacheReader(
+            self.kv, partial(agrees, loaded.model, layout), partial(prompt_ids, loaded.tokenizer)
+        )
+        book = SessionBook(
+            sessions,
+            served,
+            self.kv,
+            thread,
+            submit=submit,
+            prompt_caches=reader_,
+            before_removal=self.scheduler.idle_prefill.clear,
+            incoming=incoming,
+            decode=loaded.tokenizer.decode,
+            learn=self.builders.learn,
+        )
+        book.open()
+        return book
+
+    def _max_context(self) -> int:
+        """Tokens that both the model's context and the budget allow.
+
+        Raises ModelError for too few.
+        """
+        ram, context = self.settings.ram, self.loaded.info.context_length
+        longest = bisect_left(range(1, context + 1), True, key=lambda n: not self.fits(n))
+        if longest < min(context, MIN_CONTEXT):
+            raise ModelError(
+                f"--ram {ram} has room for {longest} tokens of this model: give it more, "
+                "for example --ram 8GB or --ram 25%"
+            )
+        if longest < context:
+            log.warning("--ram %s has room for %d of the model's %d tokens", ram, longest, context)
+        for line in warnings(
+            self.layout, context=context, weights=self.loaded.info.weights_bytes,
+            ram=self._plan.budget.limit, machine=self._plan.machine,
+        ):  # fmt: skip
+            log.warning("%s", line)
+        return longest
+
+    def fits(self, tokens: int) -> bool:
+        """True if a prompt of so many tokens could be served with nothing else in RAM."""
+        layout = self.layout
+        states = layout.running_bytes + layout.checkpoint_bytes
+        needed = (tokens + 64) * layout.bytes_per_token + states
+        passes = self.cost.transient(cost.FEWEST, tokens)
+        return needed <= self.kv.ram.max_request_bytes() and passes <= self._plan.transient
+
+    # -- requests ----------------------------------------------------------------------------------
 
     def check(self, prompt: Prompt) -> None:
-        """Raise BadRequest or ContextLengthExceeded for what can never be fed. In any thread."""
+        """Raise BadRequest or ContextLengthExceeded for a prompt that can never be fed.
+
+        Any thread.
+        """
         tokens, context = len(prompt.ids), self.info.context_length
         if tokens == 0:
             raise BadRequest("The prompt is empty.", param="prompt")
         if tokens >= context:
             own = self.loaded.info.context_length
-            why = f" (all that --ram {self._ram} has room for)" if context < own else ""
+            ram = self.settings.ram
+            why = f" (all that --ram {ram} has room for)" if context < own else ""
             raise ContextLengthExceeded(
                 f"prompt is too long: {tokens} tokens > {context - 1} maximum{why}"
             )
@@ -213,127 +412,10 @@ class Core:
             # the CPU reads beyond the embedding table without a check
             raise BadRequest(f"Token ids must be from 0 to {vocabulary - 1}.", param="prompt")
 
-    def _budget(self, settings: Settings) -> Budget:
-        """The budget by `--ram`, with what MLX's pool and forward passes take set aside."""
-        info, layout = self.loaded.info, self.layout
-        machine, working_set = machine_bytes(), device.working_set_bytes()
-        self._whole = memory_for(machine, working_set)
-        limit = ram_limit(
-            settings.ram,
-            machine_bytes=machine,
-            working_set_bytes=working_set,
-            weights_bytes=info.weights_bytes,
-        )
-        if settings.ram == "auto":
-            why = explain_auto(self._whole, info.weights_bytes, metal=working_set is not None)
-            log.info("--ram auto is %s: %s", format_size(limit), why)
-        pool = pool_bytes(limit)
-        device.prepare(pool)
-        self.cost = cost.measure(self.loaded.model, layout, limit // 8)
-        if self.loaded.draft is not None:  # logits of all that a pass verifies
-            self.cost.fixed *= 1 + settings.num_draft_tokens
-        self.transient = self._transient(limit, Turns(settings.concurrency).most)
-        budget = Budget(limit)
-        kinds = {"pool": pool, "transient": self.transient, "pending": 0}
-        if settings.disk != "off":
-            kinds["pending"] = pending_bytes(limit, layout)
-        if not all(budget.reserve(kind, size) for kind, size in kinds.items()):
-            raise ModelError(f"--ram {settings.ram} is too little to run this model at all")
-        return budget
-
-    def open_disk(self, settings: Settings) -> None:
-        """Use the disk tier of this model's namespace. Where there can be none, say so."""
-        room = self.memory.budget.by_kind()["pending"]
-        if not room:
-            return
-        folder = settings.cache_dir / "store"
-        wake = self.scheduler.inbox.put
-        try:
-            store = Store.open(
-                folder,
-                self._namespace(settings),
-                disk_limit(settings.disk, folder),
-                needs_checkpoints=bool(self.layout.opaque),
-            )
-            self.disk = Disk(store, self.memory, room, lambda: wake(_nothing))
-        except (StoreError, OSError) as error:
-            log.warning("no disk tier, all is served from RAM: %s", error)
-            self.memory.budget.release("pending", room)
-        self.scheduler.use(self.disk)
-
-    def watch(self) -> None:
-        """Give memory up from now on where the machine is short of it."""
-        held = mx.get_active_memory() + mx.get_cache_memory()
-        self.pressure = Pressure(
-            self.memory.room,
-            self.scheduler.inbox.put,
-            base=max(0, read_footprint() - held),
-            weights=self.loaded.info.weights_bytes,
-        )
-        self.pressure.start()
-
-    def _namespace(self, settings: Settings) -> str:
-        return fingerprint(
-            self.loaded.path,
-            adapter=Path(settings.adapter).expanduser() if settings.adapter else None,
-            memo=settings.cache_dir / "fingerprints.json",
-            layout_key=wire.layout_key(self.layout),
-            draft=self.loaded.draft,
-        )
-
-    def pressed(self) -> dict[str, Any]:
-        """What is known of the machine's memory, from any thread."""
-        return self.pressure.figures() if self.pressure is not None else {}
-
-    def close(self, seconds: float) -> None:
-        """Write what is not on disk yet, for at most so long, and let everything go."""
-        if self.pressure is not None:
-            self.pressure.stop()
-        if self.disk is not None:
-            left = self.disk.close(seconds)
-            if left:
-                log.warning("up to %d tokens could not be written to disk in time", left)
-        self.memory.room.clear()
-
-    def _transient(self, limit: int, rows: int) -> int:
-        """Bytes set aside for forward passes."""
-        per_token = max(1, self.layout.bytes_per_token)
-        longest = min(self.loaded.info.context_length, limit // per_token)
-        least = max(
-            self.cost.transient(cost.FEWEST, longest),
-            self.cost.transient(1, longest // rows, rows),
-        )
-        return transient_bytes(limit, least)
-
-    def _longest(self, ram: str | int) -> int:
-        """The tokens that both the model's context and the budget allow."""
-        context = self.loaded.info.context_length
-        longest = bisect_left(range(1, context + 1), True, key=lambda n: not self.fits(n))
-        if longest < min(context, LEAST_CONTEXT):
-            raise ModelError(
-                f"--ram {ram} has room for {longest} tokens of this model: give it more, "
-                "for example --ram 8GB or --ram 25%"
-            )
-        if longest < context:
-            log.warning("--ram %s has room for %d of the model's %d tokens", ram, longest, context)
-        for line in warnings(
-            self.layout, context=context, weights=self.loaded.info.weights_bytes,
-            ram=self.memory.budget.limit, machine=self._whole,
-        ):  # fmt: skip
-            log.warning("%s", line)
-        return longest
-
-    def fits(self, tokens: int) -> bool:
-        """Whether a prompt of so many tokens could be served with nothing else held."""
-        states = self.layout.running_bytes + self.layout.checkpoint_bytes
-        needed = (tokens + 64) * self.layout.bytes_per_token + states
-        room = self.memory.room.largest()
-        return needed <= room and self.cost.transient(cost.FEWEST, tokens) <= self.transient
-
-    def _dress(self, task: Task) -> None:
-        """Give a task its parser, its sampler and its processors."""
+    def prepare_output(self, task: Task) -> Output:
+        """The parser, sampler and processors of a task. MLX thread."""
         job, tokenizer = task.job, self.loaded.tokenizer
-        task.parser = OutputParser(
+        parser = OutputParser(
             tokenizer,
             tools=job.tools,
             parallel_tools=job.parallel_tools,
@@ -346,15 +428,55 @@ class Core:
         processors = make_processors(job.sampling, len(task.ids))
         context = mx.array(np.asarray(task.fed[:-1])) if processors else None
         sampler = make_sampler(job.sampling, self.layout.vocab_size)
-        task.row = Row(task, sampler, processors, context)
-        if job.top_logprobs is not None:
-            wanted = job.top_logprobs
+        row = Row(task, sampler, processors, context)
+        wanted = job.top_logprobs
+        if wanted is None:
+            return Output(parser, row)
 
-            def logprob(drawn: Drawn):  # type: ignore[no-untyped-def]
-                return top_logprobs(drawn.logprobs, drawn.token, wanted, tokenizer)
+        def logprob(drawn: Drawn) -> TokenLogprob:
+            found: TokenLogprob = top_logprobs(drawn.logprobs, drawn.token, wanted, tokenizer)
+            return found
 
-            task.logprob = logprob
+        return Output(parser, row, logprob)
 
+    def _end_request(self, task: Task) -> None:
+        """Account for a request that is over, before its client hears of the end. MLX thread."""
+        if task.lease is not None:
+            gain = self._totals.add(task.record, self.scheduler.prefill.speed)
+            reply = task.generated()
+            self.builders.of(task.job.owner).remember(reply)
+            self._add_turn(task, reply, gain)
+        self._publish()
 
-def _nothing() -> None:
-    """What a wake-up has the MLX thread do."""
+    def _publish(self) -> None:
+        self.figures.publish()
+
+    def _add_turn(self, task: Task, reply: GeneratedReply | None, gain: Gain) -> None:
+        if task.record.status not in ("done", "cancelled") or task.job.api == WARMING:
+            return
+        ids = task.tokens()
+        if task.out and self.kv.match(ids) < len(ids):
+            ids = ids[:-1]  # the last token was drawn and not fed, so it has no KV
+        self.book.add_turn(task.job, ids, reply.row if reply else None, gain)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self, *, died: bool) -> None:
+        """Write what was committed, for at most `FLUSH_S`, and release everything. MLX thread.
+
+        After the thread `died` any step may fail: each is logged, and the next one runs.
+        """
+        steps: list[Callable[[], object]] = [self.book.close, self._close_cache]
+        if died:
+            steps.insert(0, self.scheduler.persist_all)
+        for step in steps:
+            try:
+                step()
+            except Exception:
+                log.exception("shutdown step failed")
+
+    def _close_cache(self) -> None:
+        self.pressure.stop()
+        left = self.kv.close(FLUSH_S)
+        if left:
+            log.warning("disk tier: up to %d tokens not written before the deadline", left)

@@ -1,25 +1,30 @@
-"""The MLX thread's loop: admit, prefill a chunk, decode meanwhile, commit. No locks, no asyncio."""
+"""The scheduler: one tick admits, prefills a chunk and decodes some steps. MLX thread only."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections.abc import Callable
 from typing import Any
 
-from mlxcache.cache.disk import Disk
-from mlxcache.cache.kv_cache import Memory
-from mlxcache.engine.admission import Admission, Turns
-from mlxcache.engine.anticipate import Ahead
+from mlxcache.cache.kv_cache import KVCache
+from mlxcache.engine.admission import Admission, FairQueue
+from mlxcache.engine.anticipate import IdlePrefill
 from mlxcache.engine.cost import Cost
-from mlxcache.engine.keeping import give_up, keep
-from mlxcache.engine.lanes import Lane, Lanes
-from mlxcache.engine.prefill import ALONE_S, DECODING_S, WAITING_S, Limits, Pace, Prefill
-from mlxcache.engine.scarce import again
-from mlxcache.engine.task import Outcome, Task, failure, take
-from mlxcache.errors import MlxcacheError, NotReady, StoreError
-from mlxcache.mlx_thread import Pulse, take_in
+from mlxcache.engine.decoder import NonFiniteOutput
+from mlxcache.engine.images import Images
+from mlxcache.engine.lanes import DRAFTS, Lane, Lanes
+from mlxcache.engine.prefill import (
+    ALONE_S,
+    DECODING_S,
+    WAITING_S,
+    Limits,
+    Prefill,
+    PrefillDecodeBalance,
+)
+from mlxcache.engine.task import Outcome, Output, Task, as_failure
+from mlxcache.errors import MlxcacheError, StoreError
+from mlxcache.mlx_thread import MlxThread
 from mlxcache.types import FinishReason
 
 log = logging.getLogger("mlxcache.engine")
@@ -27,117 +32,129 @@ log = logging.getLogger("mlxcache.engine")
 COMMIT_EVERY = 1000
 """Tokens of a reply after which it is committed while it goes on."""
 
+OUT_OF_MEMORY = ("allocate", "out of memory", "insufficient memory", "malloc", "resource limit")
+"""Words of MLX's errors, on any device, where an allocation failed."""
+
 
 class Scheduler:
-    """Everything that happens on the MLX thread, one `tick` after another."""
+    """Every request in progress, one `tick` after another.
+
+    `prepare` makes an admitted task's parser and sampler. `on_end(task)` is called once for each
+    task that is over, when its bytes are accounted for and before its last event. `on_tick()` is
+    called after each tick of `run`. `drafts`: tokens that a draft model proposes at once.
+    """
 
     def __init__(
         self,
         model: Any,
-        memory: Memory,
+        kv: KVCache,
         cost: Cost,
         limits: Limits,
         *,
-        dress: Callable[[Task], None],
-        ended: Callable[[Task], None],
-        ticked: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
+        prepare: Callable[[Task], Output],
+        on_end: Callable[[Task], None],
+        thread: MlxThread | None = None,
+        on_tick: Callable[[], None] = lambda: None,
+        images: Images | None = None,
+        drafts: int = DRAFTS,
+        balance: PrefillDecodeBalance | None = None,
+        queue: FairQueue | None = None,
     ):
         self.model = model
-        self.memory = memory
+        self.kv = kv
         self.limits = limits
-        self.disk: Disk | None = None
-        self.admission = Admission(memory, limits, cost, dress)
-        self.ended = ended
-        self.ticked = ticked
-        self.pace = Pace(clock)
-        self.pulse = Pulse()
-        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.thread = thread or MlxThread()
+        self.balance = balance or PrefillDecodeBalance(time.perf_counter)
+        self.queue = queue or FairQueue(limits.concurrency)
         self.waiting: list[Task] = []
-        self.turns = Turns(limits.concurrency)
         self.prefilling: list[Task] = []
-        self.prefill = Prefill(model, memory, cost, limits)
-        self.lanes = Lanes(model, memory)
-        self.ahead = Ahead(memory, self.prefill)
-        self.admission.admitted = self.ahead.admitted
-        self.stopping = self._moved = False
-
-    def use(self, disk: Disk | None) -> None:
-        """Have a disk tier from now on, or none."""
-        self.disk = self.admission.disk = self.ahead.disk = disk
+        self.prefill = Prefill(model, kv, cost, limits, images)
+        self.lanes = Lanes(model, kv, drafts)
+        self.idle_prefill = IdlePrefill(kv, self.prefill)
+        self.admission = Admission(kv, limits, cost, prepare, self.idle_prefill.note_use)
+        self._on_end = on_end
+        self._on_tick = on_tick
+        self._stopping = self._moved = False
 
     def run(self) -> None:
-        """Tick until `stop` was called; then end what is left."""
-        while not self.stopping:
+        """Tick until `stop` was called; then commit and end what is left."""
+        while not self._stopping:
             self.tick()
-            self.ticked()
-        self._abort_all(NotReady("The server is stopping."))
+            self._on_tick()
+        self.idle_prefill.clear()
+        for task in [*self.waiting, *self.active]:
+            self.cancel(task)
 
     def tick(self) -> None:
         """Take what has arrived, then do one chunk of prefill and some steps of decoding."""
-        take_in(self.inbox, self.pulse, block=self._nothing_to_do())
-        self.ahead.step() if self.idle() else self.ahead.pause()
-        if self.disk is not None:
-            self.disk.pump(beside=len(self.lanes) > 0)
+        self.thread.run_posted(block=self._nothing_to_do())
+        self.idle_prefill.step() if self.idle else self.idle_prefill.pause()
+        self.kv.pump(decoding=len(self.lanes) > 0)
         if not self.prefilling:
-            self.pace.begin(decoding=len(self.lanes) > 0)
-        came = self._admit()
+            self.balance.begin(decoding=len(self.lanes) > 0)
+        started = self._admit()
         computable = self._computable()
         self._moved = len(computable) + len(self.lanes) > 0
-        if computable and (came or not len(self.lanes) or self._due() <= 0):
-            self.pace.prefill(self._prefill_one, owing=len(self.lanes) > 0)
+        if computable and (started or not len(self.lanes) or self._due() <= 0):
+            self.balance.prefill(self._prefill_one, owing=len(self.lanes) > 0)
         due = self._due()
-        if self._computable() and self.pace.holds(due):  # nobody waits for a disk's next piece
+        if self._computable() and self.balance.may_wait(due):
+            # replies wait, except for the first token of each
             self._decode_round([lane for lane in self.lanes.all if not lane.tasks[0].out])
             return
-        if due > 0 or not self.prefilling:  # each join copies: not while more are to come
+        if due > 0 or not self.prefilling:  # each join copies, so not while more will join
             self.lanes.gather()
-        self.pace.decode(
+        self.balance.decode(
             lambda: self._decode_round(self.lanes.all),
             due,
-            lambda: bool(len(self.lanes)) and self.inbox.empty(),
+            lambda: bool(len(self.lanes)) and not self.thread.has_posted,
         )
 
     def _due(self) -> float:
-        return self.pace.due(self.prefill.left_s(self.prefilling))
+        return self.balance.due(self.prefill.left_s(self.prefilling))
 
     def _nothing_to_do(self) -> bool:
-        """Whether only a message can bring work: a request, or news from the disk's threads."""
-        if len(self.lanes) or self._computable() or (self.ahead.ready and self.idle()):
+        """True if only a posted action can bring work, such as a request or news from the disk."""
+        if len(self.lanes) or self._computable() or (self.idle_prefill.ready and self.idle):
             return False
-        if self.disk is None:
-            return not self.waiting
-        waits = all(t.look is not None and not t.look.found for t in self.waiting)
-        stuck = not self._moved and (self.disk.busy or len(self.prefilling) > 0)
-        return not self.disk.persist.ready and (waits or stuck)
+        looking = all(t.lookup is not None and not t.lookup.found for t in self.waiting)
+        blocked = not self._moved and (self.kv.writing or len(self.prefilling) > 0)
+        return not self.kv.can_pump and (looking or blocked)
 
     def stop(self) -> None:
-        """End the loop after this tick. Call through the inbox."""
-        self.stopping = True
+        """End the loop after this tick. Post it."""
+        self._stopping = True
 
     def submit(self, task: Task) -> None:
-        """Queue a task. Call through the inbox."""
+        """Queue a task. Post it."""
         self.waiting.append(task)
 
     def cancel(self, task: Task, why: MlxcacheError | None = None) -> None:
-        """End a task early; what it computed is committed. Call through the inbox."""
+        """End a task early, with `why` if given; what it computed is committed. Post it."""
         if why is not None and not task.over:
-            self._fail(task, why, sound=True)
+            self._fail(task, why, pass_failed=False)
         elif not task.over:
             self._take_out(task)
             self._finish(task, "cancelled")
 
-    # -- admission ---------------------------------------------------------------------------
-
-    def _active(self) -> list[Task]:
+    @property
+    def active(self) -> list[Task]:
+        """Tasks that have a lease."""
         return [*self.prefilling, *(task for lane in self.lanes.all for task in lane.tasks)]
 
+    @property
+    def idle(self) -> bool:
+        """True if no task waits and none is computed."""
+        return not (self.waiting or self.prefilling or len(self.lanes))
+
+    # -- admission ---------------------------------------------------------------------------------
+
     def _admit(self) -> bool:
-        """Start waiting tasks, session by session, while slots and memory last. True: some."""
+        """Start waiting tasks in fair order while places and memory last; True if one started."""
         before = len(self.prefilling)
-        for task in self.turns.order(self.waiting):
-            room = self.turns.room(task, self._active())
-            if not room or self.admission.waits(task, self.prefilling):
+        for task in self.queue.order(self.waiting):
+            place = self.queue.has_place(task, self.active)
+            if not place or self.admission.should_wait(task, self.prefilling):
                 continue
             if not self._guard(task, lambda t=task: self._start(t)):  # type: ignore[misc]
                 break
@@ -145,151 +162,178 @@ class Scheduler:
 
     def _start(self, task: Task) -> bool:
         began = time.perf_counter()
-        if not self.admission.lease(task, alone=not self._active()):
+        if not self.admission.start(task, began, alone=not self.active):
             return False
         self.waiting.remove(task)
-        self.turns.started(task)
+        self.queue.note_start(task)
         self.prefilling.append(task)
-        self.admission.begin(task, began)
+        if not task.restoring:
+            self.admission.admit(task)
         return True
 
-    def idle(self) -> bool:
-        """Whether there is nothing to compute and nobody waits."""
-        return not (self.waiting or self.prefilling or len(self.lanes))
-
-    # -- prefill -----------------------------------------------------------------------------
+    # -- prefill -----------------------------------------------------------------------------------
 
     def _computable(self) -> list[Task]:
-        """Those in prefill that do not wait for the disk."""
-        disk = self.disk
-        return [t for t in self.prefilling if not t.restoring or (disk and disk.ready(t))]
+        """Tasks in prefill that do not wait for the disk."""
+        return [t for t in self.prefilling if not t.restoring or self.admission.can_restore(t)]
 
     def _prefill_one(self) -> None:
-        """One chunk of the request whose turn it is; into a lane with it if that was the last."""
-        task = self.prefill.next(self._computable())
+        """Feed one chunk of one prompt; with its last chunk the task enters a lane."""
+        task = self.prefill.choose(self._computable())
         try:
             self._prefill_chunk(task)
-        except Exception as error:  # noqa: BLE001 - `failure` logs it
-            if task not in self.prefilling or not again(self.memory, task, error):
-                self._fail(task, failure(error))
+        except Exception as error:  # noqa: BLE001 - `as_failure` logs it
+            if task not in self.prefilling or not retry_after_oom(self.kv, task, error):
+                self._fail(task, as_failure(error))
 
     def _prefill_chunk(self, task: Task) -> None:
         if task.restoring:
             self._restore(task)
             return
         seconds = WAITING_S if len(self.prefilling) > 1 or self.waiting else ALONE_S
-        self.prefill.chunk(task, DECODING_S if len(self.lanes) else seconds)
+        self.prefill.feed_chunk(task, DECODING_S if len(self.lanes) else seconds)
         if task.remaining == 0:
             self.prefilling.remove(task)
             self.lanes.enter(task)
-            self.pace.entered(DECODING_S)
-        self._progress(task)
+            self.balance.note_reply(DECODING_S)
+        self._persist(task)
 
-    def _progress(self, task: Task) -> None:
-        if self.disk is not None and task.lease is not None:
-            self.disk.progress(task.lease, task.tokens())
+    def _persist(self, task: Task) -> None:
+        if task.lease is not None:
+            self.kv.persist(task.lease, task.tokens())
 
     def _restore(self, task: Task) -> None:
-        """Read one piece; where that fails, the task starts again from what RAM holds."""
+        """Load one piece; where that fails, the task starts again from what RAM holds."""
         try:
             self.admission.restore(task)
         except (StoreError, OSError, RuntimeError, ValueError) as error:
-            log.warning("a prefix could not be restored, what is lacking is computed: %s", error)
-            self.admission.give_up(task)
+            log.warning("restore failed, computing the rest of the prefix: %s", error)
+            self.admission.cancel_restore(task)
             self.prefilling.remove(task)
             self.waiting.insert(0, task)
 
-    # -- decoding ----------------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------------
 
     def _decode_round(self, lanes: list[Lane]) -> None:
-        """One step of each of `lanes`, in turn."""
+        """Step each of `lanes` once."""
         for lane in list(lanes):
-            self.pulse.beat()
+            self.thread.heartbeat.beat()
             try:
                 self._step(lane)
-            except Exception as error:  # noqa: BLE001 - `failure` logs it
+            except Exception as error:  # noqa: BLE001 - `as_failure` logs it
                 (task, *_) = lane.tasks
-                if not lane.batched and lane.steady and again(self.memory, task, error):
+                if not lane.batched and lane.steady and retry_after_oom(self.kv, task, error):
                     continue
-                reason = failure(error)
+                reason = as_failure(error)
                 if not lane.batched:
                     self._fail(task, reason)
-                elif lane in self.lanes.all:  # whose fault it was, each row finds out alone
-                    self.lanes.apart(lane)
+                elif lane in self.lanes.all:  # alone, each row shows whether the fault is its own
+                    self.lanes.split(lane)
 
     def _step(self, lane: Lane) -> None:
         for task in list(lane.tasks):
-            if task.row is not None and task.row.error is not None:
-                self._fail(task, failure(task.row.error), sound=True)
+            if task.row_error is not None:
+                self._fail(task, as_failure(task.row_error), pass_failed=False)
         if lane in self.lanes.all and not self.lanes.make_ready(lane):
             self._end(lane, {lane.tasks[0]: "length"})
         if lane not in self.lanes.all:
             return
         drawn = dict(zip(list(lane.tasks), self.lanes.step(lane), strict=True))
-        taken = ((task, take(task, tokens)) for task, tokens in drawn.items())
+        taken = ((task, task.take(tokens)) for task, tokens in drawn.items())
         ends = {task: outcome for task, outcome in taken if outcome is not None}
         if ends:
             self._end(lane, ends)
         for task, tokens in drawn.items():
             if task not in ends and len(task.out) % COMMIT_EVERY < len(tokens):
                 self.lanes.sync(task)
-                self.memory.commit(task.held, task.tokens(), checkpoint=task.spaced)
-                self._progress(task)
+                self.kv.commit(task.held, task.tokens(), checkpoint=task.spaced)
+                self._persist(task)
+
+    # -- ends --------------------------------------------------------------------------------------
 
     def _end(self, lane: Lane, ends: dict[Task, Outcome]) -> None:
-        """These tasks leave their lane, and are over."""
+        """Take tasks that are over out of their lane, and end each."""
         self.lanes.leave(lane, list(ends))
         for task, outcome in ends.items():
             if isinstance(outcome, MlxcacheError):
-                self._fail(task, outcome, sound=True)
+                self._fail(task, outcome, pass_failed=False)
             else:
                 self._finish(task, outcome)
 
     def _finish(self, task: Task, reason: FinishReason) -> None:
-        """Commit what a task computed, release what it held, and close its stream."""
+        """Commit what a task computed, release what it held, and end its stream."""
         self._guard(task, lambda: self._close(task, reason))
 
     def _close(self, task: Task, reason: FinishReason) -> bool:
-        if task.look is not None:
-            task.look.dropped = True
+        """The end of a request, in order: commit, record, release, account, last event."""
+        if task.lookup is not None:
+            task.lookup.drop()
         if task.lease is not None:
-            keep(self.memory, self.disk, task)
+            self.kv.finish(task.lease, task.tokens())
         task.flush(reason)
         if task.lease is not None:
-            self.memory.release(task.lease)
-        self.ended(task)
+            self.kv.release(task.lease)
+        self._on_end(task)
         task.end()
         return True
 
     def _guard(self, task: Task, action: Callable[[], bool]) -> bool:
-        """Run `action`; if it raises, fail `task` and nothing else."""
+        """Run `action`; what it raises fails `task` and nothing else."""
         try:
             return action()
-        except Exception as error:  # noqa: BLE001 - `failure` logs it
-            self._fail(task, failure(error))
+        except Exception as error:  # noqa: BLE001 - `as_failure` logs it
+            self._fail(task, as_failure(error))
         return True
 
-    def _fail(self, task: Task, error: MlxcacheError, *, sound: bool = False) -> None:
-        """End a task with an error. What was committed stays, and all that is `sound`."""
+    def _fail(self, task: Task, error: MlxcacheError, *, pass_failed: bool = True) -> None:
+        """End a task with an error. Keeps what was committed; unless a pass failed, all of it.
+
+        Of output that is not finite nothing is kept.
+        """
         self._take_out(task)
         task.fail(error)
-        if task.look is not None:
-            task.look.dropped = True
+        if task.lookup is not None:
+            task.lookup.drop()
         if task.lease is not None:
-            give_up(self.memory, self.disk, task, error, sound=sound)
-        self.ended(task)
+            if isinstance(error, NonFiniteOutput):
+                self.kv.purge(task.lease, task.tokens())
+            elif not pass_failed:
+                self.kv.finish(task.lease, task.tokens())
+            (self.kv.abandon if pass_failed else self.kv.release)(task.lease)
+        self._on_end(task)
         task.push(error)
 
     def _take_out(self, task: Task) -> None:
-        """Take a task from where it waits or is computed."""
+        """Remove a task from the queue, the prefill and its lane."""
         self.waiting = [each for each in self.waiting if each is not task]
         self.prefilling = [each for each in self.prefilling if each is not task]
         if (lane := self.lanes.find(task)) is not None:
             self.lanes.leave(lane, [task])
 
-    def _abort_all(self, error: MlxcacheError) -> None:
-        """At shutdown: commit and close everything."""
-        self.ahead.clear()
-        for task in [*self.waiting, *self._active()]:
-            task.push(error)
-            self.cancel(task)
+    def persist_all(self) -> None:
+        """Hand to the disk tier what running requests have committed, after a failure of the
+        thread.
+        """
+        for task in self.active:
+            if task.lease is not None and not task.restoring:
+                self.kv.persist(task.lease, task.tokens(), whole=True)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """True if MLX raised `error` because an allocation failed."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
+
+
+def retry_after_oom(kv: KVCache, task: Task, error: Exception) -> bool:
+    """Evict and go back to before the pass that raised `error`; True if it may be tried again.
+
+    False if it was no failed allocation, the second at this position, or if layers have a state,
+    which the pass has changed already.
+    """
+    if kv.layout.opaque or task.lease is None or not is_out_of_memory(error):
+        return False
+    if task.restoring or not task.note_oom():
+        return False
+    log.warning("out of memory at token %d, evicting and retrying: %s", task.held.length, error)
+    return kv.free_after_oom(task.lease)

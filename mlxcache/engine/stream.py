@@ -1,4 +1,4 @@
-"""One reply, as asyncio code reads it. The MLX thread pushes, the event loop's thread reads."""
+"""One reader's stream of a reply: a bounded queue on the event loop."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from mlxcache.prompt.canonical.restore import ReplyRestorer
 from mlxcache.types import Admitted, Event, Finished, Progress, RequestRecord, Text, Thinking
 
 BACKLOG = 256
-"""Events that wait for a reader before further text is joined to the last one."""
+"""Events in the queue above which further text is merged with the last one."""
 
 
 GRACE_S = 1.0
-"""Seconds that a reader which seems to stall has at least, once this process runs."""
+"""Extra grace in seconds for a reader that seems stalled, after the process was suspended."""
 
 
 class Stream:
     """A reply in progress: Admitted, Progress and pieces, then Finished.
 
-    Its queue is bounded: beyond `BACKLOG` unread events texts are merged, and a reader that takes
-    nothing for `stall_s` seconds meanwhile has its request cancelled. `reply` maps what the model
-    wrote to what the client reads, on the reader's side.
+    Beyond `BACKLOG` unread events texts are merged; a reader that takes nothing for `stall_s`
+    seconds meanwhile has its request cancelled. `reply` maps the model's text to the client's.
     """
 
     def __init__(
@@ -50,12 +49,12 @@ class Stream:
         self._timer: asyncio.TimerHandle | None = None
 
     def push(self, event: Event | BaseException) -> None:
-        """Hand over an event from any thread."""
+        """Add an event. Any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.put, event)
 
     def put(self, event: Event | BaseException) -> None:
-        """Hand over an event from the event loop's thread; nothing comes after the last one."""
+        """Add an event; ignored after the last one. On the event loop."""
         if self._over:
             return
         if isinstance(event, Admitted):
@@ -75,7 +74,7 @@ class Stream:
             self._loop.call_later(min(GRACE_S, self._stall_s), self._give_up, self._taken)
 
     def _give_up(self, taken: int) -> None:
-        """Cancel, if nothing has been taken since: the process may have been stopped meanwhile."""
+        """Cancel if nothing was read since: the whole process may have been suspended meanwhile."""
         if not self._over and self._taken == taken:
             self._cancel()
 
@@ -92,7 +91,7 @@ class Stream:
         return False
 
     async def admitted(self, seconds: float) -> Admitted | None:
-        """Wait for the admission; None if it has not come after `seconds`.
+        """The admission, awaited; None after `seconds` without one.
 
         Raises the request's error if it failed before.
         """
@@ -131,18 +130,18 @@ class Stream:
             self._cancel()
 
     def fail(self, error: MlxcacheError) -> None:
-        """End the stream with `error`, from the event loop's thread."""
+        """End the stream with `error`. On the event loop."""
         self.put(error)
 
     def expires(self, timer: asyncio.TimerHandle) -> None:
-        """`timer` is cancelled when the reply ends before it."""
+        """Cancel `timer` when the reply ends."""
         self._timer = timer
         if self._over:
             timer.cancel()
 
     @property
     def over(self) -> bool:
-        """Whether the last event has been handed over."""
+        """True once the last event was added."""
         return self._over
 
     async def __aenter__(self) -> Stream:

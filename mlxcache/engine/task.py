@@ -1,23 +1,24 @@
-"""One request on the MLX thread: its prompt, its lease, what it has drawn, and where that goes."""
+"""One request on the MLX thread: its prompt, its lease, its reply so far, and its end."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import Lease
-from mlxcache.cache.restore import Look
+from mlxcache.cache.restore import DiskLookup
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.errors import GenerationFailed, MlxcacheError
 from mlxcache.owner import own_ids
 from mlxcache.prompt.replies import GeneratedReply, make_reply
 from mlxcache.types import (
+    Admitted,
     Event,
     Finished,
     FinishReason,
@@ -31,7 +32,9 @@ from mlxcache.types import (
 )
 
 log = logging.getLogger("mlxcache.engine")
-T = TypeVar("T")
+
+Outcome = FinishReason | MlxcacheError
+"""The way in which a reply ends."""
 
 
 class Parser(Protocol):
@@ -46,41 +49,62 @@ class Parser(Protocol):
     def finish(self, reason: FinishReason) -> list[Piece]: ...
 
 
-class Task:
-    """One request, from admission to its end.
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The sampling row, parser and log-probabilities of an admitted task's reply."""
 
-    `ids` are the prompt's as the cache knows them, `fed` as the model does.
+    parser: Parser
+    row: Row
+    logprob: Callable[[Drawn], TokenLogprob] | None = None
+
+
+class Task:
+    """One request, from its submission to its end. Use it on the MLX thread.
+
+    `push` hands each event to its readers, from any thread. `ids` are the prompt's token ids as the
+    cache knows them, `fed` as the model does, both shape (n,). `out` are the tokens drawn so far,
+    `limit` the most there may be. `stops`: positions at which the prefill leaves a checkpoint.
+    `skipped`: times that a chunk of another prompt came first. `deferred`: it waited for a prefix
+    that another request computes. `matched`: prompt tokens in RAM at its admission, reusable or
+    not.
     """
 
-    def __init__(self, job: Job, push: Callable[[Event | BaseException], None], r: RequestRecord):
+    def __init__(
+        self, job: Job, push: Callable[[Event | BaseException], None], record: RequestRecord
+    ):
         self.job = job
         self.push = push
-        self.record = r
+        self.record = record
         self.ids = job.prompt.ids
         self.fed = job.prompt.fed
         self.images = job.prompt.images
         self.out: list[int] = []
         self.limit = job.max_tokens or 0
         self.lease: Lease | None = None
-        self.parser: Parser | None = None
-        self.row: Row | None = None
-        self.logprob: Callable[[Drawn], TokenLogprob] | None = None
+        self.output: Output | None = None
+        self.lookup: DiskLookup | None = None
         self.stops: tuple[int, ...] = ()
         self.skipped = 0
         self.deferred = False
-        self.look: Look | None = None
-        self.restoring = False
         self.restored = 0
-        self.scarce_at = -1
+        self.matched = 0
         self.over = False
         self.submitted = time.perf_counter()
         self.phase_began = self.submitted
+        self._oom_at = -1
+
+    # -- its prompt --------------------------------------------------------------------------------
 
     @property
     def held(self) -> Lease:
-        """The lease; a task has one from its admission to its end."""
+        """The lease; a task has one from its start to its end."""
         assert self.lease is not None
         return self.lease
+
+    @property
+    def restoring(self) -> bool:
+        """True while its prefix is read from disk."""
+        return self.lease is not None and self.lease.awaiting_state
 
     @property
     def target(self) -> int:
@@ -90,16 +114,16 @@ class Task:
     @property
     def remaining(self) -> int:
         """Prompt tokens still to prefill."""
-        return self.target - self.held.lineage.length
+        return self.target - self.held.length
 
     @property
     def behind(self) -> int:
-        """Positions of tokens that were handed out and that its lineage does not hold yet."""
-        return len(self.ids) + len(self.out) - self.held.lineage.length
+        """Tokens handed out whose positions its lineage does not hold yet."""
+        return len(self.ids) + len(self.out) - self.held.length
 
     @property
     def spaced(self) -> bool:
-        """Whether a long reply is where a checkpoint is worth having, should it be lost."""
+        """True where a long reply gets a checkpoint, in case it is lost later."""
         return len(self.out) % SPACING == 0
 
     def tokens(self) -> Tokens:
@@ -110,50 +134,145 @@ class Task:
         """Prompt and reply so far, as the model is fed them, shape (n,)."""
         return np.concatenate([self.fed, np.asarray(self.out, np.int32)])
 
-    def phase(self, name: str, now: float | None = None) -> None:
-        """Book the time from the last phase to `now` under `name`, in seconds."""
+    def shorten(self, length: int) -> None:
+        """Keep the first `length` tokens of the prompt alone."""
+        self.ids, self.fed = self.ids[:length], self.fed[:length]
+
+    # -- its start ---------------------------------------------------------------------------------
+
+    def defer(self, deferred: bool) -> bool:
+        """Note that it waits for a prefix that another request computes; returns `deferred`."""
+        self.deferred = deferred
+        return deferred
+
+    def await_lookup(self, lookup: DiskLookup | None) -> None:
+        """Wait for what a lookup on disk finds; None: look again later."""
+        self.lookup = lookup
+
+    def limit_reply(self, most: int) -> None:
+        """Let the reply have at most `most` tokens."""
+        self.limit = min(self.limit or most, most)
+
+    def start(self, lease: Lease, began: float) -> None:
+        """Begin with `lease`; `began` is when its admission did, by `time.perf_counter`."""
+        self.lease = lease
+        self.record.status = "prefill"
+        self.note_phase("queue_s", began)
+        self.note_phase("match_s")
+        self.record.timing["restore_s"] = 0.0
+
+    def lend(self, lease: Lease) -> None:
+        """Begin with `lease` for a prompt that no client has sent yet."""
+        self.lease = lease
+        self.record.cached_tokens = lease.cached
+
+    def give_up_lease(self) -> Lease:
+        """The lease, which is the caller's to release from now on."""
+        lease = self.held
+        self.lease = None
+        return lease
+
+    def stop_restore(self) -> Lease:
+        """The lease of a failed restore, the caller's to release; nothing is looked up again."""
+        assert self.lookup is not None
+        self.lookup.disable()
+        return self.give_up_lease()
+
+    def note_restored(self, tokens: int) -> None:
+        """Count prompt tokens that were read from disk."""
+        self.restored += tokens
+
+    def plan_stops(self, stops: Sequence[int]) -> None:
+        """Leave checkpoints at these positions."""
+        self.stops = tuple(sorted(set(stops)))
+
+    def admit(self, output: Output, matched: int) -> None:
+        """Tell the client that its prefix is there: all counts are exact from now on."""
+        lease, record = self.held, self.record
+        record.cached_tokens, record.restored_tokens = lease.cached, self.restored
+        self.output, self.matched = output, matched
+        self.push(Admitted(len(self.ids), lease.cached, self.restored))
+
+    # -- its course --------------------------------------------------------------------------------
+
+    def pass_over(self, chosen: Task) -> None:
+        """Note whose prompt the next chunk is of."""
+        self.skipped = 0 if self is chosen else self.skipped + 1
+
+    def note_oom(self) -> bool:
+        """Note that MLX had no memory for the next pass; False if it had none here before."""
+        repeated = self._oom_at == self.held.length
+        self._oom_at = self.held.length
+        return not repeated
+
+    def note_phase(self, name: str, now: float | None = None) -> None:
+        """Record the time from the last phase to `now` under `name`, in seconds."""
         now = time.perf_counter() if now is None else now
         self.record.timing[name] = round(now - self.phase_began, 6)
         self.phase_began = now
 
-    def progress(self) -> None:
+    def note_drafts(self) -> None:
+        """Record how many drafted tokens there were, and how many were accepted."""
+        assert self.output is not None
+        self.record.drafted_tokens = self.output.row.drafted
+        self.record.accepted_tokens = self.output.row.accepted
+
+    def show_progress(self) -> None:
         """Tell the client how far the prefill is."""
-        done = self.held.lineage.length
+        done = self.held.length
         self.record.fed_tokens = done - self.record.cached_tokens
         self.push(Progress(done, len(self.ids)))
 
-    def take(self, drawn: Drawn) -> FinishReason | None:
-        """Account for a drawn token and stream its pieces; why the reply is over, if it is."""
-        assert self.parser is not None
+    @property
+    def row_error(self) -> Exception | None:
+        """The error that its sampler or a processor raised, if one did."""
+        return self.output.row.error if self.output is not None else None
+
+    def take(self, drawn: Sequence[Drawn]) -> Outcome | None:
+        """Stream drawn tokens until the reply is over; the reason, if it is."""
+        if not drawn and self.row_error is not None:
+            return as_failure(self.row_error)
+        try:
+            outcomes = map(self._take, drawn)
+            return next((outcome for outcome in outcomes if outcome is not None), None)
+        except Exception as error:  # noqa: BLE001 - `as_failure` logs it
+            return as_failure(error)
+
+    def _take(self, drawn: Drawn) -> FinishReason | None:
+        assert self.output is not None
+        parser, logprob = self.output.parser, self.output.logprob
         if not self.out:
             self.record.timing["first_token_s"] = round(
                 self.job.render_s + time.perf_counter() - self.submitted, 6
             )
-            self.phase("prefill_s")
+            self.note_phase("prefill_s")
             self.record.status = "decode"
         self.out.append(drawn.token)
         self.record.generated_tokens = len(self.out)
-        pieces = self.parser.feed(drawn.token)
-        if self.logprob is not None:
-            pieces = _with_logprob(pieces, self.logprob(drawn))
+        pieces = parser.feed(drawn.token)
+        if logprob is not None:
+            pieces = _with_logprob(pieces, logprob(drawn))
         for piece in pieces:
             self.push(piece)
-        if self.parser.done is not None:
-            return self.parser.done
+        if parser.done is not None:
+            return parser.done
         return "length" if len(self.out) >= self.limit else None
+
+    # -- its end -----------------------------------------------------------------------------------
 
     def flush(self, reason: FinishReason) -> None:
         """Stream what the parser held back, and make the record final."""
-        if self.parser is not None:
-            for piece in self.parser.finish(reason):
+        if self.output is not None:
+            parser = self.output.parser
+            for piece in parser.finish(reason):
                 self.push(piece)
-            reason = self.parser.done or reason
-        self.close_record(reason)
+            reason = parser.done or reason
+        self._close_record(reason)
 
     def end(self) -> None:
-        """Push the last event. Everything that the request did must be accounted for."""
+        """Push the last event; the request must be accounted for by then."""
         self.over = True
-        parser, record = self.parser, self.record
+        parser, record = self.output.parser if self.output else None, self.record
         self.push(
             Finished(
                 reason=record.finish_reason or "stop",
@@ -167,27 +286,26 @@ class Task:
         )
 
     def generated(self) -> GeneratedReply | None:
-        """The reply, to be put in where it comes back; None where that cannot be."""
-        if self.parser is None:
+        """The reply, for the prompts in which it comes back; None where it cannot be put in."""
+        if self.output is None:
             return None
-        calls, stopped = bool(self.job.tools), self.parser.stop_sequence
+        calls, stopped = bool(self.job.tools), self.output.parser.stop_sequence
         return make_reply(self.job.prompt, self.out, calls=calls, stopped=stopped)
 
     def fail(self, error: MlxcacheError) -> None:
-        """Make the record that of a failure."""
+        """Make the record that of a failed request."""
         self.over = True
         self.record.error = str(error)
-        self.close_record("error")
+        self._close_record("error")
 
-    def close_record(self, reason: FinishReason) -> None:
-        """Write the request's last numbers."""
+    def _close_record(self, reason: FinishReason) -> None:
         record = self.record
         record.generated_tokens = len(self.out)
         if self.lease is not None:
-            done = min(self.lease.lineage.length, len(self.ids))
+            done = min(self.lease.length, len(self.ids))
             record.fed_tokens = max(0, done - record.cached_tokens)
         if self.out:
-            self.phase("decode_s")
+            self.note_phase("decode_s")
         record.finish_reason = reason
         record.status = {"cancelled": "cancelled", "error": "failed"}.get(reason, "done")  # type: ignore[assignment]
 
@@ -200,45 +318,16 @@ def _with_logprob(pieces: list[Piece], entry: TokenLogprob) -> list[Piece]:
     return [*pieces, Text("", (entry,))]
 
 
-Outcome = FinishReason | MlxcacheError
-"""How a reply ends."""
-
-
-def take(task: Task, drawn: Sequence[Drawn]) -> Outcome | None:
-    """Hand tokens out until the task is over; why it is, if it is."""
-    if not drawn and task.row is not None and task.row.error is not None:
-        return failure(task.row.error)
-    try:
-        outcomes = map(task.take, drawn)
-        return next((outcome for outcome in outcomes if outcome is not None), None)
-    except Exception as error:  # noqa: BLE001 - `failure` logs it
-        return failure(error)
-
-
-def rendered(make: Callable[[], T]) -> T:
-    """What `make` makes of a conversation. Raises GenerationFailed for what a template or a
-    tokenizer raises that nobody foresaw; a tokenizer's panic is no `Exception`."""
-    try:
-        return make()
-    except MlxcacheError:
-        raise
-    except BaseException as error:
-        log.exception("a prompt could not be made")
-        raise GenerationFailed(
-            f"The prompt could not be made: {type(error).__name__}: {error}"
-        ) from error
-
-
-def failure(error: Exception) -> MlxcacheError:
-    """What the client is told of `error`, which the log gets whole."""
+def as_failure(error: Exception) -> MlxcacheError:
+    """The error for the client; any other error than ours is logged with its traceback."""
     if isinstance(error, MlxcacheError):
         return error
-    log.error("a request failed", exc_info=error)
+    log.error("request failed", exc_info=error)
     return GenerationFailed(f"The model failed: {error}")
 
 
-def owned(job: Job, owner: str | None) -> Job:
-    """A job as one owner's: the cache knows its prompt by ids that are only the owner's."""
+def for_owner(job: Job, owner: str | None) -> Job:
+    """The job as one owner's: the cache knows its prompt by ids that only the owner has."""
     prompt = job.prompt
     if owner is None:
         return job

@@ -127,6 +127,10 @@ class Lineage:
         twin.fill([(self, start, end)], end - start)
         return twin
 
+    def advance(self, count: int) -> None:
+        """Count `count` positions that the model itself appended to `caches`."""
+        self.length += count
+
     def append(
         self, tail: Iterable[Sequence[mx.array]], count: int, *, windows: bool = True
     ) -> None:

@@ -1,4 +1,4 @@
-"""Sessions as the engine keeps them: booked on a thread of their own, measured in both tiers."""
+"""The session book: sessions listed, patched, forked and deleted, measured in both tiers."""
 
 from __future__ import annotations
 
@@ -8,93 +8,99 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
-from mlxcache.cache.kv_cache import forget_all, forget_session, in_ram
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.common_prefix import common_length
-from mlxcache.errors import MlxcacheError, StoreError
-from mlxcache.mlx_thread import Calls
+from mlxcache.errors import StoreError
+from mlxcache.mlx_thread import MlxThread
 from mlxcache.owner import OWNER
-from mlxcache.sessions.files import Portable
-from mlxcache.sessions.journal import Booking, Served
-from mlxcache.sessions.mlx_lm_files import Submit
+from mlxcache.sessions.files import SessionFiles
+from mlxcache.sessions.journal import Served, SessionWriter
+from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
 from mlxcache.sessions.reply_feed import Learn, ReplyFeed
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed
-from mlxcache.store.session_rows import Gain, SessionFigures
+from mlxcache.store.session_rows import Gain, ReplyRow, SessionFigures
 from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_format import SessionInfo
-from mlxcache.store.store import Store
-from mlxcache.types import WARMING, Tokens
-
-if TYPE_CHECKING:
-    from mlxcache.engine.runtime import Core
-    from mlxcache.engine.task import Task
+from mlxcache.types import Job, Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
-T = TypeVar("T")
-
 SETTLE_S = 10.0
-"""Seconds that a session which is still being written to disk is waited for."""
+"""Seconds that a session is waited for which is still being written to disk."""
 
 
 class SessionBook:
-    """The sessions of one engine. Call everything but `ended` from the event loop.
+    """The sessions of one engine. Use on the event loop, except `add_turn`, `shared_with_sessions`
+    and `close`.
 
-    `store` None: nothing is on disk. `portable`: sessions as files. `incoming`: where those wait
-    that are being received. `decode`: a text for token ids. `learn`: see `ReplyFeed`.
-    What is asked for is answered after the turns booked before, where that does not take long.
+    `files`: sessions as files. `decode`: token ids to text. The other arguments: `submit` queues a
+    request; `prompt_caches` reads mlx-lm's files; `before_removal` is called on the MLX thread
+    before KV is removed; `incoming` is a folder for files that are being received; `learn`: see
+    `ReplyFeed`. An answer includes the turns that were added before, unless writing them takes
+    long.
     """
 
     def __init__(
         self,
         sessions: Sessions,
         model: Served,
-        core: Core,
-        submit: Submit,
+        kv: KVCache,
+        thread: MlxThread,
         *,
+        submit: Submit,
+        prompt_caches: PromptCacheReader,
+        before_removal: Callable[[], None],
         incoming: Path,
-        store: Store | None = None,
         decode: Callable[[Sequence[int]], str],
         learn: Learn,
     ):
         self.decode = decode
         self.namespace = model.namespace
-        self.store = store
+        self.store = kv.disk.store if kv.disk is not None else None
         self._model = model
         self._sessions = sessions
-        self._core = core
-        self._calls = Calls(core.scheduler.inbox)
-        self._booking = Booking(sessions, model, store)
+        self._kv = kv
+        self._thread = thread
+        self._before_removal = before_removal
+        self._writer = SessionWriter(sessions, model, self.store)
         self._checking = asyncio.Lock()
-        self._replies = ReplyFeed(sessions, store, learn) if store is not None else None
-        self.portable = Portable(self, model, submit, incoming)
+        self._replies = ReplyFeed(sessions, self.store, learn) if self.store is not None else None
+        self.files = SessionFiles(
+            self,
+            model,
+            kv,
+            thread,
+            submit=submit,
+            prompt_caches=prompt_caches,
+            incoming=incoming,
+        )
 
-    async def open(self) -> None:
-        """Pass on the replies on disk, now and as others write them. Before the first request."""
+    def open(self) -> None:
+        """Pass on the replies on disk, now and as others write them. Blocks; before any request."""
         if self._replies is not None:
-            await asyncio.to_thread(self._replies.start)
+            self._replies.start()
 
     @property
     def count(self) -> int:
-        """How many sessions there are."""
-        return self._booking.count
+        """Number of sessions, as of the last write."""
+        return self._writer.count
 
-    def ended(self, task: Task, gain: Gain) -> None:
-        """Book a request that was admitted and is over. On the MLX thread; returns at once."""
-        if task.record.status not in ("done", "cancelled") or task.job.api == WARMING:
-            return
-        ids = task.tokens()
-        if task.out and self._core.memory.tree.match(ids, touch=False).length < len(ids):
-            ids = ids[:-1]  # the last token was drawn and not fed: nothing is cached for it
-        reply = task.generated()
-        self._booking.turn(task.job, ids, time.time(), reply.row if reply else None, gain)
+    def add_turn(self, job: Job, ids: Tokens, reply: ReplyRow | None, gain: Gain) -> None:
+        """Write a finished request as a turn of its session. Any thread; returns at once.
 
-    def booked(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
-        """The tokens that `ids` shares with each leaf of the label's sessions, and whether that was
-        computed by the model that is served. In any thread; blocks. Raises StoreError."""
+        `ids`: its prompt and reply as far as they are cached, shape (n,).
+        """
+        self._writer.add_turn(job, ids, time.time(), reply, gain)
+
+    def shared_with_sessions(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
+        """For each leaf of the label's sessions: whether it is of this model, and the tokens it
+        shares.
+
+        Any thread; blocks. Raises StoreError.
+        """
         return [
             (session.namespace == self.namespace, common_length(leaf.ids, ids))
             for session in self._sessions.all()
@@ -102,18 +108,10 @@ class SessionBook:
             for leaf in self._sessions.leaves(session.id)
         ]
 
-    async def call(self, action: Callable[[Core], T]) -> T:
-        """The result of `action`, run on the MLX thread. Raises what it raises, and NotReady."""
-        return await self._calls.ask(lambda: action(self._core))
-
-    def fail(self, error: MlxcacheError) -> None:
-        """The MLX thread will answer nobody any more."""
-        self._calls.fail(error)
-
     # -- asking ------------------------------------------------------------------------------
 
     async def list(self, limit: int | None = None) -> Sequence[Listed]:
-        """The sessions, those used last first, also those of other models in the same folder.
+        """The owner's sessions, last used first, those of other models in the same folder included.
 
         Raises StoreError.
         """
@@ -124,11 +122,13 @@ class SessionBook:
         return (await self._measured(lambda: [self._sessions.get(id, OWNER.get())]))[0]
 
     async def rows(self, limit: int | None = None) -> Sequence[Session]:
-        """As `list`, without what the tiers hold: asks neither the MLX thread nor the files."""
-        return await self._booking.read(lambda: self._sessions.all(limit, OWNER.get()))
+        """As `list`, but without what the tiers hold, so without asking the MLX thread or the
+        files.
+        """
+        return await self._writer.read(lambda: self._sessions.all(limit, OWNER.get()))
 
     async def _measured(self, find: Callable[[], Sequence[Session]]) -> Sequence[Listed]:
-        """What `find` finds, with its leaves, and what each tier holds of them."""
+        """The sessions that `find` returns, with their leaves and what each tier holds of them."""
         table = self._sessions
 
         def from_table() -> list[tuple[Session, Sequence[Leaf], SessionFigures, Held]]:
@@ -137,16 +137,16 @@ class SessionBook:
                 for x in find()
             ]
 
-        def in_memory(core: Core) -> list[Held]:
+        def in_ram() -> list[Held]:
             return [
-                in_ram(core.memory, [leaf.ids for leaf in leaves])
+                self._kv.measure([leaf.ids for leaf in leaves])
                 if session.namespace == self.namespace
                 else Held.nothing(leaves)
                 for session, leaves, *_ in rows
             ]
 
-        rows = await self._booking.read(from_table)
-        held = await self.call(in_memory)
+        rows = await self._writer.read(from_table)
+        held = await self._thread.ask(in_ram)
         return [
             Listed(session, tuple(leaves), ram, disk, figures)
             for (session, leaves, figures, disk), ram in zip(rows, held, strict=True)
@@ -157,7 +157,7 @@ class SessionBook:
             return Held.nothing(leaves)
         try:
             return self.store.for_namespace(session.namespace).measure_leaves(leaves)
-        except StoreError:  # there is no such folder any more, which the log says once
+        except StoreError:  # the folder was removed, which is logged elsewhere
             return Held.nothing(leaves)
 
     # -- changing ----------------------------------------------------------------------------
@@ -165,11 +165,14 @@ class SessionBook:
     async def patch(
         self, id: str, *, name: str | None = None, pinned: bool | None = None
     ) -> Listed:
-        """Rename a session ("": no name), pin it or let it go. Raises NotFound and StoreError."""
+        """Rename a session ("" removes the name), pin or unpin it.
+
+        Raises NotFound and StoreError.
+        """
         change = partial(self._sessions.update, id, name=name, pinned=pinned, owner=OWNER.get())
-        await self._booking.run(change)
+        await self._writer.run(change)
         if pinned is not None:
-            await self._booking.run(lambda: self._booking.pin(id, pinned=pinned))
+            await self._writer.run(lambda: self._writer.pin(id, pinned=pinned))
         return await self.get(id)
 
     async def fork(self, id: str, *, name: str | None = None, tokens: int | None = None) -> Listed:
@@ -177,14 +180,13 @@ class SessionBook:
 
         Raises NotFound, StoreError, and BadRequest where there are not so many tokens.
         """
-        info, booking = await self.info(id), self._booking
+        info, writer = await self.info(id), self._writer
         size = len(info.leaves[0].ids) if info.leaves else 0
 
         def make() -> str:
             return self._sessions.fork(id, time.time(), name, tokens)
 
-        made = await booking.run(lambda: booking.with_room(size, make))
-        self._booking.count += 1
+        made = await writer.run(lambda: writer.with_room(size, make))
         return await self.get(made)
 
     async def delete(self, id: str) -> None:
@@ -192,46 +194,44 @@ class SessionBook:
 
         Raises NotFound and StoreError.
         """
-        session = await self._booking.read(lambda: self._sessions.get(id, OWNER.get()))
-        leaves = await self._booking.read(lambda: self._sessions.leaves(id))
+        session = await self._writer.read(lambda: self._sessions.get(id, OWNER.get()))
+        leaves = await self._writer.read(lambda: self._sessions.leaves(id))
         await self.settled()
-        await self._booking.run(lambda: self._sessions.delete(id))
-        self._booking.count -= 1
-        await self._booking.run(lambda: self._booking.pin(id, pinned=False))
+        await self._writer.run(lambda: self._sessions.delete(id))
+        await self._writer.run(lambda: self._writer.pin(id, pinned=False))
         for leaf in leaves:
             await self._forget(session.namespace, leaf)
 
     async def _forget(self, namespace: str, leaf: Leaf) -> None:
-        """Cut what only `leaf` needed."""
+        """Remove from both tiers what only `leaf` needed."""
         ids = leaf.ids
-        others = await self._booking.read(lambda: self._sessions.sharing(namespace, ids))
+        others = await self._writer.read(lambda: self._sessions.sharing(namespace, ids))
         needed = max(others.values(), default=0)
         if namespace == self.namespace:
-            await self.call(lambda core: forget_session(core, ids, needed))
+            await self._thread.ask(lambda: self._remove_from_ram(ids, needed))
         if self.store is not None:
             seen = self.store.for_namespace(namespace)
-            await self._booking.run(lambda: seen.remove_unshared(self._sessions, ids))
+            await self._writer.run(lambda: seen.remove_unshared(self._sessions, ids))
 
     async def clear(self, *, pinned: bool = False) -> dict[str, int]:
-        """Empty both tiers and forget the sessions, pinned ones only if `pinned`.
+        """Empty both tiers and remove the sessions, pinned ones only if `pinned`.
 
-        What requests are using stays until it is evicted. Returns `sessions` that went and
-        `freed_bytes` of the disk. An owner clears no more than its own. Raises StoreError.
+        What requests use stays until it is evicted. Returns the `sessions` removed and the
+        `freed_bytes` of the disk. An owner clears its own alone. Raises StoreError.
         """
         if OWNER.get() is not None:
             return await self._clear_own(pinned)
         await self.settled()
-        sessions = await self._booking.run(lambda: self._sessions.clear(pinned=pinned))
-        self._booking.count -= sessions
+        sessions = await self._writer.run(lambda: self._sessions.clear(pinned=pinned))
         freed = 0
         if (store := self.store) is not None:
-            freed = await self._booking.run(lambda: store.clear(pinned=pinned))
-        await self.call(forget_all)
+            freed = await self._writer.run(lambda: store.clear(pinned=pinned))
+        await self._thread.ask(self._clear_ram)
         return {"sessions": sessions, "freed_bytes": freed}
 
     async def _clear_own(self, pinned: bool) -> dict[str, int]:
         before = self.store.stats().used_bytes if self.store else 0
-        own = await self._booking.read(lambda: self._sessions.all(None, OWNER.get()))
+        own = await self._writer.read(lambda: self._sessions.all(None, OWNER.get()))
         gone = [session for session in own if pinned or not session.pinned]
         for session in gone:
             await self.delete(session.id)
@@ -239,7 +239,8 @@ class SessionBook:
         return {"sessions": len(gone), "freed_bytes": max(0, before - after)}
 
     async def prune(self, limit: int | None = None) -> int:
-        """Remove damaged files, and what is beyond `limit` bytes on disk; the bytes freed.
+        """Remove damaged files, and evict what exceeds `limit` bytes on disk; returns the bytes
+        freed.
 
         Reads every file. Raises StoreError.
         """
@@ -249,7 +250,7 @@ class SessionBook:
             return await asyncio.to_thread(store.prune, limit)
 
     async def check(self) -> Sequence[Problem]:
-        """What is wrong with the files on disk, each read as a whole; one such look at a time.
+        """Problems of the files on disk, each of which is read as a whole; one check at a time.
 
         Raises StoreError.
         """
@@ -259,29 +260,38 @@ class SessionBook:
             return await asyncio.to_thread(store.check)
 
     async def info(self, id: str) -> SessionInfo:
-        """A session as a snapshot carries it. Raises NotFound and StoreError."""
-        return await self._booking.read(lambda: self._sessions.info(id, OWNER.get()))
+        """A session in the form that snapshots carry. Raises NotFound and StoreError."""
+        return await self._writer.read(lambda: self._sessions.info(id, OWNER.get()))
 
     async def adopt(self, info: SessionInfo, name: str | None) -> Listed:
-        """Enter a session that came in a file. Raises StoreError."""
-        size, booking = sum(len(leaf.ids) for leaf in info.leaves), self._booking
+        """Add a session that came in a file. Raises StoreError."""
+        size, writer = sum(len(leaf.ids) for leaf in info.leaves), self._writer
         enter = partial(self._sessions.adopt, info, time.time(), name, OWNER.get())
-        made = await booking.run(lambda: booking.with_room(size, enter))
-        self._booking.count += 1
+        made = await writer.run(lambda: writer.with_room(size, enter))
         return await self.get(made)
 
     async def settled(self) -> bool:
         """Wait until nothing is on its way to disk; False if that takes too long."""
         deadline = time.monotonic() + SETTLE_S
-        while await self.call(lambda core: core.disk is not None and core.disk.busy):
+        while await self._thread.ask(lambda: self._kv.writing):
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(0.02)
         return True
 
     def close(self) -> None:
-        """Book what was handed over, for a bounded time, and end. From any thread; blocks."""
+        """Write the turns that were added, for a bounded time, and end. Any thread; blocks."""
         if self._replies is not None:
             self._replies.close()
-        if left := self._booking.close():
-            log.warning("%d turns could not be entered into the table of sessions in time", left)
+        if left := self._writer.close():
+            log.warning("sessions: %d turns not written before the deadline", left)
+
+    # -- on the MLX thread -------------------------------------------------------------------------
+
+    def _remove_from_ram(self, ids: Tokens, keep: int) -> None:
+        self._before_removal()
+        self._kv.forget(ids, keep)
+
+    def _clear_ram(self) -> None:
+        self._before_removal()
+        self._kv.clear()

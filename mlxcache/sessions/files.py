@@ -1,4 +1,4 @@
-"""Sessions as files: snapshots, and mlx-lm's prompt caches."""
+"""Sessions as files, in and out: snapshots, and mlx-lm's prompt caches."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import DiskFull, SnapshotRefused, Unsupported
+from mlxcache.mlx_thread import MlxThread
 from mlxcache.owner import OWNER, own_ids, plain_ids
 from mlxcache.private import make_folder
 from mlxcache.sessions.journal import Served
-from mlxcache.sessions.mlx_lm_files import PromptCacheExport, Submit, compute, take_in
+from mlxcache.sessions.mlx_lm_files import (
+    PromptCacheExport,
+    PromptCacheReader,
+    Submit,
+    compute,
+)
 from mlxcache.store.database import store_errors
 from mlxcache.store.lock import is_running
 from mlxcache.store.sessions import new_id
@@ -28,30 +35,43 @@ if TYPE_CHECKING:
 
 
 INCOMING = re.compile(r"restore-(\d+)-.*")
-"""Names of files that are being received: the process, and something random."""
+"""Names of files that are being received: the process id, and random characters."""
 
 
-def sweep(folder: Path) -> None:
-    """Remove what servers that were killed were receiving."""
+def remove_stale(folder: Path) -> None:
+    """Remove files that servers were receiving when they were killed."""
     for path in folder.glob("restore-*"):
         match = INCOMING.fullmatch(path.name)
         if match and not is_running(int(match[1])):
             path.unlink(missing_ok=True)
 
 
-class Portable:
-    """What goes out of a book of sessions, and comes in. Call it from the event loop."""
+class SessionFiles:
+    """Sessions that leave a book as files, or enter it from files. Use on the event loop."""
 
-    def __init__(self, book: SessionBook, model: Served, submit: Submit, incoming: Path):
+    def __init__(
+        self,
+        book: SessionBook,
+        model: Served,
+        kv: KVCache,
+        thread: MlxThread,
+        *,
+        submit: Submit,
+        prompt_caches: PromptCacheReader,
+        incoming: Path,
+    ):
         self._book = book
         self._model = model
+        self._kv = kv
+        self._thread = thread
         self._submit = submit
+        self._prompt_caches = prompt_caches
         self._incoming = incoming
 
     async def snapshot(self, id: str) -> SnapshotExport:
-        """A snapshot of a session, to be iterated on another thread: reading it blocks.
+        """A snapshot of a session; iterate it on another thread, as reading files blocks.
 
-        Raises NotFound, StoreError, and Unsupported where nothing is on disk.
+        Raises NotFound, StoreError, and Unsupported without a disk tier.
         """
         store = self._stored()
         info = await self._book.info(id)
@@ -60,7 +80,7 @@ class Portable:
         return await asyncio.to_thread(SnapshotExport, seen, info, OWNER.get())
 
     async def prompt_cache(self, id: str) -> PromptCacheExport:
-        """The main leaf of a session as a file for mlx-lm's tools, computed where it is not there.
+        """The main leaf of a session as a file for mlx-lm's tools; computes what RAM lacks of it.
 
         Raises NotFound, Busy, Unsupported for a session of another model or with images, and what
         `Engine.submit` raises.
@@ -71,10 +91,12 @@ class Portable:
         owner, path = OWNER.get(), self._model.path
         ids = plain_ids(info.leaves[0].ids, owner)
         await compute(self._submit, ids)
-        return await self._book.call(lambda core: PromptCacheExport(core, ids, path, owner))
+        return await self._thread.ask(
+            lambda: PromptCacheExport(self._kv, self._thread, ids, path, owner)
+        )
 
     def incoming(self, nbytes: int) -> Path:
-        """Where to put a file of `nbytes` for `restore`. Raises DiskFull where it has no room."""
+        """A folder for a file of `nbytes` to `restore`. Raises DiskFull without room for it."""
         with store_errors(self._incoming):
             make_folder(self._incoming)
             if shutil.disk_usage(self._incoming).free < nbytes + FREE_FLOOR:
@@ -84,18 +106,18 @@ class Portable:
     async def restore(
         self, path: Path, name: str | None = None, prompt: str | None = None
     ) -> Listed:
-        """Take in the snapshot at `path`, or a prompt cache of mlx-lm's that was made of `prompt`.
+        """Import the snapshot at `path`, or a prompt cache of mlx-lm's that was made of `prompt`.
 
-        What of a prompt cache cannot be used is computed. Raises SnapshotRefused, BadRequest,
-        StoreError, Unsupported for snapshots where nothing is kept on disk, and for prompt caches
-        what `Engine.submit` raises.
+        Computes what cannot be used of a prompt cache. Raises SnapshotRefused, BadRequest,
+        StoreError; for snapshots Unsupported without a disk tier, for prompt caches what
+        `Engine.submit` raises.
         """
         owner = OWNER.get()
         try:
             checked = with_owner(await asyncio.to_thread(self._read, path), owner)
         except SnapshotRefused as refused:
             try:
-                ids = await self._book.call(lambda core: take_in(core, path, prompt, owner))
+                ids = await self._thread.ask(lambda: self._prompt_caches.read(path, prompt, owner))
             except SnapshotRefused as error:
                 raise (refused if prompt is None else error) from error
             await compute(self._submit, ids)
@@ -123,5 +145,5 @@ class Portable:
 
     def _stored(self) -> Store:
         if self._book.store is None:
-            raise Unsupported("This server has no disk tier, which snapshots come from and go to.")
+            raise Unsupported("Snapshots need a disk tier, and this server has none (--disk off).")
         return self._book.store

@@ -1,4 +1,6 @@
-"""Booking finished requests as turns of sessions, on a thread of its own, in order."""
+"""The session writer: finished requests become turns in the sessions table, on one thread, in
+order.
+"""
 
 from __future__ import annotations
 
@@ -29,30 +31,30 @@ T = TypeVar("T")
 PIN_S = 3.0
 """Seconds after a turn of a pinned session at which its new files, written by then, are pinned."""
 
-ASKED_S = 5.0
-"""Seconds that whoever asks waits for others that write the table, or for turns being booked."""
+WRITE_WAIT_S = 5.0
+"""Seconds that a request waits for the table: for earlier turns, or for another process."""
 
-BOOKED_S = 1.0
-"""Seconds for which whoever only reads waits for the turns that were handed over before."""
+READ_WAIT_S = 1.0
+"""Seconds that a reader waits for earlier turns to be written."""
 
 CLOSE_S = 1.0
-"""Seconds for which turns are booked when the server stops."""
+"""Seconds for which turns are written when the server stops."""
 
-AGAIN_S = 3.0
-"""How often turns that could not be booked are tried again."""
+RETRY_S = 3.0
+"""Seconds between tries to write turns that could not be written."""
 
-MOST_LATE = 64
-"""Turns that wait for that, the newest: their token ids are in RAM meanwhile."""
+MAX_LATE = 64
+"""Turns that wait for a retry, the newest: their token ids are in RAM meanwhile."""
 
 ROW_BYTES, SPARE_BYTES = 8, 64 << 10
-"""What a token id takes in a row and in the log, and what a change takes besides."""
+"""Bytes of a token id in a row and in the database's log, and of a change besides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What sessions are of: a model's name and namespace, and what it caches per token.
+    """The model that sessions belong to: name, namespace, KV per token, vocabulary.
 
-    `path`: what mlx-lm's tools have to be given as --model.
+    `path`: the value of `--model` for mlx-lm's tools.
     """
 
     name: str
@@ -62,10 +64,10 @@ class Served:
     vocab_size: int
 
 
-class Booking:
-    """The one thread that writes the table of sessions. What runs on it runs in order.
+class SessionWriter:
+    """The one thread that writes the table of sessions; its actions run in order.
 
-    `count`: sessions in the table, as far as this process knows.
+    `count`: sessions in the table, as of the last write of this process. Ends with `close`.
     """
 
     def __init__(self, sessions: Sessions, model: Served, store: Store | None):
@@ -74,16 +76,16 @@ class Booking:
         self._model = model
         self._store = store
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-sessions")
-        self._timer: threading.Timer | None = None
-        self._again: threading.Timer | None = None
-        self._late: deque[Turn] = deque(maxlen=MOST_LATE)
+        self._pin_timer: threading.Timer | None = None
+        self._retry_timer: threading.Timer | None = None
+        self._late: deque[Turn] = deque(maxlen=MAX_LATE)
         self._closed = False
         self._failing = False
         self._open = 0
         self._counted = threading.Condition()
         self._submit(self._pin_all)
 
-    def turn(
+    def add_turn(
         self,
         job: Job,
         ids: Tokens,
@@ -91,9 +93,10 @@ class Booking:
         reply: ReplyRow | None = None,
         gain: Gain | None = None,
     ) -> None:
-        """Book a finished request, from any thread and at once. `ids`: its prompt and reply.
+        """Write a finished request as a turn. Any thread; returns at once.
 
-        Where the table cannot be written it is booked once that can be, if the server still runs.
+        `ids`: its prompt and reply, shape (n,). `at`: seconds since 1970. Where the table cannot be
+        written it is tried again later, as long as the server runs.
         """
         marks, prompt = job.prompt.marks, len(job.prompt.ids)
         turn = Turn(
@@ -111,7 +114,7 @@ class Booking:
             owner=job.owner,
             gain=gain,
         )
-        self._submit(lambda: self._book_with_late(turn))
+        self._submit(lambda: self._write_with_late(turn))
 
     def _submit(self, action: Callable[[], None]) -> None:
         if not self._closed:
@@ -125,33 +128,36 @@ class Booking:
             self._failing = False
         except StoreError as error:
             if not self._failing:
-                log.warning("sessions are not kept: %s", error)
+                log.warning("sessions not written, retrying: %s", error)
             self._failing = True
         except Exception:
-            log.exception("a session could not be kept")
+            log.exception("writing a session failed")
         finally:
             with self._counted:
                 self._open -= 1
                 self._counted.notify_all()
 
-    def _book_with_late(self, *turns: Turn) -> None:
-        """Book, in order, what could not be booked before, and `turns`. Raises StoreError."""
+    def _write_with_late(self, *turns: Turn) -> None:
+        """Write, in order, the turns that could not be written before, and `turns`.
+
+        Raises StoreError.
+        """
         self._late.extend(turns)
         while self._late:
             turn = self._late.popleft()
             try:
                 id = self.with_room(len(turn.ids), partial(self._sessions.record_turn, turn))
             except StoreError:
-                if len(self._late) < MOST_LATE:
+                if len(self._late) < MAX_LATE:
                     self._late.appendleft(turn)
-                if self._again is None:
-                    self._again = self._later(AGAIN_S, self._try_again)
+                if self._retry_timer is None:
+                    self._retry_timer = self._later(RETRY_S, self._retry)
                 raise
-            self._booked(id)
+            self._note_written(id)
 
-    def _try_again(self) -> None:
-        self._again = None
-        self._book_with_late()
+    def _retry(self) -> None:
+        self._retry_timer = None
+        self._write_with_late()
 
     def _later(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
         """Submit `action` in so many seconds."""
@@ -160,24 +166,25 @@ class Booking:
         timer.start()
         return timer
 
-    def _booked(self, id: str) -> None:
+    def _note_written(self, id: str) -> None:
         self.count = self._sessions.count()
-        if self._store is not None and self._sessions.get(id).pinned and self._timer is None:
-            self._timer = self._later(PIN_S, self._pin_all)
+        pinned = self._store is not None and self._sessions.get(id).pinned
+        if pinned and self._pin_timer is None:
+            self._pin_timer = self._later(PIN_S, self._pin_all)
 
     def _pin_all(self) -> None:
-        self._timer = None
+        self._pin_timer = None
         self.count = self._sessions.count()
         for id in self._sessions.pinned():
             self.pin(id, pinned=True)
 
     def pin(self, id: str, *, pinned: bool) -> None:
-        """Evict what is on disk of a session last, or not any more. On the thread."""
+        """Have the files of a session evicted last, or no longer so. On the thread."""
         if self._store is not None:
             self._store.pin_session(self._sessions, id, pinned=pinned)
 
     def with_room(self, tokens: int, action: Callable[[], T]) -> T:
-        """The result of `action`, which writes rows of so many tokens, within the disk's cap.
+        """The result of `action`, which writes rows of so many tokens, within the disk's limit.
 
         On the thread. Raises DiskFull where nothing can be evicted for them.
         """
@@ -188,37 +195,45 @@ class Booking:
             return action()
 
     async def run(self, action: Callable[[], T]) -> T:
-        """The result of `action` on the thread, after the turns that were handed over before.
+        """The result of `action`, run on the thread after the turns that were added before.
 
-        Raises what it raises, Busy where it cannot begin or has no turn at writing within `ASKED_S`
-        (it is not done then), and NotReady at the end.
+        Raises what it raises; Busy, with nothing done, where it cannot begin or the table is locked
+        for `WRITE_WAIT_S`; NotReady once the writer is closed.
         """
         self._check_open()
-        deadline = time.monotonic() + ASKED_S
-        future = self._pool.submit(self._patiently, action, deadline)
+        deadline = time.monotonic() + WRITE_WAIT_S
+        future = self._pool.submit(self._run_within, action, deadline)
         waited = asyncio.wrap_future(future)
-        await asyncio.wait({waited}, timeout=ASKED_S)
+        await asyncio.wait({waited}, timeout=WRITE_WAIT_S)
         if not waited.done() and future.cancel():
             raise _busy()
         return await waited
 
-    def _patiently(self, action: Callable[[], T], deadline: float) -> T:
+    def _run_within(self, action: Callable[[], T], deadline: float) -> T:
         try:
             with self._sessions.patience(max(0.0, deadline - time.monotonic())):
-                return action()
+                result = action()
         except Locked as error:
             raise _busy() from error
+        self._refresh_count()
+        return result
+
+    def _refresh_count(self) -> None:
+        try:
+            self.count = self._sessions.count()
+        except StoreError as error:  # what was asked for is done all the same
+            log.debug("sessions not counted: %s", error)
 
     async def read(self, action: Callable[[], T]) -> T:
-        """The result of `action`, which only reads and so need not wait for who writes.
+        """The result of `action`, which only reads, and so does not wait for a locked table.
 
-        The turns that were handed over before are waited for, but not for long. Raises what it
-        raises, and NotReady at the end.
+        Waits for the turns added before, for at most `READ_WAIT_S`. Raises what it raises, and
+        NotReady once the writer is closed.
         """
         self._check_open()
-        booked = asyncio.wrap_future(self._pool.submit(_nothing))
-        await asyncio.wait({booked}, timeout=BOOKED_S)
-        booked.cancel()
+        written = asyncio.wrap_future(self._pool.submit(_nothing))
+        await asyncio.wait({written}, timeout=READ_WAIT_S)
+        written.cancel()
         return await asyncio.to_thread(action)
 
     def _check_open(self) -> None:
@@ -226,9 +241,9 @@ class Booking:
             raise NotReady("The server is stopping.", retry_after=5.0)
 
     def close(self, seconds: float = CLOSE_S) -> int:
-        """Book what was handed over, for at most so long, and end; how many turns were not."""
+        """Write what was added, for at most `seconds`, and end; returns the turns not written."""
         self._closed = True
-        for timer in (self._timer, self._again):
+        for timer in (self._pin_timer, self._retry_timer):
             if timer is not None:
                 timer.cancel()
         self._pool.shutdown(wait=False)
@@ -240,7 +255,7 @@ class Booking:
 
 
 def _nothing() -> None:
-    """What those who read wait for."""
+    """The action that a reader waits for."""
 
 
 def _busy() -> Busy:

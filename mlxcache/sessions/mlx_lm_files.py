@@ -1,102 +1,162 @@
-"""mlx-lm's own prompt caches: what a session holds, as a file for its tools."""
+"""mlx-lm's prompt cache files, written from sessions and read as sessions."""
 
 from __future__ import annotations
 
 import json
 import logging
-import queue
 import secrets
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import BadRequest, Busy, Unsupported
-from mlxcache.model.mlx_lm_format import (
-    PromptCache,
-    PromptCacheFile,
-    agrees,
-    prompt_ids,
-    read_prompt_cache,
-)
+from mlxcache.mlx_thread import MlxThread
+from mlxcache.model.mlx_lm_format import PromptCache, PromptCacheFile, read_prompt_cache
 from mlxcache.owner import own_ids
 from mlxcache.types import WARMING, Job, Prompt, Tokens
-
-if TYPE_CHECKING:
-    from mlxcache.engine.runtime import Core
-    from mlxcache.engine.stream import Stream
 
 log = logging.getLogger("mlxcache.engine")
 
 ANSWER_S = 120.0
 """Seconds that a part of a file may wait for the MLX thread, which may be in a long pass."""
 
-Submit = Callable[[Job], Awaitable["Stream"]]
-"""`Engine.submit`."""
+Submit = Callable[[Job], Awaitable[Any]]
+"""`Engine.submit`: queues a job; the result is an async context manager and iterator of events."""
 
 
 class PromptCacheExport:
-    """A prompt cache on its way out: iterate once, on any thread but MLX's, for `nbytes` bytes.
+    """A prompt cache file being written: iterate once, on any thread but MLX's; `nbytes` in all.
 
-    A lineage is held until the iteration ends, or until nobody holds this any more.
+    A lineage is leased until the iteration ends, or until the export is garbage collected.
     """
 
-    def __init__(self, core: Core, ids: Tokens, model: str, owner: str | None = None):
-        """On the MLX thread. `ids`: as the model is fed them.
+    def __init__(
+        self, kv: KVCache, thread: MlxThread, ids: Tokens, model: str, owner: str | None = None
+    ):
+        """Lease the lineage that holds `ids`, as the model is fed them, shape (n,).
 
-        Raises Busy where not all of them is in RAM, with its state.
+        On the MLX thread.
+
+        Raises Busy where RAM does not hold all of them with their state.
         """
-        memory, inbox = core.memory, core.scheduler.inbox
-        lease = memory.acquire(own_ids(np.append(ids, ids[-1:]), owner), 1)
+        lease = kv.acquire(own_ids(np.append(ids, ids[-1:]), owner), 1)
         if lease is None:
             raise Busy("There is no memory for a prompt cache now.", retry_after=5.0)
         if lease.cached < len(ids):
-            memory.release(lease)
+            kv.release(lease)
             raise Busy("The session was evicted meanwhile; try again.", retry_after=1.0)
         file = PromptCacheFile(lease.lineage, model, ids)
         parts = [iter(file)]
         self.nbytes = file.nbytes
         self._parts = parts
-        self._inbox = inbox
+        self._thread = thread
 
         def release() -> None:
-            parts.clear()  # its views go before anybody writes to the buffers again
-            memory.release(lease)
+            parts.clear()  # its views must go before the buffers are written to again
+            kv.release(lease)
 
-        self._release = weakref.finalize(self, inbox.put, release)
+        self._release = weakref.finalize(self, thread.post, release)
         self._release.atexit = False
 
     def __iter__(self) -> Iterator[bytes]:
         try:
-            while part := _on_mlx_thread(self._inbox, lambda: next(self._parts[0], b"")):
+            while part := self._thread.call(lambda: next(self._parts[0], b"")).result(ANSWER_S):
                 yield part
         finally:
             self._release()
 
 
-def _on_mlx_thread(
-    inbox: queue.SimpleQueue[Callable[[], None]], action: Callable[[], bytes]
-) -> bytes:
-    answer: Future[bytes] = Future()
+class PromptCacheReader:
+    """Reads mlx-lm's prompt cache files into the prefix tree.
 
-    def run() -> None:
+    `agrees(found, ids)` computes some of a file's KV again and compares, on the MLX thread;
+    `tokenise(text)` is mlx-lm's tokenisation of a prompt.
+    """
+
+    def __init__(
+        self,
+        kv: KVCache,
+        agrees: Callable[[PromptCache, Tokens], bool],
+        tokenise: Callable[[str], Sequence[int]],
+    ):
+        self._kv = kv
+        self._agrees = agrees
+        self._tokenise = tokenise
+
+    def read(self, path: Path, prompt: str | None, owner: str | None = None) -> Tokens:
+        """The token ids of the file at `path`, shape (n,); its KV enters the owner's tree if it
+        agrees.
+
+        `prompt`: the text, or JSON list of ids, that the file was made of; not needed where the
+        file has its tokens. KV that does not agree, or for which there is no memory, is left out.
+        On the MLX thread. Raises SnapshotRefused for a file that is no prompt cache of such a
+        model, BadRequest where there are no tokens or unknown ones.
+        """
+        kv = self._kv
+        vocabulary = kv.layout.vocab_size
+        found = read_prompt_cache(path, kv.layout, mx.cpu)
+        ids = found.ids if found.ids is not None else self._ids_of(prompt)
+        if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            raise BadRequest(f"Token ids must be from 0 to {vocabulary - 1}.", param="prompt")
+        size = path.stat().st_size  # comparing an array reads all of it
+        if not kv.ram.reserve("import", size):
+            log.warning("prompt cache not read, %d bytes of memory needed: computing it", size)
+            return ids
         try:
-            answer.set_result(action())
-        except BaseException as error:  # noqa: BLE001 - it is raised again in `result`
-            answer.set_exception(error)
+            if self._agrees(found, ids):
+                self._insert(found, own_ids(ids, owner))
+            else:
+                log.warning("prompt cache differs from this model's: computing it instead")
+        finally:
+            del found
+            kv.budget.release("import", size)
+            mx.clear_cache()
+        return ids
 
-    inbox.put(run)
-    return answer.result(ANSWER_S)
+    def _ids_of(self, prompt: str | None) -> Tokens:
+        if not prompt:
+            raise BadRequest(
+                "This prompt cache of mlx-lm has no tokens: give the text it was made of with "
+                "--prompt TEXT.",
+                param="prompt",
+            )
+        if prompt.lstrip().startswith("["):
+            try:
+                return np.array(json.loads(prompt), np.int32).reshape(-1)
+            except (ValueError, TypeError, OverflowError):
+                pass  # a text that begins with a bracket
+        return np.array(self._tokenise(prompt), np.int32)
+
+    def _insert(self, found: PromptCache, ids: Tokens) -> None:
+        """Append what RAM lacks of `ids` to a lineage, and commit it as if it had been computed."""
+        kv = self._kv
+        lease = kv.acquire(np.append(ids, ids[-1:]), 1)
+        if lease is None or found.arrays is None:
+            return
+        try:
+            start = lease.length
+            if start < len(ids):
+                tail = ([array[..., start:, :] for array in slot] for slot in found.arrays)
+                lease.lineage.append(tail, len(ids) - start)
+                if kv.layout.opaque:
+                    lease.lineage.restore(found.state)
+                kv.commit(lease, ids, checkpoint=True)
+                kv.persist(lease, ids, whole=True)
+        except BaseException:
+            kv.abandon(lease)
+            raise
+        kv.release(lease)
 
 
 async def compute(submit: Submit, ids: Tokens) -> None:
-    """Have all of `ids` in RAM, and the state after them. Raises what `Engine.submit` raises.
+    """Have all of `ids` in RAM, with the state after them. Raises what `submit` raises.
 
-    One token more is fed, so that there is a place to stop before it.
+    One more token is fed, so that there is a position to stop at before it.
     """
     if not len(ids) or int(ids.min()) < 0:
         raise Unsupported("mlx-lm's prompt caches are of text alone; this session has images.")
@@ -105,69 +165,3 @@ async def compute(submit: Submit, ids: Tokens) -> None:
     async with await submit(job) as stream:
         async for _ in stream:
             pass
-
-
-def take_in(core: Core, path: Path, prompt: str | None, owner: str | None = None) -> Tokens:
-    """The tokens of the prompt cache at `path`, its KV in the owner's tree if it is of this model.
-
-    `prompt`: what the file was made of, as text or as a JSON list of ids; not needed where the file
-    has its tokens. KV that is not that of the model, or for which there is no memory, is left.
-    On the MLX thread. Raises SnapshotRefused for what is no prompt cache of such a model, and
-    BadRequest without tokens, or for ids that the model does not have.
-    """
-    layout = core.layout
-    found = read_prompt_cache(path, layout, mx.cpu)
-    ids = found.ids if found.ids is not None else _ids_of(core, prompt)
-    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= layout.vocab_size:
-        raise BadRequest(f"Token ids must be from 0 to {layout.vocab_size - 1}.", param="prompt")
-    size = path.stat().st_size  # looking at an array reads all of it
-    if not core.memory.room.reserve("import", size):
-        log.warning("there is no memory to read a prompt cache of %d bytes: it is computed", size)
-        return ids
-    try:
-        if agrees(core.loaded.model, layout, found, ids):
-            _insert(core, found, own_ids(ids, owner))
-        else:
-            log.warning("a prompt cache is not what this model computes for its prompt: left aside")
-    finally:
-        del found
-        core.memory.budget.release("import", size)
-        mx.clear_cache()
-    return ids
-
-
-def _ids_of(core: Core, prompt: str | None) -> Tokens:
-    if not prompt:
-        raise BadRequest(
-            "This is a prompt cache of mlx-lm's, which has no tokens: give what it was made of "
-            "with --prompt TEXT.",
-            param="prompt",
-        )
-    if prompt.lstrip().startswith("["):
-        try:
-            return np.array(json.loads(prompt), np.int32).reshape(-1)
-        except (ValueError, TypeError, OverflowError):
-            pass  # a text that begins with a bracket
-    return np.array(prompt_ids(core.loaded.tokenizer, prompt), np.int32)
-
-
-def _insert(core: Core, found: PromptCache, ids: Tokens) -> None:
-    """Append what is missing of `ids` to a lineage, and commit it as if it had been computed."""
-    memory = core.memory
-    lease = memory.acquire(np.append(ids, ids[-1:]), 1)
-    if lease is None or found.arrays is None:
-        return
-    try:
-        start = lease.lineage.length
-        if start < len(ids):
-            tail = ([array[..., start:, :] for array in slot] for slot in found.arrays)
-            lease.lineage.append(tail, len(ids) - start)
-            if memory.layout.opaque:
-                lease.lineage.restore(found.state)
-            memory.commit(lease, ids, checkpoint=True)
-            if core.disk is not None:
-                core.disk.ended(lease, ids)
-    except BaseException:
-        memory.abandon(lease)
-        raise
-    memory.release(lease)

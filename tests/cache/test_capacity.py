@@ -11,7 +11,8 @@ import pytest
 from mlxcache.cache.capacity import Fit, Talk, fit, warnings
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.runtime import Core
+from mlxcache.engine.runtime import ModelRuntime
+from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import kv
 from mlxcache.model.examine import examine
 from mlxcache.model.load import ModelSpec, load
@@ -22,24 +23,24 @@ TOKENS = 2400
 RAM, DISK = 400_000_000, 2_000_000_000
 
 
-async def played(engine: Engine, talk: Talk, tokens: int) -> Core:
+async def played(engine: Engine, talk: Talk, tokens: int) -> ModelRuntime:
     """Have `engine` hold the conversation that is computed on paper, each turn written; its core.
 
     What is on its way to disk is not thinned, and a person is slower than a disk.
     """
     ids, rng = np.zeros(0, np.int32), np.random.default_rng(1)
     core = await engine.call(lambda core: core)
-    assert core.disk is not None
+    assert core.kv.disk is not None
     for turn, (marks, _, prompt, end) in enumerate(talk.turns(tokens)):
         asked = rng.integers(0, 500, prompt - len(ids)).astype(np.int32)
         job = Job(f"t{turn}", Prompt(np.concatenate([ids, asked]), marks), Sampling(), end - prompt)
         stream = await engine.submit(job)
-        task = engine._live[job.id].task
+        task = engine._requests[job.id].task
         async for _ in stream:
             pass
         ids = np.concatenate([task.ids, np.asarray(task.out, np.int32)])
         assert len(ids) == end
-        while core.disk.busy:  # noqa: ASYNC110 - the MLX thread sets no asyncio.Event
+        while core.kv.disk.write_behind.busy:  # noqa: ASYNC110 - the MLX thread sets no asyncio.Event
             await asyncio.sleep(0.005)
     return core
 
@@ -57,7 +58,7 @@ async def test_figures_on_paper_are_what_the_server_holds(family: str, toy, tmp_
     await engine.start()
     try:
         core = await played(engine, TALK, TOKENS)
-        kinds, checkpoints = core.memory.budget.by_kind(), core.memory.tree.checkpoints
+        kinds, checkpoints = core.kv.budget.by_kind(), core.kv.tree.checkpoints
         files = list((tmp_path / "store").rglob("*.safetensors"))
         states = [file for file in files if "checkpoints" in file.parts]
         on_disk = sum(file.stat().st_blocks * 512 for file in files)
@@ -81,7 +82,7 @@ async def test_figures_on_paper_are_thinned_as_those_of_a_server_are(toy, tmp_pa
     await engine.start()
     try:
         core = await played(engine, talk, tokens)
-        in_ram = core.memory.tree.checkpoints
+        in_ram = core.kv.tree.checkpoints
         on_disk = len(list((tmp_path / "store" / "checkpoints").rglob("*.safetensors")))
     finally:
         await engine.stop()
@@ -95,12 +96,17 @@ def test_the_room_is_what_a_server_has_for_conversations(toy, tmp_path: Path) ->
     """All else that the budget sets aside is taken off, as far as no measurement is needed."""
     path = str(toy("llama"))
     settings = Settings(model=path, cache_dir=tmp_path, ram=RAM, disk=DISK)
-    core = Core(load(ModelSpec(path)), settings, lambda _: None, lambda: None)
+    core = ModelRuntime(load(ModelSpec(path)), settings, MlxThread(), unasked)
     found = fit(core.layout, ram=RAM, disk=DISK, tokens=[])
-    assert found.room >= core.memory.room.largest()
-    assert found.room == pytest.approx(core.memory.room.largest(), rel=0.3)
+    assert found.room >= core.kv.ram.max_request_bytes()
+    assert found.room == pytest.approx(core.kv.ram.max_request_bytes(), rel=0.3)
     without = fit(core.layout, ram=RAM, disk=0, tokens=[])
     assert without.room > found.room
+    core.close(died=False)
+
+
+async def unasked(job: Job) -> None:
+    raise AssertionError(job)
 
 
 def paper(toy, family: str) -> Fit:

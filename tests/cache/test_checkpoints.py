@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.cache.checkpoints import SPACING, Trail, stops
-from mlxcache.cache.disk import Disk
-from mlxcache.cache.kv_cache import Memory
-from mlxcache.cache.write_behind import Spill
+from mlxcache.cache.kv_cache import KVCache
+from mlxcache.cache.write_behind import PathWrite
 from mlxcache.engine import scheduler
 from mlxcache.engine.cost import STOPS, Cost
 from mlxcache.prompt.marks import MARK_DISTANCE
-from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST
 from tests.scheduled import Bench, admitted
@@ -43,7 +41,7 @@ def prompt(rng: np.random.Generator, n: int) -> list[int]:
 
 def checkpoints(bench: Bench, ids: list[int]) -> list[int]:
     """Where the path of `ids` has checkpoints."""
-    match = bench.memory.tree.match(np.asarray(ids, np.int32), touch=False)
+    match = bench.kv.tree.match(np.asarray(ids, np.int32), touch=False)
     return [at for at, _ in match.checkpoints]
 
 
@@ -186,7 +184,7 @@ def test_a_long_reply_leaves_no_checkpoints_but_its_end(
     ids = prompt(rng, 100)
     task = hybrid.put(ids, marks=[90], tokens=70)
     hybrid.run(until=lambda: len(task.out) >= 60)
-    assert hybrid.memory.tree.tokens >= 160
+    assert hybrid.kv.tree.tokens >= 160
     hybrid.run()
     assert checkpoints(hybrid, [*ids, *task.out]) == [90, 170]
 
@@ -197,8 +195,8 @@ def test_a_long_reply_leaves_no_checkpoints_but_its_end(
 @pytest.mark.parametrize("mark", [100, 500])
 def test_what_is_fed_again_is_held_once(hybrid: Bench, rng: np.random.Generator, mark: int) -> None:
     """Between the checkpoint and where two prompts part; in the tree and in buffers."""
-    tree, room = hybrid.memory.tree, hybrid.memory.room
-    per_token = hybrid.memory.layout.bytes_per_token
+    tree, room = hybrid.kv.tree, hybrid.kv.ram
+    per_token = hybrid.kv.layout.bytes_per_token
     ids = prompt(rng, 800)
     first = hybrid.ask(ids, marks=[mark], tokens=4)
     branch = [*ids[:700], *prompt(rng, 300)]
@@ -207,7 +205,7 @@ def test_what_is_fed_again_is_held_once(hybrid: Bench, rng: np.random.Generator,
     assert tree.tokens == 804 + 304
     for lineage in list(room.idle.values()):
         room.shrink(lineage, force=True)
-    assert hybrid.memory.budget.by_kind()["kv"] == tree.tokens * per_token
+    assert hybrid.kv.budget.by_kind()["kv"] == tree.tokens * per_token
     for again in ([*ids, *first.out, 5, 6], [*branch, *task.out, 7, 8]):
         task = hybrid.ask(again, tokens=3)
         assert admitted(task).cached_tokens == len(again) - 2
@@ -229,21 +227,21 @@ def conversation(bench: Bench, rng: np.random.Generator, turns: int) -> list[int
 
 def test_a_path_is_thinned_before_it_is_cut(hybrid: Bench, rng: np.random.Generator) -> None:
     """The one used least recently; its end stays, and its head goes last."""
-    layout = hybrid.memory.layout
+    layout = hybrid.kv.layout
     size = 2000 * layout.bytes_per_token + 60 * layout.checkpoint_bytes
-    hybrid.use(Memory(layout, Budget(size)))
+    hybrid.use(KVCache.open(layout, Budget(size)))
     old = conversation(hybrid, rng, 12)
     before = checkpoints(hybrid, old)
     new = conversation(hybrid, rng, 12)
-    room, kept = hybrid.memory.room, checkpoints(hybrid, new)
-    assert room.make_room(hybrid.memory.budget.free + layout.checkpoint_bytes)
+    room, kept = hybrid.kv.ram, checkpoints(hybrid, new)
+    assert room.make_room(hybrid.kv.budget.free + layout.checkpoint_bytes)
     thinned = checkpoints(hybrid, old)
     assert len(thinned) < len(before)
     assert (thinned[0], thinned[-1]) == (100, len(old))
     assert checkpoints(hybrid, new) == kept
     seen = [thinned]
     while checkpoints(hybrid, old):
-        assert room.make_room(hybrid.memory.budget.free + 1)
+        assert room.make_room(hybrid.kv.budget.free + 1)
         seen.append(checkpoints(hybrid, old))
     assert seen[-2] == [100]
     assert checkpoints(hybrid, new) == kept
@@ -254,9 +252,9 @@ def test_checkpoints_keep_to_their_share_of_the_budget(
     hybrid: Bench, rng: np.random.Generator
 ) -> None:
     """Whatever is asked, and a conversation still goes on from its end."""
-    layout = hybrid.memory.layout
+    layout = hybrid.kv.layout
     limit = 40 * layout.checkpoint_bytes
-    memory = Memory(layout, Budget(limit))
+    memory = KVCache.open(layout, Budget(limit))
     hybrid.use(memory)
     most = 0
     for _ in range(4):
@@ -265,7 +263,7 @@ def test_checkpoints_keep_to_their_share_of_the_budget(
             task = hybrid.ask(ids, marks=[20, len(ids) - 3], tokens=6)
             most = max(most, memory.tree.checkpoint_bytes)
             ids = [*ids, *task.out, *prompt(rng, 20)]
-            assert memory.known(np.asarray(ids, np.int32)) == len(ids) - 20
+            assert memory.reusable(np.asarray(ids, np.int32)) == len(ids) - 20
     assert limit * BUDGET_SHARE - layout.checkpoint_bytes < most <= limit * BUDGET_SHARE
 
 
@@ -279,7 +277,7 @@ def test_a_trail_tells_after_which_checkpoints_others_leave(
         for n in range(2)
     ]
     ids = np.asarray([*tasks[0].ids.tolist(), *tasks[0].out], np.int32)
-    trail = Trail.to(hybrid.memory.tree.match(ids).nodes[-1])
+    trail = Trail.to(hybrid.kv.tree.match(ids).nodes[-1])
     assert trail.positions == [100, 140, 167]
     assert trail.parted == {100}
 
@@ -289,29 +287,25 @@ def test_a_path_is_thinned_also_while_the_disk_is_slow(
 ) -> None:
     """Turns that come faster than the disk writes leave no more than the rule allows, anywhere."""
     bench = Bench(make_toy(tmp_path / "model", "qwen3_5", heads=8, kv_heads=1, head_dim=64))
-    bench.use(Memory(bench.memory.layout, Budget(1 << 26)))
-    store = Store.open(tmp_path / "store", "test", 1 << 26, free_floor=0)
-    inbox = bench.scheduler.inbox
-    disk = Disk(store, bench.memory, 1 << 22, lambda: inbox.put(lambda: None))
-    bench.scheduler.use(disk)
-    answers, answer = threading.Event(), disk._answer
+    disk = bench.open_disk(tmp_path / "store", ram=1 << 26, limit=1 << 26, pending=1 << 22)
+    answers, answer = threading.Event(), disk.write_behind._look_up
 
-    def late(spill: Spill) -> None:
+    def late(path: PathWrite) -> None:
         assert answers.wait(60)
-        answer(spill)
+        answer(path)
 
-    monkeypatch.setattr(disk, "_answer", late)
+    monkeypatch.setattr(disk.write_behind, "_look_up", late)
     ids = prompt(rng, 100)
     for _ in range(30):
         ids = [*ids, *prompt(rng, 30)]
         ids += bench.ask(ids, marks=[100, len(ids) - 4], tokens=8).out
-        assert disk.busy
+        assert disk.write_behind.busy
         held = checkpoints(bench, ids)
-        assert len(held) <= max(FEWEST, bench.memory.room.most_checkpoints(len(ids)))
+        assert len(held) <= max(FEWEST, bench.kv.ram.max_checkpoints(len(ids)))
         assert (held[0], held[-1]) == (100, len(ids))
     answers.set()
-    assert disk.persist.drain(60.0) == 0
-    found = store.find(np.asarray(ids, np.int32))
+    assert disk.write_behind.drain(60.0) == 0
+    found = disk.store.find(np.asarray(ids, np.int32))
     assert found.length == len(ids)
     assert [one.position for one in found.checkpoints][-1] == len(ids)
     assert {one.position for one in found.checkpoints} <= set(held)

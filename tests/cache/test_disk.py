@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxcache.cache.disk import Disk
-from mlxcache.cache.kv_cache import Memory
-from mlxcache.cache.write_behind import Spill
+from mlxcache.cache.disk import DiskTier
+from mlxcache.cache.write_behind import PathWrite
 from mlxcache.engine.task import Task
 from mlxcache.errors import DiskFull, PrefixNotStored
 from mlxcache.store.store import Store
-from mlxcache.tree.budget import Budget
 from tests.engine.drafts import make_draft
 from tests.scheduled import Bench
 from tests.toys.toy import make_toy
@@ -42,18 +40,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., DiskTier]]:
     """Gives a bench an empty RAM tier over the test's folder, as a new process has it."""
-    disks: list[Disk] = []
+    disks: list[DiskTier] = []
 
-    def begin(bench: Bench, ram: int = 1 << 30, limit: int = 1 << 30) -> Disk:
-        budget = Budget(ram)
-        assert budget.reserve("pending", ROOM)
-        bench.use(Memory(bench.memory.layout, budget))
-        store = Store.open(tmp_path / "store", "test", limit, free_floor=0)
-        inbox = bench.scheduler.inbox
-        disk = Disk(store, bench.memory, ROOM, lambda: inbox.put(lambda: None))
-        bench.scheduler.use(disk)
+    def begin(bench: Bench, ram: int = 1 << 30, limit: int = 1 << 30) -> DiskTier:
+        disk = bench.open_disk(tmp_path / "store", ram=ram, limit=limit, pending=ROOM)
         disks.append(disk)
         return disk
 
@@ -66,10 +58,10 @@ def prompt(rng: np.random.Generator, length: int) -> list[int]:
     return rng.integers(3, 250, length).tolist()
 
 
-def settled(disk: Disk) -> Disk:
+def settled(disk: DiskTier) -> DiskTier:
     """The disk once all is written."""
-    assert disk.persist.drain(20.0) == 0
-    assert not disk.busy
+    assert disk.write_behind.drain(20.0) == 0
+    assert not disk.write_behind.busy
     return disk
 
 
@@ -86,7 +78,7 @@ def talk(bench: Bench, rng: np.random.Generator, turns: int) -> list[Task]:
 
 
 def test_the_next_turn_is_warm_after_a_restart(
-    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
 ) -> None:
     disk = start(bench)
     last = talk(bench, rng, 3)[-1]
@@ -104,9 +96,9 @@ def test_the_next_turn_is_warm_after_a_restart(
 
 
 def test_what_left_ram_comes_back_from_disk(
-    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
 ) -> None:
-    layout = bench.memory.layout
+    layout = bench.kv.layout
     ram = ROOM + 1500 * layout.bytes_per_token + 12 * layout.checkpoint_bytes
     disk = start(bench, ram=ram)
     prompts = [prompt(rng, 400) for _ in range(5)]
@@ -121,12 +113,12 @@ def test_what_left_ram_comes_back_from_disk(
         settled(disk)
         assert task.record.cached_tokens >= 397
         assert task.out == twin.ask(more).out
-    assert bench.memory.room.spilled > 0
-    assert bench.memory.room.dropped == 0
+    assert bench.kv.ram.spilled > 0
+    assert bench.kv.ram.dropped == 0
 
 
 def test_a_branch_from_disk_reuses_what_it_shares(
-    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
 ) -> None:
     disk = start(bench)
     ids = prompt(rng, 500)
@@ -135,14 +127,14 @@ def test_a_branch_from_disk_reuses_what_it_shares(
     start(bench)
     other = [*ids[:290], *prompt(rng, 100)]
     task = bench.ask(other, marks=(100, 250, len(other) - 3))
-    layout = bench.memory.layout
+    layout = bench.kv.layout
     assert task.record.restored_tokens == (250 if layout.opaque else 290)
     assert task.out == bench.twin().ask(other).out
 
 
 @pytest.mark.parametrize("bench", ["qwen3_5", "llama4"], indirect=True)
 def test_where_a_prompt_parts_from_what_only_the_disk_has_the_next_one_starts(
-    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
 ) -> None:
     """What was fed again up to there is not written again."""
     disk = start(bench)
@@ -164,7 +156,7 @@ def test_where_a_prompt_parts_from_what_only_the_disk_has_the_next_one_starts(
 
 
 def test_damaged_files_are_a_miss_and_never_a_wrong_token(
-    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator, tmp_path: Path
+    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator, tmp_path: Path
 ) -> None:
     disk = start(bench)
     last = talk(bench, rng, 3)[-1]
@@ -172,7 +164,7 @@ def test_damaged_files_are_a_miss_and_never_a_wrong_token(
     ids = [*last.ids.tolist(), *last.out, *prompt(rng, 50)]
     files = sorted((tmp_path / "store").rglob("*.safetensors"))
     assert files
-    for file in files if bench.memory.layout.opaque else files[::2]:
+    for file in files if bench.kv.layout.opaque else files[::2]:
         data = bytearray(file.read_bytes())
         payload = 8 + int.from_bytes(data[:8], "little")
         data[payload + 5] ^= 0x40
@@ -186,7 +178,7 @@ def test_damaged_files_are_a_miss_and_never_a_wrong_token(
 
 @pytest.mark.parametrize("bench", ["gemma3", "gpt_oss"], indirect=True)
 def test_windows_are_read_only_where_a_later_position_sees_them(
-    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
 ) -> None:
     """And what is not there is never taken for KV: not by a branch, not by a copy of it."""
     disk = start(bench)
@@ -195,8 +187,8 @@ def test_windows_are_read_only_where_a_later_position_sees_them(
     start(bench)
     ids = [*last.ids.tolist(), *last.out, *prompt(rng, 50)]
     task = bench.ask(ids)
-    (lineage,) = {id(v): v for v in bench.memory.tree.values()}.values()
-    window = bench.memory.layout.longest_window
+    (lineage,) = {id(v): v for v in bench.kv.tree.values()}.values()
+    window = bench.kv.layout.longest_window
     assert 0 < lineage.window_valid_from <= task.record.restored_tokens - window
     twin = bench.twin()
     assert task.out == twin.ask(ids).out
@@ -208,7 +200,7 @@ def test_windows_are_read_only_where_a_later_position_sees_them(
 
 
 def test_a_request_that_is_cancelled_while_it_is_restored_harms_nothing(
-    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
 ) -> None:
     disk = start(bench)
     last = talk(bench, rng, 2)[-1]
@@ -227,7 +219,7 @@ def test_a_request_that_is_cancelled_while_it_is_restored_harms_nothing(
 
 @pytest.mark.slow
 def test_a_long_prompt_is_on_disk_before_its_reply_ends(
-    llama: Bench, start: Callable[..., Disk], rng: np.random.Generator
+    llama: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
 ) -> None:
     disk = start(llama)
     ids = prompt(rng, 3000)
@@ -240,7 +232,7 @@ def test_a_long_prompt_is_on_disk_before_its_reply_ends(
 
 def test_a_disk_that_is_full_costs_nothing_but_the_disk(
     llama: Bench,
-    start: Callable[..., Disk],
+    start: Callable[..., DiskTier],
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -254,27 +246,27 @@ def test_a_disk_that_is_full_costs_nothing_but_the_disk(
     monkeypatch.setattr(disk.store, "write_run", full)
     with caplog.at_level(logging.WARNING):
         tasks = talk(llama, rng, 3)
-        disk.persist.drain(5.0)
+        disk.write_behind.drain(5.0)
         llama.ask([*tasks[-1].ids.tolist(), 5, 6])
     assert [t.record.cached_tokens > 0 for t in tasks] == [False, True, True]
     assert sum("suspended" in record.message for record in caplog.records) == 1
-    assert disk.persist.refused.failing
-    assert not disk.busy
+    assert disk.write_behind.backoff.failing
+    assert not disk.write_behind.busy
     monkeypatch.undo()
     last = tasks[-1]
     while disk.store.find(last.ids).length < len(last.ids):
         llama.scheduler.tick()  # the disk's timer wakes it
     settled(disk)
-    assert not disk.persist.refused.failing
+    assert not disk.write_behind.backoff.failing
 
 
 def test_a_slow_disk_holds_dirty_segments_in_ram_and_drops_none(
     llama: Bench,
-    start: Callable[..., Disk],
+    start: Callable[..., DiskTier],
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    disk = start(llama, ram=ROOM + 1600 * llama.memory.layout.bytes_per_token)
+    disk = start(llama, ram=ROOM + 1600 * llama.kv.layout.bytes_per_token)
     write = disk.store.write_run
 
     def slowly(*args: Any) -> None:
@@ -288,10 +280,10 @@ def test_a_slow_disk_holds_dirty_segments_in_ram_and_drops_none(
     settled(disk)
     for ids in prompts:
         assert disk.store.find(np.asarray(ids, np.int32)).length == len(ids)
-    assert llama.memory.room.dropped == 0
+    assert llama.kv.ram.dropped == 0
 
 
-def hanging(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def hanging(disk: DiskTier, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Has the disk end no write until the event is set."""
     free, write = threading.Event(), disk.store.write_run
 
@@ -305,18 +297,18 @@ def hanging(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_a_disk_that_hangs_cuts_no_reply(
     llama: Bench,
-    start: Callable[..., Disk],
+    start: Callable[..., DiskTier],
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    disk = start(llama, ram=ROOM + 1600 * llama.memory.layout.bytes_per_token)
+    disk = start(llama, ram=ROOM + 1600 * llama.kv.layout.bytes_per_token)
     free = hanging(disk, monkeypatch)
     try:
         llama.ask(prompt(rng, 900))
         ids = prompt(rng, 300)
         task = llama.ask(ids, tokens=700)
         assert len(task.out) == 700
-        assert disk.persist.refused.failing
+        assert disk.write_behind.backoff.failing
     finally:
         free.set()
     llama.ask([*ids, *task.out, 3, 4])
@@ -326,17 +318,17 @@ def test_a_disk_that_hangs_cuts_no_reply(
 
 def test_replies_go_on_while_a_request_waits_for_room_that_the_disk_holds_up(
     llama: Bench,
-    start: Callable[..., Disk],
+    start: Callable[..., DiskTier],
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    disk = start(llama, ram=ROOM + 2000 * llama.memory.layout.bytes_per_token)
+    disk = start(llama, ram=ROOM + 2000 * llama.kv.layout.bytes_per_token)
     free = hanging(disk, monkeypatch)
     try:
         llama.ask(prompt(rng, 800))
         task = llama.put(prompt(rng, 300), tokens=300)
         llama.run(until=lambda: len(task.out) > 5)
-        assert not disk.persist.refused.failing
+        assert not disk.write_behind.backoff.failing
         other = llama.put(prompt(rng, 800), tokens=5)
         began = time.monotonic()
         llama.run(until=lambda: len(task.out) > 10)
@@ -350,7 +342,7 @@ def test_replies_go_on_while_a_request_waits_for_room_that_the_disk_holds_up(
 
 def test_nothing_spins_while_two_requests_wait_for_one_file(
     llama: Bench,
-    start: Callable[..., Disk],
+    start: Callable[..., DiskTier],
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -378,13 +370,13 @@ def test_nothing_spins_while_two_requests_wait_for_one_file(
 
 
 def test_what_was_removed_from_disk_is_written_again_with_its_checkpoints(
-    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator
+    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
 ) -> None:
     disk = start(bench)
     ids = prompt(rng, 400)
     bench.ask(ids, marks=(100, 397))
     settled(disk).store.clear()
-    bench.memory.room.clear()
+    bench.kv.ram.clear()
     bench.ask(ids, marks=(100, 397))
     settled(disk)
     start(bench)
@@ -393,7 +385,7 @@ def test_what_was_removed_from_disk_is_written_again_with_its_checkpoints(
 
 def test_what_a_stop_leaves_unwritten_is_counted_while_the_writer_has_it(
     llama: Bench,
-    start: Callable[..., Disk],
+    start: Callable[..., DiskTier],
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -402,14 +394,14 @@ def test_what_a_stop_leaves_unwritten_is_counted_while_the_writer_has_it(
     try:
         ids = prompt(rng, 300)
         task = llama.ask(ids)
-        assert disk.persist.drain(0.1) == len(ids) + len(task.out)
+        assert disk.write_behind.drain(0.1) == len(ids) + len(task.out)
     finally:
         free.set()
     settled(disk)
 
 
 def test_what_another_server_removed_is_written_again_by_the_next_turn(
-    bench: Bench, start: Callable[..., Disk], rng: np.random.Generator, tmp_path: Path
+    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator, tmp_path: Path
 ) -> None:
     """Tokens and checkpoints, also the one that others share, while RAM has them all."""
     disk = start(bench)
@@ -430,18 +422,18 @@ def test_what_another_server_removed_is_written_again_by_the_next_turn(
 
 def test_a_path_whose_runs_find_no_beginning_is_begun_again_once_for_all_of_them(
     llama: Bench,
-    start: Callable[..., Disk],
+    start: Callable[..., DiskTier],
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = start(llama)
-    disk.persist.run_tokens = 64
+    disk.write_behind.run_tokens = 64
     write, refused = disk.store.write_run, 0
-    paths: list[Spill] = []
+    paths: list[PathWrite] = []
 
     def lacking(*args: object) -> None:
         nonlocal refused
-        paths.extend([*disk.persist._handed, *disk.persist._queue])
+        paths.extend([*disk.write_behind._handed, *disk.write_behind._queue])
         if paths[0].tries == 0:
             refused += 1
             raise PrefixNotStored("what a run builds on is gone")
@@ -458,16 +450,16 @@ def test_a_path_whose_runs_find_no_beginning_is_begun_again_once_for_all_of_them
 
 def test_memory_for_copies_is_given_back_when_nothing_is_written(
     llama: Bench,
-    start: Callable[..., Disk],
+    start: Callable[..., DiskTier],
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mlxcache.store.writer.IDLE_S", 0.05)
     disk = start(llama)
-    llama.ask(prompt(rng, 2 * disk.persist.run_tokens))
+    llama.ask(prompt(rng, 2 * disk.write_behind.run_tokens))
     settled(disk)
     end = time.monotonic() + 20
-    while disk.persist.buffers.nbytes:
+    while disk.write_behind.buffers.nbytes:
         assert time.monotonic() < end
         time.sleep(0.01)
-        disk.persist.collect()
+        disk.write_behind.collect()

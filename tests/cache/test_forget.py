@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxcache.cache.kv_cache import forget, held_beyond
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench
 
@@ -18,9 +17,8 @@ def test_what_the_tree_does_not_hold_costs_nobody_else(toy: ToyMaker) -> None:
     ids = np.random.default_rng(1).integers(10, 400, 300).tolist()
     bench.ask(ids, tokens=4)
     gone = np.asarray([*ids[:4], 401, *ids[5:200]], np.int32)
-    assert held_beyond(bench.memory, gone, 4) == []
-    assert forget(bench.memory, gone, 4) == 0
-    assert bench.memory.known(np.asarray(ids, np.int32)) == 299
-    assert forget(bench.memory, np.asarray(ids, np.int32), 4) > 200
-    assert bench.memory.known(np.asarray(ids, np.int32)) == 4
+    assert bench.kv.forget(gone, 4) == 0
+    assert bench.kv.reusable(np.asarray(ids, np.int32)) == 299
+    assert bench.kv.forget(np.asarray(ids, np.int32), 4) > 200
+    assert bench.kv.reusable(np.asarray(ids, np.int32)) == 4
     bench.check()

@@ -24,10 +24,10 @@ def prompt(rng: np.random.Generator, n: int) -> list[int]:
 def test_a_linear_turn_goes_on_in_the_same_buffer(dense: Bench, rng: np.random.Generator) -> None:
     ids = prompt(rng, 300)
     first = dense.ask(ids)
-    (lineage,) = dense.memory.idle.values()
+    (lineage,) = dense.kv.ram.idle.values()
     buffer = lineage.linear[0].keys
     dense.ask(ids + first.out + prompt(rng, 20))
-    assert list(dense.memory.idle.values()) == [lineage]
+    assert list(dense.kv.ram.idle.values()) == [lineage]
     assert lineage.linear[0].keys is buffer
 
 
@@ -36,11 +36,11 @@ def test_a_differing_tail_is_set_aside_and_the_buffer_goes_on(
 ) -> None:
     ids = prompt(rng, 300)
     dense.ask(ids, tokens=20)
-    (lineage,) = dense.memory.idle.values()
+    (lineage,) = dense.kv.ram.idle.values()
     task = dense.ask(ids + prompt(rng, 20))
     assert admitted(task).cached_tokens == 300
-    assert len(dense.memory.idle) == 2
-    tail = next(x for x in dense.memory.idle.values() if x is not lineage)
+    assert len(dense.kv.ram.idle) == 2
+    tail = next(x for x in dense.kv.ram.idle.values() if x is not lineage)
     assert (tail.base, tail.length, tail.capacity) == (300, 320, 20)
 
 
@@ -49,7 +49,7 @@ def test_a_branch_near_the_front_copies_the_prefix(dense: Bench, rng: np.random.
     dense.ask(head + prompt(rng, 500))
     task = dense.ask(head + prompt(rng, 50))
     assert admitted(task).cached_tokens == 100
-    assert sorted(x.base for x in dense.memory.idle.values()) == [0, 0]
+    assert sorted(x.base for x in dense.kv.ram.idle.values()) == [0, 0]
 
 
 @pytest.mark.slow
@@ -59,10 +59,10 @@ def test_only_the_latest_few_keep_more_than_their_own(
     head = prompt(rng, 1500)
     for _ in range(10):
         dense.ask(head + prompt(rng, 60), tokens=4)
-    spare = [x for x in dense.memory.idle.values() if x.whole]
+    spare = [x for x in dense.kv.ram.idle.values() if x.whole]
     assert len(spare) <= 5
-    assert dense.memory.tree.tokens == 1500 + 10 * 64
-    compact = next(x for x in dense.memory.idle.values() if not x.whole)
+    assert dense.kv.tree.tokens == 1500 + 10 * 64
+    compact = next(x for x in dense.kv.ram.idle.values() if not x.whole)
     assert compact.base == 1500
 
 
@@ -79,14 +79,14 @@ def test_a_compacted_session_is_made_whole_again(dense: Bench, rng: np.random.Ge
 def test_what_mlx_holds_is_what_is_accounted_for(bench: Bench, rng: np.random.Generator) -> None:
     """Compacted, detached and copied buffers share nothing with what they were made from."""
     bench.ask(prompt(rng, 50), tokens=2)
-    bench.memory.room.clear()
+    bench.kv.ram.clear()
     gc.collect()  # an earlier model may still be waiting to be freed
     mx.clear_cache()
     before = mx.get_active_memory()
     head = prompt(rng, 600)
     for i in range(12):
         bench.ask(head[: 600 - 20 * (i % 3)] + prompt(rng, 80), marks=[500, 560], tokens=4)
-    held = sum(bench.memory.budget.by_kind().values())
+    held = sum(bench.kv.budget.by_kind().values())
     assert abs(mx.get_active_memory() - before - held) < 64_000
 
 
@@ -97,7 +97,7 @@ def test_two_branches_in_turn_copy_only_where_they_differ(
     head = prompt(rng, 1500)
     chats = [head + prompt(rng, 30), head + prompt(rng, 40)]
     dense.ask(chats[0], tokens=4)
-    (whole,) = dense.memory.idle.values()
+    (whole,) = dense.kv.ram.idle.values()
     buffer = whole.linear[0].keys
     for turn in range(4):
         ids = chats[turn % 2]
@@ -108,13 +108,13 @@ def test_two_branches_in_turn_copy_only_where_they_differ(
         assert task.lease.lineage is whole
         assert whole.linear[0].keys is buffer
         chats[turn % 2] = ids + task.out + prompt(rng, 20)
-    assert dense.memory.budget.by_kind()["kv"] < 2 * 1500 * dense.memory.layout.bytes_per_token
+    assert dense.kv.budget.by_kind()["kv"] < 2 * 1500 * dense.kv.layout.bytes_per_token
 
 
 def test_an_empty_engine_holds_nothing(bench: Bench, rng: np.random.Generator) -> None:
     for _ in range(3):
         bench.ask(prompt(rng, 200), marks=[100])
-    bench.memory.room.clear()
-    assert bench.memory.budget.used == 0
-    assert not bench.memory.idle
-    assert bench.memory.tree.tokens == 0
+    bench.kv.ram.clear()
+    assert bench.kv.budget.used == 0
+    assert not bench.kv.ram.idle
+    assert bench.kv.tree.tokens == 0

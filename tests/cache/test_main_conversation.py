@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxcache.cache.main_conversation import MOST_ASIDE, MOST_SESSIONS, Claim, Mains
+from mlxcache.cache.main_conversation import (
+    MAX_LABELS,
+    MAX_SIDE_REQUESTS,
+    CacheHints,
+    MainConversations,
+)
 from mlxcache.store.leaves import SETTLED_TURNS
 from mlxcache.tree.prefix_tree import PrefixTree
 
@@ -15,7 +20,7 @@ class Talk:
     """Requests of labels, each noted as it ends."""
 
     def __init__(self) -> None:
-        self.tree, self.mains = PrefixTree(1), Mains()
+        self.tree, self.mains = PrefixTree(1), MainConversations()
 
     def ids(self, who: int, length: int, head: int = 0):
         made = np.random.default_rng(who).integers(0, 1 << 30, 10_000, dtype=np.int32)
@@ -24,12 +29,12 @@ class Talk:
 
     def ask(self, who: int, length: int, label: str | None = "s", head: int = 0) -> None:
         ids = self.ids(who, length, head)
-        claim = Claim(ANCHOR, HEAD, label)
-        self.mains.ended(ids, claim, self.tree.insert(ids, object(), ANCHOR))
+        claim = CacheHints(ANCHOR, HEAD, label)
+        self.mains.note_end(ids, claim, self.tree.insert(ids, object(), ANCHOR))
 
     def main(self, label: str | None = "s") -> int:
         """The tokens of the main conversation that a side request renews."""
-        nodes = self.mains.beside(self.ids(999, 50), Claim(ANCHOR, HEAD, label))
+        nodes = self.mains.main_beside(self.ids(999, 50), CacheHints(ANCHOR, HEAD, label))
         return nodes[-1].end if nodes else 0
 
 
@@ -85,18 +90,18 @@ def test_no_label_and_no_turns_renew_nothing():
     talk.ask(1, 1000)
     assert talk.main(None) == 0
     assert talk.main("other") == 0
-    assert not talk.mains.beside(talk.ids(1, 1200), Claim(ANCHOR, HEAD, "s"))
+    assert not talk.mains.main_beside(talk.ids(1, 1200), CacheHints(ANCHOR, HEAD, "s"))
 
 
 def test_a_label_that_everybody_uses_keeps_nothing_for_ever():
     """One that a program gives to all it asks; labels themselves are forgotten too."""
     talk = Talk()
     talk.ask(1, 1000)
-    for other in range(MOST_ASIDE):
+    for other in range(MAX_SIDE_REQUESTS):
         assert talk.main() == 1000
         talk.ask(2 + other, 60)
     assert talk.main() == 0
-    for other in range(MOST_SESSIONS):
+    for other in range(MAX_LABELS):
         talk.ask(5, 70, f"t{other}")
     assert talk.main("t0") == 70
-    assert len(talk.mains._by_label) == MOST_SESSIONS
+    assert len(talk.mains) == MAX_LABELS

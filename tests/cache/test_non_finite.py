@@ -9,12 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.cache.disk import Disk
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.disk import DiskTier
 from mlxcache.engine.task import Task
 from mlxcache.model.finite import finite_upto, is_finite
-from mlxcache.store.store import Store
-from mlxcache.tree.budget import Budget
 from tests.engine.faults import FaultyModel, faulty
 from tests.engine.test_faults import at_rest, error, prompt
 from tests.scheduled import Bench, admitted, finished
@@ -27,12 +24,12 @@ def decoding(tokens: mx.array) -> bool:
 
 
 def is_nan(task: object) -> bool:
-    return "no numbers" in str(error(task))  # type: ignore[arg-type]
+    return "produced NaN" in str(error(task))  # type: ignore[arg-type]
 
 
 def all_kept_is_finite(bench: Bench) -> bool:
     """Whether the tree refers to numbers alone."""
-    tree = bench.memory.tree
+    tree = bench.kv.tree
     spans = [(v, tree.live_range(v)) for v in tree.values() if not v.lost]
     return all(finite_upto(v) >= end for v, (_, end) in spans)  # type: ignore[misc]
 
@@ -116,13 +113,13 @@ def test_nan_that_an_earlier_request_left_goes_too(
     """One request meets it; the next is right."""
     ids = prompt(rng, 200)
     bench.ask(ids, tokens=3, marks=[100, 150])
-    for lineage in bench.memory.idle.values():
+    for lineage in bench.kv.ram.idle.values():
         for slot in lineage.linear:
             slot.values[..., 120, :] = float("nan")
-    for node in bench.memory.tree.match(np.asarray(ids, np.int32)).nodes:
+    for node in bench.kv.tree.match(np.asarray(ids, np.int32)).nodes:
         if node.checkpoint is not None and node.end > 120:
             state = spoilt(node.checkpoint)
-            bench.memory.tree.set_checkpoint(node, state, node.checkpoint_bytes)
+            bench.kv.tree.set_checkpoint(node, state, node.checkpoint_bytes)
     longer = ids + prompt(rng, 20)
     task = bench.put(longer, marks=[100, 150])
     bench.run()
@@ -143,18 +140,12 @@ def spoilt(value: object) -> object:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[Bench], Disk]]:
+def start(tmp_path: Path) -> Iterator[Callable[[Bench], DiskTier]]:
     """Gives a bench an empty RAM tier over the test's folder."""
-    disks: list[Disk] = []
+    disks: list[DiskTier] = []
 
-    def begin(bench: Bench) -> Disk:
-        budget = Budget(1 << 30)
-        assert budget.reserve("pending", ROOM)
-        bench.use(Memory(bench.memory.layout, budget))
-        store = Store.open(tmp_path / "store", "test", 1 << 30, free_floor=0)
-        inbox = bench.scheduler.inbox
-        disks.append(Disk(store, bench.memory, ROOM, lambda: inbox.put(lambda: None)))
-        bench.scheduler.use(disks[-1])
+    def begin(bench: Bench) -> DiskTier:
+        disks.append(bench.open_disk(tmp_path / "store", pending=ROOM))
         return disks[-1]
 
     yield begin
@@ -163,7 +154,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[Bench], Disk]]:
 
 
 def fails_in_its_reply(
-    bench: Bench, model: FaultyModel, disk: Disk, ids: list[int], *, mark: int
+    bench: Bench, model: FaultyModel, disk: DiskTier, ids: list[int], *, mark: int
 ) -> Task:
     """A request whose reply begins well and then is NaN; the disk has done what followed."""
     task = bench.put(ids, tokens=200, marks=[mark])
@@ -172,9 +163,9 @@ def fails_in_its_reply(
     bench.run()
     assert is_nan(task)
     model.poison = lambda tokens: []
-    assert disk.writer.flush(30.0) == 0
-    disk.persist.collect()
-    assert not disk.busy
+    assert disk.write_behind.writer.flush(30.0) == 0
+    disk.write_behind.collect()
+    assert not disk.write_behind.busy
     return task
 
 
@@ -182,13 +173,13 @@ def test_nan_does_not_stay_on_disk(
     bench: Bench,
     model: FaultyModel,
     rng: np.random.Generator,
-    start: Callable[[Bench], Disk],
+    start: Callable[[Bench], DiskTier],
 ) -> None:
     """A long prompt is written while its reply goes on; it goes with its reply."""
     disk = start(bench)
     head, ids = prompt(rng, 200), prompt(rng, 1300)
     bench.ask(head, tokens=3, marks=[190])
-    assert disk.persist.drain(30.0) == 0
+    assert disk.write_behind.drain(30.0) == 0
     whole = head + ids
     task = fails_in_its_reply(bench, model, disk, whole, mark=190)
     found = disk.store.find(np.asarray(whole, np.int32))
@@ -203,14 +194,14 @@ def test_what_others_share_stays_in_both_tiers(
     bench: Bench,
     model: FaultyModel,
     rng: np.random.Generator,
-    start: Callable[[Bench], Disk],
+    start: Callable[[Bench], DiskTier],
     shared: int,
 ) -> None:
     """Behind the last checkpoint a request feeds again what another one has kept."""
     disk = start(bench)
     other = prompt(rng, 200)
     asked = bench.ask(other, tokens=3, marks=[100])
-    assert disk.persist.drain(30.0) == 0
+    assert disk.write_behind.drain(30.0) == 0
     ids = other[:shared] + prompt(rng, 80)
     ids[shared] = other[shared] % 300 + 11
     fails_in_its_reply(bench, model, disk, ids, mark=100)

@@ -110,5 +110,5 @@ def test_turns_and_branches_take_little_more_than_a_private_cache(bench: Bench) 
     for seed in (21, 22):
         branch, ours, theirs = measured(bench, [*ids[: LENGTH // 2], *text(seed, NEW)])
         assert branch.record.cached_tokens == LENGTH // 2
-        copy = branch.record.cached_tokens * bench.memory.layout.bytes_per_token
+        copy = branch.record.cached_tokens * bench.kv.layout.bytes_per_token
         assert ours <= SHARE * theirs + copy

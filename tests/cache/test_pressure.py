@@ -8,18 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.pressure import (
     CALM_S,
-    HELD_BACK,
     PARTS,
-    SPARE_S,
     STEP_S,
+    TRIM_S,
     Brake,
     Pressure,
-    hold_back,
 )
-from mlxcache.cache.ram import Handles
+from mlxcache.cache.ram import WITHHELD, BufferCount
 from mlxcache.config.memory import NO_PRESSURE, MemoryPressure, PressureLevel
 from mlxcache.tree.budget import Budget
 from tests.engine.test_prefill import Clock
@@ -32,7 +30,7 @@ SHORT = MemoryPressure(PressureLevel.WARNING, "somebody says so")
 def filled(path: Path, conversations: int = 12, ram: int = RAM) -> Bench:
     """A bench whose tree holds some conversations."""
     bench = Bench(path)
-    bench.use(Memory(bench.memory.layout, Budget(ram)))
+    bench.use(KVCache.open(bench.kv.layout, Budget(ram)))
     rng = np.random.default_rng(5)
     for _ in range(conversations):
         bench.ask(rng.integers(10, 400, 300).tolist(), tokens=4)
@@ -42,33 +40,33 @@ def filled(path: Path, conversations: int = 12, ram: int = RAM) -> Bench:
 def test_it_goes_down_in_steps_and_comes_back_later() -> None:
     brake, now, said = Brake(), 0.0, []
     while now < 3 * STEP_S:
-        said.append(brake.feel(PressureLevel.WARNING, now))
+        said.append(brake.update(PressureLevel.WARNING, now))
         now += 1
     assert said == [1] * 5 + [2] * 5 + [3] * 5
-    assert [brake.feel(PressureLevel.NORMAL, now + i) for i in range(int(CALM_S) - 2)] == [3] * 28
-    assert brake.feel(PressureLevel.NORMAL, now + CALM_S) == 2
-    assert brake.feel(PressureLevel.NORMAL, now + CALM_S + 1) == 2
-    assert brake.feel(PressureLevel.NORMAL, now + 2 * CALM_S) == 1
+    assert [brake.update(PressureLevel.NORMAL, now + i) for i in range(int(CALM_S) - 2)] == [3] * 28
+    assert brake.update(PressureLevel.NORMAL, now + CALM_S) == 2
+    assert brake.update(PressureLevel.NORMAL, now + CALM_S + 1) == 2
+    assert brake.update(PressureLevel.NORMAL, now + 2 * CALM_S) == 1
 
 
 def test_what_comes_and_goes_holds_it_down() -> None:
     """Or the cache would breathe with every wave."""
     brake = Brake()
-    waves = [brake.feel(PressureLevel(int(now) % 20 == 0), now) for now in np.arange(0.0, 300.0)]
+    waves = [brake.update(PressureLevel(int(now) % 20 == 0), now) for now in np.arange(0.0, 300.0)]
     assert waves == sorted(waves)
     assert waves[-1] == PARTS // 2
 
 
 def test_a_critical_machine_leaves_an_eighth() -> None:
     brake = Brake()
-    assert max(brake.feel(PressureLevel.CRITICAL, now) for now in np.arange(0.0, 60.0)) == 7
+    assert max(brake.update(PressureLevel.CRITICAL, now) for now in np.arange(0.0, 60.0)) == 7
 
 
 def test_the_cache_shrinks_at_once_and_grows_again(
     toy_paths: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = filled(toy_paths["llama"])
-    budget, room, clock = bench.memory.budget, bench.memory.room, Clock()
+    budget, room, clock = bench.kv.budget, bench.kv.ram, Clock()
     strain = SHORT
     watch = Pressure(
         room, lambda action: action(), base=0, weights=0, look=lambda: strain, measure=lambda: 1,
@@ -79,7 +77,7 @@ def test_the_cache_shrinks_at_once_and_grows_again(
         clock.wait(1.0)
         watch.step()
         bench.check()
-    withheld = budget.by_kind()[HELD_BACK]
+    withheld = budget.by_kind()[WITHHELD]
     assert withheld == RAM // 2
     assert budget.used <= RAM
     assert len(caplog.messages) == 4
@@ -90,7 +88,7 @@ def test_the_cache_shrinks_at_once_and_grows_again(
     for _ in range(int(5 * CALM_S)):
         clock.wait(1.0)
         watch.step()
-    assert budget.by_kind()[HELD_BACK] == 0
+    assert budget.by_kind()[WITHHELD] == 0
     assert watch.figures()["level"] == "normal"
     assert len(caplog.messages) == 8
 
@@ -99,7 +97,7 @@ def test_a_process_that_takes_more_than_it_may_gives_some_up(toy_paths: dict[str
     bench = Bench(toy_paths["llama"])
     taken, clock = 10**9, Clock()
     watch = Pressure(
-        bench.memory.room, lambda action: action(), base=10**9, weights=10**9,
+        bench.kv.ram, lambda action: action(), base=10**9, weights=10**9,
         look=lambda: NO_PRESSURE, measure=lambda: taken, clock=clock,
     )  # fmt: skip
     watch.step()
@@ -107,7 +105,7 @@ def test_a_process_that_takes_more_than_it_may_gives_some_up(toy_paths: dict[str
     taken = watch.seen.expected + 300 * 2**20
     watch.step()
     assert (before, watch.seen.level) == (PressureLevel.NORMAL, PressureLevel.WARNING)
-    assert bench.memory.budget.by_kind()[HELD_BACK] > 0
+    assert bench.kv.budget.by_kind()[WITHHELD] > 0
 
 
 def test_what_nothing_uses_goes_back_to_the_system(toy_paths: dict[str, Path]) -> None:
@@ -115,14 +113,14 @@ def test_what_nothing_uses_goes_back_to_the_system(toy_paths: dict[str, Path]) -
     bench, clock = Bench(toy_paths["llama"]), Clock()
     given: list[float] = []
     watch = Pressure(
-        bench.memory.room, lambda action: action(), base=0, weights=0, look=lambda: NO_PRESSURE,
-        measure=lambda: 1, give_back=lambda: given.append(clock()), clock=clock,
+        bench.kv.ram, lambda action: action(), base=0, weights=0, look=lambda: NO_PRESSURE,
+        measure=lambda: 1, trim=lambda: given.append(clock()), clock=clock,
     )  # fmt: skip
     for _ in range(95):
         clock.wait(1.0)
         watch.step()
     assert len(given) == 3
-    assert given[2] - given[1] == given[1] - given[0] == SPARE_S
+    assert given[2] - given[1] == given[1] - given[0] == TRIM_S
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
@@ -132,10 +130,10 @@ def test_what_is_in_use_stays(toy_paths: dict[str, Path], family: str) -> None:
     ids = np.random.default_rng(6).integers(10, 400, 500).tolist()
     task = bench.put(ids, tokens=40)
     bench.run(until=lambda: len(task.out) > 5)
-    hold_back(bench.memory.room, RAM)
+    bench.kv.ram.withhold(RAM)
     bench.check()
-    assert bench.memory.budget.free == 0
-    hold_back(bench.memory.room, RAM // 2)
+    assert bench.kv.budget.free == 0
+    bench.kv.ram.withhold(RAM // 2)
     bench.run()
     assert task.out == bench.cold(ids, 40)
 
@@ -143,7 +141,7 @@ def test_what_is_in_use_stays(toy_paths: dict[str, Path], family: str) -> None:
 def test_a_request_that_needs_it_has_it(toy_paths: dict[str, Path]) -> None:
     """Better a slow machine than a prompt that is refused for good."""
     bench = filled(toy_paths["llama"], 2)
-    hold_back(bench.memory.room, RAM)
+    bench.kv.ram.withhold(RAM)
     ids = list(range(20, 300))
     assert bench.ask(ids, tokens=6).out == bench.cold(ids, 6)
 
@@ -151,15 +149,15 @@ def test_a_request_that_needs_it_has_it(toy_paths: dict[str, Path]) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_buffers_are_bounded_as_bytes_are(toy_paths: dict[str, Path], family: str) -> None:
     bench = Bench(toy_paths[family])
-    room = bench.memory.room
-    one = Handles(bench.memory.layout, None)
-    room.handles = Handles(bench.memory.layout, 40 * one.per_lineage)
-    assert room.handles.limit is not None
+    room = bench.kv.ram
+    one = BufferCount(bench.kv.layout, None)
+    room.buffers = BufferCount(bench.kv.layout, 40 * one.per_lineage)
+    assert room.buffers.limit is not None
     rng = np.random.default_rng(8)
     for _ in range(40):
         ids = rng.integers(10, 400, 90).tolist()
         task = bench.ask(ids, tokens=3)
-        assert room.handles_held() <= room.handles.limit + one.per_lineage
+        assert room.count_buffers() <= room.buffers.limit + one.per_lineage
     assert room.dropped > 0
     assert task.out == bench.cold(ids, 3)
     again = bench.ask([*ids, *task.out, 5, 6], tokens=3)

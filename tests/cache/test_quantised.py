@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.cache.disk import Disk
-from mlxcache.cache.kv_cache import Memory
-from mlxcache.store.store import Store
+from mlxcache.cache.disk import DiskTier
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.tree.budget import Budget
 from tests.engine.drafts import make_draft
 from tests.scheduled import Bench
@@ -24,16 +23,9 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Bench(make_toy(tmp_path_factory.mktemp(family) / "model", family), kv_bits=bits)
 
 
-def start(bench: Bench, folder: Path, ram: int = 1 << 30) -> Disk:
+def start(bench: Bench, folder: Path, ram: int = 1 << 30) -> DiskTier:
     """An empty RAM tier over `folder`, as a new process has it."""
-    budget = Budget(ram)
-    assert budget.reserve("pending", ROOM)
-    bench.use(Memory(bench.memory.layout, budget))
-    store = Store.open(folder / "store", "test", 1 << 30, free_floor=0)
-    inbox = bench.scheduler.inbox
-    disk = Disk(store, bench.memory, ROOM, lambda: inbox.put(lambda: None))
-    bench.scheduler.use(disk)
-    return disk
+    return bench.open_disk(folder / "store", ram=ram, pending=ROOM)
 
 
 def text(rng: np.random.Generator, length: int) -> list[int]:
@@ -44,7 +36,7 @@ def test_turns_edits_branches_and_restarts_are_warm(
     bench: Bench, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     """Reused to the token where nothing is recurrent."""
-    opaque = bench.memory.layout.opaque
+    opaque = bench.kv.layout.opaque
     twin = bench.twin()
     disk = start(bench, tmp_path)
     ids = text(rng, 300)
@@ -57,7 +49,7 @@ def test_turns_edits_branches_and_restarts_are_warm(
     task = bench.ask(branch, marks=(100, 250, len(branch) - 3))
     assert task.out == twin.ask(branch).out
     assert task.record.cached_tokens == (250 if opaque else 277)
-    assert disk.persist.drain(20.0) == 0
+    assert disk.write_behind.drain(20.0) == 0
     disk.close(5.0)
     disk = start(bench, tmp_path)
     more = [*after, *turn.out, *text(rng, 50)]
@@ -70,7 +62,7 @@ def test_turns_edits_branches_and_restarts_are_warm(
 def test_what_left_ram_comes_back_from_disk(
     bench: Bench, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    layout = bench.memory.layout
+    layout = bench.kv.layout
     twin = bench.twin()
     disk = start(
         bench, tmp_path, ROOM + 1500 * layout.bytes_per_token + 12 * layout.checkpoint_bytes
@@ -79,14 +71,14 @@ def test_what_left_ram_comes_back_from_disk(
     outs = []
     for ids in prompts:
         outs.append(bench.ask(ids, marks=(100, 397)).out)
-        assert disk.persist.drain(20.0) == 0
+        assert disk.write_behind.drain(20.0) == 0
     for ids, out in zip(prompts, outs, strict=True):
         again = [*ids, *out, *text(rng, 40)]
         task = bench.ask(again, marks=(100, len(again) - 3))
-        assert disk.persist.drain(20.0) == 0
+        assert disk.write_behind.drain(20.0) == 0
         assert task.record.cached_tokens >= 397
         assert task.out == twin.ask(again).out
-    assert bench.memory.room.spilled > 0
+    assert bench.kv.ram.spilled > 0
     disk.close(5.0)
 
 
@@ -96,7 +88,7 @@ def test_a_draft_changes_no_token(
     """The KV of both is quantised, cut back and kept together."""
     draft = make_draft(toy_llama, tmp_path / "draft", "alike")
     plain, drafted = (Bench(toy_llama, kv_bits=8, draft=d) for d in (None, draft))
-    assert drafted.memory.layout.bytes_per_token == 2 * plain.memory.layout.bytes_per_token
+    assert drafted.kv.layout.bytes_per_token == 2 * plain.kv.layout.bytes_per_token
     ids = text(rng, 200)
     for _ in range(2):
         tasks = [bench.ask(ids, tokens=40) for bench in (plain, drafted)]
@@ -111,7 +103,7 @@ def test_requests_at_once_step_in_lanes_of_their_own(
     """mlx-lm has no batch of quantised caches."""
     prompts = [text(rng, n) for n in (120, 130, 140)]
     twin = bench.twin()
-    bench.use(Memory(bench.memory.layout, Budget(1 << 30)))
+    bench.use(KVCache.open(bench.kv.layout, Budget(1 << 30)))
     tasks = [bench.put(ids, tokens=20) for ids in prompts]
     bench.run(until=lambda: sum(bool(t.out) for t in tasks) == 3)
     assert not any(lane.batched for lane in bench.scheduler.lanes.all)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine.task import Task
 from tests.engine.test_long_prefill import Timed, answered, ids
 from tests.engine.test_prefill import Clock
@@ -38,17 +38,17 @@ def test_a_reply_goes_on_while_another_request_waits_for_the_disk(
     bench = Bench(toy_paths["llama"], chunk=64)
     clock = Clock()
     bench.model = Timed(bench.model, clock)
-    bench.use(Memory(bench.memory.layout, bench.memory.budget), clock)
+    bench.use(KVCache.open(bench.kv.layout, bench.kv.budget), clock)
     for prompt in (300, 30_000):  # a burst, and more than one
         reply = bench.put(ids(1, 30), tokens=10_000)
         bench.run(until=answered(reply))
         waits = bench.put(ids(2, prompt), tokens=2)
         bench.run(until=partial(is_prefilling, bench, waits))
-        waits.restoring, bench.scheduler.disk = True, slow_disk()
+        waits.held.awaiting_state = True
         before = len(reply.out)
         for _ in range(TICKS):
             bench.scheduler.tick()
         assert len(reply.out) - before >= TICKS
-        waits.restoring, bench.scheduler.disk = False, None
+        waits.held.awaiting_state = False
         for task in (waits, reply):
             bench.scheduler.cancel(task)

@@ -79,7 +79,7 @@ class _FaultyLayer:
 def faulty(bench: Bench) -> FaultyModel:
     """Put a model that can raise in the place of `bench`'s own."""
     bench.model = FaultyModel(bench.model)
-    bench.use(bench.memory)
+    bench.use(bench.kv)
     return bench.model
 
 
@@ -104,8 +104,8 @@ class FaultyParser(PlainParser):
 
 def raise_at(task: Task, count: int) -> None:
     """Let the task's sampler raise when it is called for the `count`-th time from now."""
-    row = task.row
-    assert row is not None
+    assert task.output is not None
+    row = task.output.row
     inner, calls = row.sampler, iter(range(1, 1 << 30))
 
     def sampler(logprobs: mx.array) -> mx.array:

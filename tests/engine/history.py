@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine.cost import measure
 from mlxcache.engine.task import Task
 from mlxcache.errors import ContextLengthExceeded
@@ -53,11 +53,11 @@ class History:
         chunk = int(self.rng.choice([16, 64, 100]))
         self.bench = Bench(path, chunk=chunk, concurrency=8, draft=draft)
         self.longest = longest
-        layout = self.bench.memory.layout
+        layout = self.bench.kv.layout
         self.ram_tokens = ram_tokens or 1 << 20
         passing = self._measure(3 * longest)
         ram = self.ram_tokens * layout.bytes_per_token + 24 * layout.checkpoint_bytes + passing
-        memory = Memory(layout, Budget(ram))
+        memory = KVCache.open(layout, Budget(ram))
         assert memory.budget.reserve("transient", passing)
         # how many decode steps a chunk of prefill takes is drawn too, so that a seed is a history
         pace = np.random.default_rng(seed)
@@ -73,7 +73,7 @@ class History:
     def _measure(self, longest: int) -> int:
         """Let chunks be sized by what the model takes; the bytes for those up to `longest`."""
         bench = self.bench
-        bench.cost = measure(bench.model, bench.memory.layout, 1 << 22)
+        bench.cost = measure(bench.model, bench.kv.layout, 1 << 22)
         bench.cost.rate = 1e6
         bench.cost.longest = 24 if bench.chunk < 64 else 0  # whatever this machine is quick at
         passing = bench.cost.transient(bench.chunk, longest)
@@ -120,7 +120,7 @@ class History:
     def tick(self) -> None:
         """Let the engine work a little."""
         for _ in range(int(self.rng.choice([1, 1, 3, 10]))):
-            if not self.bench.scheduler.idle():
+            if not self.bench.scheduler.idle:
                 self._tick()
 
     def _tick(self) -> None:
@@ -128,7 +128,7 @@ class History:
         mx.reset_peak_memory()
         self.bench.scheduler.tick()
         most = mx.get_peak_memory() - self.before
-        assert most <= self.bench.memory.budget.limit + STRAY, f"{most} bytes were in use"
+        assert most <= self.bench.kv.budget.limit + STRAY, f"{most} bytes were in use"
         self.check()
 
     def step(self) -> None:
@@ -148,7 +148,7 @@ class History:
     def finish(self) -> None:
         """Run to idleness and check all that the requests and the memory have come to."""
         for _ in range(100_000):
-            if self.bench.scheduler.idle():
+            if self.bench.scheduler.idle:
                 break
             self._tick()
         self.check()
@@ -204,11 +204,11 @@ class History:
 
     def at_rest(self) -> None:
         """Idle: nothing is in use, every byte is the tree's, and MLX holds what is accounted."""
-        memory = self.bench.memory
+        memory = self.bench.kv
         kinds = memory.budget.by_kind()
-        assert not memory.busy
+        assert not memory.ram.busy
         assert {k: n for k, n in kinds.items() if n}.keys() <= {"kv", "checkpoints", "transient"}
-        assert {id(v) for v in memory.tree.values()} == set(memory.idle)
+        assert {id(v) for v in memory.tree.values()} == set(memory.ram.idle)
         nodes: list[Any] = [memory.tree.root]
         for node in nodes:
             assert node.locks == 0
@@ -221,10 +221,10 @@ class History:
 
     def clear(self) -> None:
         """After everything is dropped, nothing is left."""
-        memory = self.bench.memory
-        memory.room.clear()
+        memory = self.bench.kv
+        memory.ram.clear()
         assert memory.budget.used == memory.budget.by_kind()["transient"]
-        assert not memory.idle
+        assert not memory.ram.idle
         assert memory.tree.tokens == memory.tree.segments == memory.tree.checkpoints == 0
         self.at_rest()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxcache.cache.disk import Disk
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.disk import DiskTier
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine.decoder import Drawn
-from mlxcache.engine.task import Task
+from mlxcache.engine.task import Output, Task
 from mlxcache.prompt.marks import MARK_DISTANCE
-from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.types import TokenLogprob
 from tests.rounding import rounding
@@ -145,26 +144,20 @@ class Family(Bench):
     def __init__(self, name: str, path: Path):
         super().__init__(path, ram=RAM)
         self.name = name
-        self.ledger = Ledger(self.memory.layout.opaque)
+        self.ledger = Ledger(self.kv.layout.opaque)
         self.said: dict[str, list[Logprobs]] = {}
         self.known: dict[tuple[int, ...], Logprobs] = {}
-        self.disks: list[Disk] = []
+        self.disks: list[DiskTier] = []
 
     def fresh(self) -> None:
         """Nothing is cached, and nothing was asked."""
-        self.ledger = Ledger(self.memory.layout.opaque)
+        self.ledger = Ledger(self.kv.layout.opaque)
         self.said.clear()
-        self.use(Memory(self.memory.layout, Budget(RAM)))
+        self.use(KVCache.open(self.kv.layout, Budget(RAM)))
 
-    def start(self, folder: Path) -> Disk:
+    def start(self, folder: Path) -> DiskTier:
         """An empty RAM tier over what the disk has in `folder`, as a new process has it."""
-        budget = Budget(RAM)
-        assert budget.reserve("pending", PENDING)
-        self.use(Memory(self.memory.layout, budget))
-        inbox = self.scheduler.inbox
-        store = Store.open(folder, "test", 1 << 30, free_floor=0)
-        disk = Disk(store, self.memory, PENDING, lambda: inbox.put(lambda: None))
-        self.scheduler.use(disk)
+        disk = self.open_disk(folder, ram=RAM, pending=PENDING)
         self.disks.append(disk)
         return disk
 
@@ -174,15 +167,15 @@ class Family(Bench):
             disk.close(0.0)
         self.disks.clear()
 
-    def _dress(self, task: Task) -> None:
-        super()._dress(task)
+    def prepare_output(self, task: Task) -> Output:
+        output = super().prepare_output(task)
         said = self.said.setdefault(task.record.id, [])
 
         def keep(drawn: Drawn) -> TokenLogprob:
             said.append(np.array(drawn.logprobs))
             return TokenLogprob("", drawn.token, 0.0)
 
-        task.logprob = keep
+        return replace(output, logprob=keep)
 
     # -- asking ------------------------------------------------------------------------------
 
@@ -247,6 +240,6 @@ def conversation(family: Family, turns: int) -> Talk:
     return talk
 
 
-def settled(disk: Disk) -> None:
+def settled(disk: DiskTier) -> None:
     """Wait until all is written."""
-    assert disk.persist.drain(20.0) == 0
+    assert disk.write_behind.drain(20.0) == 0

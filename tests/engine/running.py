@@ -25,7 +25,7 @@ async def started(model: Path, folder: Path, **more: Any) -> AsyncIterator[Engin
 
 async def settled(engine: Engine) -> None:
     """Wait until all that is anticipated is computed."""
-    if engine._anticipation is not None:
-        await asyncio.get_running_loop().run_in_executor(engine._anticipation._pool, int)
-    while await engine.call(lambda core: core.scheduler.ahead.ready):
+    runtime = await engine.call(lambda runtime: runtime)
+    await asyncio.to_thread(runtime.next_turns.flush)
+    while await engine.call(lambda core: core.scheduler.idle_prefill.ready):
         pass  # each call lets the thread compute one chunk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxcache.engine.anticipate import LEFT
+from mlxcache.engine.anticipate import MAX_UNUSED
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.task import Task
 from mlxcache.types import Chat, Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall
@@ -165,15 +166,15 @@ async def test_where_nobody_goes_on_it_ends(toy: ToyMaker, tmp_path: Path):
     """A script that asks and never comes back is soon left alone, until somebody does."""
     async with started(toy("llama", thinking=True, emits=EMITS["llama"]), tmp_path) as engine:
         tokens: list[int] = []
-        while len(tokens) < LEFT + 4:
+        while len(tokens) < MAX_UNUSED + 4:
             talk = Talk(engine)
             await talk.ask(user(words(20, f"{len(engine.requests())}")), tokens=60)
             if any(isinstance(piece, Text) and piece.text for piece in talk.pieces):
                 await settled(engine)
                 tokens.append(engine.figures()["anticipated"]["tokens"])
-            if len(tokens) == LEFT + 2:
+            if len(tokens) == MAX_UNUSED + 2:
                 await talk.user(tokens=2)
-        assert 0 < tokens[LEFT - 1] == tokens[LEFT + 1] < tokens[-1]
+        assert 0 < tokens[MAX_UNUSED - 1] == tokens[MAX_UNUSED + 1] < tokens[-1]
 
 
 async def test_nothing_is_computed_ahead_in_a_session_that_was_removed(
@@ -185,7 +186,7 @@ async def test_nothing_is_computed_ahead_in_a_session_that_was_removed(
         await settled(engine)
         (listed,) = await engine.sessions.list()
         await engine.sessions.delete(listed.session.id)
-        assert await engine.call(lambda core: core.memory.tree.tokens) == 0
+        assert await engine.call(lambda core: core.kv.tree.tokens) == 0
 
 
 async def test_a_stop_does_not_wait_for_it(toy: ToyMaker, tmp_path: Path):
@@ -195,14 +196,11 @@ async def test_a_stop_does_not_wait_for_it(toy: ToyMaker, tmp_path: Path):
     ) as engine:
         talk = Talk(engine)
         await talk.user()
-        anticipation = engine._anticipation
-        assert anticipation is not None
-        await asyncio.get_running_loop().run_in_executor(anticipation._pool, int)
+        runtime = await engine.call(lambda runtime: runtime)
+        await asyncio.to_thread(runtime.next_turns.flush)
         await engine.stop()
-        assert engine._thread is not None
-        assert not engine._thread.is_alive()
-        assert engine._core is not None
-        assert not engine._core.memory.busy
+        assert not any(thread.name == "mlxcache-mlx" for thread in threading.enumerate())
+        assert not runtime.kv.ram.busy
 
 
 # -- on the MLX thread ---------------------------------------------------------------------------
@@ -215,12 +213,12 @@ def ids_of(rng: np.random.Generator, n: int) -> list[int]:
 def ahead(bench: Bench, task: Task, ids: Sequence[int]) -> None:
     """Have the turn that begins with `ids` anticipated after `task`."""
     prompt = Prompt(np.asarray([*ids, 1], np.int32), (len(ids),))
-    bench.scheduler.ahead.add(prompt, task.tokens())
+    bench.scheduler.idle_prefill.add(prompt, task.tokens())
 
 
 def work(bench: Bench) -> None:
     """Tick until nothing is left to compute ahead."""
-    while bench.scheduler.ahead.ready:
+    while bench.scheduler.idle_prefill.ready:
         bench.scheduler.tick()
         bench.check()
 
@@ -231,14 +229,14 @@ def test_a_request_waits_for_one_chunk_at_most(bench: Bench, rng: np.random.Gene
     first = bench.ask(head, tokens=20)
     again = head + ids_of(rng, 600)
     fed: list[tuple[bool, int]] = []
-    chunk = bench.scheduler.prefill.chunk
+    chunk = bench.scheduler.prefill.feed_chunk
 
     def counted(task: Task, seconds: float) -> None:
         began = task.held.lineage.length
         chunk(task, seconds)
         fed.append((task is asked, task.held.lineage.length - began))
 
-    bench.scheduler.prefill.chunk = counted  # type: ignore[method-assign]
+    bench.scheduler.prefill.feed_chunk = counted  # type: ignore[method-assign]
     asked: Task | None = None
     ahead(bench, first, again)
     for _ in range(3):
@@ -248,7 +246,7 @@ def test_a_request_waits_for_one_chunk_at_most(bench: Bench, rng: np.random.Gene
     asked = bench.put(again + ids_of(rng, 10))
     bench.run()
     assert [mine for mine, _ in fed] == [False] * 3 + [True] * (len(fed) - 3)
-    known = 199 if bench.memory.layout.opaque else 200  # the state before the reply
+    known = 199 if bench.kv.layout.opaque else 200  # the state before the reply
     assert admitted(asked).cached_tokens == known + sum(size for mine, size in fed if not mine)
     assert asked.out == bench.twin().ask(again + asked.ids[-10:].tolist()).out
 
@@ -263,7 +261,7 @@ def test_another_request_in_between_only_delays_it(bench: Bench, rng: np.random.
     work(bench)
     task = bench.ask([*again, *ids_of(rng, 10)])
     assert admitted(task).cached_tokens == len(again)
-    assert bench.scheduler.ahead.used == bench.scheduler.ahead.tokens >= 400
+    assert bench.scheduler.idle_prefill.used == bench.scheduler.idle_prefill.tokens >= 400
 
 
 def test_it_takes_nothing_from_others(bench: Bench, rng: np.random.Generator):
@@ -274,14 +272,14 @@ def test_it_takes_nothing_from_others(bench: Bench, rng: np.random.Generator):
         bench.ask(other, tokens=5)
     first = bench.ask(head, tokens=80)
     again = head + ids_of(rng, 60)
-    kept = [bench.memory.known(np.asarray(other, np.int32)) for other in others]
-    budget, room = bench.memory.budget, bench.memory.room
-    state = 2 * bench.memory.layout.checkpoint_bytes
+    kept = [bench.kv.reusable(np.asarray(other, np.int32)) for other in others]
+    budget, room = bench.kv.budget, bench.kv.ram
+    state = 2 * bench.kv.layout.checkpoint_bytes
     budget.reserve("pending", budget.free - state)
     ahead(bench, first, again)
     work(bench)
     assert budget.used <= budget.limit
-    assert [bench.memory.known(np.asarray(other, np.int32)) for other in others] == kept
+    assert [bench.kv.reusable(np.asarray(other, np.int32)) for other in others] == kept
     assert room.dropped == 0
     budget.release("pending", budget.by_kind()["pending"])
     task = bench.ask([*again, *ids_of(rng, 10)])
@@ -294,35 +292,35 @@ def test_a_reply_that_somebody_went_on_with_stays(bench: Bench, rng: np.random.G
     first = bench.ask(head, tokens=80)
     bench.ask([*first.tokens().tolist(), *ids_of(rng, 50)])
     bench.ask([*first.tokens().tolist(), *ids_of(rng, 50)])
-    budget, tokens = bench.memory.budget, bench.memory.tree.tokens
+    budget, tokens = bench.kv.budget, bench.kv.tree.tokens
     budget.reserve("pending", budget.free)
     ahead(bench, first, head + ids_of(rng, 60))
     work(bench)
-    assert bench.memory.tree.tokens == tokens
-    assert bench.scheduler.ahead.tokens == 0
+    assert bench.kv.tree.tokens == tokens
+    assert bench.scheduler.idle_prefill.tokens == 0
 
 
 def test_what_has_left_memory_is_not_computed_again(bench: Bench, rng: np.random.Generator):
     head = ids_of(rng, 300)
     first = bench.ask(head, tokens=20)
-    bench.memory.room.clear()
+    bench.kv.ram.clear()
     ahead(bench, first, head + ids_of(rng, 60))
     work(bench)
-    assert bench.scheduler.ahead.tokens == 0
+    assert bench.scheduler.idle_prefill.tokens == 0
 
 
 def test_one_that_fails_is_given_up(bench: Bench, rng: np.random.Generator, caplog):
     """The log tells; the next request finds all that was computed before."""
     head = ids_of(rng, 200)
     first = bench.ask(head, tokens=20)
-    chunk = bench.scheduler.prefill.chunk
+    chunk = bench.scheduler.prefill.feed_chunk
 
     def fails(task: Task, seconds: float) -> None:
         raise RuntimeError("no kernel")
 
-    bench.scheduler.prefill.chunk = fails  # type: ignore[method-assign]
+    bench.scheduler.prefill.feed_chunk = fails  # type: ignore[method-assign]
     ahead(bench, first, head + ids_of(rng, 60))
     work(bench)
-    assert "could not be anticipated" in caplog.text
-    bench.scheduler.prefill.chunk = chunk  # type: ignore[method-assign]
+    assert "anticipation failed" in caplog.text
+    bench.scheduler.prefill.feed_chunk = chunk  # type: ignore[method-assign]
     assert admitted(bench.ask(head + ids_of(rng, 30))).cached_tokens >= 190

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine import scheduler
 from mlxcache.engine.decoder import Drawn
 from mlxcache.engine.task import Task
@@ -69,14 +70,14 @@ def prompt(rng: np.random.Generator, n: int) -> list[int]:
 
 def check_kv(bench: Bench, task: Task, ids: list[int]) -> None:
     """What the tree holds of `ids` is what both models compute for them at once."""
-    match = bench.memory.tree.match(np.asarray(ids, np.int32))
+    match = bench.kv.tree.match(np.asarray(ids, np.int32))
     assert match.length == len(ids)
-    fresh = bench.memory.layout.make()
+    fresh = bench.kv.layout.make()
     bench.model(mx.array([ids]), cache=fresh)
     slots = kv.flatten(fresh)
     for owner, start, end in match.spans(len(ids)):
         assert owner.aligned()
-        for i, linear in enumerate(bench.memory.layout.linear):
+        for i, linear in enumerate(bench.kv.layout.linear):
             for j, array in enumerate(kv.arrays_of(slots[linear])):
                 held = owner.view(i, j, start, end)
                 expected = array[..., start:end, :]
@@ -137,7 +138,7 @@ def test_a_draft_that_is_right_saves_passes(
 ) -> None:
     """Of four tokens that a pass gives, three were drafted; a wrong draft leaves one per pass."""
     task = drafted.put(prompt(rng, 100), tokens=120)
-    drafted.run(until=lambda: task.row is not None)
+    drafted.run(until=lambda: task.output is not None)
     passes = counted(drafted.model)
     drafted.run()
     record = task.record
@@ -158,7 +159,7 @@ def test_a_limit_within_what_was_accepted_is_kept_to(
     ids = prompt(rng, 60)
     task = bench.ask(ids, tokens=tokens)
     assert task.out == plain.ask(ids, tokens=tokens).out
-    assert bench.memory.tree.tokens == 60 + tokens
+    assert bench.kv.tree.tokens == 60 + tokens
     assert task.record.drafted_tokens <= max(0, tokens - 1)
     check_kv(bench, task, ids + task.out)
 
@@ -183,11 +184,12 @@ def test_a_stop_within_what_was_accepted_leaves_nothing_behind_it(
     bench = Bench(toy_llama, draft=drafts["same"])
     ids = prompt(rng, 60)
     task = bench.put(ids, tokens=50)
-    bench.run(until=lambda: task.row is not None)
-    task.parser = StopsAt(at - len(task.out))
+    bench.run(until=lambda: task.output is not None)
+    assert task.output is not None
+    task.output = replace(task.output, parser=StopsAt(at - len(task.out)))
     bench.run()
     assert (finished(task).reason, len(task.out)) == ("stop", at)
-    assert bench.memory.tree.tokens == 60 + at
+    assert bench.kv.tree.tokens == 60 + at
     check_kv(bench, task, ids + task.out)
     longer = ids + task.out + prompt(rng, 9)
     again = bench.ask(longer)
@@ -208,7 +210,7 @@ def test_a_cancel_at_any_moment_keeps_what_was_handed_out(
     alike.scheduler.cancel(task)
     alike.check()
     said = ids + task.out
-    assert alike.memory.tree.tokens == len(said if task.out else ids[:-1])
+    assert alike.kv.tree.tokens == len(said if task.out else ids[:-1])
     longer = said + prompt(rng, 5)
     again = alike.ask(longer)
     assert again.out == alike.cold(longer)
@@ -221,7 +223,7 @@ def test_replies_at_once_are_stepped_in_turn(
     """Each in a lane of its own, at its own pace."""
     prompts = [prompt(rng, n) for n in (60, 64, 61)]
     tasks = [alike.put(ids, tokens=40) for ids in prompts]
-    while not alike.scheduler.idle():
+    while not alike.scheduler.idle:
         alike.scheduler.tick()
         alike.check()
         assert not any(lane.batched for lane in alike.scheduler.lanes.all)
@@ -237,9 +239,9 @@ def test_a_long_reply_is_committed_on_its_way(
     ids = prompt(rng, 40)
     task = alike.put(ids, tokens=60)
     alike.run(until=lambda: bool(task.out))
-    while not alike.scheduler.idle():
-        assert alike.memory.tree.tokens >= len(ids) - 1 + len(task.out) // 7 * 7
-        assert alike.memory.tree.tokens <= len(ids) + len(task.out)
+    while not alike.scheduler.idle:
+        assert alike.kv.tree.tokens >= len(ids) - 1 + len(task.out) // 7 * 7
+        assert alike.kv.tree.tokens <= len(ids) + len(task.out)
         alike.scheduler.tick()
 
 
@@ -250,14 +252,15 @@ def test_log_probabilities_are_the_models_own(
     ids, rows = prompt(rng, 80), []
     for bench in (alike, plain):
         task = bench.put(ids, tokens=30, sampling=SAMPLINGS[3])
-        bench.run(until=lambda task=task: task.row is not None)  # type: ignore[misc]
+        bench.run(until=lambda task=task: task.output is not None)  # type: ignore[misc]
         seen: list[tuple[int, np.ndarray]] = []
 
         def note(drawn: Drawn, seen: list[Any] = seen) -> TokenLogprob:
             seen.append((drawn.token, np.asarray(drawn.logprobs)))
             return TokenLogprob("", drawn.token, 0.0)
 
-        task.logprob = note
+        assert task.output is not None
+        task.output = replace(task.output, logprob=note)
         bench.run()
         rows.append(seen)
     for (token, mine), (same, theirs) in zip(*rows, strict=True):
@@ -270,7 +273,7 @@ def test_a_budget_without_room_for_drafts_still_serves(
 ) -> None:
     """The reply goes on without them, until there is room for nothing."""
     bench = Bench(toy_llama, draft=drafts["same"])
-    bench.use(Memory(bench.memory.layout, Budget(128 * bench.memory.layout.bytes_per_token)))
+    bench.use(KVCache.open(bench.kv.layout, Budget(128 * bench.kv.layout.bytes_per_token)))
     ids = prompt(rng, 100)
     task = bench.ask(ids, tokens=200)
     assert finished(task).reason == "length"
@@ -305,7 +308,7 @@ def test_latents_and_layers_of_several_caches_can_be_cut_too(
     for draft, most in ((model, 9), (drafts["same"], 24)):
         bench = Bench(model, draft=draft)
         task = bench.put(ids, tokens=20)
-        bench.run(until=lambda task=task: task.row is not None)  # type: ignore[misc]
+        bench.run(until=lambda task=task: task.output is not None)  # type: ignore[misc]
         passes = counted(bench.model)
         bench.run()
         assert task.out == expected

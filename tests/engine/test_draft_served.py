@@ -100,21 +100,21 @@ async def test_a_snapshot_holds_both_and_is_the_pairs_alone(toy: ToyMaker, tmp_p
     async with started(model, tmp_path / "a", same) as engine:
         await turn(engine, *parts)
         (session,) = await engine.sessions.list()
-        made = await engine.sessions.portable.snapshot(session.session.id)
+        made = await engine.sessions.files.snapshot(session.session.id)
         file.write_bytes(b"".join(made))
-        cache = await engine.sessions.portable.prompt_cache(session.session.id)
+        cache = await engine.sessions.files.prompt_cache(session.session.id)
         (tmp_path / "cache.safetensors").write_bytes(b"".join(cache))
         assert mlx_lm_goes_on(model, same, tmp_path / "cache.safetensors", text(3, 20)) == (
             await said(engine, [*session.leaves[0].ids.tolist(), *text(3, 20)])
         )
     async with started(model, tmp_path / "b", same) as engine:
-        await engine.sessions.portable.restore(file)
+        await engine.sessions.files.restore(file)
         done, record = await turn(engine, *parts, text(3, 20))
         assert done.restored_tokens >= 320
         assert record.accepted_tokens == record.drafted_tokens > 10
     async with started(model, tmp_path / "c", None) as engine:
         with pytest.raises(SnapshotRefused):
-            await engine.sessions.portable.restore(file)
+            await engine.sessions.files.restore(file)
 
 
 @pytest.mark.slow

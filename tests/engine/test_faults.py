@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -32,11 +33,11 @@ def error(task: Task) -> BaseException | None:
 def at_rest(bench: Bench) -> None:
     """Nothing is in use any more, and dropping all that is kept leaves nothing."""
     bench.check()
-    assert bench.scheduler.idle()
-    assert not bench.memory.busy
-    bench.memory.room.clear()
-    assert bench.memory.budget.used == 0
-    assert not bench.memory.idle
+    assert bench.scheduler.idle
+    assert not bench.kv.ram.busy
+    bench.kv.ram.clear()
+    assert bench.kv.budget.used == 0
+    assert not bench.kv.ram.idle
 
 
 def test_a_prefill_that_raises_keeps_what_it_had_committed(
@@ -45,7 +46,7 @@ def test_a_prefill_that_raises_keeps_what_it_had_committed(
     model, ids = faulty(bench), prompt(rng, 300)
     beside = bench.put(prompt(rng, 40), tokens=30)
     bench.run(until=lambda: len(beside.out) > 2)
-    model.when = lambda tokens: tokens.shape[1] > 1 and bench.memory.tree.match(ids).length >= 192
+    model.when = lambda tokens: tokens.shape[1] > 1 and bench.kv.tree.match(ids).length >= 192
     task = bench.put(ids, marks=[192])
     bench.run()
     model.when = lambda tokens: False
@@ -195,8 +196,9 @@ def test_a_parser_that_raises_fails_its_own_request(
     """At its first token, later, and when the reply is over."""
     prompts = [prompt(rng, 100 + n) for n in range(rows)]
     tasks = [bench.put(ids, tokens=20) for ids in prompts]
-    bench.run(until=lambda: all(task.parser for task in tasks))
-    tasks[0].parser = FaultyParser(at)
+    bench.run(until=lambda: all(task.output for task in tasks))
+    assert tasks[0].output is not None
+    tasks[0].output = replace(tasks[0].output, parser=FaultyParser(at))
     bench.run()
     assert isinstance(error(tasks[0]), GenerationFailed)
     for ids, task in zip(prompts[1:], tasks[1:], strict=True):
@@ -212,9 +214,9 @@ def test_a_request_that_cannot_be_dressed_fails_before_it_computes(
 ) -> None:
     ids = prompt(rng, 100)
     bench.ask(ids)
-    dress, bench.scheduler.admission.dress = bench.scheduler.admission.dress, _undressable
-    task = _failed(bench, ids + prompt(rng, 20))
-    bench.scheduler.admission.dress = dress
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "prepare_output", _undressable)
+        task = _failed(bench, ids + prompt(rng, 20))
     assert isinstance(error(task), GenerationFailed)
     assert bench.ask(ids, tokens=20).out == bench.cold(ids, 20)
     at_rest(bench)
@@ -238,7 +240,7 @@ def test_buffers_that_cannot_be_computed_are_dropped_and_what_hung_on_them_is_re
     slots[0].keys = slots[0].keys + uncomputable()
     bench.run()
     assert isinstance(error(task), GenerationFailed)
-    lost = [v for v in bench.memory.tree.values() if v.lost]
+    lost = [v for v in bench.kv.tree.values() if v.lost]
     assert len(lost) == 1
     for ids in (head, branch, head + prompt(rng, 30)):
         assert bench.ask(ids, marks=[150]).out == bench.cold(ids)
@@ -254,12 +256,12 @@ def test_a_failed_request_leaves_nothing_in_mlx(
     monkeypatch.setattr(logging.getLogger("mlxcache.engine"), "disabled", True)  # pytest keeps all
     model = faulty(bench)
     bench.ask(prompt(rng, 50), tokens=2)
-    bench.memory.room.clear()
+    bench.kv.ram.clear()
     gc.collect()
     before = mx.get_active_memory()
     model.when = lambda tokens: tokens.shape[1] == 1 and model.passes > 9
     errors = [error(_failed(bench, prompt(rng, 300), tokens=5)) for _ in range(3)]
     assert all(isinstance(e, GenerationFailed) for e in errors)
-    bench.memory.room.clear()
+    bench.kv.ram.clear()
     gc.collect()
     assert mx.get_active_memory() - before < 64_000

@@ -240,7 +240,7 @@ async def test_an_image_passes_the_vision_tower_once_whoever_else_is_fed(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows are kept from chunk to chunk, and only as long."""
-    images = client.engine._core.images  # type: ignore[union-attr]
+    images = (await client.engine.call(lambda runtime: runtime)).images
     assert images is not None
     made: list[bytes] = []
     rows = images.vision.rows
@@ -263,8 +263,9 @@ async def test_ids_below_zero_are_refused_where_no_image_stands(client: Client) 
 
 
 async def test_an_image_that_no_memory_is_set_aside_for_is_refused(client: Client) -> None:
-    images = client.engine._core.images  # type: ignore[union-attr]
-    images.largest = 100  # type: ignore[union-attr]
+    images = (await client.engine.call(lambda runtime: runtime)).images
+    assert images is not None
+    images.largest = 100
     with pytest.raises(BadRequest, match="An image of 400 tokens is too large"):
         await client.submit([user(image(1, 560, 560))])
 
@@ -272,16 +273,15 @@ async def test_an_image_that_no_memory_is_set_aside_for_is_refused(client: Clien
 @pytest.mark.slow
 async def test_memory_stays_within_the_budget(client: Client) -> None:
     """What MLX holds, weights aside, while images of every size are fed."""
-    core = client.engine._core
-    assert core is not None
+    core = await client.engine.call(lambda runtime: runtime)
     assert core.images is not None
     side = int(core.images.largest**0.5) * 28
     mx.reset_peak_memory()
     for seed, (width, height) in enumerate([(side, side), (140, 900), (56, 56), (side, side)]):
         await client.ask(user(image(seed, width, height), "?"))
     weights = client.engine.info.weights_bytes  # type: ignore[union-attr]
-    assert mx.get_peak_memory() - weights <= core.memory.budget.limit
-    kinds = core.memory.budget.by_kind()
+    assert mx.get_peak_memory() - weights <= core.kv.budget.limit
+    kinds = core.kv.budget.by_kind()
     assert core.images.cost.transient(core.images.largest) <= kinds["transient"]
 
 

@@ -41,13 +41,13 @@ async def figures(engine: Engine) -> dict[str, Any]:
 
     def settled(core: Any) -> dict[str, Any]:
         mx.clear_cache()
-        budget = core.memory.budget.by_kind()
+        budget = core.kv.budget.by_kind()
         assert budget["states"] == 0
-        assert not core.memory.busy
-        assert core.memory.budget.used <= core.memory.budget.limit
-        room = core.memory.room
+        assert not core.kv.ram.busy
+        assert core.kv.budget.used <= core.kv.budget.limit
+        room = core.kv.ram
         evicted = room.dropped + room.spilled
-        held = {"mlx": mx.get_active_memory(), "buffers": room.handles_held()}
+        held = {"mlx": mx.get_active_memory(), "buffers": room.count_buffers()}
         return held | {"evicted": evicted}
 
     found = await engine.call(settled)
@@ -56,7 +56,7 @@ async def figures(engine: Engine) -> dict[str, Any]:
     return found | {
         "files": process.num_fds(),
         "threads": threading.active_count(),
-        "live": len(engine._live),
+        "live": len(engine._requests),
         "process": read_footprint(),
     }
 

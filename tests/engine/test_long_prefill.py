@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mlxcache.cache.kv_cache import Memory
-from mlxcache.engine.admission import Turns
+from mlxcache.cache.kv_cache import KVCache
+from mlxcache.cache.restore import DiskLookup
+from mlxcache.engine.admission import FairQueue
 from mlxcache.engine.task import Task
+from mlxcache.types import Tokens
 from tests.engine.test_prefill import Clock
 from tests.scheduled import Bench
 
@@ -43,8 +44,7 @@ def bench(toy_paths: dict[str, Path]) -> Bench:
     bench = Bench(toy_paths["llama"], chunk=CHUNK_TOKENS)
     clock = Clock()
     bench.model = Timed(bench.model, clock)
-    bench.use(Memory(bench.memory.layout, bench.memory.budget), clock)
-    bench.scheduler.turns = Turns(8)
+    bench.use(KVCache.open(bench.kv.layout, bench.kv.budget), clock, queue=FairQueue(8))
     return bench
 
 
@@ -110,16 +110,22 @@ def test_short_prompts_without_end_do_not_starve_a_long_one(bench: Bench) -> Non
 def test_a_short_prompt_does_not_wait_for_the_disk_beside_a_long_one(bench: Bench) -> None:
     """A look takes a chunk of the long one, and computing the short one takes less."""
     looked: list[int] = []
-    restorer = SimpleNamespace(look=lambda ids, known: looked.append(len(ids)))
+
+    def look_up(ids: Tokens, known: int) -> DiskLookup:
+        looked.append(len(ids))
+        return DiskLookup(ids, known)
+
     admission = bench.scheduler.admission
-    admission.disk = SimpleNamespace(restorer=restorer)  # type: ignore[assignment]
     long, short = bench.put(ids(20, LONG)), bench.put(ids(21, 200))
-    assert admission.waits(short, [])
-    assert looked == [200]
-    admission.disk = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.kv, "look_up", look_up)
+        assert admission.should_wait(short, [])
+        assert looked == [200]
+    short.await_lookup(None)
     bench.run(until=lambda: long in bench.scheduler.prefilling)
-    admission.disk = SimpleNamespace(restorer=restorer)  # type: ignore[assignment]
-    other = bench.put(ids(22, 200))
-    assert not admission.waits(other, [long])
-    assert admission.waits(bench.put(ids(23, 900)), [long])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.kv, "look_up", look_up)
+        other = bench.put(ids(22, 200))
+        assert not admission.should_wait(other, [long])
+        assert admission.should_wait(bench.put(ids(23, 900)), [long])
     assert looked == [200, 900]

@@ -116,11 +116,11 @@ def test_evicted_and_restored_from_disk(family: Family, tmp_path: Path) -> None:
     disk = family.start(tmp_path / "store")
     talk = conversation(family, 3)
     settled(disk)
-    family.memory.room.clear()
+    family.kv.ram.clear()
     task = family.say(talk.asked(20))
     assert task.record.restored_tokens == task.record.cached_tokens
     settled(disk)
-    family.memory.room.clear()
+    family.kv.ram.clear()
     family.say(talk.asked(20).edited(-1, 21))
 
 
@@ -130,7 +130,7 @@ def test_restarted(family: Family, tmp_path: Path) -> None:
     talk = conversation(family, 3).asked(20)
     following = talk.answered(family.say(talk)).asked(22)
     branches = [talk.parted(talk.marks[5] - 7, seed) for seed in (24, 25)]
-    if not family.memory.layout.specs:  # with no KV on disk, nobody can tell where prompts parted
+    if not family.kv.layout.specs:  # with no KV on disk, nobody can tell where prompts parted
         branches = branches[:1]
     for again in (following, talk.edited(-1, 23), *branches):
         settled(disk)

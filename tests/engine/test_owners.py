@@ -121,8 +121,8 @@ async def test_anothers_session_is_not_there_whatever_is_asked(shared: Shared) -
                 book.patch(of_alice, pinned=True),
                 book.fork(of_alice),
                 book.delete(of_alice),
-                book.portable.snapshot(of_alice),
-                book.portable.prompt_cache(of_alice),
+                book.files.snapshot(of_alice),
+                book.files.prompt_cache(of_alice),
             ):
                 with pytest.raises(NotFound, match="No session has the id"):
                     await refused
@@ -206,13 +206,13 @@ async def test_a_session_may_be_handed_over_as_a_snapshot(shared: Shared, tmp_pa
     """Who takes it in owns the copy; the file holds what the model is fed, and no owner."""
     engine, sessions = shared
     with acting(ALICE):
-        export = await engine.sessions.portable.snapshot(sessions[ALICE])
+        export = await engine.sessions.files.snapshot(sessions[ALICE])
     path = tmp_path / "alice.safetensors"
     path.write_bytes(b"".join(export))
     assert ALICE.encode() not in path.read_bytes()
     carol = owner_of("carol")
     with acting(carol):
-        made = await engine.sessions.portable.restore(path, "from alice")
+        made = await engine.sessions.files.restore(path, "from alice")
     leaf = made.leaves[0].ids
     assert leaf[: len(IDS)].tolist() == own_ids(IDS, carol).tolist()
     assert (await ask(engine, carol, "carol-goes-on")).restored_tokens > 0
@@ -224,12 +224,12 @@ async def test_a_session_may_be_handed_over_as_a_snapshot(shared: Shared, tmp_pa
 async def test_a_prompt_cache_of_mlx_lms_goes_out_and_in(shared: Shared, tmp_path: Path) -> None:
     engine, sessions = shared
     with acting(ALICE):
-        export = await engine.sessions.portable.prompt_cache(sessions[ALICE])
+        export = await engine.sessions.files.prompt_cache(sessions[ALICE])
     path = tmp_path / "alice.safetensors"
     path.write_bytes(b"".join(export))
     dave = owner_of("dave")
     with acting(dave):
-        await engine.sessions.portable.restore(path)
+        await engine.sessions.files.restore(path)
     assert (await ask(engine, dave, "dave-goes-on")).cached_tokens == len(IDS) - 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxcache.engine.prefill import BURST_S, Pace
+from mlxcache.engine.prefill import BURST_S, PrefillDecodeBalance
 from tests.scheduled import Bench
 
 
@@ -27,7 +27,7 @@ class Clock:
 
 def rounds_after(chunk_s: float, left_s: float) -> int:
     clock = Clock()
-    pace = Pace(clock)
+    pace = PrefillDecodeBalance(clock)
     pace.prefill(lambda: clock.wait(chunk_s))
     due = pace.due(left_s)
     if due <= 0:
@@ -52,7 +52,7 @@ def test_a_short_burst_of_prefill_goes_first() -> None:
 
 def test_no_burst_holds_decoding_up_for_longer_than_its_bound() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = PrefillDecodeBalance(clock)
     held_up = 0.0
     while pace.due(0.1) <= 0:
         pace.prefill(lambda: clock.wait(0.2))
@@ -62,7 +62,7 @@ def test_no_burst_holds_decoding_up_for_longer_than_its_bound() -> None:
 
 def test_a_debt_is_forgotten_once_nothing_prefills() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = PrefillDecodeBalance(clock)
     pace.prefill(lambda: clock.wait(0.9))
     assert pace.due(0.0) <= 0
     assert pace.owed == 0
@@ -70,15 +70,15 @@ def test_a_debt_is_forgotten_once_nothing_prefills() -> None:
 
 def test_prefill_beside_which_nobody_decodes_leaves_no_debt() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = PrefillDecodeBalance(clock)
     pace.prefill(lambda: clock.wait(30.0), owing=False)
     assert pace.due(60.0) <= 0
 
 
 def test_a_reply_that_begins_beside_a_long_prompt_decodes_first() -> None:
     clock = Clock()
-    pace = Pace(clock)
-    pace.prefill(lambda: pace.entered(0.4), owing=False)
+    pace = PrefillDecodeBalance(clock)
+    pace.prefill(lambda: pace.note_reply(0.4), owing=False)
     assert pace.due(60.0) > 0.4
     assert pace.due(0.5) <= 0  # a short burst still goes first
 
@@ -87,9 +87,9 @@ def test_what_arrives_meanwhile_costs_a_reply_none_of_its_time(
     toy_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decoding stops to look at each arrival; what it was owed then comes before the next chunk."""
-    bench = Bench(toy_paths["llama"], chunk=64)
-    scheduler, now = bench.scheduler, Clock()
-    scheduler.pace = Pace(now)
+    bench, now = Bench(toy_paths["llama"], chunk=64), Clock()
+    bench.use(bench.kv, now)
+    scheduler = bench.scheduler
     rng = np.random.default_rng(4)
     reply = bench.put(rng.integers(10, 400, 20).tolist(), tokens=400)
     while not reply.out:
@@ -102,7 +102,7 @@ def test_what_arrives_meanwhile_costs_a_reply_none_of_its_time(
         now.wait(0.05)
         rounds.append(1)
         decode(lanes)
-        scheduler.inbox.put(lambda: None)
+        scheduler.thread.post(lambda: None)
 
     scheduler._decode_round = interrupted  # type: ignore[method-assign]
     monkeypatch.setattr("mlxcache.engine.prefill.BURST_S", 0.0)
@@ -117,7 +117,7 @@ def test_requests_that_come_at_once_decode_as_one_batch(toy_paths: dict[str, Pat
     rng = np.random.default_rng(2)
     tasks = [bench.put(rng.integers(10, 400, 100 + i).tolist(), tokens=24) for i in range(6)]
     most = 0
-    while not bench.scheduler.idle():
+    while not bench.scheduler.idle:
         bench.scheduler.tick()
         most = max([most, *(len(lane.tasks) for lane in bench.scheduler.lanes.all)])
     assert most == 6

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from mlxcache.cache.kv_cache import forget_all
 from mlxcache.cli.output import log_line
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
@@ -143,8 +142,7 @@ async def test_a_date_in_the_system_prompt(talk: Talk):
 
 async def test_a_loss_costs_no_more_than_the_prompt_took(talk: Talk, monkeypatch):
     """However slow prompts were before: the speed of a loaded hour is only a first guess."""
-    core = talk.engine._core
-    assert core is not None
+    core = await talk.engine.call(lambda runtime: runtime)
     await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
     monkeypatch.setattr(core.cost, "rate", 0.5)
     talk.messages[0] = talk.system("Today's date is 2026-11-22.")
@@ -158,8 +156,7 @@ async def test_a_loss_costs_no_more_than_the_prompt_took(talk: Talk, monkeypatch
 
 async def test_what_was_cut_short_lost_no_more_than_it_took(talk: Talk, monkeypatch):
     """A client that leaves while its prompt is computed has waited so long, and no longer."""
-    core = talk.engine._core
-    assert core is not None
+    core = await talk.engine.call(lambda runtime: runtime)
     await talk.say(talk.system(), user(text(400, "ask")))
     monkeypatch.setattr(core.cost, "rate", 0.5)
     chat = Chat([talk.system("Today's date is 2026-11-22."), *talk.messages[1:]], TOOLS)
@@ -250,7 +247,7 @@ async def test_another_session_with_nearly_the_same_head(talk: Talk):
 async def test_what_was_evicted_is_told(talk: Talk):
     """Nothing differs, and it is not there."""
     first = await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
-    await talk.engine.call(forget_all)
+    await talk.engine.call(lambda runtime: runtime.kv.clear())
     record = await talk.say(user("And the lexer?"))
     found = lost(record)
     assert (found["reason"], found["cause"], found["at_token"]) == ("evicted", "memory", 0)
@@ -265,13 +262,13 @@ async def test_a_checkpoint_that_went_is_told(toy, tmp_path):
         assert (await talk.say(user("And the lexer?"))).lost is None
 
         def drop(core: Any) -> None:
-            room = core.memory.room
+            room = core.kv.ram
             left = [room.tree.root]
             while left:
                 node = left.pop()
                 left += node.children.values()
                 if node.checkpoint is not None:
-                    room._drop(node)
+                    room._drop_checkpoint(node)
 
         await engine.call(drop)
         found = lost(await talk.say(user("And the rest?")))
@@ -323,7 +320,7 @@ async def test_what_was_damaged_on_disk_is_told(toy, tmp_path):
         first = await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
         assert await engine.sessions.settled()
         damage(tmp_path)
-        await engine.call(forget_all)
+        await engine.call(lambda runtime: runtime.kv.clear())
         record = await talk.say(user("And the lexer?"))
         found = lost(record)
         assert (found["reason"], found["cause"]) == ("corrupt", "checksum")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxcache.engine.admission import REMEMBERED, Turns
+from mlxcache.engine.admission import MAX_ASKERS, FairQueue
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.task import Task
 from mlxcache.types import Job, Prompt, RequestRecord
@@ -20,13 +20,13 @@ def task(session: str | None, name: str = "x", client: str | None = None) -> Tas
     return Task(job, lambda event: None, RequestRecord(name, session, "t", client, "queued", 0.0))
 
 
-def drained(turns: Turns, waiting: list[Task]) -> list[str]:
+def drained(turns: FairQueue, waiting: list[Task]) -> list[str]:
     """The order in which all would start, one at a time."""
     started = []
     while waiting:
         first = turns.order(waiting)[0]
         waiting.remove(first)
-        turns.started(first)
+        turns.note_start(first)
         started.append(first.job.id)
     return started
 
@@ -34,36 +34,36 @@ def drained(turns: Turns, waiting: list[Task]) -> list[str]:
 def test_a_session_with_many_requests_waits_its_turn_like_any_other() -> None:
     many = [task("many", f"m{i}") for i in range(5)]
     waiting = [*many, task("one", "o"), task(None, "n", client="curl"), task("two", "t")]
-    assert drained(Turns(8), waiting) == ["m0", "o", "n", "t", "m1", "m2", "m3", "m4"]
+    assert drained(FairQueue(8), waiting) == ["m0", "o", "n", "t", "m1", "m2", "m3", "m4"]
 
 
 def test_who_has_just_started_something_comes_last() -> None:
-    turns = Turns(8)
-    turns.started(task("busy"))
+    turns = FairQueue(8)
+    turns.note_start(task("busy"))
     assert [t.job.id for t in turns.order([task("busy", "b"), task("new", "n")])] == ["n", "b"]
 
 
 def test_only_so_many_sessions_are_remembered() -> None:
-    turns = Turns(8)
-    for i in range(3 * REMEMBERED):
-        turns.started(task(f"s{i}"))
-    assert len(turns._started) == REMEMBERED
+    turns = FairQueue(8)
+    for i in range(3 * MAX_ASKERS):
+        turns.note_start(task(f"s{i}"))
+    assert len(turns._started) == MAX_ASKERS
 
 
 def test_one_place_more_for_who_computes_nothing() -> None:
-    turns = Turns(2)
+    turns = FairQueue(2)
     greedy = [task("greedy"), task("greedy")]
-    assert not turns.room(task("greedy"), greedy)
-    assert turns.room(task("other"), greedy)
-    assert not turns.room(task("third"), [*greedy, task("other")])
-    assert not turns.room(task("third"), [task("one"), task("other")])
-    assert not Turns(1).room(task("other"), [task("greedy")])
+    assert not turns.has_place(task("greedy"), greedy)
+    assert turns.has_place(task("other"), greedy)
+    assert not turns.has_place(task("third"), [*greedy, task("other")])
+    assert not turns.has_place(task("third"), [task("one"), task("other")])
+    assert not FairQueue(1).has_place(task("other"), [task("greedy")])
 
 
 def test_one_more_session_starts_beside_a_crowd(toy_paths: dict[str, Path]) -> None:
     bench = Bench(toy_paths["llama"])
     bench.limits = Limits(2, 64, 65536, 1 << 30)
-    bench.use(bench.memory)
+    bench.use(bench.kv)
     rng = np.random.default_rng(3)
 
     def put(session: str, **kwargs: Any) -> Task:

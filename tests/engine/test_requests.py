@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from mlxcache.engine.requests import FIRST_REPLY, LEAST_S, MOST_S, Forecast, Going
+from mlxcache.engine.requests import FIRST_REPLY, MAX_RETRY_S, MIN_RETRY_S, Forecast, Running
 from mlxcache.types import RequestRecord
 
 
 def going(
     prompt: int, fed: int = 0, cached: int = 0, out: int = 0, limit: int | None = None
-) -> Going:
+) -> Running:
     record = RequestRecord("r", None, "t", None, "decode" if out else "prefill", 0.0, prompt)
     record.fed_tokens, record.cached_tokens, record.generated_tokens = fed, cached, out
-    return Going(record, limit)
+    return Running(record, limit)
 
 
 def test_the_first_that_ends_makes_room() -> None:
@@ -38,10 +38,10 @@ def test_replies_are_taken_to_be_as_long_as_those_before() -> None:
     for _ in range(60):
         record = going(10).record
         record.status, record.generated_tokens = "done", 40
-        forecast.ended(record)
+        forecast.note_end(record)
     assert forecast.next_place(running, rate=1.0, round_s=1.0) == pytest.approx(39, rel=0.01)
 
 
 def test_it_stays_within_bounds() -> None:
-    assert Forecast().next_place([], rate=0.0, round_s=0.0) == LEAST_S
-    assert Forecast().next_place([going(10**7)], rate=1.0, round_s=1.0) == MOST_S
+    assert Forecast().next_place([], rate=0.0, round_s=0.0) == MIN_RETRY_S
+    assert Forecast().next_place([going(10**7)], rate=1.0, round_s=1.0) == MAX_RETRY_S

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.engine.scarce import out_of_memory
+from mlxcache.engine.scheduler import is_out_of_memory
 from tests.engine.faults import FaultyModel, faulty
 from tests.engine.test_faults import SEEDED, at_rest, error, prompt
 from tests.scheduled import Bench, admitted, finished
@@ -45,14 +45,14 @@ def test_a_prefill_goes_on_once_others_cache_was_evicted(
     old = [prompt(rng, 200) for _ in range(4)]
     for ids in old:
         bench.ask(ids, tokens=2)
-    held = bench.memory.tree.tokens
+    held = bench.kv.tree.tokens
     ids = prompt(rng, 300)
     model.when = at_passes(3)
     task = bench.ask(ids)
     assert task.out == bench.cold(ids)
     assert sum(event == admitted(task) for event in task.events) == 1  # type: ignore[attr-defined]
-    assert bench.memory.tree.tokens < held + len(ids)
-    assert bench.memory.tree.match(np.asarray(old[-1], np.int32), touch=False).length == 200
+    assert bench.kv.tree.tokens < held + len(ids)
+    assert bench.kv.tree.match(np.asarray(old[-1], np.int32), touch=False).length == 200
     at_rest(bench)
 
 
@@ -152,9 +152,9 @@ def test_an_idle_buffer_that_cannot_be_made_smaller_is_dropped(
 ) -> None:
     ids = prompt(rng, 900)
     bench.ask(ids, tokens=2)
-    (lineage,) = bench.memory.idle.values()
+    (lineage,) = bench.kv.ram.idle.values()
     fault = NoRoom(monkeypatch, at)
-    freed = bench.memory.room.shrink(lineage, force=True)
+    freed = bench.kv.ram.shrink(lineage, force=True)
     assert fault.over == lineage.lost
     assert freed > 0
     bench.check()
@@ -175,9 +175,9 @@ def test_an_idle_buffer_that_cannot_be_made_smaller_is_dropped(
 )
 def test_what_mlx_says_where_it_cannot_allocate(words: str) -> None:
     """MLX for CPUs says nothing: the process dies there, and is started again by who watches it."""
-    assert out_of_memory(RuntimeError(words))
-    assert not out_of_memory(ValueError(words))
+    assert is_out_of_memory(RuntimeError(words))
+    assert not is_out_of_memory(ValueError(words))
 
 
 def test_other_errors_are_not_for_lack_of_memory() -> None:
-    assert not out_of_memory(RuntimeError("There is no Stream(gpu, 0) in current thread."))
+    assert not is_out_of_memory(RuntimeError("There is no Stream(gpu, 0) in current thread."))

@@ -38,7 +38,7 @@ def test_an_edited_message_keeps_what_came_before_it(
     assert admitted(task).cached_tokens == 200
     assert task.out == bench.cold(head + b)
     again = bench.ask(head + a, marks=[200])
-    assert admitted(again).cached_tokens >= (259 if not bench.memory.layout.opaque else 200)
+    assert admitted(again).cached_tokens >= (259 if not bench.kv.layout.opaque else 200)
     assert again.out == bench.cold(head + a)
 
 
@@ -49,7 +49,7 @@ def test_the_same_prompt_again_leaves_one_token_to_feed(
     first = bench.ask(ids, marks=[140])
     task = bench.ask(ids, marks=[140])
     assert task.out == first.out
-    assert admitted(task).cached_tokens == (140 if bench.memory.layout.opaque else 149)
+    assert admitted(task).cached_tokens == (140 if bench.kv.layout.opaque else 149)
 
 
 def test_rows_batched_together_equal_themselves_alone(
@@ -98,7 +98,7 @@ def test_a_shared_prefix_is_held_once(bench: Bench, rng: np.random.Generator) ->
     head = prompt(rng, 512)
     for _ in range(8):
         bench.ask(head + prompt(rng, 30), marks=[512], tokens=5)
-    assert bench.memory.tree.tokens == 512 + 8 * 35
+    assert bench.kv.tree.tokens == 512 + 8 * 35
 
 
 def test_two_requests_at_once_compute_their_common_head_once(
@@ -116,23 +116,14 @@ def test_two_requests_at_once_compute_their_common_head_once(
 def test_a_small_budget_is_never_exceeded(
     bench: Bench, rng: np.random.Generator, ram_tokens: int
 ) -> None:
-    layout = bench.memory.layout
+    layout = bench.kv.layout
     ram = ram_tokens * layout.bytes_per_token + 40 * layout.checkpoint_bytes
     small = Bench.__new__(Bench)
     small.__dict__ |= bench.__dict__
-    from mlxcache.cache.kv_cache import Memory
-    from mlxcache.engine.scheduler import Scheduler
+    from mlxcache.cache.kv_cache import KVCache
     from mlxcache.tree.budget import Budget
 
-    small.memory = Memory(layout, Budget(ram))
-    small.scheduler = Scheduler(
-        small.model,
-        small.memory,
-        small.cost,
-        small.limits,
-        dress=small._dress,
-        ended=lambda t: None,
-    )
+    small.use(KVCache.open(layout, Budget(ram)))
     chats = [prompt(rng, 50) for _ in range(5)]
     for _ in range(4):
         tasks = [small.put(c, tokens=8, marks=[len(c) - 4]) for c in chats]
@@ -140,4 +131,4 @@ def test_a_small_budget_is_never_exceeded(
         for i, task in enumerate(tasks):
             assert task.out == small.cold(chats[i], 8)
             chats[i] = chats[i] + task.out + prompt(rng, 12)
-    assert small.memory.budget.high_water <= ram
+    assert small.kv.budget.high_water <= ram

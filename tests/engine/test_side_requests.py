@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.cache.kv_cache import Memory
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.model.kv import Layout
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.eviction import Worth
@@ -89,12 +89,11 @@ class LeastRecentlyUsed(Worth):
 
 def limited(bench: Bench, tokens: int, *, lru: bool = False) -> Bench:
     """The model with a budget of so many tokens, and the states of one path."""
-    layout: Layout = bench.memory.layout
+    layout: Layout = bench.kv.layout
     size = tokens * layout.bytes_per_token + 24 * layout.checkpoint_bytes
-    memory = Memory(layout, Budget(size))
+    worth = LeastRecentlyUsed(layout.bytes_per_token) if lru else None
+    memory = KVCache.open(layout, Budget(size), worth=worth)
     if lru:
-        plain = LeastRecentlyUsed(layout.bytes_per_token)
-        memory.tree.worth = memory.tree._edges.leaves.worth = plain
         memory.tree.uses.found = lambda *args: 0  # type: ignore[method-assign]
         memory.tree.uses.renew = lambda *args: None  # type: ignore[method-assign]
     bench.use(memory)
@@ -110,7 +109,7 @@ def test_the_main_conversation_feeds_only_what_is_new(
     bench = Bench(toy_paths[family])
     ours = Agent(limited(bench, 1900)).work()
     assert max(ours) <= SLACK
-    room = bench.memory.room
+    room = bench.kv.ram
     assert room.dropped + room.spilled > 10, "there was room for all"
     plain = Agent(limited(bench, 1900, lru=True)).work()
     again = sum(plain) + NEW * len(plain)
@@ -129,7 +128,7 @@ def test_without_a_label_it_is_how_often_they_were_asked_for_that_tells(
         for _ in range(4):
             agent.title()
     assert max(agent.fed[1:]) <= SLACK
-    assert bench.memory.room.dropped > 10
+    assert bench.kv.ram.dropped > 10
 
 
 @pytest.mark.slow
@@ -144,7 +143,7 @@ def test_an_agent_that_is_left_gives_way_to_the_next(toy_paths: dict[str, Path])
     new.session, new.main = "other", new.text(HEAD)
     fed = new.work()
     assert max(fed[2:]) <= SLACK, fed
-    assert bench.memory.known(np.asarray(old.main, np.int32)) < len(old.main) // 2
+    assert bench.kv.reusable(np.asarray(old.main, np.int32)) < len(old.main) // 2
 
 
 def test_a_mark_holds_a_prefix_through_what_came_later(toy_paths: dict[str, Path]) -> None:
@@ -157,7 +156,7 @@ def test_a_mark_holds_a_prefix_through_what_came_later(toy_paths: dict[str, Path
         bench.ask(first, marks=[300, 596], keeps=[(596, 300.0)] if marked else [])
         bench.ask(later, marks=[300, 596])
         bench.ask(last, marks=[300, 596])
-        held[marked] = bench.memory.known(np.asarray([*first, 1], np.int32))
-        assert bench.memory.budget.high_water <= bench.memory.budget.limit
+        held[marked] = bench.kv.reusable(np.asarray([*first, 1], np.int32))
+        assert bench.kv.budget.high_water <= bench.kv.budget.limit
     assert held[True] >= 590
     assert held[False] < 590

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from mlxcache.cache.kv_cache import forget_all
 from mlxcache.engine import engine as engine_module
 from mlxcache.engine.engine import Engine
 from mlxcache.types import Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall
@@ -23,7 +22,7 @@ from tests.engine.running import settled, started
 from tests.prompt import families
 from tests.prompt.families import FAMILIES
 from tests.prompt.turns import Client
-from tests.scripted import ScriptedCore
+from tests.scripted import ScriptedRuntime
 
 THOUGHT = "The user wants a file. I look at it first, then I say what's in it.\nOne moment. "
 TEXT = 'I\'ll look at it:  two blanks, naïve {"a": 1}, and then some more words. ' * 2
@@ -70,7 +69,7 @@ class Live(Client):
         """
         chat = request_to_chat(self.body)
         self.prompt = await self.engine.render(chat, session="s")
-        ScriptedCore.lines = [("", self.writes(*reply))] if reply else []
+        ScriptedRuntime.lines = [("", self.writes(*reply))] if reply else []
         record = await self.run(self.prompt, tokens)
         self.takes(self.pieces)
         new = sum(len(self.encode(text, add_special_tokens=False)) for text in self.news)
@@ -95,8 +94,8 @@ class Live(Client):
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines' replies are given."""
-    monkeypatch.setattr(engine_module, "Core", ScriptedCore)
-    monkeypatch.setattr(ScriptedCore, "lines", ())
+    monkeypatch.setattr(engine_module, "Core", ScriptedRuntime)
+    monkeypatch.setattr(ScriptedRuntime, "lines", ())
 
 
 @pytest.mark.usefixtures("scripts")
@@ -125,7 +124,7 @@ async def test_turns_feed_what_is_new_and_answer_as_when_cold(
         warm = await talk.ask(tokens=12)
         assert max(talk.warm[1:]) <= MORE
         said = talk.pieces
-        await engine.call(forget_all)
+        await engine.call(lambda runtime: runtime.kv.clear())
         cold = await talk.run(talk.prompt, 12)
         assert (cold.cached_tokens, cold.fed_tokens) == (0, warm.cached_tokens + warm.fed_tokens)
         assert talk.pieces == said

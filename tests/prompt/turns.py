@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mlxcache.common_prefix import common_length
-from mlxcache.engine.anticipate import NEAR
+from mlxcache.engine.anticipate import NEAR_MARK
 from mlxcache.prompt.next_turn import append_reply
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
 from mlxcache.wire.anthropic_reply import ContentBlocks
@@ -189,7 +189,7 @@ class Talk(Client):
         ahead = self.model.builder.next_turn(chat, "s", stop)
         target = len(ahead.ids) - 1
         last = max((mark for mark in ahead.marks if mark < target), default=0)
-        end = last if 0 < target - last <= NEAR else target
+        end = last if 0 < target - last <= NEAR_MARK else target
         states = (*(mark for mark in ahead.marks if mark <= end), end)
         self.ahead.append(Held(ahead.ids[:target], states))
 

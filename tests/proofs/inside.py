@@ -10,11 +10,11 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlxcache.cache.disk import Disk
-from mlxcache.cache.kv_cache import Memory, forget_all
+from mlxcache.cache.disk import DiskTier
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.runtime import Core
+from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.engine.stream import Stream
 from mlxcache.types import Finished, Job, Prompt, Sampling, Tokens
 
@@ -27,7 +27,7 @@ POLL_S = 0.002
 class Inside:
     """An engine whose RAM tier is filled without computing. Call all from its event loop."""
 
-    def __init__(self, engine: Engine, core: Core, disk: Disk):
+    def __init__(self, engine: Engine, core: ModelRuntime, disk: DiskTier):
         self.engine = engine
         self.disk = disk
         self.core = core
@@ -46,20 +46,20 @@ class Inside:
 
     async def put(self, ids: Tokens) -> None:
         """Give the RAM tier random KV for `ids`, as a request that computed them leaves it."""
-        await self.engine.call(lambda core: _put(core.memory, ids))
+        await self.engine.call(lambda core: _put(core.kv, ids))
 
     async def mark(self, ids: Tokens) -> None:
         """Have what RAM holds of `ids` written, as after a request's end."""
 
-        def begin(core: Core) -> None:
-            node = core.memory.tree.match(ids, touch=False).nodes[-1]
-            self.disk.persist.mark(node, ids)
+        def begin(core: ModelRuntime) -> None:
+            node = core.kv.tree.match(ids, touch=False).nodes[-1]
+            self.disk.write_behind.add(node, ids)
 
         await self.engine.call(begin)
 
     async def written(self) -> None:
         """Wait until nothing is on its way to disk."""
-        await self.until(lambda: not self.disk.busy)
+        await self.until(lambda: not self.disk.write_behind.busy)
 
     async def until(self, reached: Callable[[], bool]) -> None:
         """Wait for what other threads change; `reached` looks at it and does no more."""
@@ -68,7 +68,7 @@ class Inside:
 
     async def forget(self) -> None:
         """Empty the RAM tier."""
-        await self.engine.call(forget_all)
+        await self.engine.call(lambda runtime: runtime.kv.clear())
 
     async def clear(self) -> None:
         """Empty both tiers."""
@@ -112,14 +112,14 @@ async def running_inside(model: Path, cache_dir: Path, ram: str) -> AsyncIterato
     await engine.start()
     try:
         core = await engine.call(lambda core: core)
-        if core.disk is None or core.layout.opaque or not core.layout.cacheable:
+        if core.kv.disk is None or core.layout.opaque or not core.layout.cacheable:
             raise ValueError(f"{model}: its KV alone is not what it caches, or it has no disk tier")
-        yield Inside(engine, core, core.disk)
+        yield Inside(engine, core, core.kv.disk)
     finally:
         await engine.stop()
 
 
-def _put(memory: Memory, ids: Tokens) -> None:
+def _put(memory: KVCache, ids: Tokens) -> None:
     lease = memory.acquire(ids, 1)
     if lease is None:
         raise ValueError(f"--ram has no room for {len(ids)} tokens")

@@ -86,7 +86,7 @@ def test_a_dead_mlx_thread_ends_the_process_and_the_next_one_is_warm(
         assert health.json()["status"] == "failed"
         assert "The MLX thread died" in health.json()["reason"]
         assert api.served.process.wait(60) == 1
-        api.served.wait_for("critical: the MLX thread died")
+        api.served.wait_for("critical: MLX thread failed")
         api.served.wait_for("Error: The MLX thread died .* Start the server again")
     faults.end("die")
     with faulty(toy("llama"), home) as (api, _):

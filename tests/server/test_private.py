@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,12 +87,14 @@ def test_nothing_is_when_it_has_ended(loose: Served, folder: Path) -> None:
 
 def test_what_comes_in_is_private_while_it_comes(tmp_path: Path) -> None:
     """A file that is being received lies in a folder of its user's alone."""
-    from mlxcache.sessions.files import Portable
+    from mlxcache.sessions.files import SessionFiles
 
     before = os.umask(0)
     try:
-        portable = Portable(None, None, None, tmp_path / "c" / "incoming")  # type: ignore[arg-type]
-        portable.incoming(0)
+        nothing: Any = None
+        folder = tmp_path / "c" / "incoming"
+        files = SessionFiles(*[nothing] * 4, submit=nothing, prompt_caches=nothing, incoming=folder)
+        files.incoming(0)
     finally:
         os.umask(before)
     assert open_to_others(tmp_path) == []

@@ -19,7 +19,7 @@ from mlxcache.engine.engine import Engine
 from mlxcache.errors import BadRequest, NotFound, NotReady, SnapshotRefused, Unsupported
 from mlxcache.sessions import journal as booking
 from mlxcache.store.store import MOST_LEAVES_READ
-from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens
+from mlxcache.types import WARMING, Finished, Job, Prompt
 
 HEAD = 40
 Make = Callable[..., Awaitable[Engine]]
@@ -144,12 +144,9 @@ async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine, mo
     assert left[first].tier == "both"
     assert left[first].disk.tokens == (len(left[first].leaves[0].ids),)
 
-    def known(ids: Tokens) -> int:
-        return engine._core.memory.tree.match(ids, touch=False).length  # type: ignore[union-attr]
-
-    assert await engine.call(lambda core: known(one.ids)) == 150
+    assert await engine.call(lambda runtime: runtime.kv.match(one.ids)) == 150
     await engine.sessions.delete(fork.session.id)
-    assert await engine.call(lambda core: known(one.ids)) == HEAD
+    assert await engine.call(lambda runtime: runtime.kv.match(one.ids)) == HEAD
     store = engine.sessions.store
     assert store is not None
     assert HEAD <= store.find(one.ids, touch=False).length <= len(begin.ids)
@@ -157,11 +154,11 @@ async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine, mo
     assert [saved.position for saved in heads][:1] in ([], [HEAD])
     assert bool(heads) == await engine.call(lambda core: core.layout.opaque)
     await engine.sessions.delete(first)
-    assert await engine.call(lambda core: known(two.ids)) == 0
+    assert await engine.call(lambda runtime: runtime.kv.match(two.ids)) == 0
     assert most == 0 or store.stats().runs == store.stats().checkpoints == 0
     with pytest.raises(NotFound):
         await engine.sessions.delete(first)
-    await engine.call(lambda core: core.memory.tree.check())
+    await engine.call(lambda core: core.kv.tree.check())
 
 
 async def test_what_was_removed_is_written_again_when_it_comes_again(engine: Engine):
@@ -199,14 +196,14 @@ async def test_a_snapshot_goes_on_in_another_folder(toy, tmp_path):
     async with started(model, tmp_path / "a") as engine:
         await ask(engine, given, session="mine", title="T")
         [listed] = await engine.sessions.list()
-        made = await engine.sessions.portable.snapshot(listed.session.id)
+        made = await engine.sessions.files.snapshot(listed.session.id)
         file.write_bytes(b"".join(await asyncio.to_thread(list, made)))
         assert file.stat().st_size == made.nbytes
-        again = await engine.sessions.portable.restore(file, "copy")
+        again = await engine.sessions.files.restore(file, "copy")
         assert again.session.id != listed.session.id
         assert (again.session.name, again.session.label) == ("copy", None)
     async with started(model, tmp_path / "b") as engine:
-        there = await engine.sessions.portable.restore(file)
+        there = await engine.sessions.files.restore(file)
         assert there.session.id == listed.session.id
         assert (there.session.label, there.session.title) == ("mine", "T")
         last = await ask(engine, prompt(text(1, 300), text(2, 10), text(3, 9)), session="mine")
@@ -215,7 +212,7 @@ async def test_a_snapshot_goes_on_in_another_folder(toy, tmp_path):
     async with started(toy("qwen3_5"), tmp_path / "b") as engine:
         assert [x.session.id for x in await engine.sessions.list()] == [listed.session.id]
         with pytest.raises(SnapshotRefused):
-            await engine.sessions.portable.restore(file)
+            await engine.sessions.files.restore(file)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
@@ -230,7 +227,7 @@ async def test_mlx_lm_continues_a_session_from_its_prompt_cache(toy, tmp_path, f
     async with started(model, tmp_path / "a") as engine:
         await ask(engine, prompt(text(1, 200), text(2, 10)), session="mine")
         [listed] = await engine.sessions.list()
-        made = await engine.sessions.portable.prompt_cache(listed.session.id)
+        made = await engine.sessions.files.prompt_cache(listed.session.id)
         file.write_bytes(b"".join(await asyncio.to_thread(list, made)))
         assert file.stat().st_size == made.nbytes
         ids = listed.leaves[0].ids.tolist()
@@ -241,8 +238,8 @@ async def test_mlx_lm_continues_a_session_from_its_prompt_cache(toy, tmp_path, f
             pass
         newest = (await engine.sessions.list())[0]
         ours = newest.leaves[0].ids.tolist()[len(ids + more) :]
-        assert await engine.call(lambda core: len(core.memory.busy)) == 0
-        await engine.call(lambda core: core.memory.tree.check())
+        assert await engine.call(lambda core: len(core.kv.ram.busy)) == 0
+        await engine.call(lambda core: core.kv.tree.check())
     loaded, _ = load(str(model))
     steps = generate_step(
         mx.array(more), loaded, max_tokens=10, prompt_cache=load_prompt_cache(str(file))
@@ -266,7 +263,7 @@ async def test_a_prompt_cache_of_mlx_lm_is_gone_on_with(toy, tmp_path, family):
         pass
     save_prompt_cache(str(file), cache, {"model": str(model), "tokenizer_config": "{}"})
     async with started(model, tmp_path / "a", disk="off") as engine:
-        restore = engine.sessions.portable.restore
+        restore = engine.sessions.files.restore
         with pytest.raises(BadRequest, match="--prompt"):
             await restore(file)
         made = await restore(file, "mine", json.dumps(ids))
@@ -279,7 +276,7 @@ async def test_a_prompt_cache_of_mlx_lm_is_gone_on_with(toy, tmp_path, family):
         reply = now.leaves[0].ids.tolist()[310:]
         wrong = await restore(file, "other", json.dumps(other))
         assert wrong.ram.tokens == (300,)
-        await engine.call(lambda core: core.memory.tree.check())
+        await engine.call(lambda core: core.kv.tree.check())
     async with started(model, tmp_path / "b", disk="off") as engine:
         await ask(engine, Prompt(np.array(ids + text(3, 10), np.int32), (100,)))
         [cold] = await engine.sessions.list()
@@ -293,13 +290,13 @@ async def test_a_prompt_cache_that_nobody_reads_holds_nothing(toy, tmp_path):
         await ask(engine, prompt(text(1, 200)), session="mine")
         [listed] = await engine.sessions.list()
         for parts in (0, 1):
-            made = await engine.sessions.portable.prompt_cache(listed.session.id)
+            made = await engine.sessions.files.prompt_cache(listed.session.id)
             reading = iter(made)
             if parts:
                 await asyncio.to_thread(next, reading)
-            assert await engine.call(lambda core: len(core.memory.busy)) == 1
+            assert await engine.call(lambda core: len(core.kv.ram.busy)) == 1
             del made, reading
-            assert await engine.call(lambda core: len(core.memory.busy)) == 0
+            assert await engine.call(lambda core: len(core.kv.ram.busy)) == 0
 
 
 async def test_without_a_disk_there_are_sessions_and_no_snapshots(toy, tmp_path):
@@ -310,7 +307,7 @@ async def test_without_a_disk_there_are_sessions_and_no_snapshots(toy, tmp_path)
         assert (listed.tier, listed.disk.nbytes) == ("ram", 0)
         await engine.sessions.patch(listed.session.id, pinned=True)
         with pytest.raises(Unsupported):
-            await engine.sessions.portable.snapshot(listed.session.id)
+            await engine.sessions.files.snapshot(listed.session.id)
         await engine.sessions.delete(listed.session.id)
         assert (await ask(engine, prompt(text(1, 100)))).cached_tokens == 0
     assert not list(tmp_path.rglob("*.sqlite"))

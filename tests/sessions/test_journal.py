@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mlxcache.errors import DiskFull
-from mlxcache.sessions import journal as booking
-from mlxcache.sessions.journal import Booking, Served
+from mlxcache.sessions import journal
+from mlxcache.sessions.journal import Served, SessionWriter
 from mlxcache.store.database import Database
 from mlxcache.store.sessions import Sessions
 from mlxcache.types import Job, Prompt, Tokens
@@ -26,23 +26,23 @@ def sessions(tmp_path: Path) -> Iterator[Sessions]:
 
 
 @pytest.fixture
-def book(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> Iterator[Booking]:
-    monkeypatch.setattr(booking, "AGAIN_S", 0.05)
-    book = Booking(sessions, Served("model", "path", "space", {}, 512), None)
+def book(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> Iterator[SessionWriter]:
+    monkeypatch.setattr(journal, "RETRY_S", 0.05)
+    book = SessionWriter(sessions, Served("model", "path", "space", {}, 512), None)
     yield book
     book.close()
 
 
-def end(book: Booking, first: int, tokens: int, at: float) -> Tokens:
+def end(book: SessionWriter, first: int, tokens: int, at: float) -> Tokens:
     """Book a request of a conversation that begins with `first`; its ids."""
     ids = np.full(tokens, first, np.int32)
     job = Job("req", Prompt(ids, (tokens,)), session=f"talk {first}")
-    book.turn(job, ids, at)
+    book.add_turn(job, ids, at)
     return ids
 
 
 def test_a_turn_that_could_not_be_booked_is_booked_later_and_in_order(
-    book: Booking,
+    book: SessionWriter,
     sessions: Sessions,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -61,7 +61,7 @@ def test_a_turn_that_could_not_be_booked_is_booked_later_and_in_order(
         longest = end(book, 1, 300, 3.0)
         while len(tried) < 6:
             time.sleep(0.01)
-    assert sum("not kept" in record.message for record in caplog.records) == 1
+    assert sum("not written" in record.message for record in caplog.records) == 1
     monkeypatch.setattr(sessions, "record_turn", fails)
     while (book.count, [one.turns for one in sessions.all()]) != (2, [2, 1]):
         time.sleep(0.01)
@@ -71,7 +71,7 @@ def test_a_turn_that_could_not_be_booked_is_booked_later_and_in_order(
 
 
 def test_what_could_never_be_booked_is_told_at_the_end(
-    book: Booking, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+    book: SessionWriter, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest go where too many wait."""
 
@@ -79,6 +79,6 @@ def test_what_could_never_be_booked_is_told_at_the_end(
         raise DiskFull("no space left")
 
     monkeypatch.setattr(sessions, "record_turn", full)
-    for number in range(booking.MOST_LATE + 5):
+    for number in range(journal.MAX_LATE + 5):
         end(book, number, 10, 1.0)
-    assert book.close(30.0) == booking.MOST_LATE
+    assert book.close(30.0) == journal.MAX_LATE

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlxcache.bench.text import Filler
-from mlxcache.engine.admission import WORTH_BESIDE
+from mlxcache.engine.admission import MIN_UNKNOWN_BESIDE
 from tests.soak.ledger import Ledger, SessionTracker
 from tests.soak.plan import Step
 from tests.soak.server import SoakServer
@@ -26,7 +26,7 @@ SLICED = ("llama", "gemma3")
 CHARS = 2
 """Lower bound of the mean characters per token of the tiny models."""
 
-FROM_DISK = WORTH_BESIDE + 64
+FROM_DISK = MIN_UNKNOWN_BESIDE + 64
 """Tokens that may be computed again though they are on disk: so few are not restored."""
 
 COSTLY_FAULTS = {
@@ -213,7 +213,7 @@ class Agent:
     def _check_failure(self, server: SoakServer, request: Request, out: Outcome) -> None:
         kind = "refused" if out.status else "broken off"
         self.ledger.count(self.ledger.requests, kind)
-        if "no numbers" in out.error:
+        if "produced NaN" in out.error:
             self.sessions.forget_durable(f"{self.name}-")
         words = (
             f"{server.name}, {request.label}: {out.status} {out.error} after {out.seconds:.1f} s"

@@ -23,11 +23,11 @@ LISTED = 24
 """Number of recently used sessions listed on each poll."""
 
 WORDS = {
-    "nan": "no numbers",
+    "nan": "produced NaN",
     "malloc": "Unable to allocate",
     "template": "no such macro",
     "tokenizer": "no such byte",
-    "die": "MLX thread died",
+    "die": "MLX thread failed",
     "remove": "vanished",
 }
 """Text in the error of a request that met a fault, by the name of the fault."""

@@ -131,7 +131,7 @@ def test_a_wrong_token_and_a_wrong_count_are_noticed(model: Path) -> None:
 def test_only_errors_of_injected_faults_are_allowed(tmp_path: Path, model: Path) -> None:
     """A broken connection is allowed once the end of the server was requested."""
     server = SoakServer("one", "llama", Flags("32MB"), model=model, folder=tmp_path, logs=tmp_path)
-    nan = Outcome(status=500, error="The model computed no numbers (NaN)")
+    nan = Outcome(status=500, error="The model produced NaN")
     assert not server.permits(nan)
     server.put("nan", "1")
     assert server.permits(nan)
