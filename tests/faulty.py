@@ -123,7 +123,7 @@ def install(faults: Faults) -> None:
             core.scheduler.model, faults
         )
 
-    ModelRuntime.__init__ = with_faults  # type: ignore[method-assign]
+    ModelRuntime.__init__ = with_faults  # type: ignore[assignment, method-assign]
 
 
 class _Model:

@@ -94,7 +94,7 @@ class Live(Client):
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines' replies are given."""
-    monkeypatch.setattr(engine_module, "Core", ScriptedRuntime)
+    monkeypatch.setattr(engine_module, "ModelRuntime", ScriptedRuntime)
     monkeypatch.setattr(ScriptedRuntime, "lines", ())
 
 
