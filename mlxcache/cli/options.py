@@ -57,7 +57,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 def given_flags(arguments: Mapping[str, Any]) -> Flags:
     """Select the settings that were given from a command's parsed arguments."""
     values = {name: value for name, value in arguments.items() if name in SETTINGS}
-    return {name: value for name, value in values.items() if value is not None and value != []}
+    return {name: value for name, value in values.items() if value not in (None, [], ())}
 
 
 def _kind(setting: Setting) -> Any:
