@@ -85,8 +85,7 @@ def explain(
 ) -> None:
     """Explain where two requests differ, why, and what that costs; or audit one request.
 
-    The files are request bodies as clients send them, such as `serve --record DIR` writes. Needs
-    no server.
+    The files are bodies of chat requests, as `serve --record DIR` writes them. Needs no server.
     """
     with reporting():
         flags = {"model": model, "no_canonicalise": no_canonicalise}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mlxcache.cli.doctor import clients, disk, machine, serving
-from mlxcache.cli.doctor.command import Examination
+from mlxcache.cli.doctor.command import run_checks
 from mlxcache.cli.doctor.finding import Finding, worst
 from mlxcache.cli.doctor.machine import Host
 from mlxcache.config import Settings
@@ -376,14 +376,13 @@ def test_a_model_is_shown_with_what_sessions_cost(
 ) -> None:
     """The tables have the kinds of layers, both lengths and the options, within 80 columns."""
     settings = Settings(model=str(toy(family)), cache_dir=tmp_path, ram="1GB", disk="2GB")
-    examination = Examination(settings)
-    examination.run(quick=True, shown=False)
-    examination.show()
+    report = run_checks(settings, quick=True, shown=False)
+    report.show()
     output = capsys.readouterr().out
     assert widest(output) <= 80
     kinds = {"llama": "to any token", "gemma3": "sliding window of 64", "qwen3_5": "recurrent"}
     assert kinds[family] in output
-    found = examination.as_object()["model"]
+    found = report.as_object()["model"]
     assert [one["tokens"] for one in found["sessions"]] == [20_000, 65_536]
     per_token, (short, long) = found["bytes_per_token"], found["sessions"]
     assert (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,6 +24,10 @@ from mlxcache.cli.show import print_json
 from mlxcache.cli.target import CacheDir, Json
 from mlxcache.config import Settings, disk_limit, format_size, load_settings, ram_limit
 from mlxcache.errors import ModelError
+
+if TYPE_CHECKING:
+    from mlxcache.cache.capacity import Fit
+    from mlxcache.model.examine import Examined
 
 WIDTH = 80
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -57,108 +62,25 @@ def doctor(
     with reporting():
         given = {"model": model, "cache_dir": cache_dir, **flags}
         settings = load_settings(given, os.environ, config)
-        found = Examination(settings)
-        found.run(quick=quick, shown=not as_json)
+        report = run_checks(settings, quick=quick, shown=not as_json)
     if as_json:
-        print_json(found.as_object())
+        print_json(report.as_object())
     else:
-        found.show()
-    if worst(found.findings) == "fail":
+        report.show()
+    if worst(report.findings) == "fail":
         raise typer.Exit(1)
 
 
-class Examination:
-    """All checks of one run. `findings` are in the order in which they are shown.
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Results of all checks, in the order in which they are shown.
 
-    `model` and `fit` are None without a model, or if it cannot be examined.
+    `model`: the model and the number of conversations that fit; None without --model, or if the
+    model cannot be examined.
     """
 
-    def __init__(self, settings: Settings):
-        self.settings = settings
-        self.findings: list[Finding] = []
-        self.model: Any = None
-        self.fit: Any = None
-
-    def run(self, *, quick: bool, shown: bool) -> None:
-        """Run all checks; blocks for seconds. `quick` omits the disk's speed.
-
-        With `shown`, slow checks show their progress on standard error.
-        """
-        settings = self.settings
-        url = base_url(settings.host, settings.port)
-        self._add(machine.examine_versions())
-        with count_bar("examining the machine and the model") if shown else nullcontext():
-            self._machine()
-        self._add(machine.examine_files())
-        self._add(disk.examine_folder(settings.cache_dir))
-        if self.findings[-1].status != "fail":
-            self._add(disk.examine_room(settings.cache_dir, settings.disk))
-            if not quick:
-                with byte_bar("testing the disk") if shown else nullcontext(_nothing) as step:
-                    self._add(disk.examine_speed(settings.cache_dir, step))
-        self._add(serving.examine_port(settings, url))
-        self._add(*serving.examine_servers(settings, url))
-        self._add(*clients.examine_clients(os.environ, Path.home(), url, settings.rules))
-
-    def _add(self, *findings: Finding | None) -> None:
-        self.findings += [one for one in findings if one is not None]
-
-    def _machine(self) -> None:
-        try:
-            host = machine.host()
-        except ImportError as error:
-            remedy = "reinstall mlxcache: pip install --force-reinstall mlxcache"
-            self._add(Finding("MLX", "fail", f"cannot be imported: {error}", remedy))
-            return
-        self._add(machine.examine_system(host))
-        weights, whose = self._model(host)
-        ram = self._ram(host, weights)
-        self._add(
-            machine.examine_memory(host, ram, weights, whose),
-            machine.examine_metal(host, ram, weights),
-            machine.examine_blas(host),
-        )
-
-    def _ram(self, host: machine.Host, weights: int) -> int:
-        return ram_limit(
-            self.settings.ram,
-            machine_bytes=host.total,
-            working_set_bytes=host.working_set,
-            weights_bytes=weights,
-        )
-
-    def _model(self, host: machine.Host) -> tuple[int, str]:
-        """Examine the model. Returns the bytes of its weights, and words that qualify them."""
-        settings = self.settings
-        if settings.model is None:
-            return 0, "the model's"
-        # Here and not above: mlx-lm takes seconds to import.
-        from mlxcache.cache.capacity import fit  # noqa: PLC0415
-        from mlxcache.cli.doctor.model import TOKENS, examine_fit  # noqa: PLC0415
-        from mlxcache.model.examine import examine  # noqa: PLC0415
-        from mlxcache.model.load import ModelSpec  # noqa: PLC0415
-
-        spec = ModelSpec(
-            settings.model,
-            adapter=settings.adapter,
-            trust_remote_code=settings.trust_remote_code,
-            context=settings.context,
-            draft=settings.draft_model,
-        )
-        try:
-            self.model = examine(spec, settings.kv_bits)
-        except ModelError as error:
-            self._add(Finding("model", "fail", str(error)))
-            return 0, "the model's"
-        weights = self.model.info.weights_bytes
-        self.fit = fit(
-            self.model.layout,
-            ram=self._ram(host, weights),
-            disk=disk_limit(settings.disk, settings.cache_dir / "store"),
-            tokens=sorted({min(n, self.model.info.context_length) for n in TOKENS}),
-        )
-        self._add(*examine_fit(self.model, self.fit))
-        return weights, f"the model's {format_size(weights)} of"
+    findings: tuple[Finding, ...]
+    model: tuple[Examined, Fit] | None
 
     def as_object(self) -> dict[str, Any]:
         """Return the JSON object of all findings and of the model."""
@@ -168,9 +90,9 @@ class Examination:
             "findings": [one.as_object() for one in self.findings],
         }
         if self.model is not None:
-            from mlxcache.cli.doctor.model import as_object  # noqa: PLC0415 - as above
+            from mlxcache.cli.doctor.model import as_object  # noqa: PLC0415 - imports mlx-lm
 
-            found["model"] = as_object(self.model, self.fit)
+            found["model"] = as_object(*self.model)
         return found
 
     def show(self) -> None:
@@ -180,7 +102,103 @@ class Examination:
             console = Console(highlight=False, markup=False, width=WIDTH)
         print_findings(console, self.findings)
         if self.model is not None:
-            _show_model(console, self.model, self.fit)
+            _show_model(console, *self.model)
+
+
+def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
+    """Run all checks; blocks for seconds. `quick` omits the disk's speed.
+
+    With `shown`, slow checks show their progress on standard error.
+    """
+    url = base_url(settings.host, settings.port)
+    with count_bar("examining the machine and the model") if shown else nullcontext():
+        versions = machine.examine_versions()
+        of_machine, model = _examine_machine(settings)
+    findings = (
+        versions,
+        *of_machine,
+        machine.examine_files(),
+        *_examine_disk(settings, quick=quick, shown=shown),
+        serving.examine_port(settings, url),
+        *serving.examine_servers(settings, url),
+        *clients.examine_clients(os.environ, Path.home(), url, settings.rules),
+    )
+    return Report(findings, model)
+
+
+def _examine_disk(settings: Settings, *, quick: bool, shown: bool) -> list[Finding]:
+    findings = [disk.examine_folder(settings.cache_dir)]
+    if findings[0].status == "fail":
+        return findings
+    findings.append(disk.examine_room(settings.cache_dir, settings.disk))
+    if not quick:
+        with byte_bar("testing the disk") if shown else nullcontext(_nothing) as step:
+            findings.append(disk.examine_speed(settings.cache_dir, step))
+    return findings
+
+
+def _examine_machine(settings: Settings) -> tuple[list[Finding], tuple[Examined, Fit] | None]:
+    """Check the machine, and the model whose weights need its memory."""
+    try:
+        host = machine.host()
+    except ImportError as error:
+        remedy = "reinstall mlxcache: pip install --force-reinstall mlxcache"
+        return [Finding("MLX", "fail", f"cannot be imported: {error}", remedy)], None
+    of_model, model = _examine_model(settings, host)
+    weights, whose = 0, "the model's"
+    if model is not None:
+        weights = model[0].info.weights_bytes
+        whose = f"the model's {format_size(weights)} of"
+    ram = _ram_budget(settings, host, weights)
+    findings = (
+        machine.examine_system(host),
+        *of_model,
+        machine.examine_memory(host, ram, weights, whose),
+        machine.examine_metal(host, ram, weights),
+        machine.examine_blas(host),
+    )
+    return [one for one in findings if one is not None], model
+
+
+def _ram_budget(settings: Settings, host: machine.Host, weights: int) -> int:
+    return ram_limit(
+        settings.ram,
+        machine_bytes=host.total,
+        working_set_bytes=host.working_set,
+        weights_bytes=weights,
+    )
+
+
+def _examine_model(
+    settings: Settings, host: machine.Host
+) -> tuple[list[Finding], tuple[Examined, Fit] | None]:
+    """Examine the model of the settings, if they name one."""
+    if settings.model is None:
+        return [], None
+    # Here and not above: mlx-lm takes seconds to import.
+    from mlxcache.cache.capacity import fit  # noqa: PLC0415
+    from mlxcache.cli.doctor.model import TOKENS, examine_fit  # noqa: PLC0415
+    from mlxcache.model.examine import examine  # noqa: PLC0415
+    from mlxcache.model.load import ModelSpec  # noqa: PLC0415
+
+    spec = ModelSpec(
+        settings.model,
+        adapter=settings.adapter,
+        trust_remote_code=settings.trust_remote_code,
+        context=settings.context,
+        draft=settings.draft_model,
+    )
+    try:
+        model = examine(spec, settings.kv_bits)
+    except ModelError as error:
+        return [Finding("model", "fail", str(error))], None
+    fits = fit(
+        model.layout,
+        ram=_ram_budget(settings, host, model.info.weights_bytes),
+        disk=disk_limit(settings.disk, settings.cache_dir / "store"),
+        tokens=sorted({min(n, model.info.context_length) for n in TOKENS}),
+    )
+    return examine_fit(model, fits), (model, fits)
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
@@ -197,8 +215,8 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
             console.print(Text(f"      {one.remedy}", "cyan"), soft_wrap=True)
 
 
-def _show_model(console: Console, model: Any, fit: Any) -> None:
-    from mlxcache.cli.doctor.model import layers, options, sessions  # noqa: PLC0415 - as above
+def _show_model(console: Console, model: Examined, fit: Fit) -> None:
+    from mlxcache.cli.doctor.model import layers, options, sessions  # noqa: PLC0415 - imports mlx-lm
 
     checkpoints = model.layout.opaque
     columns = [
