@@ -104,8 +104,8 @@ def test_without_metal_its_limit_is_not_checked() -> None:
 
 def test_a_macs_chip_and_limit_are_read_from_the_kernel() -> None:
     """On other systems MLX names the processor."""
-    told = {"iogpu.wired_limit_mb": "57344", "machdep.cpu.brand_string": "Apple M1 Ultra"}
-    found = machine.host(told.get)
+    values = {"iogpu.wired_limit_mb": "57344", "machdep.cpu.brand_string": "Apple M1 Ultra"}
+    found = machine.host(values.get)
     assert (found.chip, found.wired_mb) == ("Apple M1 Ultra", 57344)
     here = machine.host(lambda _: None)
     assert here.chip

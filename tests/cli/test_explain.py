@@ -247,13 +247,13 @@ def dropped(body: Body) -> None:
 
 
 def compacted(body: Body) -> None:
-    told = "This session is being continued from a previous conversation. " + text(9, "summary")
-    body["messages"] = [{"role": "user", "content": told}]
+    summary = "This session is being continued from a previous conversation. " + text(9, "summary")
+    body["messages"] = [{"role": "user", "content": summary}]
 
 
 def compacted_in_part(body: Body) -> None:
-    told = "This session is being continued from a previous conversation. " + text(9, "summary")
-    body["messages"] = [{"role": "user", "content": told}, *body["messages"][-2:]]
+    summary = "This session is being continued from a previous conversation. " + text(9, "summary")
+    body["messages"] = [{"role": "user", "content": summary}, *body["messages"][-2:]]
 
 
 def marked(body: Body) -> None:

@@ -172,12 +172,12 @@ def _messages(role: str, content: str | list[Body]) -> list[Body]:
     return [*results, *([{"role": role, "content": rest}] if rest else [])]
 
 
-def told(one: Body, other: Body) -> tuple[str, str, str] | None:
+def explained(one: Body, other: Body) -> tuple[str, str, str] | None:
     lost = command.explain_pair(one, other, RAW)["lost"]
     return lost and (lost["reason"], lost["cause"], lost["where"])
 
 
-def wanted(pair: Pair) -> tuple[str | None, str | None, str] | None:
+def expected(pair: Pair) -> tuple[str | None, str | None, str] | None:
     return (pair.reason, pair.cause, pair.where) if pair.reason else None
 
 
@@ -187,9 +187,9 @@ def test_both_apis_are_explained_alike(pair: Pair):
     one = pair.base()
     other = following(one)
     pair.change(other)
-    assert told(one, other) == wanted(pair)
+    assert explained(one, other) == expected(pair)
     if pair.base is not openai:
-        assert told(as_openai(one), as_openai(other)) == wanted(pair)
+        assert explained(as_openai(one), as_openai(other)) == expected(pair)
 
 
 @pytest.mark.parametrize("template", OTHERS, indirect=True)
@@ -201,7 +201,7 @@ def test_other_templates_are_explained_alike(template: str):
         other = following(one)
         pair.change(other)
         shown = pair.cause not in ("thinking_dropped", "template_args")
-        assert told(one, other) == (wanted(pair) if shown else None), pair
+        assert explained(one, other) == (expected(pair) if shown else None), pair
 
 
 def test_the_first_of_two_causes_in_the_prompt_is_reported():

@@ -144,8 +144,8 @@ def test_a_session_is_found_by_title_label_and_id(where: tuple[str, ...]) -> Non
         found = json.loads(call("sessions", "show", text, "--json", *where).output)
         assert found["id"] == one["id"]
     made = json.loads(call("sessions", "fork", one["id"], "--json", *where).output)["id"]
-    told = call("sessions", "show", one["title"], *where, status=1).output
-    assert made in told.replace("\n", "")
+    output = call("sessions", "show", one["title"], *where, status=1).output
+    assert made in output.replace("\n", "")
     call("sessions", "rename", made, one["title"], *where)
     call("sessions", "rm", one["title"], *where)
     assert made not in {one["id"] for one in listing(*where)}

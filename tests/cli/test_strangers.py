@@ -18,10 +18,10 @@ KEY = "a-key-of-its-own"
 
 
 class Program(ThreadingHTTPServer):
-    """A program that answers every request; `told` has their headers."""
+    """A program that answers every request; `requests` has their paths and keys."""
 
     def __init__(self, *, ours: bool):
-        self.told: list[tuple[str, str | None]] = []
+        self.requests: list[tuple[str, str | None]] = []
         super().__init__(("127.0.0.1", 0), self._answer(ours))
 
     @property
@@ -29,12 +29,12 @@ class Program(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def _answer(self, ours: bool) -> type[BaseHTTPRequestHandler]:
-        told = self.told
+        requests = self.requests
         body = b'{"data": [{"id": "m", "context_length": 9}]}'
 
         class Answer(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                told.append((self.path, self.headers.get("Authorization")))
+                requests.append((self.path, self.headers.get("Authorization")))
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
                 if ours:
@@ -71,11 +71,11 @@ def test_the_key_is_sent_only_after_the_server_has_identified_itself(
     assert not Remote(stranger.url, KEY).answers()
     with pytest.raises(NoServer):
         query_server(stranger.url, KEY)
-    assert stranger.told == [("/health", None)] * 2
+    assert stranger.requests == [("/health", None)] * 2
     found = query_server(ours.url, KEY)
     assert found is not None
     assert found.model == "m"
-    assert ours.told == [("/health", None), ("/v1/models", f"Bearer {KEY}")]
+    assert ours.requests == [("/health", None), ("/v1/models", f"Bearer {KEY}")]
 
 
 def test_requests_to_this_machine_use_no_proxy(
@@ -90,7 +90,7 @@ def test_requests_to_this_machine_use_no_proxy(
     assert Remote(ours.url, KEY).answers()
     assert Remote(ours.url, KEY).stats()["data"]
     assert query_server(ours.url, KEY) is not None
-    assert proxy.told == []
+    assert proxy.requests == []
     assert proxied("http://gpu.example:8081")
     assert not any(map(proxied, ("http://localhost:8081", "http://[::1]:8081")))
 
@@ -113,9 +113,9 @@ def test_clients_use_no_proxy_to_this_machine(
 ) -> None:
     """`launch` sets NO_PROXY for the client if a proxy is set."""
     service, setup = Service(url, "m", 9), Setup(variables={"X": "1"})
-    told = setup.environment(service, environ)
+    variables = setup.environment(service, environ)
     given = environ.get("NO_PROXY")
-    assert told.get("NO_PROXY", given) == (expected or given)
+    assert variables.get("NO_PROXY", given) == (expected or given)
     assert proxy_bypass(service, environ) == (
         {"NO_PROXY": expected, "no_proxy": expected} if expected else {}
     )

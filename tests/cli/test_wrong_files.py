@@ -32,7 +32,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "expected"),
     [
         (b" \n", "it is empty"),
         (b"\x00\xff\xfe", "it is not UTF-8 text, but 3 bytes of another format"),
@@ -57,16 +57,16 @@ def run(*arguments: str | Path) -> Result:
     ],
 )
 def test_a_file_that_is_not_a_request_is_described(
-    tmp_path: Path, content: bytes, says: str
+    tmp_path: Path, content: bytes, expected: str
 ) -> None:
     file = tmp_path / "file.json"
     file.write_bytes(content)
-    told = run("explain", file).stderr
-    assert f"Error: {file} is not a chat request: " in told
-    assert says in told
-    assert "Expected the JSON body of a chat request" in told
-    assert "mlxcache serve --record DIR" in told
-    assert len(told) < len(str(file)) + 500
+    error = run("explain", file).stderr
+    assert f"Error: {file} is not a chat request: " in error
+    assert expected in error
+    assert "Expected the JSON body of a chat request" in error
+    assert "mlxcache serve --record DIR" in error
+    assert len(error) < len(str(file)) + 500
 
 
 def test_the_error_names_the_wrong_one_of_two_files(tmp_path: Path) -> None:
@@ -74,9 +74,9 @@ def test_the_error_names_the_wrong_one_of_two_files(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(MESSAGES)
     bad.write_text('{"messages": [{"role": "usr", "content": "x"}]}')
-    told = run("explain", good, bad).stderr
-    assert f"{bad} is a chat request that cannot be rendered: " in told
-    assert "'usr' (at `messages[0].role`)" in told
+    error = run("explain", good, bad).stderr
+    assert f"{bad} is a chat request that cannot be rendered: " in error
+    assert "'usr' (at `messages[0].role`)" in error
 
 
 def safetensors(file: Path) -> None:
@@ -95,7 +95,7 @@ def cut(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "expected"),
     [
         (b"", "it is empty"),
         (b"hello world", "it is a text that begins with 'hello world'"),
@@ -107,7 +107,7 @@ def cut(file: Path) -> None:
     ],
 )
 def test_a_file_that_is_not_a_snapshot_is_described(
-    tmp_path: Path, content: object, says: str
+    tmp_path: Path, content: object, expected: str
 ) -> None:
     """The file is refused before anything is sent or written."""
     file = tmp_path / "file.safetensors"
@@ -116,14 +116,14 @@ def test_a_file_that_is_not_a_snapshot_is_described(
     else:
         assert callable(content)
         content(file)
-    told = run("restore", file).stderr
-    assert f"Error: {file} is not a snapshot: " in told
-    assert says in told
-    assert "Expected a file written by `mlxcache snapshot ID -o FILE`" in told
+    error = run("restore", file).stderr
+    assert f"Error: {file} is not a snapshot: " in error
+    assert expected in error
+    assert "Expected a file written by `mlxcache snapshot ID -o FILE`" in error
     assert not (tmp_path / "unused").exists()
 
 
 def test_a_truncated_snapshot_is_refused_by_its_size(tmp_path: Path) -> None:
     cut(tmp_path / "x")
-    told = run("restore", tmp_path / "x").stderr
-    assert "bytes, not the " in told
+    error = run("restore", tmp_path / "x").stderr
+    assert "bytes, not the " in error
