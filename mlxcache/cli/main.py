@@ -85,7 +85,7 @@ def bench(ctx: typer.Context) -> None:
 
 
 def main() -> None:
-    """The entry point of the wheel and of bin/mlxcache."""
+    """Run a command: the entry point of the wheel and of bin/mlxcache."""
     try:
         app()
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""The lines to paste work in a POSIX shell and hold no key."""
+"""The lines to paste, run by a POSIX shell."""
 
 import subprocess
 
@@ -8,7 +8,7 @@ from mlxcache.cli.connect import anyclaude_line, base_url, claude_code_line
 
 
 def variables(line: str, command: str, environ: dict[str, str] | None = None) -> dict[str, str]:
-    """What `command` would find in its environment if a shell ran `line`."""
+    """Return the environment of `command` after a shell ran `line`."""
     assert line.endswith(f" {command}")
     line = line.removesuffix(command) + "env"
     base = {"PATH": "/usr/bin:/bin", **(environ or {})}
@@ -27,12 +27,12 @@ def variables(line: str, command: str, environ: dict[str, str] | None = None) ->
         ("192.168.1.7", "http://192.168.1.7:8081"),
     ],
 )
-def test_the_address_is_one_that_a_client_here_can_use(host, url):
-    """Wildcards are no address to connect to."""
+def test_the_address_is_one_that_local_clients_can_use(host, url):
+    """Wildcard addresses become loopback addresses."""
     assert base_url(host, 8081) == url
 
 
-def test_claude_code_is_pointed_at_the_server_and_told_its_context():
+def test_claude_code_gets_the_address_and_the_context():
     """The Anthropic SDK adds /v1 itself."""
     line = claude_code_line("http://127.0.0.1:1", "org/m", 4096, has_key=False)
     found = variables(line, "claude")
@@ -61,8 +61,8 @@ def test_names_with_spaces_and_quotes_survive_the_shell():
     assert variables(line, "claude")["ANTHROPIC_MODEL"] == name
 
 
-def test_a_key_comes_from_the_variable_and_not_from_the_line():
-    """The line is printed, and the key must not be."""
+def test_a_key_is_read_from_the_variable_and_not_in_the_line():
+    """The line is printed, the key is not."""
     environ = {"MLXCACHE_API_KEY": "a key"}
     line = claude_code_line("http://127.0.0.1:1", "m", 1, has_key=True)
     assert variables(line, "claude", environ)["ANTHROPIC_AUTH_TOKEN"] == "a key"

@@ -1,4 +1,4 @@
-"""The port is opened, or a sentence says what to type instead."""
+"""Listening sockets, and errors with the flag to change."""
 
 import socket
 
@@ -13,7 +13,7 @@ def close(sockets):
 
 
 def test_port_zero_picks_a_free_one():
-    """And every address of the host gets the same."""
+    """The same for every address of the host."""
     sockets = listen("localhost", 0)
     ports = {sock.getsockname()[1] for sock in sockets}
     close(sockets)
@@ -21,8 +21,8 @@ def test_port_zero_picks_a_free_one():
     assert ports.pop() > 0
 
 
-def test_a_port_in_use_is_told_with_the_way_out():
-    """The commonest failure of all: another server, or this one twice."""
+def test_a_port_in_use_is_reported_with_the_flag_to_change():
+    """As when a server is started twice."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -33,6 +33,6 @@ def test_a_port_in_use_is_told_with_the_way_out():
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
 def test_an_address_of_another_machine_is_refused(host):
-    """A name that means nothing, and an address that is not ours."""
+    """An unknown name, and an address that this machine does not have."""
     with pytest.raises(CannotListen, match=host):
         listen(host, 0)

@@ -16,21 +16,21 @@ WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 
 
 def test_version():
-    """Name and number, for bug reports."""
+    """The command and the flag print name and number."""
     assert RUN.invoke(app, ["version"]).output == f"mlxcache {__version__}\n"
     assert RUN.invoke(app, ["--version"]).output == f"mlxcache {__version__}\n"
 
 
 @pytest.mark.parametrize("command", [(), ("serve",), ("sessions",), ("sessions", "show")])
 def test_help_has_a_short_name(command):
-    """Of every command, also of those in a group."""
+    """For every command, also in groups."""
     short, long = (RUN.invoke(app, [*command, flag], env=WIDE) for flag in ("-h", "--help"))
     assert short.exit_code == 0
     assert short.output == long.output
 
 
-def test_a_misspelt_variable_is_told_with_the_nearest_name():
-    """On the standard error, so that programs can still read the output; values are not shown."""
+def test_a_misspelt_variable_is_reported_with_the_nearest_name():
+    """On the standard error, without its value."""
     named = {"MLXCACHE_MODL": "secret", "MLXCACHE_URLS": "x", "MLXCACHE_QQQQQQ": "x"}
     result = RUN.invoke(app, ["version"], env={**WIDE, **named, "MLXCACHE_RAM": "8GB"})
     assert result.exit_code == 0
@@ -44,13 +44,13 @@ def test_a_misspelt_variable_is_told_with_the_nearest_name():
 
 
 def test_help_shows_every_flag():
-    """What can be set can be found."""
+    """Each setting has one."""
     shown = set(re.findall(r"--([a-z-]+)", RUN.invoke(app, ["serve", "--help"], env=WIDE).output))
     assert {name.replace("_", "-") for name in SETTINGS} <= shown
 
 
 def test_help_fits_a_terminal_of_80_columns():
-    """And says what happens without any flag."""
+    """It describes the default model."""
     output = RUN.invoke(app, ["serve", "--help"], env={"COLUMNS": "80", "NO_COLOR": "1"}).output
     assert max(len(line) for line in output.splitlines()) <= 80
     assert "Without --model" in output
@@ -69,16 +69,16 @@ def test_help_fits_a_terminal_of_80_columns():
         ["nonsense"],
     ],
 )
-def test_wrong_usage_ends_with_2_and_a_sentence(arguments):
-    """Before anything is loaded or listens."""
+def test_wrong_usage_exits_with_2_and_an_error_message(arguments):
+    """Before a model is loaded or a port opened."""
     result = RUN.invoke(app, arguments, env=WIDE)
     assert result.exit_code == 2
     assert "Error" in result.output
     assert "Traceback" not in result.output
 
 
-def test_help_is_quick_because_it_imports_no_model():
-    """MLX and the tokenizers are imported only to serve."""
+def test_help_does_not_import_mlx_or_tokenizers():
+    """They take seconds to import."""
     code = (
         "import sys; import mlxcache.cli.main; "
         "sys.exit(any(name in sys.modules for name in ('mlx', 'mlx_lm', 'transformers')))"

@@ -1,4 +1,4 @@
-"""Plain lines for a pipe, one per request, and errors with their exit status."""
+"""Log lines, progress without a terminal, and errors with their exit status."""
 
 import io
 import logging
@@ -35,7 +35,7 @@ def record(**values: object) -> RequestRecord:
 
 
 def test_a_request_is_one_line_with_every_figure():
-    """Speed is that of the steps after the first token, which decode_s measures."""
+    """The speed is that of the steps after the first token."""
     line = log_line(
         record(
             prompt_tokens=18532,
@@ -53,7 +53,7 @@ def test_a_request_is_one_line_with_every_figure():
 
 
 def test_a_request_that_never_ran_has_dashes():
-    """No figure is made up."""
+    """For figures that were not measured."""
     line = log_line(record(session=None, status="rejected", error="no\nroom"))
     assert line == (
         "session -  prompt 0  cached 0  fed 0  first token -  - tok/s  generated 0  "
@@ -62,13 +62,13 @@ def test_a_request_that_never_ran_has_dashes():
 
 
 def test_one_token_has_no_speed():
-    """There is no step to measure."""
+    """Speed is measured after the first token."""
     line = log_line(record(generated_tokens=1, timing={"first_token_s": 1.0, "decode_s": 0.0}))
     assert "- tok/s" in line
 
 
 def test_progress_on_a_pipe_is_a_line_per_tenth():
-    """A log file must not fill with a thousand lines of a download."""
+    """A download of 1,000 steps prints 11 lines."""
     console = plain()
     with Loading(console) as progress:
         for n in range(1001):
@@ -80,8 +80,8 @@ def test_progress_on_a_pipe_is_a_line_per_tenth():
     assert lines[-2:] == ["downloading org/model 100%", "loading the weights"]
 
 
-def test_progress_on_a_terminal_moves_and_leaves_nothing_behind():
-    """The bar is gone when the welcome is printed."""
+def test_progress_on_a_terminal_is_a_bar():
+    """It shows the current step."""
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with Loading(console) as progress:
         progress("downloading org/model", 0.5)
@@ -91,8 +91,8 @@ def test_progress_on_a_terminal_moves_and_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize(("error", "status"), [(ConfigError, 2), (ModelError, 1)])
-def test_errors_become_a_sentence_and_a_status(error, status, capsys):
-    """Wrong usage is 2, failure is 1, and neither is a traceback."""
+def test_errors_are_printed_as_one_line_with_an_exit_status(error, status, capsys):
+    """2 for wrong usage, 1 for a failure; markup in a message is printed as text."""
     with pytest.raises(typer.Exit) as raised, reporting():
         raise error("port [bold]1[/bold] is wrong")
     assert raised.value.exit_code == status
@@ -101,8 +101,8 @@ def test_errors_become_a_sentence_and_a_status(error, status, capsys):
     assert captured.err == "Error: port [bold]1[/bold] is wrong\n"
 
 
-def test_log_records_are_plain_lines_with_their_level_where_it_matters():
-    """What looks like markup is text."""
+def test_log_records_have_their_level_from_warning_on():
+    """Markup in a message is printed as text."""
     console = plain()
     logger = logging.Logger("a")
     logger.addHandler(ConsoleHandler(console))

@@ -1,4 +1,4 @@
-"""Connections on which a request comes slowly, or never; and what is told below the API."""
+"""Connections with slow, missing or invalid request headers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Impatient(Protocol):
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """A server that waits half a second for headers."""
+    """A server with a timeout of half a second for headers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
             create_app(FakeEngine()),  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ def port() -> Iterator[int]:
 
 
 def talk(port: int, *sent: bytes) -> bytes:
-    """All that comes until the server closes."""
+    """Return all bytes until the server closes."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
         for data in sent:
             sock.sendall(data)
@@ -59,15 +59,15 @@ def said(got: bytes) -> str:
     return str(body["error"]["message"])
 
 
-def test_headers_that_do_not_end(port: int) -> None:
-    """It is told why, and its place is free again."""
+def test_incomplete_headers_are_answered_408(port: int) -> None:
+    """With the reason, after which the connection is closed."""
     got = talk(port, b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Slow")
     assert got.startswith(b"HTTP/1.1 408 ")
     assert said(got) == TOO_SLOW
 
 
-def test_headers_a_byte_at_a_time(port: int) -> None:
-    """Each byte is no reason to wait on."""
+def test_headers_sent_byte_by_byte_time_out(port: int) -> None:
+    """A byte does not restart the timeout."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
         sock.sendall(b"GET /v1/models HTTP/1.1\r\n")
         sock.settimeout(0.05)
@@ -82,25 +82,25 @@ def test_headers_a_byte_at_a_time(port: int) -> None:
             except ConnectionError:
                 break
         else:
-            pytest.fail("it waits for ever")
+            pytest.fail("the timeout did not apply")
     assert not got or got.startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_connection_on_which_nothing_comes(port: int) -> None:
-    """There is nobody to tell anything."""
+def test_a_connection_without_a_request_is_closed(port: int) -> None:
+    """Without an answer."""
     assert talk(port) == b""
 
 
-def test_a_second_request_that_does_not_end(port: int) -> None:
-    """The first is answered; behind it the wait begins again."""
+def test_a_second_incomplete_request_times_out(port: int) -> None:
+    """The first is answered; the timeout starts with the second."""
     got = talk(port, GET + b"GET /v1/mod")
     first, _, second = got.partition(b"HTTP/1.1 408 ")
     assert first.startswith(b"HTTP/1.1 200 ")
     assert TOO_SLOW.encode() in second
 
 
-def test_a_request_in_time_keeps_its_connection(port: int) -> None:
-    """Idle for longer than headers may take, it is used again."""
+def test_a_complete_request_keeps_its_connection(port: int) -> None:
+    """Also after it was idle for longer than the timeout."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.connect()
     first = connection.sock
@@ -112,8 +112,8 @@ def test_a_request_in_time_keeps_its_connection(port: int) -> None:
     connection.close()
 
 
-def test_a_body_has_its_own_time(port: int) -> None:
-    """Headers that came are not waited for again."""
+def test_the_timeout_does_not_apply_to_a_body(port: int) -> None:
+    """A slow body is read after the headers."""
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
         sock.sendall(head + b"Connection: close\r\n\r\n{")
@@ -129,8 +129,10 @@ def test_a_body_has_its_own_time(port: int) -> None:
         (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000, b"431", TOO_LARGE),
     ],
 )
-def test_what_cannot_be_read(port: int, sent: bytes, status: bytes, why: str) -> None:
-    """Clients of either API find the sentence where they look for it."""
+def test_invalid_headers_are_answered_with_an_error(
+    port: int, sent: bytes, status: bytes, why: str
+) -> None:
+    """Its body has the form that clients of both APIs read."""
     try:
         got = talk(port, sent)
     except ConnectionError:

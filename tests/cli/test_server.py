@@ -24,7 +24,7 @@ CHAT = {"messages": [{"role": "user", "content": "Tell me about caches."}], "max
 
 @pytest.fixture(scope="module")
 def server(toy_llama, tmp_path_factory):
-    """One server for the tests that leave it running."""
+    """A server that is shared by the tests that do not stop it."""
     home = tmp_path_factory.mktemp("home")
     environ = {"MLXCACHE_API_KEY": KEY}
     with served("--model", str(toy_llama), "--ram", "400MB", home=home, environ=environ) as running:
@@ -37,8 +37,8 @@ def post(server, **extra):
     return httpx.post(f"{server.url}/v1/chat/completions", json=CHAT | extra, headers=headers)
 
 
-def test_the_welcome_says_where_what_and_how_to_connect(server):
-    """Address, model, context, budget, and a line for each client."""
+def test_the_welcome_has_address_model_memory_and_lines_to_paste(server):
+    """With the context, and a line for each client."""
     assert "400 MB" in server.output
     assert "65,536 tokens" in server.output
     assert re.search(r"^(bin/)?mlxcache launch$", server.output, re.MULTILINE)
@@ -46,13 +46,13 @@ def test_the_welcome_says_where_what_and_how_to_connect(server):
     assert f"MLX_LM_URL={server.url}/v1 " in server.output
 
 
-def test_a_pipe_gets_no_escape_codes(server):
-    """Colour is for terminals."""
+def test_output_to_a_pipe_has_no_escape_codes(server):
+    """Colours are for terminals."""
     assert "\x1b" not in server.output
 
 
 def test_each_request_is_one_line_of_the_log(server):
-    """With the session's last characters and the tokens that were reused."""
+    """With the end of the session id and the reused tokens."""
     assert post(server).status_code == 200
     first = server.wait_for(r"session 1234abcd  prompt (\d+)  cached (\d+)  fed (\d+)  .*  length$")
     assert int(first[1]) == int(first[2]) + int(first[3])
@@ -61,15 +61,15 @@ def test_each_request_is_one_line_of_the_log(server):
     assert server.wait_for(pattern)
 
 
-def test_the_key_is_asked_for_and_never_shown(server):
-    """Not in the welcome, not in the log, not in the lines to paste."""
+def test_the_key_is_required_and_never_printed(server):
+    """Neither in the welcome, the log nor the lines to paste."""
     assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 401
     assert KEY not in server.output
     assert "MLXCACHE_API_KEY" in server.output
 
 
 def test_the_port_answers_503_while_the_model_loads(toy_llama, tmp_path):
-    """A client that waits for the server sees a server, and not a refused connection."""
+    """Clients that wait for the server are not refused a connection."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -89,7 +89,7 @@ def test_the_port_answers_503_while_the_model_loads(toy_llama, tmp_path):
 def test_a_signal_ends_a_running_reply_and_the_server_within_ten_seconds(
     number, toy_llama, tmp_path
 ):
-    """The client is told, the log has the line, the status is 0."""
+    """The client gets an error event, the request is logged, the exit status is 0."""
     received = bytearray()
     with served("--model", str(toy_llama), home=tmp_path) as running:
         body = CHAT | {"max_tokens": 50_000, "stream": True}
@@ -111,7 +111,7 @@ def test_a_signal_ends_a_running_reply_and_the_server_within_ten_seconds(
         assert "Traceback" not in running.output
 
 
-def test_a_port_in_use_is_a_failure_with_advice(toy_llama, tmp_path):
+def test_a_port_in_use_is_an_error_with_advice(toy_llama, tmp_path):
     """Exit status 1, before the model is loaded."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -122,8 +122,8 @@ def test_a_port_in_use_is_a_failure_with_advice(toy_llama, tmp_path):
             running.wait_for(f"Error: port {port} .* in use .*--port N")
 
 
-def test_a_model_that_does_not_exist_is_a_failure_with_a_sentence(tmp_path):
-    """Exit status 1 and no traceback."""
+def test_a_model_that_does_not_exist_is_an_error(tmp_path):
+    """Exit status 1, without a traceback."""
     with served("--model", str(tmp_path / "nothing"), home=tmp_path) as running:
         assert running.process.wait(60) == 1
         running.wait_for("Error: .*nothing")
@@ -131,7 +131,7 @@ def test_a_model_that_does_not_exist_is_a_failure_with_a_sentence(tmp_path):
 
 
 def test_the_built_in_demo_is_served_without_a_model(tmp_path):
-    """And it says that it is one, and what to type for a real model."""
+    """The welcome names the demo and the flag for a real model."""
     with served("--ram", "400MB", home=tmp_path) as running:
         running.wait_for("Anthropic API")
         assert "demo" in running.output
@@ -141,7 +141,7 @@ def test_the_built_in_demo_is_served_without_a_model(tmp_path):
         assert running.stop() == 0
 
 
-def test_a_server_is_seen_as_long_as_it_runs(tmp_path):
+def test_a_server_is_announced_while_it_runs(tmp_path):
     """With its address and its model."""
     with announced(Settings(cache_dir=tmp_path, model="org/name"), "http://127.0.0.1:8081"):
         [one] = servers(tmp_path)
@@ -151,8 +151,8 @@ def test_a_server_is_seen_as_long_as_it_runs(tmp_path):
     assert servers(tmp_path) == []
 
 
-def test_a_folder_that_is_being_changed_is_waited_for_by_hand(tmp_path):
-    """Unless the server is to keep nothing there."""
+def test_a_folder_that_a_command_changes_is_refused(tmp_path):
+    """Unless the server stores nothing there."""
     with exclusive_lock(tmp_path):
         with pytest.raises(InUse), announced(Settings(cache_dir=tmp_path), "http://127.0.0.1:8081"):
             pass
@@ -160,8 +160,8 @@ def test_a_folder_that_is_being_changed_is_waited_for_by_hand(tmp_path):
             assert servers(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_used_is_no_reason_not_to_serve(tmp_path, caplog):
-    """It is said once."""
+def test_a_folder_that_cannot_be_written_causes_one_warning(tmp_path, caplog):
+    """The server runs without being announced."""
     (tmp_path / "file").write_text("")
     with (
         caplog.at_level(logging.WARNING, "mlxcache"),
@@ -171,8 +171,8 @@ def test_a_folder_that_cannot_be_used_is_no_reason_not_to_serve(tmp_path, caplog
     assert len(caplog.records) == 1
 
 
-async def test_each_file_is_computed_and_a_bad_one_stops_none(tmp_path, caplog):
-    """The log says which, why, and what it took."""
+async def test_each_file_to_warm_is_computed_and_an_invalid_one_skipped(tmp_path, caplog):
+    """The log has a line for each, with the reason or the figures."""
     good, bad, gone = (tmp_path / name for name in ("good", "bad", "gone"))
     good.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
     bad.write_text("{")

@@ -1,4 +1,4 @@
-"""Ends that a well-behaved engine does not show: while it loads, and when it hangs."""
+"""Stopping while the engine loads, and with an engine that hangs."""
 
 import asyncio
 import subprocess
@@ -10,7 +10,7 @@ from mlxcache.cli.server import _load
 
 
 class Slow:
-    """An engine that takes for ever to load."""
+    """An engine that never finishes loading."""
 
     def __init__(self) -> None:
         self.cancelled = False
@@ -23,8 +23,8 @@ class Slow:
             raise
 
 
-async def test_a_stop_while_loading_is_heeded_at_once():
-    """A download of an hour must not be waited for."""
+async def test_a_stop_while_loading_takes_effect_at_once():
+    """A download is not waited for."""
     engine, stop = Slow(), asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, stop.set)
     async with asyncio.timeout(2):
@@ -73,8 +73,8 @@ def read_until(process: subprocess.Popen[str], text: str) -> None:
     raise AssertionError(f"ended without {text!r}")
 
 
-def test_a_second_signal_ends_at_once():
-    """Whatever the first one still waits for; the status says that it was no clean end."""
+def test_a_second_signal_exits_at_once():
+    """With exit status 1, whatever the first one waits for."""
     process = hanging(3600)
     began = time.monotonic()
     process.terminate()
@@ -82,6 +82,6 @@ def test_a_second_signal_ends_at_once():
     assert time.monotonic() - began < 2
 
 
-def test_a_thread_that_cannot_be_interrupted_does_not_hold_up_the_end():
-    """A download runs in one."""
+def test_a_thread_that_cannot_be_interrupted_does_not_delay_the_end():
+    """Downloads run in such threads."""
     assert hanging(0).wait(10) == 0

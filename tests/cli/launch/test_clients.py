@@ -1,4 +1,4 @@
-"""The line to paste sets what `mlxcache launch` sets."""
+"""Clients started by `mlxcache launch` and by the line to paste get the same variables."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ URL = "http://127.0.0.1:1"
         (ClientName.ANYCLAUDE, connect.anyclaude_line(URL, 4096, has_key=False)),
     ],
 )
-def test_a_pasted_line_gives_a_client_what_launch_gives_it(
+def test_a_pasted_line_sets_the_variables_that_launch_sets(
     tmp_path: Path, name: ClientName, line: str
 ) -> None:
-    """Also the hour that it waits for a first prompt."""
+    """Also the timeouts of an hour for a first prompt."""
     invocation = Invocation(Path(name.value), (), {}, tmp_path, tmp_path)
     service = Service(URL, "m", 4096)
     told = CLIENTS[name].configure(service, invocation).environment(service, {})

@@ -1,4 +1,4 @@
-"""What `mlxcache launch` starts is its own: its server, its port, its end, the file it leaves."""
+"""The server that `mlxcache launch` starts: its port, log and end; and abandoned settings files."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ echo $$ > "$FAKE_OUTPUT.pid"
 [ -e "$FAKE_WAIT" ] && exec sleep 600
 exit 7
 """
-"""A client that writes down which server it was given, and stays while a file is there."""
+"""A client that records the server's address, and keeps running while a file exists."""
 
 
 class Other(ThreadingHTTPServer):
-    """Another mlxcache server, as it answers once it serves."""
+    """Another mlxcache server that serves."""
 
     def __init__(self, port: int):
         body = b'{"data": [{"id": "others", "context_length": 9000}]}'
@@ -115,10 +115,10 @@ def quicker(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Other]]:
         one.server_close()
 
 
-def test_a_server_that_got_the_port_meanwhile_is_not_taken_for_the_one_with_the_model(
+def test_another_server_on_the_port_is_not_used_if_it_serves_another_model(
     here: Path, toy: Any, quicker: list[Other]
 ) -> None:
-    """It serves another model, which is an error as it is for one that ran before."""
+    """The error is the same as for a server that ran before."""
     port = str(find_free_port("127.0.0.1"))
     result = launch("--model", str(toy("llama")), "--port", port, status=1)
     assert "Another server started first" in result.stderr
@@ -127,10 +127,10 @@ def test_a_server_that_got_the_port_meanwhile_is_not_taken_for_the_one_with_the_
     assert quicker
 
 
-def test_where_any_model_will_do_it_is_used_and_that_is_said(
+def test_another_server_on_the_port_is_used_if_no_model_was_given(
     here: Path, quicker: list[Other]
 ) -> None:
-    """It is left alone too: nothing is said of its end."""
+    """It is not stopped, and the output names it."""
     result = launch("--port", str(find_free_port("127.0.0.1")), "--ram", "1GB")
     url = quicker[0].url
     assert f"Another server started first at {url}" in result.stderr
@@ -141,18 +141,18 @@ def test_where_any_model_will_do_it_is_used_and_that_is_said(
 
 
 @pytest.mark.slow
-def test_of_free_ports_another_one_is_tried(here: Path, toy: Any, quicker: list[Other]) -> None:
-    """`--port 0` asks for a server of one's own."""
+def test_with_port_0_another_free_port_is_tried(here: Path, toy: Any, quicker: list[Other]) -> None:
+    """`--port 0` always starts a server."""
     flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
     result = launch(*flags, "--stop-after")
     assert "started first" in result.stderr
     assert (here / "output").read_text().strip() != quicker[0].url
 
 
-def test_a_server_is_asked_once_it_has_the_port_by_its_note_or_by_the_system(
+def test_a_started_server_is_recognised_by_its_note_or_its_listening_socket(
     tmp_path: Path,
 ) -> None:
-    """Not before, whoever answers there."""
+    """Another server at the address does not count."""
     other = Other(0)
     code = (
         "import socket, sys, time\nsys.stdin.readline()\n"
@@ -181,8 +181,8 @@ def test_a_server_is_asked_once_it_has_the_port_by_its_note_or_by_the_system(
         other.server_close()
 
 
-def test_a_log_that_a_server_still_writes_is_left_to_it(tmp_path: Path) -> None:
-    """A second server for the same port logs elsewhere, and a later one there again."""
+def test_a_log_that_another_server_writes_is_kept(tmp_path: Path) -> None:
+    """A second server on the port logs to another file; a later one uses the first again."""
     path, file = open_log(tmp_path, 80)
     script = "echo loading; exec sleep 60"
     with file, subprocess.Popen(["sh", "-c", script], stdout=file) as running:
@@ -213,7 +213,7 @@ def started_launch(*arguments: str) -> subprocess.Popen[bytes]:
 def test_a_signal_while_the_server_loads_ends_that_server_too(
     here: Path, toy: Any, number: int
 ) -> None:
-    """And no client is started."""
+    """No client is started."""
     flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
     process = started_launch(*flags)
     children: list[psutil.Process] = []
@@ -240,10 +240,10 @@ def server(toy: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 
 
 @pytest.mark.slow
-def test_what_a_killed_command_left_is_removed_once_its_client_is_gone(
+def test_the_settings_file_of_a_killed_command_is_removed_after_its_client_ended(
     here: Path, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the next command; a key may be in it. What others made is not touched."""
+    """By the next command, since it may hold a key; files of others are kept."""
     theirs = here / "home" / ".claude" / "settings.json"
     theirs.parent.mkdir()
     theirs.write_text(json.dumps({"env": {"ANTHROPIC_AUTH_TOKEN": "sk"}}))
@@ -264,7 +264,7 @@ def test_what_a_killed_command_left_is_removed_once_its_client_is_gone(
     process.wait()
     monkeypatch.setenv("FAKE_WAIT", str(here / "no"))
     launch("--url", server.url)
-    assert files() == [left]  # its client reads it still
+    assert files() == [left]  # its client still runs
     os.kill(client, signal.SIGKILL)
     until(lambda: not psutil.pid_exists(client))
     launch("--url", server.url)

@@ -1,4 +1,4 @@
-"""`mlxcache launch` with the real clients that are installed here, where nothing runs yet.
+"""`mlxcache launch` with the real clients that are installed, and no server running.
 
 `npm install -g @anthropic-ai/claude-code opencode-ai @openai/codex@0.94.0` installs them.
 """
@@ -27,12 +27,12 @@ SECONDS = 1500
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(ARGUMENTS))
 def test_a_real_client_completes_a_prompt(name: str, toy: ToyMaker, tmp_path: Path) -> None:
-    """It prints what the model said, with a home of its own, in which nothing of ours is left."""
+    """The client prints the model's reply, in a home folder of its own."""
     if shutil.which(name) is None:
-        pytest.skip(f"there is no {name} here")
+        pytest.skip(f"{name} is not installed")
     if name == "codex" and not _speaks_chat(tmp_path):
-        pytest.skip("this codex speaks only /v1/responses")
-    # Many tokens and few numbers: clients send 100 kB, and a model that ends its turns.
+        pytest.skip("this version of codex uses only /v1/responses")
+    # a long context and few weights, for prompts of 100 kB, and a model that ends its turns
     model = toy(
         "llama", vocab_size=8192, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16,
         context=131072, emits={"<|im_end|>": 30},

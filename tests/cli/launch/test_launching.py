@@ -1,4 +1,4 @@
-"""`mlxcache launch`: what each client finds, whose settings stay, whence the server comes."""
+"""`mlxcache launch`: each client's setup, its user's settings, and the server behind it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if [ "$1" = --version ]; then echo "codex-cli ${FAKE_VERSION:-0.0.1}"; exit; fi
 while [ $# -gt 1 ]; do [ "$1" = --settings ] && cp "$2" "$FAKE_OUTPUT.settings"; shift; done
 exit 7
 """
-"""A client that writes down what it finds."""
+"""A client that records its arguments and environment."""
 
 
 class Here:
-    """A user's machine: a home, a project folder, and what the fake clients wrote down."""
+    """A user's machine: a home, a project folder, and the records of the fake clients."""
 
     def __init__(self, folder: Path):
         self.home, self.project, self.programs = (folder / n for n in ("home", "project", "bin"))
@@ -51,7 +51,7 @@ class Here:
             (self.programs / name).chmod(0o755)
 
     def launch(self, *arguments: str, status: int = 7) -> Result:
-        """Run the command, whose status is the client's unless something is wrong before it."""
+        """Run the command and check its exit status, by default the client's."""
         result = CliRunner().invoke(app, ["launch", *arguments])
         assert result.exit_code == status, result.output
         return result
@@ -76,7 +76,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
     monkeypatch.setenv("HOME", str(made.home))
     monkeypatch.setenv("PATH", f"{made.programs}:/bin:/usr/bin")
     monkeypatch.setenv("MLXCACHE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("MLXCACHE_PORT", "9")  # whoever runs the tests may serve at the usual one
+    monkeypatch.setenv("MLXCACHE_PORT", "9")  # a server may run at the default port
     monkeypatch.setenv("FAKE_OUTPUT", str(made.output))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(made.project)
@@ -90,10 +90,10 @@ def server(toy: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
         yield running
 
 
-def test_claude_code_finds_the_server_and_the_status_is_its_own(
+def test_claude_code_is_pointed_at_the_server(
     here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its address, a key, the model's name and context; nothing that leads elsewhere."""
+    """It gets address, key, model and context; variables for other servers are removed."""
     here.install("claude")
     monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-real")
     monkeypatch.setenv("CLAUDE_CODE_USE_BEDROCK", "1")
@@ -111,10 +111,8 @@ def test_claude_code_finds_the_server_and_the_status_is_its_own(
     assert list(here.home.iterdir()) == []
 
 
-def test_settings_that_would_win_over_the_environment_are_overridden_and_kept(
-    here: Here, server: Served
-) -> None:
-    """Claude Code is given a file that wins over its user's; it is gone when the client is."""
+def test_settings_that_override_the_environment_are_overridden(here: Here, server: Served) -> None:
+    """By a file that exists while Claude Code runs; the user's files are not changed."""
     here.install("claude")
     theirs = here.home / ".claude" / "settings.json"
     theirs.parent.mkdir()
@@ -132,10 +130,10 @@ def test_settings_that_would_win_over_the_environment_are_overridden_and_kept(
     assert theirs.read_text() == text
 
 
-def test_what_our_scripts_set_for_the_server_is_not_there(
+def test_variables_that_scripts_set_for_the_server_are_removed(
     here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent's own programs find the user's environment."""
+    """Programs that an agent runs get the user's environment."""
     here.install("claude")
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/x/libopenblas.so.0:/nowhere/own.so")
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
@@ -144,29 +142,29 @@ def test_what_our_scripts_set_for_the_server_is_not_there(
     assert "GLIBC_TUNABLES" not in here.variables
 
 
-def test_from_a_clone_anyclaude_is_a_script_of_its_own(tmp_path: Path) -> None:
-    """What it is given is for anyclaude."""
+def test_a_clone_has_a_script_that_launches_anyclaude(tmp_path: Path) -> None:
+    """Its arguments are passed to anyclaude."""
     script = tmp_path / "anyclaude"
-    script.write_bytes((Path(__file__).parents[2] / "bin" / "anyclaude").read_bytes())
+    script.write_bytes((Path(__file__).parents[3] / "bin" / "anyclaude").read_bytes())
     (tmp_path / "mlxcache").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     for one in (script, tmp_path / "mlxcache"):
         one.chmod(0o755)
     done = subprocess.run([script, "-p", "two words"], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["launch", "anyclaude", "--", "-p", "two words"]
-    assert os.access(Path(__file__).parents[2] / "bin" / "anyclaude", os.X_OK)
+    assert os.access(Path(__file__).parents[3] / "bin" / "anyclaude", os.X_OK)
 
 
-def test_a_mode_that_the_user_names_is_the_mode(here: Here, server: Served) -> None:
-    """Behind the two dashes."""
+def test_a_permission_mode_of_the_user_is_kept(here: Here, server: Served) -> None:
+    """Given after the two dashes."""
     here.install("claude")
     here.launch("claude", "--url", server.url, "--", "--permission-mode=acceptEdits")
     assert here.arguments == ["--permission-mode=acceptEdits"]
 
 
-def test_opencode_gets_a_provider_beside_the_users_own(
+def test_opencode_gets_a_provider_in_addition_to_the_users(
     here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a variable that wins over files, and the key in another."""
+    """In a variable that overrides files; the key is in another variable."""
     here.install("opencode")
     own = {"theme": "x", "provider": {"other": {"name": "o"}}, "model": "other/m"}
     monkeypatch.setenv("OPENCODE_CONFIG_CONTENT", json.dumps(own))
@@ -185,7 +183,7 @@ def test_opencode_gets_a_provider_beside_the_users_own(
 def test_anyclaude_gets_both_families_of_variables(
     here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And starts no server of its own."""
+    """The variable with which it starts its own server is removed."""
     here.install("anyclaude")
     monkeypatch.setenv("MLX_MODEL_PATH", "/a/model")
     here.launch("anyclaude", "--url", server.url)
@@ -199,10 +197,10 @@ def test_anyclaude_gets_both_families_of_variables(
     assert "MLX_MODEL_PATH" not in found
 
 
-def test_codex_is_told_all_by_flags_in_a_version_that_speaks_chat(
+def test_codex_is_configured_by_flags_in_a_version_with_chat_completions(
     here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later one cannot work here, and the error says which one can."""
+    """A later version is refused, and the error names the last one that works."""
     here.install("codex")
     monkeypatch.setenv("FAKE_VERSION", str(LAST_CODEX_WITH_CHAT))
     here.launch("codex", "--url", server.url, "--", "exec", "hello")
@@ -220,10 +218,10 @@ def test_codex_is_told_all_by_flags_in_a_version_that_speaks_chat(
 
 
 @pytest.mark.parametrize("name", list(ClientName))
-def test_a_client_that_is_not_there_is_told_with_how_to_install_it(
+def test_a_client_that_is_not_installed_is_reported_with_its_install_command(
     here: Here, name: ClientName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a line of its own, and before a model is loaded for nothing."""
+    """On a line of its own, before a server is started."""
     monkeypatch.setenv("PATH", str(here.programs))
     result = here.launch(name.value, status=1)
     assert CLIENTS[name].install in result.stderr.splitlines()
@@ -231,10 +229,10 @@ def test_a_client_that_is_not_there_is_told_with_how_to_install_it(
 
 
 @pytest.mark.parametrize("name", list(ClientName))
-def test_the_variables_are_printed_for_a_shell(
+def test_printed_variables_equal_those_of_the_client(
     here: Here, server: Served, name: ClientName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a shell makes of them is what the client would find, also where lines are joined."""
+    """After evaluation by a shell, also with the lines joined."""
     here.install(name.value)
     monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-real")
     here.launch(name.value, "--url", server.url)
@@ -250,10 +248,8 @@ def test_the_variables_are_printed_for_a_shell(
         assert ("ANTHROPIC_API_KEY" in found) == ("ANTHROPIC_API_KEY" in wanted)
 
 
-def test_a_key_is_taken_from_its_variable_and_not_printed(
-    here: Here, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it is in one. Without a server the model's files tell the rest."""
+def test_a_key_in_its_variable_is_not_printed(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a server, model and context come from the model's files."""
     monkeypatch.setenv("MLXCACHE_API_KEY", "very secret")
     result = here.launch("claude", "--port", "9", "--context", "5000", "--print-env", status=0)
     assert 'export ANTHROPIC_AUTH_TOKEN="$MLXCACHE_API_KEY";' in result.stdout.splitlines()
@@ -268,7 +264,7 @@ def test_a_key_is_taken_from_its_variable_and_not_printed(
 
 
 def pid_of(result: Result) -> int:
-    """Of the server that goes on."""
+    """Return the id of the server that keeps running."""
     found = re.search(r"The server keeps running at (\S+)\. To stop it: kill (\d+)", result.stderr)
     assert found is not None, result.stderr
     return int(found[2])
@@ -285,10 +281,10 @@ def until_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_server_is_started_where_none_runs_and_found_again(
+def test_a_server_is_started_if_none_runs_and_found_again(
     here: Here, toy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on behind the client, the next client uses it, and its log says what it did."""
+    """It keeps running after the client, and the next client uses it."""
     here.install("claude", "opencode")
     monkeypatch.setenv("MLXCACHE_DISK", "off")
     flags = ("--model", str(toy("llama")), "--ram", "200MB", "--api-key", "k y")
@@ -319,8 +315,8 @@ def test_a_server_is_started_where_none_runs_and_found_again(
 
 
 @pytest.mark.slow
-def test_a_server_ends_with_its_client_if_wished(here: Here, toy: Any) -> None:
-    """And nothing listens there any more."""
+def test_stop_after_stops_the_server_with_its_client(here: Here, toy: Any) -> None:
+    """Its port is free again."""
     here.install("claude")
     flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
     result = here.launch("claude", *flags, "--stop-after")
@@ -329,8 +325,8 @@ def test_a_server_ends_with_its_client_if_wished(here: Here, toy: Any) -> None:
         socket.create_connection(("127.0.0.1", int(here.variables["ANTHROPIC_BASE_URL"][-5:])))
 
 
-def test_a_server_that_cannot_start_is_told_by_the_end_of_its_log(here: Here) -> None:
-    """What is wrong with it is in there."""
+def test_a_server_that_cannot_start_is_reported_with_the_end_of_its_log(here: Here) -> None:
+    """The log has the reason."""
     here.install("claude")
     result = here.launch("claude", "--model", "foo", "--port", "0", status=1)
     assert "foo is neither an existing folder nor a Hub id" in result.stderr
@@ -338,8 +334,8 @@ def test_a_server_that_cannot_start_is_told_by_the_end_of_its_log(here: Here) ->
     assert not here.output.exists()
 
 
-def test_a_port_that_another_program_has_is_no_server(here: Here) -> None:
-    """Nor is an address of another machine where nothing answers started."""
+def test_a_port_used_by_another_program_is_an_error(here: Here) -> None:
+    """So is an address of another machine without a server."""
     here.install("claude")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
@@ -350,8 +346,8 @@ def test_a_port_that_another_program_has_is_no_server(here: Here) -> None:
     assert "must be an address" in here.launch("claude", "--url", "nonsense", status=2).stderr
 
 
-def test_signals_reach_the_client_and_its_end_is_told_as_a_shell_tells_it() -> None:
-    """128 and the signal's number. Ctrl-C is the client's matter alone."""
+def test_signals_are_forwarded_and_the_exit_status_is_that_of_a_shell() -> None:
+    """128 and the signal's number; Ctrl-C is left to the client."""
     code = (
         "import sys; from mlxcache.cli.launch.process import run_process; "
         "sys.exit(run_process(sys.argv[1:], {}))"
@@ -361,8 +357,8 @@ def test_signals_reach_the_client_and_its_end_is_told_as_a_shell_tells_it() -> N
         assert subprocess.run(command, timeout=60, check=False).returncode == 128 + signal.SIGTERM
 
 
-def test_without_a_client_and_a_terminal_nobody_is_asked(here: Here) -> None:
-    """Wrong usage, which says what to type."""
+def test_without_a_terminal_the_client_must_be_named(here: Here) -> None:
+    """The error names the clients."""
     result = here.launch(status=2)
     assert "mlxcache launch CLIENT" in result.stderr
     assert "claude or opencode or codex or anyclaude" in result.stderr
@@ -375,8 +371,8 @@ def menu(found: Service | None, model: str | None, width: int = 80, **more: Any)
     return console.file.getvalue()
 
 
-def test_the_menu_says_what_each_client_is_good_for_here() -> None:
-    """By the machine's memory and the context; a command to copy is whole at any width."""
+def test_the_menu_describes_each_client_on_this_machine() -> None:
+    """By memory and context; a command to copy is unbroken at any width."""
     gigabytes = 10**9
     text = menu(None, None, width=40, memory=64 * gigabytes, which=lambda _: None)
     line = "mlxcache launch claude --model mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit"
@@ -390,7 +386,7 @@ def test_the_menu_says_what_each_client_is_good_for_here() -> None:
 
 
 def test_the_menu_takes_a_number_or_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of the input chooses nothing."""
+    """The end of the input is an error."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
