@@ -100,7 +100,10 @@ class StoreContext:
     def check_present(self) -> None:
         """Raise Vanished if the folder, or the index in it, is not the one that was opened."""
         if not self.database.is_there():
-            raise Vanished(f"{self.folder.path} has vanished, or was replaced by another.")
+            raise Vanished(
+                f"{self.folder.path} has vanished, or was replaced by another folder. "
+                "It is reopened within seconds."
+            )
 
     def remove_file(self, id: int, *, corrupt: bool) -> bool:
         """Remove a file and all files that build on it; False if it has no row any more.

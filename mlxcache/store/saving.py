@@ -67,10 +67,15 @@ def save_run(
     length = len(chain.ids)
     count = length - start
     if start % BLOCK or start < 0 or count <= 0 or not tensors:
-        raise ValueError(f"no run of {length} tokens can begin at {start}")
+        raise ValueError(
+            f"no run of {length} tokens can begin at {start}: expected a multiple of {BLOCK} "
+            "below the length, and tensors"
+        )
     for tensor in tensors:
         if not tensor.shape or tensor.shape[0] != count:
-            raise ValueError(f"{tensor.name} of shape {tensor.shape} is not one of {count} tokens")
+            raise ValueError(
+                f"{tensor.name} has shape {tensor.shape}: its first axis must be {count} tokens"
+            )
     ordered = sorted(tensors, key=lambda tensor: tensor.name in late)
 
     def compose(match: Match) -> _Draft | None:

@@ -178,9 +178,9 @@ def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
     length = leaf.start + leaf.tokens
     shared = 0 if leaf.parent is None else lengths[leaf.parent] if leaf.parent < index else -1
     if leaf.start > shared or leaf.start % 64 or leaf.rows > leaf.tokens or length > MOST_TOKENS:
-        raise SnapshotRefused(f"Leaf {index} of the snapshot contradicts itself.")
+        raise SnapshotRefused(f"Leaf {index} of the snapshot is inconsistent.")
     if leaf.prompt_tokens > length or leaf.key_tokens > length or not leaf.tokens:
-        raise SnapshotRefused(f"Leaf {index} of the snapshot contradicts itself.")
+        raise SnapshotRefused(f"Leaf {index} of the snapshot is inconsistent.")
     return length
 
 
@@ -203,7 +203,7 @@ def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
         finally:
             os.close(fd)
     except (Malformed, OSError) as error:
-        raise SnapshotRefused(f"This is not a whole snapshot: {error}.") from error
+        raise SnapshotRefused(f"This is not a complete snapshot: {error}.") from error
     if metadata.get("format") == FORMAT:
         return "mlxcache"
     if "1.0" in metadata:  # the class of the first layer's cache
@@ -216,7 +216,7 @@ def read_snapshot_header(fd: int) -> Header:
     try:
         return read_foreign_header(fd, own=True)
     except Malformed as error:
-        raise SnapshotRefused(f"This is not a whole snapshot: {error}.") from error
+        raise SnapshotRefused(f"This is not a complete snapshot: {error}.") from error
 
 
 def read_description(header: Header) -> Description:
@@ -296,7 +296,7 @@ def check_spec(kv: tuple[Place, ...], spec: Spec | None) -> None:
     if spec is None or not kv:
         return
     if {place.name: (place.dtype, place.shape[1:]) for place in kv} != dict(spec):
-        raise SnapshotRefused("The snapshot's KV is not of the shapes that this model caches.")
+        raise SnapshotRefused("The snapshot's KV does not have the shapes that this model caches.")
 
 
 def read_leaf_ids(

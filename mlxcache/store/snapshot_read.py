@@ -89,7 +89,7 @@ def read_snapshot(
     words = xxh3_64(header.metadata["description"].encode())
     words.update(raw)
     if words.digest() != sums[-1]:
-        raise SnapshotRefused("The snapshot is damaged: its tokens are not as they were.")
+        raise SnapshotRefused("The snapshot is damaged: the checksum of its tokens is wrong.")
     session = with_tokens(description.session(), read_leaf_ids(raw, description, vocab_size))
     nbytes = sum(place.nbytes for part in (kv, *states) for place in part)
     return Snapshot(path, session, nbytes, description, kv, states, sums)
@@ -139,7 +139,7 @@ def _pieces(fd: int, snapshot: Snapshot) -> Iterator[_Piece]:
             tensors = [_rows(fd, place, row + at, row + end) for place in snapshot.kv]
             found = _block_sums(tensors, end - at, index, at // BLOCK)
             if found != snapshot.sums[block : block + len(found)]:
-                raise SnapshotRefused("The snapshot is damaged: some of its KV is not as it was.")
+                raise SnapshotRefused("The snapshot is damaged: the checksum of some KV is wrong.")
             block += len(found)
             yield ids[: leaf.start + end], leaf.start + at, tensors
         row += leaf.rows
@@ -155,7 +155,7 @@ def _checkpoints(fd: int, snapshot: Snapshot, sums: Sequence[bytes]) -> Iterator
         for tensor in tensors:
             state.update(tensor.data)
         if state.digest() != sums[index]:
-            raise SnapshotRefused("The snapshot is damaged: a checkpoint is not as it was.")
+            raise SnapshotRefused("The snapshot is damaged: the checksum of a checkpoint is wrong.")
         yield snapshot.session.leaves[saved.leaf].ids[: saved.position], None, tensors
 
 

@@ -362,7 +362,9 @@ class Store:
                 raise StoreError(f"{file.path} cannot be read: {error.strerror}.") from error
             if not self._context.remove_file(file.id, corrupt=True):
                 raise gone from error
-            raise Corrupt(f"{file.path.name} is damaged and set aside: {error}.") from error
+            raise Corrupt(
+                f"{file.path.name} is damaged and was moved to quarantine: {error}."
+            ) from error
         self._context.count("verified")
 
     def _has_checkpoints(self) -> bool:

@@ -1,4 +1,4 @@
-"""A folder and a store in it."""
+"""Fixtures: a folder, and an open store in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up KV that depends on every token before it, so that wrong content shows."""
+"""Synthetic KV that depends on every token before it, so that wrong content is detected."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mlxcache.types import Tokens
 
 NAMESPACE = "model-a"
 ROW = 3
-"""Numbers per token of the first tensor; the second is of twice as many bytes' halves."""
+"""Float32 numbers per token of the first tensor; the second has twice as many of 2 bytes."""
 
 
 def tokens(count: int, seed: int = 0) -> Tokens:
-    """Random ids."""
+    """Random token ids."""
     return np.random.default_rng(seed).integers(0, 50_000, count, dtype=np.int32)
 
 
 def branch(ids: Tokens, at: int, count: int, seed: int = 1) -> Tokens:
-    """`count` tokens of which the first `at` are those of `ids`, and the next is another."""
+    """`count` tokens that share exactly the first `at` with `ids`."""
     tail = tokens(count - at, seed)
     if at < len(ids) and len(tail) and tail[0] == ids[at]:
         tail[0] += 1
@@ -33,7 +33,7 @@ def branch(ids: Tokens, at: int, count: int, seed: int = 1) -> Tokens:
 
 
 def state(ids: Tokens) -> np.ndarray:
-    """One number per token that depends on all up to it."""
+    """One number per token that depends on all tokens up to it."""
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return np.cumsum(mixed * (np.arange(len(ids), dtype=np.uint64) + np.uint64(7)))
 
@@ -63,7 +63,7 @@ def snapshot(ids: Tokens) -> list[Tensor]:
 
 
 def run_bytes(count: int, row: int = ROW) -> int:
-    """Bytes of KV of so many tokens."""
+    """Bytes of the KV of `count` tokens."""
     return count * row * 8
 
 
@@ -73,7 +73,7 @@ def put(store: Store, ids: Tokens, start: int = 0, row: int = ROW) -> None:
 
 
 def turns(store: Store, ids: Tokens, *ends: int, row: int = ROW) -> None:
-    """Save a conversation turn by turn, each from the block in which the one before ended."""
+    """Save a conversation turn by turn, each from the block in which the last one ended."""
     start = 0
     for end in ends:
         put(store, ids[:end], start, row)
@@ -81,7 +81,7 @@ def turns(store: Store, ids: Tokens, *ends: int, row: int = ROW) -> None:
 
 
 def assert_right(store: Store, ids: Tokens, row: int = ROW) -> Found:
-    """Whatever is found of `ids` passes its checks and is what would be computed."""
+    """Assert that all that is found of `ids` passes its checks and has the right content."""
     found = store.find(ids)
     at = 0
     right = kv(ids, 0, row)
@@ -103,7 +103,7 @@ def assert_right(store: Store, ids: Tokens, row: int = ROW) -> Found:
 
 
 def length_right(store: Store, ids: Tokens) -> int:
-    """Tokens restored of `ids`, after as many misses as it takes; never wrong ones."""
+    """Tokens of `ids` found with right content, after dropping damaged files."""
     while True:
         try:
             return assert_right(store, ids).length
@@ -112,7 +112,7 @@ def length_right(store: Store, ids: Tokens) -> int:
 
 
 def on_disk(folder: Path) -> int:
-    """What the file system counts for a folder and all in it; each inode once."""
+    """Bytes of a folder and its content by the file system's count, each inode once."""
     seen: dict[int, int] = {}
     for path, folders, names in os.walk(folder):
         for entry in [path, *(os.path.join(path, name) for name in (*names, *folders))]:
@@ -125,7 +125,7 @@ def on_disk(folder: Path) -> int:
 
 
 def files(folder: Path) -> list[Path]:
-    """The runs and checkpoints."""
+    """Paths of the runs and checkpoints."""
     return sorted([*folder.glob("runs/*/*"), *folder.glob("checkpoints/*/*")])
 
 
@@ -138,7 +138,7 @@ def opened(
     *,
     needs_checkpoints: bool | None = None,
 ) -> Iterator[Store]:
-    """A store, closed at the end."""
+    """Open a store, closed at the end."""
     store = Store.open(
         folder, namespace, limit, free_floor=free_floor, needs_checkpoints=needs_checkpoints
     )

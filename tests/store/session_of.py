@@ -1,4 +1,4 @@
-"""Sessions of a model that does not exist: its KV is a function of token and position."""
+"""Sessions of a synthetic model, whose KV is a function of token and position."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def store_in(folder: Path, namespace: str = NAMESPACE, limit: int | None = None)
 
 
 def ids_of(length: int, seed: int = 0, head: Tokens | None = None) -> Tokens:
-    """`length` ids, the first ones those of `head`."""
+    """`length` random ids that begin with `head`."""
     made = np.random.default_rng(seed).integers(0, 500, length, np.int32)
     if head is not None:
         made[: len(head)] = head
@@ -35,7 +35,7 @@ def ids_of(length: int, seed: int = 0, head: Tokens | None = None) -> Tokens:
 
 
 def kv(ids: Tokens, start: int, end: int) -> list[Tensor]:
-    """The KV of tokens [start, end)."""
+    """KV of tokens [start, end)."""
     tensors = []
     at = np.arange(start, end).astype(np.uint16)
     for salt, (name, (dtype, shape)) in enumerate(SPEC.items()):
@@ -47,7 +47,7 @@ def kv(ids: Tokens, start: int, end: int) -> list[Tensor]:
 
 
 def state(ids: Tokens) -> list[Tensor]:
-    """The state after `ids`."""
+    """State after `ids`."""
     value = np.full((1, 3, 5), float(ids.sum() % 977), np.float32)
     skeleton = b'[[{"array":0}]]'
     return [
@@ -118,7 +118,7 @@ def file_rows(path: Path, name: str, first: int, last: int) -> bytes:
 
 
 def held(store: Store, ids: Tokens) -> int:
-    """How many tokens of `ids` are on disk, each file verified and its KV compared."""
+    """Number of tokens of `ids` on disk, each file verified and its KV compared."""
     found = store.find(ids)
     for piece in found.pieces:
         store.verify(piece, ids)

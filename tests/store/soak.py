@@ -1,4 +1,4 @@
-"""Processes that save as fast as they can are killed at random moments: what is durable stays.
+"""Soak: processes that save at full speed are killed at random; durable KV must stay.
 
 `python -m tests.store.soak [KILLS]` does it 200 times; the suite does it a few.
 """
@@ -17,18 +17,18 @@ from tests.store.content import assert_right, branch, kv, on_disk, opened, snaps
 
 ROOT = Path(__file__).parents[2]
 LARGE, SMALL = 10**9, 3_000_000
-"""Caps: one under which nothing is evicted, and one under which much is."""
+"""Caps: one without and one with much eviction."""
 
 
 def conversation(seed: int):
-    """The ids that a writer's `seed` stands for; every third shares its beginning with others."""
+    """Token ids of a seed; every third shares its beginning with others."""
     if seed % 3 == 0:
         return branch(tokens(2000, seed // 9), 700, 2000, seed + 1_000_000)
     return tokens(2000, seed)
 
 
 def write(folder: Path, limit: int, seed: int) -> None:
-    """Save until killed; a line tells what is durable as soon as it is."""
+    """Save until killed; print a line for each durable run."""
     pace = random.Random(seed)
     with opened(folder, limit) as store:
         print("open", flush=True)
@@ -50,7 +50,7 @@ def write(folder: Path, limit: int, seed: int) -> None:
 
 
 def kill_once(folder: Path, limit: int, seed: int, writers: int) -> list[list[str]]:
-    """Run `writers` on `folder`, kill them at a random moment; the lines that they said."""
+    """Run `writers` on `folder` and kill them at random; returns the lines they printed."""
     pace = random.Random(seed)
     command = [sys.executable, "-m", "tests.store.soak", "write", str(folder), str(limit)]
     children = [
@@ -73,7 +73,7 @@ def kill_once(folder: Path, limit: int, seed: int, writers: int) -> list[list[st
 
 
 def assert_sound(folder: Path, limit: int, said: list[list[str]]) -> None:
-    """The folder opens, nothing is wrong in it, and what was said to be durable is there."""
+    """Check that the folder opens without problems, and holds what was printed as durable."""
     with opened(folder, limit) as store:
         assert store.check() == []
         assert store.stats().used_bytes == on_disk(folder) <= limit
@@ -97,7 +97,7 @@ def assert_sound(folder: Path, limit: int, said: list[list[str]]) -> None:
 
 
 def soak(kills: int, folder: Path, seed: int = 0) -> int:
-    """Kill `kills` times, under both caps, with one writer and two; lines that were said."""
+    """Kill `kills` times, under both caps, with one writer and two; returns the lines."""
     lines = 0
     for turn in range(kills):
         limit = SMALL if turn % 4 == 3 else LARGE

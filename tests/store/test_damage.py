@@ -1,4 +1,4 @@
-"""Whatever happens to a file or the index: a miss, counted, and never other content."""
+"""Damage of files and of the index: always a counted miss, never wrong content."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.store.content import (
 
 
 def assert_malformed(path: Path, raw: bytes, check) -> None:
-    """`check` refuses a file of these bytes."""
+    """Assert that `check` refuses a file of these bytes."""
     path.write_bytes(raw)
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -45,7 +45,7 @@ def assert_malformed(path: Path, raw: bytes, check) -> None:
 
 @pytest.fixture
 def run_and_check(store):
-    """The path of a run of two blocks, the last one partial, and how it is checked."""
+    """Path of a run of two blocks, the last one partial, and its check."""
     ids = tokens(100)
     put(store, ids)
     (piece,) = store.find(ids).pieces
@@ -55,7 +55,7 @@ def run_and_check(store):
 
 @pytest.fixture
 def checkpoint_and_check(store):
-    """The path of a checkpoint, and how it is checked."""
+    """Path of a checkpoint, and its check."""
     ids = tokens(100)
     store.write_checkpoint(ids, snapshot(ids))
     (saved,) = store.find(ids).checkpoints
@@ -69,7 +69,7 @@ def small_file(request):
 
 
 def test_every_byte_flipped_is_noticed(small_file, tmp_path):
-    """One bit of each, another from byte to byte."""
+    """One bit of each byte is flipped."""
     path, check = small_file
     raw = path.read_bytes()
     for at in range(len(raw)):
@@ -78,7 +78,7 @@ def test_every_byte_flipped_is_noticed(small_file, tmp_path):
 
 
 def test_every_length_but_the_right_one_is_noticed(small_file, tmp_path):
-    """Truncated, and grown."""
+    """A truncated and an extended file are refused."""
     path, check = small_file
     raw = path.read_bytes()
     for length in range(len(raw)):
@@ -87,7 +87,7 @@ def test_every_length_but_the_right_one_is_noticed(small_file, tmp_path):
 
 
 def test_a_damaged_file_is_a_miss_that_is_counted(store, folder):
-    """It goes to quarantine with all that builds on it; saved again, it serves again."""
+    """It is quarantined and what builds on it removed; saved again, it serves again."""
     ids = tokens(1000)
     turns(store, ids, 300, 600, 1000)
     store.write_checkpoint(ids, snapshot(ids))
@@ -106,7 +106,7 @@ def test_a_damaged_file_is_a_miss_that_is_counted(store, folder):
 
 
 def test_pruning_removes_all_that_a_check_names(store, folder):
-    """Also what nobody has read yet; what is sound stays, and what was lost is saved again."""
+    """Also files not read yet; sound files stay, and lost tokens are saved again."""
     ids, others = tokens(1000), tokens(500, 1)
     turns(store, ids, 300, 600, 1000)
     store.write_checkpoint(ids, snapshot(ids))
@@ -129,7 +129,7 @@ def test_pruning_removes_all_that_a_check_names(store, folder):
 
 
 def test_only_the_blocks_that_are_wanted_are_read(store):
-    """Damage behind them is found when it matters."""
+    """Damage in later blocks is found when those are read."""
     ids = tokens(1000)
     put(store, ids)
     flip(store.find(ids).pieces[0].path, -1)
@@ -140,7 +140,7 @@ def test_only_the_blocks_that_are_wanted_are_read(store):
 
 
 def test_each_file_swapped_with_each_other_is_a_miss(folder, tmp_path):
-    """Whole files, with right checksums, in the wrong place."""
+    """Undamaged files with right checksums under a wrong name are refused."""
     ids = tokens(500)
     fork = branch(ids, 256, 500)
     with opened(folder) as store:
@@ -170,7 +170,7 @@ def test_each_file_swapped_with_each_other_is_a_miss(folder, tmp_path):
 
 
 def test_a_file_that_is_gone_is_a_miss_and_no_damage(store):
-    """As after an eviction by another process, or a person with rm."""
+    """A file removed by another process or by hand is a miss."""
     ids = tokens(600)
     turns(store, ids, 300, 600)
     found = store.find(ids)
@@ -186,7 +186,7 @@ def test_a_file_that_is_gone_is_a_miss_and_no_damage(store):
 
 
 def test_the_quarantine_is_bounded(folder):
-    """In files, and in bytes as a part of the limit."""
+    """It is bounded in files, and in bytes as a part of the limit."""
     with opened(folder, 20_000_000) as store:
         for seed in range(12):
             ids = tokens(20_000, seed)
@@ -203,7 +203,7 @@ def test_the_quarantine_is_bounded(folder):
 
 
 def test_a_lost_index_is_made_again(folder):
-    """Every run and checkpoint is found as before, and new ones join them."""
+    """A rebuilt index finds every run and checkpoint, and takes new ones."""
     ids, fork, other = history(folder)
     before = survey(folder, ids, fork, other)
     for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
@@ -231,7 +231,7 @@ def test_a_lost_file_in_the_middle_takes_what_builds_on_it(folder):
 
 
 def test_strange_files_are_set_aside_when_the_folder_opens(folder):
-    """Unknown, empty, of another name than their content's, of another format."""
+    """Unknown and empty files, wrong names, and other formats are quarantined."""
     ids = tokens(300)
     with opened(folder) as store:
         put(store, ids)
@@ -249,7 +249,7 @@ def test_strange_files_are_set_aside_when_the_folder_opens(folder):
 
 
 def test_check_reports_and_changes_nothing(folder):
-    """Damage, a file too much, one too few."""
+    """It lists damage, extra files and missing files."""
     ids = tokens(1000)
     with opened(folder) as store:
         turns(store, ids, 300, 600, 1000)
@@ -273,7 +273,7 @@ def test_check_reports_and_changes_nothing(folder):
 
 
 def test_an_index_of_other_tables_is_made_again(folder):
-    """As a flipped byte in SQLite's own description of them makes it."""
+    """A flipped byte in SQLite's own schema makes such an index."""
     every = history(folder)
     index = folder / "index.sqlite"
     raw = index.read_bytes()
@@ -288,7 +288,7 @@ def test_an_index_of_other_tables_is_made_again(folder):
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_damaged_index_never_serves_wrong_content(tmp_path_factory, data):
-    """Flipped bytes, a cut, garbage in the log: the folder opens, and what it serves is right."""
+    """After flipped bytes, a cut, or garbage in the log, the folder opens and serves right KV."""
     folder = tmp_path_factory.mktemp("d") / "s"
     every = history(folder)
     index = folder / "index.sqlite"
@@ -315,7 +315,7 @@ def test_a_damaged_index_never_serves_wrong_content(tmp_path_factory, data):
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_header_or_malformed(raw):
-    """No other error, whatever they are."""
+    """Random bytes raise Malformed and no other error."""
     with suppress(Malformed):
         parse(raw, len(raw) + 8)
 
@@ -339,13 +339,13 @@ def test_any_bytes_are_a_header_or_malformed(raw):
     ],
 )
 def test_headers_that_lie_are_malformed(text):
-    """Sizes and places are checked before anybody allocates by them."""
+    """Sizes and places are checked before memory is allocated by them."""
     with pytest.raises(Malformed):
         parse(text.encode(), 8 + len(text) + 16)
 
 
 def test_a_header_that_claims_a_huge_size_is_not_read(tmp_path):
-    """Nothing of that size is allocated."""
+    """The header length is checked before it is allocated."""
     path = tmp_path / "f"
     path.write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
     fd = os.open(path, os.O_RDONLY)
@@ -355,14 +355,14 @@ def test_a_header_that_claims_a_huge_size_is_not_read(tmp_path):
 
 
 def flip(path: Path, at: int) -> None:
-    """Another byte there."""
+    """Flip a byte."""
     raw = bytearray(path.read_bytes())
     raw[at] ^= 0x10
     path.write_bytes(raw)
 
 
 def history(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two conversations that share a prefix and one that does not, with checkpoints."""
+    """Save two conversations that share a prefix and one that does not, with checkpoints."""
     ids, other = tokens(700), tokens(150, 5)
     fork = branch(ids, 330, 500)
     with opened(folder) as store:
@@ -376,7 +376,7 @@ def history(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def survey(folder: Path, *every: np.ndarray) -> list[object]:
-    """What is found of each."""
+    """Tokens found of each."""
     with opened(folder) as store:
         found = [assert_right(store, ids) for ids in every]
     return [

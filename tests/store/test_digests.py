@@ -14,7 +14,7 @@ from tests.store.content import branch, tokens
 
 
 def by_definition(namespace: str, ids: np.ndarray) -> bytes:
-    """As the format says it, block by block."""
+    """Digests are those of the documented format, block by block."""
     digest = blake2b(namespace.encode(), digest_size=16).digest()
     for at in range(0, len(ids), 64):
         block = ids[at : at + 64]
@@ -27,14 +27,14 @@ def by_definition(namespace: str, ids: np.ndarray) -> bytes:
 
 @given(st.integers(0, 300), st.text(max_size=5))
 def test_every_prefix_has_the_digest_that_the_format_says(count, namespace):
-    """Whole blocks and parts of one; what is on disk today is found tomorrow."""
+    """Fixed digests of whole and partial blocks: files on disk stay valid."""
     ids = tokens(count, count)
     assert Chains(namespace).of(ids).at(count) == by_definition(namespace, ids)
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400), st.booleans()), max_size=8))
 def test_what_was_asked_before_changes_no_digest(asked):
-    """Longer, shorter, branching off: the remembered chain is used only as far as it agrees."""
+    """The remembered chain is used only as far as it agrees with longer, shorter and other ids."""
     chains = Chains("n")
     last = tokens(400)
     for at, count, other in asked:
@@ -48,7 +48,7 @@ def test_what_was_asked_before_changes_no_digest(asked):
 
 
 def test_ids_may_change_after_they_were_asked_for():
-    """A chain keeps its own copy."""
+    """A chain copies its ids."""
     chains = Chains("n")
     ids = tokens(200)
     chains.of(ids)
@@ -58,7 +58,7 @@ def test_ids_may_change_after_they_were_asked_for():
 
 @given(st.integers(1, 300), st.integers(0, 3))
 def test_a_block_has_one_checksum_whatever_follows(count, tensors):
-    """Of all tensors' rows of that block, in order."""
+    """A block's checksum is over its rows of all tensors in order."""
     rng = np.random.default_rng(count)
     arrays = [rng.integers(0, 255, (count, 5 + k), dtype=np.uint8) for k in range(tensors)]
     sums = block_checksums([array.data.cast("B") for array in arrays], count)

@@ -1,4 +1,4 @@
-"""What is no numbers leaves the disk, and nothing of others does."""
+"""Removal of KV that is not finite, without removing sound KV of others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.store.content import branch, put, snapshot, tokens
 
 @pytest.mark.parametrize("shared", [4, 64, 130])
 def test_only_conversations_that_hold_forgotten_tokens_go(store: Store, shared: int) -> None:
-    """All prompts of a model begin alike, with the template's first tokens at least."""
+    """Prompts of a model share at least the template's first tokens."""
     mine = tokens(300)
     others = [branch(mine, shared, 250, seed) for seed in (2, 3)]
     for ids in (*others, mine):
@@ -27,7 +27,7 @@ def test_only_conversations_that_hold_forgotten_tokens_go(store: Store, shared: 
 
 @pytest.mark.parametrize("shared", [5, 70, 133])
 def test_what_others_computed_of_the_same_tokens_stays(store: Store, shared: int) -> None:
-    """Nobody restored so few tokens: they were computed twice, and came out as numbers once."""
+    """Few shared tokens were computed twice, and were finite once."""
     mine = tokens(300)
     other = branch(mine, shared, 250)
     for ids in (other, mine):
@@ -40,7 +40,7 @@ def test_what_others_computed_of_the_same_tokens_stays(store: Store, shared: int
 @pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_no_numbers_goes_with_all_behind_it(store: Store, kind: str, value: float) -> None:
-    """Another conversation's too, where it went on from what this one had computed."""
+    """Also for another conversation that continued from the removed KV."""
     mine = tokens(300)
     other = branch(mine, 70, 250)
     kept = branch(mine, 20, 150, seed=5)

@@ -1,4 +1,4 @@
-"""Servers share a folder, a command that changes it has it alone."""
+"""Servers share a folder; a command that changes it excludes them."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ with serving(Path(sys.argv[1]), "http://127.0.0.1:9", "some/model"):
 
 @pytest.fixture
 def server(tmp_path):
-    """Another process that serves from the folder."""
+    """A process that serves from the folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -33,7 +33,7 @@ def server(tmp_path):
 
 
 def test_a_change_is_refused_while_a_server_runs_and_named(tmp_path, server):
-    """With its address and process; once it is killed the folder is free."""
+    """The error names its address and process; once it is killed the folder is free."""
     with (
         pytest.raises(StoreError, match=f"127.0.0.1:9 .*some/model, process {server.pid}"),
         exclusive_lock(tmp_path),
@@ -53,7 +53,7 @@ def test_a_change_is_refused_while_a_server_runs_and_named(tmp_path, server):
 
 
 def test_a_server_waits_for_no_command(tmp_path):
-    """It says what is going on instead, and so does a second command."""
+    """A server and a second command get an error that says so."""
     with exclusive_lock(tmp_path):
         with pytest.raises(StoreError, match="Another command"), serving(tmp_path, "u", "m"):
             pass
@@ -63,7 +63,7 @@ def test_a_server_waits_for_no_command(tmp_path):
 
 
 def test_notes_that_are_damaged_or_stale_are_passed_over(tmp_path):
-    """They decide nothing but what a message says."""
+    """Stale notes affect only the message."""
     folder = tmp_path / NOTES
     folder.mkdir()
     (folder / "1.json").write_text("{")
@@ -75,14 +75,14 @@ def test_notes_that_are_damaged_or_stale_are_passed_over(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
-    """Such as below a file."""
+    """A folder below a file cannot be locked."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="file"), exclusive_lock(tmp_path / "file" / "below"):
         pass
 
 
 def test_notes_of_servers_that_were_killed_do_not_pile_up(tmp_path):
-    """Each start takes away what the last ones left."""
+    """Each start removes the notes of killed servers."""
     notes = tmp_path / NOTES
     notes.mkdir()
     gone = subprocess.Popen([sys.executable, "-c", ""])

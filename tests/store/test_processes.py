@@ -17,7 +17,7 @@ from tests.store.soak import ROOT, soak
 
 
 def run_python(code: str) -> subprocess.Popen[str]:
-    """Another process, with the helpers of these tests at hand."""
+    """Start a process with the helpers of these tests imported."""
     head = "from pathlib import Path\nfrom tests.store.content import *\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + code], stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -25,7 +25,7 @@ def run_python(code: str) -> subprocess.Popen[str]:
 
 
 def test_what_is_durable_survives_kill_9_at_any_moment(tmp_path):
-    """And nothing else is left: no temporary file, no row without a file, no lock."""
+    """Nothing else is left: no temporary file, no row without a file, no lock."""
     assert soak(15, tmp_path, 7) > 15
 
 
@@ -33,7 +33,7 @@ def test_what_is_durable_survives_kill_9_at_any_moment(tmp_path):
     "step", ["folder.os.ftruncate", "folder.os.fsync", "folder.os.rename", "saving._make_durable"]
 )
 def test_a_death_at_each_step_of_a_save_leaves_nothing(folder, step):
-    """Before the file has its size, before it is durable, before its name, before its row."""
+    """Killed before the file has its size, is durable, has its name, has its row."""
     ids = tokens(500)
     code = (
         "import os\nfrom mlxcache.store import folder, saving\n"
@@ -53,7 +53,7 @@ def test_a_death_at_each_step_of_a_save_leaves_nothing(folder, step):
 
 
 def test_each_finds_what_the_other_saved(folder):
-    """At once, without opening again."""
+    """Files of another process are found without reopening."""
     ids = tokens(600)
     with opened(folder) as store:
         put(store, ids[:300])
@@ -71,7 +71,7 @@ def test_each_finds_what_the_other_saved(folder):
 
 
 def test_both_save_the_same_at_once(folder):
-    """One file, one row; neither fails."""
+    """Two processes that save the same make one file and one row, without an error."""
     code = (
         f"with opened(Path({str(folder)!r})) as store:\n"
         "    for seed in range(40):\n"
@@ -89,7 +89,7 @@ def test_both_save_the_same_at_once(folder):
 
 
 def test_a_file_that_another_is_writing_is_waited_for(folder, monkeypatch):
-    """Not written twice, and not taken for durable before it is."""
+    """It is not written twice, nor found before it is durable."""
     ids = tokens(300)
     go_on = threading.Event()
     begun = threading.Event()
@@ -121,7 +121,7 @@ def test_a_file_that_another_is_writing_is_waited_for(folder, monkeypatch):
 
 
 def test_what_a_dead_process_was_writing_is_taken_over(folder):
-    """Also while this store stays open: the same file is not blocked for ever."""
+    """Also while this store stays open: the file can be written again."""
     ids = tokens(300)
     code = (
         "import os\n"
@@ -141,7 +141,7 @@ def test_what_a_dead_process_was_writing_is_taken_over(folder):
 
 
 def test_a_second_store_leaves_the_firsts_work_alone(folder, monkeypatch):
-    """Opening cleans up after the dead, and not after the living."""
+    """Opening removes files of dead processes only."""
     ids = tokens(300)
     with opened(folder) as one:
         original = os.rename
@@ -159,7 +159,7 @@ def test_a_second_store_leaves_the_firsts_work_alone(folder, monkeypatch):
 
 
 def test_an_owner_is_alive_as_long_as_its_process(folder):
-    """And not longer, however it ends."""
+    """Its lock ends with it, however it ends."""
     code = (
         "import time\n"
         f"with opened(Path({str(folder)!r})) as store:\n"
@@ -178,7 +178,7 @@ def test_an_owner_is_alive_as_long_as_its_process(folder):
 
 
 def test_threads_share_a_store(store):
-    """Finding, checking, saving and pinning at once."""
+    """Threads find, check, save and pin at once."""
     conversations = [tokens(900, seed) for seed in range(8)]
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""An index that is damaged while a store has it open."""
+"""Damage of the index while a store is open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.store.content import assert_right, opened, put, tokens, turns
 def test_an_index_that_is_damaged_under_an_open_store_is_made_again_by_the_next(
     folder: Path, where: slice
 ) -> None:
-    """Until then nothing wrong is served: what cannot be told is an error or a miss."""
+    """Before that, lookups give an error or a miss, never wrong KV."""
     ids = tokens(1000)
     with opened(folder) as store:
         turns(store, ids, 300, 1000)

@@ -1,4 +1,4 @@
-"""What sessions gained, in the table: added up, kept, and gone with the session."""
+"""Figures of sessions: added up, kept, and removed with the session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def turn(sessions: Sessions, label: str, owner: str | None = None, **figures: fl
 
 
 def test_figures_of_a_sessions_requests_add_up(sessions, folder):
-    """Each session's by itself, also for who opens the folder later."""
+    """Figures are summed per session, and are there after reopening."""
     one = turn(sessions, "one", cached_tokens=10, prompt_tokens=90, saved_tokens=10, saved_s=0.5)
     assert turn(sessions, "one", cached_tokens=30, prompt_tokens=90, first_tokens=1) == one
     other = turn(sessions, "other", prompt_tokens=90)
@@ -43,7 +43,7 @@ def test_figures_of_a_sessions_requests_add_up(sessions, folder):
 
 
 def test_figures_go_with_their_session_and_not_into_a_fork(sessions):
-    """A session of the same label begins anew; one that was never booked so has zeros."""
+    """A new session of the same label begins at zero."""
     one = turn(sessions, "one", cached_tokens=10)
     fork = sessions.fork(one, 2.0)
     assert sessions.figures(fork) == SessionFigures()
@@ -54,7 +54,7 @@ def test_figures_go_with_their_session_and_not_into_a_fork(sessions):
 
 
 def test_owners_with_one_label_have_figures_of_their_own(sessions):
-    """They are two sessions."""
+    """Sessions of two owners with one label have figures of their own."""
     mine = turn(sessions, "same", owner="me", cached_tokens=10)
     theirs = turn(sessions, "same", owner="you", cached_tokens=70)
     assert mine != theirs

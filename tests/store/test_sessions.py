@@ -1,4 +1,4 @@
-"""Sessions in a database on disk and in memory alike."""
+"""Sessions, in a database on disk and in memory."""
 
 import sqlite3
 from dataclasses import replace
@@ -25,7 +25,7 @@ def sessions(request, tmp_path):
 
 
 def turn(text, reply=(1, 2, 3), *, head=HEAD, first=8, namespace="n", at=1.0, **more):
-    """A request: a head, `text` as message tokens of which `first` are the first message's."""
+    """A request of a head and message tokens, of which `first` are the first message."""
     ids = np.array([*head, *text, *reply], np.int32)
     marks = [len(head), len(head) + first] if head else [first]
     prompt = len(head) + len(text)
@@ -38,7 +38,7 @@ def talk(start, count=20):
 
 
 def test_turns_of_a_conversation_are_one_session(sessions):
-    """With a label or without: the prefix tells, and the ids grow."""
+    """With and without a label, a request with the same prefix continues the session."""
     for label in (None, "mine"):
         text = talk(0 if label else 5000)
         first = sessions.record_turn(
@@ -56,7 +56,7 @@ def test_turns_of_a_conversation_are_one_session(sessions):
 
 
 def test_another_conversation_under_the_same_head_is_another_session(sessions):
-    """Tools and system alone make no session, nor does a namespace share one."""
+    """Requests that share only the head, or have another namespace, are other sessions."""
     one = sessions.record_turn(turn(talk(0)))
     assert sessions.record_turn(turn(talk(500))) != one
     assert sessions.record_turn(turn(talk(0), namespace="other")) != one
@@ -80,7 +80,7 @@ def test_a_label_keeps_its_id_and_collects_its_agents(sessions):
 
 
 def test_a_title_request_that_comes_first_yields_to_the_conversation(sessions):
-    """And the title is the conversation's then."""
+    """The conversation replaces it, and its title is the session's."""
     id = sessions.record_turn(turn(talk(0, 9), head=[], label="L", title="Write a title"))
     sessions.record_turn(turn([*talk(50), *talk(100, 200)], label="L", title="Fix the bug"))
     assert sessions.get(id).title == "Fix the bug"
@@ -88,14 +88,14 @@ def test_a_title_request_that_comes_first_yields_to_the_conversation(sessions):
 
 
 def test_labels_that_share_a_prefix_stay_apart(sessions):
-    """A label is never drawn into another's session, however alike the prompts are."""
+    """Equal prompts under two labels are two sessions."""
     one, two = (sessions.record_turn(turn(talk(0), label=label)) for label in ("a", "b"))
     assert one != two
     assert sessions.count() == 2
 
 
 def test_an_id_is_a_label_too(sessions):
-    """So that a fork can be talked to."""
+    """A request can name a session by its id, for example a fork."""
     id = sessions.record_turn(turn(talk(0)))
     fork = sessions.fork(id, 5.0, "try")
     assert sessions.record_turn(turn([*talk(0), 1, 2, 3, 4], label=fork)) == fork
@@ -103,7 +103,7 @@ def test_an_id_is_a_label_too(sessions):
 
 
 def test_ids_are_kept_in_parts_and_only_new_ones_are_written(sessions, monkeypatch):
-    """However they grow, shrink or change."""
+    """Rows equal the ids after growth, cuts and changes."""
     monkeypatch.setattr(session_rows, "PART_TOKENS", 16)
     text = talk(0, 40)
     id = sessions.record_turn(turn(text, label="L"))
@@ -122,7 +122,7 @@ def test_ids_are_kept_in_parts_and_only_new_ones_are_written(sessions, monkeypat
 
 
 def test_a_conversation_whose_first_turn_was_short_is_main_again(sessions):
-    """A large sub-agent came before its second turn; a title that is asked again stays aside."""
+    """A large sub-agent before its second turn, or a repeated title request, stays aside."""
     for label, goes_on in (("L", True), ("M", False)):
         text = talk(0 if goes_on else 9000)
         id = sessions.record_turn(turn(text, label=label, at=1.0, title="Fix it"))
@@ -137,7 +137,7 @@ def test_a_conversation_whose_first_turn_was_short_is_main_again(sessions):
 
 
 def test_fork_copies_the_main_leaf_or_its_beginning(sessions):
-    """Under a new id, without the label; more than there is cannot be had."""
+    """A fork has a new id and no label; more tokens than the leaf has are refused."""
     id = sessions.record_turn(turn(talk(0), label="L", title="T"))
     whole, part = sessions.fork(id, 9.0, "copy"), sessions.fork(id, 9.0, tokens=12)
     row = sessions.get(whole)
@@ -156,7 +156,7 @@ def test_fork_copies_the_main_leaf_or_its_beginning(sessions):
 
 
 def test_names_and_pins_can_be_changed_and_taken_back(sessions):
-    """Each alone; an empty name is none."""
+    """Each can be changed alone; an empty name removes it."""
     id = sessions.record_turn(turn(talk(0)))
     sessions.update(id, name="mine")
     sessions.update(id, pinned=True)
@@ -169,7 +169,7 @@ def test_names_and_pins_can_be_changed_and_taken_back(sessions):
 
 
 def test_deleting_leaves_no_rows_and_says_what_others_need(sessions):
-    """`sharing` counts what other leaves share of the ids."""
+    """`sharing` counts the tokens that other leaves share."""
     id, other = (sessions.record_turn(turn(talk(n))) for n in (0, 500))
     ids = sessions.leaves(id)[0].ids
     assert sorted(sessions.sharing("n", ids).values()) == [len(HEAD), len(ids)]
@@ -185,7 +185,7 @@ def test_deleting_leaves_no_rows_and_says_what_others_need(sessions):
 
 
 def test_clear_spares_what_is_pinned_unless_told(sessions):
-    """It answers how many sessions went."""
+    """It returns the number of removed sessions."""
     ids = [sessions.record_turn(turn(talk(n))) for n in (0, 500, 900)]
     sessions.update(ids[0], pinned=True)
     assert sessions.clear() == 2
@@ -194,14 +194,14 @@ def test_clear_spares_what_is_pinned_unless_told(sessions):
 
 
 def test_the_list_is_by_last_use(sessions):
-    """Newest first, as many as are wanted."""
+    """Most recently used first, up to the limit."""
     ids = [sessions.record_turn(turn(talk(n * 100), at=float(n))) for n in range(3)]
     assert [row.id for row in sessions.all()] == ids[::-1]
     assert [row.id for row in sessions.all(limit=1)] == [ids[2]]
 
 
 def test_what_is_used_least_recently_goes_beyond_the_limits(sessions, monkeypatch):
-    """Pinned sessions and the main leaf never."""
+    """Pinned sessions and main leaves are never removed."""
     monkeypatch.setattr(session_rows, "MOST_SESSIONS", 2)
     monkeypatch.setattr(session_rows, "MOST_LEAVES", 2)
     first = sessions.record_turn(turn(talk(0), label="L", at=1.0))
@@ -217,7 +217,7 @@ def test_what_is_used_least_recently_goes_beyond_the_limits(sessions, monkeypatc
 
 
 def test_rows_survive_the_process(tmp_path):
-    """What a turn booked is there for the next one to open the file."""
+    """Recorded turns are there after reopening."""
     database = Database.open(tmp_path)
     id = Sessions(database).record_turn(turn(talk(0), label="L"))
     database.close()
@@ -228,7 +228,7 @@ def test_rows_survive_the_process(tmp_path):
 
 
 def test_a_temporary_database_leaves_no_file(tmp_path, monkeypatch):
-    """Not even under its odd name."""
+    """Not even one named `:memory:`."""
     monkeypatch.chdir(tmp_path)
     database = TemporaryDatabase()
     Sessions(database).record_turn(turn(talk(0)))
@@ -245,7 +245,7 @@ def from_file(id, **more):
 
 @pytest.mark.parametrize("id", ["../../x", 'ses_1"; filename="x', "ses_\r\nX: y", "ses_é", "", "x"])
 def test_a_file_cannot_bring_an_id_that_is_more_than_one(sessions, id):
-    """It goes into a header and into the names of files."""
+    """An id becomes part of headers and file names."""
     made = sessions.adopt(from_file(id), 1.0)
     assert made != id
     assert made.startswith("ses_")
@@ -253,7 +253,7 @@ def test_a_file_cannot_bring_an_id_that_is_more_than_one(sessions, id):
 
 
 def test_nobody_takes_the_id_that_anothers_label_will_have(sessions):
-    """An id in a file is what its writer likes, and that of a label can be worked out."""
+    """An id in a file is chosen by its writer, and that of a label can be computed."""
     wanted = id_of("n", "work", "alice")
     assert sessions.adopt(from_file(wanted), 1.0, owner="bob") != wanted
     assert sessions.adopt(from_file(wanted), 1.0) == wanted
@@ -264,7 +264,7 @@ def test_nobody_takes_the_id_that_anothers_label_will_have(sessions):
 
 
 def test_one_owners_replies_are_not_anothers(sessions):
-    """They are put in where a client sends them back: only where that is who got them."""
+    """Replies are returned for the owner of their session only."""
     reply = ReplyRow(b"d", 1, "t", b"h", np.array([1], np.int32), True, False, False, None)
     for owner in ("alice", None):
         sessions.record_turn(replace(turn(talk(0), label="work", owner=owner), reply=reply))

@@ -1,4 +1,4 @@
-"""A session goes from one store into a file, and from the file into another store."""
+"""Export of a session from one store into a file, and import into another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.store.session_of import (
 
 
 def told(info: Any) -> dict[str, Any]:
-    """What a person would compare."""
+    """Fields of a session to compare."""
     fields = {k: getattr(info, k) for k in info.__slots__ if k not in ("leaves", "ids")}
     if hasattr(info, "leaves"):
         fields["leaves"] = [told(leaf) for leaf in info.leaves]
@@ -40,7 +40,7 @@ def told(info: Any) -> dict[str, Any]:
 
 
 def moved(tmp_path: Path, info: Any, **options: Any) -> Snapshot:
-    """`info` from the store `a` through a file into the new store `b`."""
+    """Copy `info` from the store `a` through a file into the new store `b`."""
     path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), info)
     snapshot = read_snapshot(path, NAMESPACE, spec=SPEC, **options)
     assert told(import_snapshot(store_in(tmp_path / "b"), snapshot)) == told(info)
@@ -176,7 +176,7 @@ def test_other_shapes_and_unknown_ids_are_refused(tmp_path: Path) -> None:
 
 
 def test_ids_that_stand_for_an_image_come_back(tmp_path: Path) -> None:
-    """They are less than 0, as no token's id is."""
+    """Ids of images are negative and accepted."""
     ids = ids_of(100)
     ids[40:60] = ~ids[40:60]
     save(store_in(tmp_path / "a"), ids)
@@ -257,7 +257,7 @@ def test_nothing_to_export(tmp_path: Path) -> None:
 
 
 def test_any_tool_can_read_it(tmp_path: Path) -> None:
-    """The whole session's keys of a layer are one tensor of a plain safetensors file."""
+    """One tensor of a plain safetensors file holds the keys of a layer for the whole session."""
     import mlx.core as mx
 
     ids = ids_of(300)
@@ -273,7 +273,7 @@ def test_any_tool_can_read_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_large_session_is_never_in_ram(tmp_path: Path) -> None:
-    """184 MB through a file, for a third of which the process may grow."""
+    """A snapshot of 184 MB may grow the process by a third of that."""
     ids = ids_of(2_000_000)
     a = store_in(tmp_path / "a")
     for end in range(100_000, len(ids) + 1, 100_000):

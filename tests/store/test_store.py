@@ -1,4 +1,4 @@
-"""What is saved is found again, to the token, and stored once."""
+"""Saved KV is found to the token and stored once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.store.content import (
 
 
 def test_a_conversation_is_found_after_a_restart(folder):
-    """Turn by turn written, read as one, also a part of it."""
+    """KV written turn by turn is read as one prefix, also in part."""
     ids = tokens(700)
     with opened(folder) as store:
         turns(store, ids, 100, 350, 700)
@@ -46,7 +46,7 @@ def test_a_conversation_is_found_after_a_restart(folder):
 
 
 def test_a_match_goes_to_the_token(store):
-    """Inside a block, inside a partial tail, at the first token."""
+    """A branch may leave inside a block, inside a partial tail, or at the first token."""
     ids = tokens(300)
     put(store, ids)
     for at in (0, 1, 40, 63, 64, 65, 127, 128, 290, 299):
@@ -54,7 +54,7 @@ def test_a_match_goes_to_the_token(store):
 
 
 def test_the_branch_that_shares_most_is_taken(store):
-    """Three runs begin in the same block, the fullest of which was written in between."""
+    """Three runs begin in one block, and the longest was written second."""
     ids = tokens(200)
     for at, seed in ((130, 1), (170, 2), (140, 3)):
         turns(store, branch(ids, at, 200, seed), 200)
@@ -62,7 +62,7 @@ def test_the_branch_that_shares_most_is_taken(store):
 
 
 def test_another_namespace_finds_nothing(store, folder):
-    """The same tokens through another model are other KV."""
+    """The same tokens of another model are other KV."""
     ids = tokens(200)
     put(store, ids)
     with opened(folder, namespace="model-b") as other:
@@ -73,7 +73,7 @@ def test_another_namespace_finds_nothing(store, folder):
 
 
 def test_what_is_there_is_not_written_again(store, folder):
-    """All of it, a part of it, and what diverges inside a block."""
+    """Saving all, a part, or a branch inside a block stores only new blocks."""
     ids = tokens(640)
     put(store, ids)
     before = store.stats().written_bytes
@@ -87,7 +87,7 @@ def test_what_is_there_is_not_written_again(store, folder):
 
 
 def test_a_run_without_its_prefix_is_refused(store):
-    """Else it could never be reached."""
+    """A run without its prefix on disk is refused."""
     ids = tokens(300)
     with pytest.raises(PrefixNotStored):
         put(store, ids, 128)
@@ -100,14 +100,14 @@ def test_a_run_without_its_prefix_is_refused(store):
 
 @pytest.mark.parametrize("start", [1, -64, 320, 63])
 def test_a_run_that_cannot_be_is_refused(store, start):
-    """Runs begin at blocks and hold something."""
+    """A run must begin at a block and have tokens."""
     ids = tokens(300)
     with pytest.raises(ValueError, match="no run"):
         store.write_run(ids, start, kv(ids))
 
 
 def test_tensors_that_do_not_fit_are_refused(store):
-    """Each must have a row per token, and the bytes of its shape."""
+    """Each tensor must have a row per token, and the bytes of its shape."""
     ids = tokens(100)
     with pytest.raises(ValueError, match="100 tokens"):
         store.write_run(ids, 0, kv(ids[:99]))
@@ -120,7 +120,7 @@ def test_tensors_that_do_not_fit_are_refused(store):
 
 
 def test_fifty_turns_write_little_more_than_their_tokens(store):
-    """Each turn writes what is new, and the partial block before it again."""
+    """Each turn writes its new tokens and the partial block before them."""
     ids = tokens(50 * 400 + 7)
     turns(store, ids, *(np.arange(1, 51) * 400 + 7), row=64)
     assert assert_right(store, ids, row=64).length == len(ids)
@@ -128,7 +128,7 @@ def test_fifty_turns_write_little_more_than_their_tokens(store):
 
 
 def test_a_prefix_that_many_share_is_stored_once(store, folder):
-    """A hundred conversations over one system prompt."""
+    """A hundred conversations store their system prompt once."""
     head = tokens(2000)
     put(store, head)
     for seed in range(100):
@@ -139,7 +139,7 @@ def test_a_prefix_that_many_share_is_stored_once(store, folder):
 
 
 def test_checkpoints_along_the_path_are_found(store):
-    """With runs and without, at any position, and no other path's."""
+    """With and without runs, at any position, but not of other paths."""
     ids = tokens(500)
     for position in (30, 64, 128, 200, 500):
         store.write_checkpoint(ids[:position], snapshot(ids[:position]))
@@ -156,7 +156,7 @@ def test_checkpoints_along_the_path_are_found(store):
 
 
 def test_a_checkpoint_is_written_once(store):
-    """The second time nothing happens."""
+    """The second save writes nothing."""
     ids = tokens(100)
     store.write_checkpoint(ids, snapshot(ids))
     before = store.stats().written_bytes
@@ -166,7 +166,7 @@ def test_a_checkpoint_is_written_once(store):
 
 
 def test_files_are_private_and_other_tools_read_them(store, folder):
-    """Owner only; the safetensors library agrees on names, shapes and bytes."""
+    """Files are private, and the safetensors library reads the same tensors."""
     ids = tokens(100)
     put(store, ids)
     store.write_checkpoint(ids, snapshot(ids))
@@ -180,7 +180,7 @@ def test_files_are_private_and_other_tools_read_them(store, folder):
 
 
 def test_mlx_reads_a_run(store):
-    """Also the dtypes that numpy does not know."""
+    """Also dtypes that numpy does not have."""
     import mlx.core as mx
 
     ids = tokens(100)
@@ -194,7 +194,7 @@ def test_mlx_reads_a_run(store):
 
 
 def test_finding_is_quick(store):
-    """Beside hashing 200,000 tokens, fifty turns of 20,000 are quick, and those of all not slow."""
+    """Fifty turns of 20,000 tokens are quick compared with hashing 200,000 tokens."""
     ids = tokens(200_000)
     turns(store, ids[:20_000], *range(400, 20_001, 400))
     turns_of_long = tokens(200_000, 5)
@@ -218,7 +218,7 @@ def test_finding_is_quick(store):
 
 
 def test_the_figures_are_the_file_systems(store, folder):
-    """All of the folder, by its count."""
+    """They count the whole folder."""
     ids = tokens(3000)
     turns(store, ids, 1000, 2000, 3000)
     store.write_checkpoint(ids, snapshot(ids))
@@ -228,7 +228,7 @@ def test_the_figures_are_the_file_systems(store, folder):
 
 
 def test_clear_and_prune(store, folder):
-    """Pinned files stay unless asked for; what is freed is counted."""
+    """Pinned files stay by default; freed bytes are returned."""
     ids, other = tokens(2000), tokens(2000, 2)
     put(store, ids)
     put(store, other)
@@ -247,7 +247,7 @@ def test_clear_and_prune(store, folder):
 
 
 def test_a_closed_store_says_so(folder):
-    """Whatever is asked."""
+    """Every method of a closed store raises StoreError."""
     with opened(folder) as store:
         pass
     with pytest.raises(StoreError, match="closed"):
@@ -259,14 +259,14 @@ def test_a_closed_store_says_so(folder):
 
 
 def test_a_place_that_cannot_be_a_folder(tmp_path):
-    """A sentence and not a traceback."""
+    """The error is a StoreError with a sentence."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError):
         Store.open(tmp_path / "file", NAMESPACE, 10**9)
 
 
 def test_a_folder_that_vanishes(store, folder: Path):
-    """Reading misses, writing says so; nothing is written beside it."""
+    """After a removal reading misses, writing raises, and nothing is written."""
     import shutil
 
     ids = tokens(200)
@@ -283,7 +283,7 @@ def test_a_folder_that_vanishes(store, folder: Path):
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_history_is_found_to_the_longest_shared_token(tmp_path_factory, data):
-    """Branching conversations over few tokens, against a list of what was written."""
+    """Random branching conversations, compared with a list of what was written."""
     written: list[np.ndarray] = []
     with opened(tmp_path_factory.mktemp("h") / "s") as store:
         for step in range(data.draw(st.integers(1, 8))):

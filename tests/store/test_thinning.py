@@ -1,4 +1,4 @@
-"""Which checkpoints stay on disk: for a path, for sessions that end there, within a share."""
+"""Thinning of checkpoints on disk: per path, for sessions, within a share."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -54,22 +54,22 @@ def save(store, ids, positions):
 
 
 def held(store, ids):
-    """Where the path of `ids` has checkpoints."""
+    """Positions of the checkpoints along `ids`."""
     return [saved.position for saved in store.find(ids, touch=False).checkpoints]
 
 
 def booked(sessions, ids, at):
-    """Book `ids` as a turn of the conversation that begins with its first 100 tokens."""
+    """Record `ids` as a turn of the conversation with its first 100 tokens as key."""
     return sessions.record_turn(Turn(NAMESPACE, "model", ids, len(ids), 100, 0, at))
 
 
 def durable(store, sessions, session):
-    """What is told of a session as `durable_tokens`."""
+    """Durable tokens of the main leaf of a session."""
     return store.measure_leaves(sessions.leaves(session)).tokens[0]
 
 
 def test_a_long_path_keeps_its_first_its_newest_and_some_between(store):
-    """They are further apart the further they are from the end; no more than its length allows."""
+    """Gaps grow with the distance to the end, within what the length allows."""
     ids = tokens(20_000)
     store.write_run(ids, 0, kv(ids))
     most = allowed(run_bytes(20_000), SIZE, LIMIT) // SIZE + 1  # the run's file has a header
@@ -85,7 +85,7 @@ def test_a_long_path_keeps_its_first_its_newest_and_some_between(store):
 
 
 def test_small_checkpoints_all_stay(store):
-    """Where a path's bytes are few, every message end counts."""
+    """A short path keeps the checkpoint of every message."""
     ids = tokens(4000)
     for position in range(400, 4001, 400):
         store.write_checkpoint(ids[:position], snapshot(ids[:position]))
@@ -93,7 +93,7 @@ def test_small_checkpoints_all_stay(store):
 
 
 def test_checkpoints_stay_linked_as_others_go(store):
-    """Each follows the one before it on its path that is still there."""
+    """Each is linked to the one before it on its path that is still on disk."""
     ids = tokens(1400)
     save(store, ids, range(100, 1401, 100))
     query = "SELECT stop, (SELECT stop FROM file AS f WHERE f.id = file.previous) FROM file"
@@ -105,7 +105,7 @@ def test_checkpoints_stay_linked_as_others_go(store):
 
 
 def test_a_path_keeps_its_newest_when_another_goes_on(store):
-    """The four before a fork's end are of two paths."""
+    """The newest four before the end of a fork are of two paths."""
     ids = tokens(4000)
     save(store, ids, range(100, 801, 100))
     before = held(store, ids)
@@ -117,7 +117,7 @@ def test_a_path_keeps_its_newest_when_another_goes_on(store):
 
 
 def test_the_newest_are_within_their_share(store):
-    """Those that were not used for long make room, of a path those between go first."""
+    """The least recently used are removed first, and of a path those between."""
     paths = [tokens(3000, seed) for seed in range(6)]
     most = 0
     for ids in paths:
@@ -133,7 +133,7 @@ def test_the_newest_are_within_their_share(store):
 
 
 def test_a_turn_that_is_not_booked_yet_takes_nothing_from_the_one_before(store):
-    """A server may be killed between the two; the client may then go on in another way."""
+    """A server may be killed before the turn is recorded, and the client continue elsewhere."""
     ids, sessions = tokens(2400), Sessions(store.database)
     put(store, ids, [300, 600])
     session = booked(sessions, ids[:640], 1.0)
@@ -142,7 +142,7 @@ def test_a_turn_that_is_not_booked_yet_takes_nothing_from_the_one_before(store):
 
 
 def test_a_fork_that_lags_behind_keeps_its_last_checkpoint(store):
-    """Also where the session that it was forked from goes on; without it that one's goes."""
+    """Also while the source session continues; without the fork it is removed."""
     ids, sessions = tokens(3400), Sessions(store.database)
     put(store, ids, [300, 600])
     session = booked(sessions, ids[:640], 1.0)
@@ -157,7 +157,7 @@ def test_a_fork_that_lags_behind_keeps_its_last_checkpoint(store):
 
 
 def test_other_conversations_keep_nothing(store):
-    """One that ends elsewhere, or of another model, has no use for the checkpoints of this one."""
+    """Leaves that end elsewhere, or of another model, keep no checkpoints of this path."""
     ids, sessions = tokens(2400), Sessions(store.database)
     other = Turn("another", "model", ids[:640], 640, 100, 0, 1.0)
     sessions.record_turn(other)
@@ -167,7 +167,7 @@ def test_other_conversations_keep_nothing(store):
 
 
 def test_ends_of_replies_that_were_left_go_first(store):
-    """Each turn leaves the thought of the last reply out: its end is on no path that goes on."""
+    """Each turn leaves out the last reply's thought, so its end is on no continued path."""
     ids, beside = tokens(6000), []
     for at in range(200, 5801, 200):
         thought = branch(ids, at + 2, at + 60, seed=at)
@@ -187,7 +187,7 @@ def test_ends_of_replies_that_were_left_go_first(store):
 
 
 def test_a_fork_keeps_the_end_of_its_reply(store):
-    """However long ago it was used, and however short it is."""
+    """It stays regardless of age and length."""
     ids, sessions = tokens(6000), Sessions(store.database)
     put(store, ids, [200, 400])
     fork = branch(ids, 402, 460)
@@ -201,7 +201,7 @@ def test_a_fork_keeps_the_end_of_its_reply(store):
 
 
 def test_kv_ahead_of_the_first_checkpoint_is_not_durable_yet(store):
-    """A server could not go on from it. Who looks at another model's sessions sees it by others."""
+    """No server could continue from it; without a model this is inferred from other files."""
     sessions = Sessions(store.database)
     ids, others = tokens(700), tokens(300, 1)
     store.write_run(ids, 0, kv(ids))

@@ -1,4 +1,4 @@
-"""Writing behind: in order, bounded, and nothing ends the thread but `close`."""
+"""The writer thread: in order, bounded, ended only by `close`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run_job(ids: np.ndarray, start: int = 0, nbytes: int = 100, tag: object = No
 
 
 class Report:
-    """What `done` was told, in order; holds the thread where asked to."""
+    """Record of the calls of `done`; can hold the thread."""
 
     def __init__(self) -> None:
         self.told: list[tuple[object, StoreError | None]] = []
@@ -54,7 +54,7 @@ def writer(store, report):
 
 
 def test_jobs_are_written_in_the_order_of_their_offer(writer, store, report):
-    """A run before what builds on it, checkpoints between, actions after what they rely on."""
+    """Runs, checkpoints and actions are done in the order offered."""
     ids = tokens(900)
     seen: list[int] = []
     offers = [
@@ -72,7 +72,7 @@ def test_jobs_are_written_in_the_order_of_their_offer(writer, store, report):
 
 
 def test_offers_beyond_the_limit_are_refused_at_once(writer, report):
-    """And taken again once there is room; the writing never makes the caller wait."""
+    """Jobs are taken again once there is room, and callers never wait."""
     report.hold()
     assert writer.offer(run_job(tokens(100, 1), tag=1))
     assert report.held.wait(10)
@@ -90,14 +90,14 @@ def test_offers_beyond_the_limit_are_refused_at_once(writer, report):
 
 
 def test_an_empty_queue_takes_what_is_larger_than_its_limit(writer, report):
-    """Else it would never be written."""
+    """An empty queue takes a job larger than the limit."""
     assert writer.offer(run_job(tokens(100), nbytes=10**9))
     assert writer.flush(10) == 0
     assert report.told == [(None, None)]
 
 
 def test_an_error_is_reported_and_the_next_job_is_written(writer, store, report, caplog):
-    """Errors of the store as they are, others as one; `done` itself may fail too."""
+    """Other errors become StoreError; errors of `done` are logged."""
     ids = tokens(300)
     writer.offer(Job(ids, 128, kv(ids, 128), 10, "no prefix"))
     writer.offer(Job(ids, 0, [], 10, "no tensors"))
@@ -118,7 +118,7 @@ def test_an_error_is_reported_and_the_next_job_is_written(writer, store, report,
 
 
 def test_a_full_disk_is_reported(folder, report):
-    """The job's bytes are pending no more."""
+    """A failed job's bytes are no longer pending."""
     store = Store.open(folder, "n", 10**6, free_floor=0)
     writer = Writer(store, 10**9, report)
     ids = tokens(60_000)
@@ -132,7 +132,7 @@ def test_a_full_disk_is_reported(folder, report):
 
 
 def test_close_ends_after_the_job_in_hand(writer, store, report):
-    """What waits is not written, and nothing is taken any more."""
+    """Queued jobs are dropped, and new ones refused."""
     report.hold()
     writer.offer(run_job(tokens(100, 1), tag=1))
     assert report.held.wait(10)
@@ -150,7 +150,7 @@ def test_close_ends_after_the_job_in_hand(writer, store, report):
 
 
 def test_uses_are_noted_when_idle(store, report, monkeypatch):
-    """So that another process that evicts knows what this one reads."""
+    """Other processes that evict then know what this one reads."""
     monkeypatch.setattr("mlxcache.store.writer.IDLE_S", 0.05)
     ids = tokens(100)
     writer = Writer(store, 100, report)

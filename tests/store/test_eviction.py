@@ -1,4 +1,4 @@
-"""The cap holds at every moment, by the file system's count; what goes first, and what last."""
+"""The cap holds at every moment by the file system's count; order of eviction."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MB = 10**6
 
 
 def fill(store: Store, seeds: range, count: int = 3000, row: int = 20) -> None:
-    """Conversations with a checkpoint each; one whose beginning another evicts is given up."""
+    """Save conversations with a checkpoint each; skip one whose beginning is evicted meanwhile."""
     for seed in seeds:
         ids = tokens(count, seed)
         with suppress(PrefixNotStored):
@@ -48,7 +48,7 @@ def fill(store: Store, seeds: range, count: int = 3000, row: int = 20) -> None:
 
 
 def test_the_cap_holds_while_writing(folder):
-    """Ten times as much is written as fits, in files of many sizes."""
+    """Ten times the cap is written, in files of many sizes."""
     limit = 6 * MB
     with opened(folder, limit) as store, Sampler(lambda: on_disk(folder)) as sampler:
         for seed in range(30):
@@ -62,11 +62,11 @@ def test_the_cap_holds_while_writing(folder):
 
 
 def test_the_cap_holds_with_two_processes(folder):
-    """Both write all the time, and evict what the other wrote."""
+    """Two stores write, and evict files of each other."""
     limit = 6 * MB
     with opened(folder, limit) as store, Sampler(lambda: on_disk(folder)) as sampler:
         code = (
-            "from tests.store.test_space import *\n"
+            "from tests.store.test_eviction import *\n"
             f"with opened(Path({str(folder)!r}), {limit}) as store:\n"
             "    fill(store, range(1000, 1015))\n"
             "    print(store.stats().evicted)\n"
@@ -87,7 +87,7 @@ def test_the_cap_holds_with_two_processes(folder):
 
 
 def test_a_lower_cap_holds_from_the_start(folder):
-    """What is too much goes as the folder opens."""
+    """The excess is evicted when the folder opens."""
     with opened(folder, 20 * MB) as store:
         fill(store, range(20))
         assert store.stats().used_bytes > 8 * MB
@@ -99,7 +99,7 @@ def test_a_lower_cap_holds_from_the_start(folder):
 
 
 def test_the_cap_holds_while_a_lost_index_is_made_again(folder):
-    """Its rows need room of their own, of which there is little when the folder is full."""
+    """Rows of a rebuilt index need room, which a full folder lacks."""
     with opened(folder) as store:
         fill(store, range(80), 1000, 8)
         runs = store.stats().runs
@@ -114,7 +114,7 @@ def test_the_cap_holds_while_a_lost_index_is_made_again(folder):
 
 
 def test_what_cannot_fit_is_refused_and_costs_nothing(folder):
-    """Nothing is evicted for it, and nothing is left of it."""
+    """Nothing is evicted for it, and no part of it stays."""
     with opened(folder, 4 * MB) as store:
         ids = tokens(3000)
         put(store, ids)
@@ -127,7 +127,7 @@ def test_what_cannot_fit_is_refused_and_costs_nothing(folder):
 
 
 def test_least_recently_used_goes_first(folder):
-    """What was found lately stays, whole."""
+    """Recently used conversations stay whole."""
     with opened(folder, 6 * MB) as store:
         fill(store, range(6))
         assert store.stats().evicted == 0
@@ -142,7 +142,7 @@ def test_least_recently_used_goes_first(folder):
 
 
 def test_a_clock_that_goes_back_changes_no_order_of_use(folder, monkeypatch):
-    """Neither while the store is open nor beyond a restart: the oldest use is still the first."""
+    """While the store is open and after a restart the oldest use is evicted first."""
     now = 2e9
     monkeypatch.setattr(time, "time", lambda: now)
     a, b, c = (tokens(1000, seed) for seed in (1, 2, 3))
@@ -160,7 +160,7 @@ def test_a_clock_that_goes_back_changes_no_order_of_use(folder, monkeypatch):
 
 
 def test_a_conversation_shrinks_from_its_end(folder):
-    """What a branch builds on stays as long as the branch."""
+    """A prefix stays as long as a branch builds on it."""
     with opened(folder, 6 * MB) as store:
         ids = tokens(4800)
         turns(store, ids, *range(600, 4801, 600), row=20)
@@ -178,7 +178,7 @@ def test_a_conversation_shrinks_from_its_end(folder):
 
 
 def test_pinned_sessions_go_last(folder):
-    """After everything else, and then they do go."""
+    """Pinned files are evicted after all others."""
     ids = tokens(3000)
     with opened(folder, 6 * MB) as store:
         turns(store, ids, 1500, 3000, row=20)
@@ -202,7 +202,7 @@ def test_pinned_sessions_go_last(folder):
 
 
 def test_a_pin_of_one_name_outlives_anothers(folder):
-    """Two sessions over one prefix."""
+    """Two sessions pin one prefix."""
     ids = tokens(3000)
     with opened(folder, 6 * MB) as store:
         put(store, ids, row=20)
@@ -217,7 +217,7 @@ def test_a_pin_of_one_name_outlives_anothers(folder):
 
 
 def test_the_quarantine_makes_room_first(folder):
-    """Damaged bytes go before whole ones."""
+    """Quarantined files are removed before sound ones."""
     with opened(folder, 6 * MB) as store:
         (folder / "quarantine" / "1-x").write_bytes(bytes(2 * MB))
         seed = 0
@@ -229,7 +229,7 @@ def test_the_quarantine_makes_room_first(folder):
 
 
 def test_the_floor_of_free_space_is_kept(folder, monkeypatch):
-    """The cache gives way to whatever else fills the disk."""
+    """Files are evicted to keep the floor of free space."""
     disk, taken = 100 * MB, 80 * MB
     monkeypatch.setattr(Folder, "free", lambda self: disk - taken - on_disk(folder))
     with opened(folder, 50 * MB, free_floor=10 * MB) as store:
@@ -250,7 +250,7 @@ def test_the_floor_of_free_space_is_kept(folder, monkeypatch):
 )
 @pytest.mark.parametrize("call", ["write", "fsync", "rename", "ftruncate"])
 def test_a_disk_that_refuses_leaves_nothing_behind(folder, monkeypatch, number, wanted, call):
-    """Full or read-only at any step: an error of ours, no file, no row, and the next works."""
+    """A failure at any step is a StoreError without file or row, and the next save works."""
     ids = tokens(500)
     with opened(folder) as store:
 
@@ -269,7 +269,7 @@ def test_a_disk_that_refuses_leaves_nothing_behind(folder, monkeypatch, number, 
 
 
 def test_room_can_be_made_for_rows_of_others(folder):
-    """Sessions' titles and histories count too."""
+    """Rows of sessions count too."""
     with opened(folder, 6 * MB) as store:
         fill(store, range(12))
         evicted = store.stats().evicted
@@ -283,7 +283,7 @@ def test_room_can_be_made_for_rows_of_others(folder):
 @settings(deadline=None)
 @given(data=st.data())
 def test_victims_are_leaves_in_order_of_use(data):
-    """Against the definition, step by step, on random trees."""
+    """The order equals a step-by-step definition on random trees."""
     rows: list[Row] = []
     for id in range(1, data.draw(st.integers(1, 12)) + 1):
         parent = data.draw(st.one_of(st.none(), st.integers(1, id - 1))) if id > 1 else None
@@ -313,13 +313,13 @@ def checkpoint(id: int, previous: int | None, used: float = 5.0) -> Row:
 
 
 def test_the_first_checkpoint_of_a_path_goes_last():
-    """Among those used at the same time; what ends further along goes first."""
+    """Of files used at the same time, the one that ends last is evicted first."""
     rows = [checkpoint(1, None), checkpoint(2, 1), checkpoint(3, 2)]
     assert [row.id for row in files_to_evict(rows, 30, ()) or []] == [3, 2, 1]
 
 
 def test_a_checkpoint_that_others_follow_was_used_when_they_were():
-    """Two conversations behind one head, all written in a moment, whatever was noted when."""
+    """Two conversations with one head, all written within a moment."""
     rows = [checkpoint(1, None, 1.0), checkpoint(2, 1, 2.0), checkpoint(3, 2, 3.0)]
     rows += [checkpoint(4, 1, 4.0), checkpoint(5, 4, 4.5)]
     assert [row.id for row in files_to_evict(rows, 50, ()) or []] == [3, 2, 5, 4, 1]

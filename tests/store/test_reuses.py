@@ -1,4 +1,4 @@
-"""How often files were found decides what goes from disk, on every server of a folder."""
+"""Reuse counts decide the order of eviction, for every server of a folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gone(rows: list[Row], counts: dict[int, int], need: int = 10) -> list[int]:
 
 
 def test_who_was_never_found_goes_before_an_older_one_that_was():
-    """Within reason: no use is for ever."""
+    """Reuses delay eviction, but not forever."""
     rows = [run(1, 0.0), run(2, HOUR), run(3, 2 * HOUR)]
     assert gone(rows, {}) == [1]
     assert gone(rows, {1: 3}) == [2]
@@ -32,7 +32,7 @@ def test_who_was_never_found_goes_before_an_older_one_that_was():
 
 
 def test_the_newest_end_of_a_conversation_has_its_uses():
-    """It was written a moment ago and is found by the next turn; what it replaced has none."""
+    """The newest run of a conversation inherits the reuses of the run before it."""
     rows = [run(1, HOUR), run(2, 0.0, 1, 10), run(3, HOUR, 1, 10), run(4, HOUR + 60)]
     rows += [run(5, 2 * HOUR)]
     assert gone(rows, {1: 5}, 30) == [2, 4, 3]
@@ -46,7 +46,7 @@ def test_the_newest_end_of_a_conversation_has_its_uses():
     need=st.integers(1, 80),
 )
 def test_pinned_ones_go_last_whatever_was_found(uses, pinned, times, need):
-    """What goes is enough, in one order for any need, and never younger and found more."""
+    """Evicted files are enough, in one order for any need, and never younger and reused more."""
     rows = [run(id, float(at)) for id, at in enumerate(times, 1)]
     chosen = [row.id for row in files_to_evict(rows, need, pinned, uses) or []]
     assert len(chosen) == -(-need // 10)
@@ -65,7 +65,7 @@ def counts(store) -> list[int]:
 
 
 def test_two_servers_count_together(folder):
-    """Each use once, of the files that the request went on from alone; a file's goes with it."""
+    """Each reuse counts once, for the files reused, and is removed with the file."""
     ids = tokens(300)
     with opened(folder, 8 << 20) as one, opened(folder, 8 << 20) as other:
         one.write_run(ids[:128], 0, kv(ids[:128]))
@@ -82,7 +82,7 @@ def test_two_servers_count_together(folder):
 
 
 def test_an_index_of_before_is_given_what_it_lacks(folder):
-    """Its files stay; so they do where the whole index is made again."""
+    """The files of an older index stay, as with a rebuilt one."""
     ids = tokens(200)
     with opened(folder, 8 << 20) as store:
         store.write_run(ids, 0, kv(ids))

@@ -1,4 +1,4 @@
-"""A folder that goes away under an open store, and a disk that fills up or is gone."""
+"""A folder removed under an open store, and a disk that is full or gone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.store.content import assert_right, opened, put, snapshot, tokens, tur
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is gone is taken for gone."""
+    """Reopen a missing folder without delay."""
     monkeypatch.setattr("mlxcache.store.recovery.MISSING_S", 0.0)
 
 
 def test_nothing_is_made_while_a_folder_is_being_removed(folder, monkeypatch):
-    """Whoever removes it would find new files in it."""
+    """A removal in progress would find new files in it."""
     monkeypatch.setattr("mlxcache.store.recovery.MISSING_S", 0.2)
     with opened(folder) as store:
         put(store, tokens(300))
@@ -37,7 +37,7 @@ def test_nothing_is_made_while_a_folder_is_being_removed(folder, monkeypatch):
 
 
 def test_a_removed_folder_is_made_again(folder):
-    """Also its sessions' table, and for all that share it."""
+    """Also its table of sessions, and for all stores that share it."""
     ids = tokens(1000)
     with opened(folder) as one, opened(folder) as two:
         sessions = Sessions(one.database)
@@ -58,7 +58,7 @@ def test_a_removed_folder_is_made_again(folder):
 
 
 def test_a_folder_whose_disk_is_gone_is_not_made_elsewhere(folder, monkeypatch):
-    """Once it is back, all of it is there again."""
+    """Once it is back, all its files are found."""
     ids = tokens(1000)
     with opened(folder) as store:
         put(store, ids[:640])
@@ -75,7 +75,7 @@ def test_a_folder_whose_disk_is_gone_is_not_made_elsewhere(folder, monkeypatch):
 
 
 def test_folders_that_are_removed_one_by_one_are_made_again(folder):
-    """What was in them is a miss."""
+    """The files in them are misses."""
     ids, others = tokens(1000), tokens(700, 1)
     with opened(folder) as store:
         put(store, ids)
@@ -92,7 +92,7 @@ def test_folders_that_are_removed_one_by_one_are_made_again(folder):
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own of 3 MB."""
+    """A separate file system of 3 MB."""
     place = tmp_path / "disk"
     place.mkdir()
     options = ["-t", "tmpfs", "-o", "size=3m", "mlxcache-test", str(place)]
@@ -106,7 +106,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_file_system_that_is_full_refuses_and_recovers(small_disk):
-    """Not by our own count, which knows nothing of the others on it."""
+    """Other files on it fill the disk, beyond the store's own count."""
     ids = tokens(20_000)
     with opened(small_disk / "store", free_floor=-(10**9)) as store:
         put(store, ids[:1280])
@@ -122,7 +122,7 @@ def test_a_file_system_that_is_full_refuses_and_recovers(small_disk):
 
 
 def test_a_file_system_that_is_read_only_is_read(small_disk):
-    """And written to again once that may be, without a restart."""
+    """It is written again once that is possible, without a restart."""
     ids = tokens(2000)
     with opened(small_disk / "store") as store:
         put(store, ids[:1280])
