@@ -1,4 +1,4 @@
-"""The bounds that a run is held to."""
+"""Bounds on the figures of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THROUGHPUT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One bound: `measured` is held to at most `bound` (at least, where `least`)."""
+    """One bound: `measured` must be at most `bound` (at least, where `least`)."""
 
     name: str
     measured: float
@@ -26,12 +26,12 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the bound holds."""
+        """True if the bound holds."""
         return self.measured >= self.bound if self.least else self.measured <= self.bound
 
 
 def speed(results: Results, others: Sequence[str]) -> list[Check]:
-    """Every bound on time that `results` has figures for."""
+    """The bounds on time for which `results` has figures."""
     return [*_beside(results, others), *_by_itself(results)]
 
 
@@ -59,6 +59,6 @@ def _by_itself(results: Results) -> Iterator[Check]:
 
 
 def answered(results: Results) -> list[Check]:
-    """This server must not have failed at anything."""
+    """The bound on failed scenarios of this server: none."""
     failed = sum(failure.startswith(f"{OURS},") for failure in results.failures)
     return [Check("scenarios that failed here", failed, 0)]

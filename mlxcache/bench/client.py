@@ -1,4 +1,4 @@
-"""One streamed chat at a time, timed. Only the standard library lies between clock and socket.
+"""Timed streaming chats. Only the standard library lies between clock and socket.
 
 Source: https://platform.openai.com/docs/api-reference/chat/streaming
 """
@@ -16,10 +16,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Refused(Exception):
-    """A server answered with an error, or broke off.
+    """A server answered with an error, or closed the connection.
 
     `status` is HTTP's; 200 where the error came in the stream, 0 where the connection failed.
-    `retry_after` is in seconds, None where the server named no time.
+    `retry_after` is in seconds, None where the server gave no time.
     """
 
     def __init__(self, status: int, text: str, retry_after: float | None = None):
@@ -30,11 +30,11 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer. Times are in seconds from the moment the request was sent.
+    """One reply. Times are in seconds from the moment the request was sent.
 
     `first_s`: until the first text, `last_s`: the last text, `total_s`: the end of the stream.
-    Counts are the server's own; `cached_tokens` and `prompt_tokens` are None where it names none,
-    and `generated_tokens` is then the number of pieces that came.
+    Counts are the server's own; `cached_tokens` and `prompt_tokens` are None where it gives none,
+    and `generated_tokens` is then the number of pieces received.
     """
 
     text: str
@@ -48,7 +48,7 @@ class Reply:
 
     @property
     def fed_tokens(self) -> int | None:
-        """Prompt tokens that were not cached, None where the server does not tell."""
+        """Prompt tokens that were not cached, None where the server gives no counts."""
         if self.prompt_tokens is None or self.cached_tokens is None:
             return None
         return self.prompt_tokens - self.cached_tokens
@@ -66,7 +66,7 @@ class Reply:
 
 
 class _Reading:
-    """What has been read of one stream so far."""
+    """State of reading one stream."""
 
     def __init__(self, began: float):
         self.began = began
@@ -103,7 +103,7 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Talks to an OpenAI-compatible server on this machine; may be used from several threads.
+    """Client of an OpenAI-compatible server on this machine. Safe in several threads.
 
     `timeout` is in seconds, between two reads.
     """
@@ -113,7 +113,7 @@ class Client:
     timeout: float = 600.0
 
     def chat(self, messages: Messages, max_tokens: int) -> Reply:
-        """One greedy reply of at most `max_tokens`, streamed. Raises Refused."""
+        """Ask for one greedy reply of at most `max_tokens`, streamed. Blocks. Raises Refused."""
         body = json.dumps({
             "model": self.model,
             "messages": list(messages),
@@ -133,7 +133,7 @@ class Client:
             raise Refused(0, f"{type(error).__name__}: {error}") from error
 
     def get(self, path: str) -> Any:
-        """The JSON value at `path`, or its text where it is none. Raises Refused."""
+        """Fetch the JSON value at `path`, or its text where it is no JSON. Raises Refused."""
         try:
             with self._send("GET", path, None) as response:
                 text = response.read().decode("utf-8", "replace")

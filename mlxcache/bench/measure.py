@@ -1,4 +1,4 @@
-"""Scenarios in interleaved pairs: each repetition, every server plays the same one in turn."""
+"""Interleaved measurement: in each repetition, every server plays the same scenario in turn."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mlxcache.bench.process import OURS, Server
 from mlxcache.bench.scenarios import AGAIN, SCENARIOS, Outcome, Visit
 
 SETTLE_S = 0.05
-"""Between two servers, so that one's last writes do not fall into the other's time."""
+"""Pause between two servers, so that one's last writes do not add to the other's time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One scenario played once. Times in seconds, over several replies their mean.
+    """Figures of one scenario played once. Times in seconds, over several replies their mean.
 
-    `rate`: tokens per second after the first. `throughput`: generated tokens by the seconds that
-    all replies took together. Counts are None where the server does not tell; `fed_tokens` are
-    those of the prompt that were not cached.
+    `rate`: tokens per second after the first. `throughput`: generated tokens per second of all
+    replies together. Counts are None where the server gives none; `fed_tokens` are those of the
+    prompt that were not cached.
     """
 
     first_s: float
@@ -38,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A warm turn here and the model's own time for the same: both in seconds."""
+    """Time of a warm turn, and the model's own time for the same tokens, in seconds."""
 
     server_s: float
     own_s: float
@@ -48,8 +48,10 @@ class Pair:
 
 @dataclass(slots=True)
 class Results:
-    """All samples: by scenario and server; what failed; the warm turns beside the model's own
-    time; and the timings that this server gave for each warm turn."""
+    """Samples by scenario and server, failures, and details of warm turns.
+
+    `pairs`: warm turns with the model's own time. `timings`: this server's timings of each.
+    """
 
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -64,10 +66,10 @@ class Results:
         return {name: middle(getattr(sample, name) for sample in taken) for name in names}
 
     def ratio(self, scenario: str, figure: str, server: str) -> float | None:
-        """This server's figure by the other's, within each repetition; the median of those.
+        """Median over repetitions of this server's figure divided by the other's.
 
-        A pair is measured within seconds, so that a machine that slows down or speeds up meanwhile
-        does not count. None where nothing can be compared.
+        A pair is measured within seconds, so that a change of the machine's speed during the run
+        has no effect. None where nothing can be compared.
         """
         taken = self.samples.get(scenario, {})
         pairs = zip(taken.get(OURS, ()), taken.get(server, ()), strict=False)
@@ -75,18 +77,18 @@ class Results:
 
 
 def middle(values: Iterable[float | None]) -> float | None:
-    """The median of those that are known; None for none."""
+    """Median of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
 def by(mine: float | None, other: float | None) -> float | None:
-    """The ratio of the two; None where one is missing, or the other is 0."""
+    """Ratio `mine` / `other`; None where one is missing, or `other` is 0."""
     return mine / other if mine is not None and other else None
 
 
 def sample(outcome: Outcome) -> Sample:
-    """One outcome in figures."""
+    """Compute the figures of one outcome."""
     replies = outcome.replies
     generated = sum(reply.generated_tokens for reply in replies)
     return Sample(
@@ -108,10 +110,10 @@ def _mean(counts: Sequence[int | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to play: scenarios by name, how often, and how a repetition's visit is made.
+    """Scenarios to play, the number of repetitions, and the maker of a repetition's visit.
 
-    With `keep`, all repetitions are one visit: conversations go on, and what begins one is played
-    once. That spares most of the time where prompts are long.
+    With `keep`, all repetitions are one visit: conversations continue, and scenarios that begin one
+    are played once. That saves most of the time where prompts are long.
     """
 
     scenarios: Sequence[str]
@@ -121,17 +123,17 @@ class Plan:
     keep: bool = False
 
     def visits(self, servers: Sequence[Server], run: int) -> dict[str, Visit]:
-        """A new visit to each server."""
+        """Make a new visit to each server."""
         return {server.name: self.visit(server, run) for server in servers}
 
     def due(self, run: int) -> Sequence[str]:
-        """The scenarios of one repetition, counted from 0."""
+        """The scenarios of repetition `run`, counted from 0."""
         once = self.keep and run > 0
         return [name for name in self.scenarios if not once or name in AGAIN]
 
 
 def play(servers: Sequence[Server], plan: Plan, own: OwnTime | None) -> Results:
-    """Play `plan` at all `servers`; who comes first changes with each repetition.
+    """Play `plan` at all `servers`, in an order that rotates with each repetition. Blocks.
 
     A server that fails at a scenario is left out of it from then on.
     """
@@ -175,6 +177,6 @@ def _play_one(
 
 
 def timing(server: Server, reply: Reply) -> Mapping[str, float | None]:
-    """Where this server says that a reply's time went, in seconds. Raises Refused."""
+    """Fetch this server's own timing of a reply, in seconds. Raises Refused."""
     record: dict[str, Any] = server.client.get(f"/v1/requests/{reply.request}")
     return dict(record["timing"])

@@ -1,4 +1,4 @@
-"""The model's own time for a warm turn, asked of a process that does nothing else."""
+"""The model's own time for a warm turn, measured in a process without a server."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pathlib import Path
 
 
 class NoOwnTime(Exception):
-    """The model cannot be measured by itself; says why."""
+    """The model cannot be measured by itself; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnTime:
-    """`mlxcache.model.own_time` in a process of its own."""
+    """A process that runs `mlxcache.model.own_time`."""
 
     process: subprocess.Popen[str]
 
     def ask(self, prefix: int, fed: int) -> tuple[float, float]:
-        """Seconds for `fed` new tokens after `prefix`, and KV bytes per token. Raises NoOwnTime."""
+        """Time `fed` new tokens after `prefix`: seconds, KV bytes per token. Raises NoOwnTime."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps({"prefix": prefix, "fed": fed}) + "\n")
@@ -33,7 +33,7 @@ class OwnTime:
         return answer["seconds"], answer["kv_bytes_per_token"]
 
     def ready(self) -> bool:
-        """Whether the model is loaded and can be measured; waits until that is known."""
+        """Wait until the model is loaded; False if it cannot be measured."""
         try:
             self.read()
         except NoOwnTime:
@@ -41,10 +41,10 @@ class OwnTime:
         return True
 
     def read(self) -> dict[str, float]:
-        """The next answer. Raises NoOwnTime."""
+        """Read the next answer. Blocks. Raises NoOwnTime."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {"error": "its process ended"}
+        answer = json.loads(line) if line else {"error": "the measuring process ended"}
         if "error" in answer:
             raise NoOwnTime(answer["error"])
         return {name: float(value) for name, value in answer.items()}
@@ -52,7 +52,7 @@ class OwnTime:
 
 @contextlib.contextmanager
 def measuring(model: Path, logs: Path) -> Iterator[OwnTime | None]:
-    """The process, or None where the model cannot be measured by itself."""
+    """Run the process; yields None where the model cannot be measured by itself."""
     command = [sys.executable, "-m", "mlxcache.model.own_time", str(model)]
     with (logs / "own_time.log").open("wb") as errors:
         process = subprocess.Popen(

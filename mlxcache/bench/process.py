@@ -1,4 +1,4 @@
-"""Servers as child processes: started, waited for, watched for memory, and always ended."""
+"""Servers as child processes: start, readiness, memory samples, and a certain end."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ OURS, THEIRS = "mlxcache", "mlx_lm.server"
 
 
 class NotStarted(Exception):
-    """A server ended early, or did not answer in time; carries the end of its output."""
+    """A server ended early, or did not answer in time; the text has the end of its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a server: a command in which {model} and {port} are filled in.
+    """Command that starts a server; {model} and {port} are filled in.
 
-    `foreign` programs do not inherit PYTHONPATH and VIRTUAL_ENV: they have an environment of
-    their own. LD_PRELOAD they all inherit alike.
+    `foreign` programs have an environment of their own and do not inherit PYTHONPATH and
+    VIRTUAL_ENV. All inherit LD_PRELOAD.
     """
 
     name: str
@@ -43,27 +43,27 @@ class Launch:
     foreign: bool = False
 
     def filled(self, model: str, port: int) -> list[str]:
-        """The command line to run."""
+        """The command line with model and port."""
         return [
             part.replace("{model}", model).replace("{port}", str(port)) for part in self.command
         ]
 
 
 def ours(cache_dir: Path, *extra: str) -> Launch:
-    """This server, from this very Python, with a cache directory of its own."""
+    """This server, run by the same Python, with a cache directory of its own."""
     command = (sys.executable, "-m", "mlxcache.cli.main", "serve", "--model", "{model}")
     where = ("--port", "{port}", "--cache-dir", str(cache_dir), "--log-level", "warning")
     return Launch(OURS, command + where + extra)
 
 
 def mlx_lm_server() -> Launch:
-    """mlx-lm's own server, as it comes."""
+    """mlx-lm's own server, with its defaults."""
     command = (sys.executable, "-m", "mlx_lm", "server", "--model", "{model}", "--port", "{port}")
     return Launch(THEIRS, (*command, "--log-level", "WARNING"))
 
 
 def parse_against(text: str) -> Launch:
-    """NAME=COMMAND, where COMMAND has {model} and {port} in it. Raises ValueError."""
+    """Parse NAME=COMMAND, where COMMAND contains {model} and {port}. Raises ValueError."""
     name, equals, command = text.partition("=")
     if not (name and equals and "{model}" in command and "{port}" in command):
         raise ValueError(f"not NAME='COMMAND with {{model}} and {{port}}': {text}")
@@ -71,7 +71,7 @@ def parse_against(text: str) -> Launch:
 
 
 def free_port() -> int:
-    """A port on this machine that nothing listens on."""
+    """Find a port on this machine on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -94,39 +94,39 @@ class Server:
         self._sampler = threading.Thread(target=self._sample, daemon=True)
 
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Tell if the process runs."""
         return self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Of the server itself."""
+        """Process id of the server itself."""
         return self._process.pid
 
     def signal(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send the process a signal, if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status, None if it still runs after so long."""
+        """Wait for the exit status; None if the process still runs after `seconds`."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def watch(self) -> None:
-        """Start sampling memory; `idle_bytes` is what it holds now."""
+        """Start sampling memory, and set `idle_bytes` to the present value."""
         self._tree += self._tree[0].children(recursive=True)
         self.idle_bytes = self.resident()
         self._sampler.start()
 
     def resident(self) -> int:
-        """Bytes now; 0 once it is gone."""
+        """Resident bytes now; 0 once the process has ended."""
         return sum(read_footprint(process.pid) for process in self._tree)
 
     @property
     def weights_bytes(self) -> int:
-        """The files of the model's weights."""
+        """Size of the model's weight files, in bytes."""
         return sum(file.stat().st_size for file in Path(self._model).glob("*.safetensors"))
 
     def _sample(self) -> None:
@@ -134,14 +134,14 @@ class Server:
             self.peak_bytes = max(self.peak_bytes, self.resident())
 
     def kill(self) -> None:
-        """End the whole process group at once, as kill -9 does."""
+        """Kill the whole process group, as kill -9 does."""
         self._over.set()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def end(self) -> None:
-        """Ask the whole process group to end, then make it."""
+        """End the whole process group: SIGTERM, and SIGKILL after 10 s."""
         self._over.set()
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
@@ -151,9 +151,9 @@ class Server:
 
 
 class Lives:
-    """A launch of which one server runs at a time: begun, killed, begun again on the same files.
+    """Successive servers of one launch on the same files: started, killed, started again.
 
-    Each begins on a port of its own. Raises NotStarted where one does not start.
+    Each has a port of its own. Raises NotStarted where one does not start.
     """
 
     def __init__(self, launch: Launch, model: Path, logs: Path, wait_s: float):
@@ -164,19 +164,19 @@ class Lives:
 
     @property
     def server(self) -> Server:
-        """The one that runs, begun now if none does."""
+        """The running server, started now if none runs."""
         if self._server is None:
             self._server = self._stack.enter_context(running(*self._start))
         return self._server
 
     def kill(self) -> None:
-        """Kill the one that runs. The next use of `server` begins another."""
+        """Kill the running server. The next use of `server` starts another."""
         if self._server is not None:
             self._server.kill()
             self.end()
 
     def kill_starting(self, seconds: float) -> None:
-        """Begin one, and kill it after `seconds`, whatever it is doing then."""
+        """Start a server, and kill it after `seconds`, ready or not."""
         launch, model, logs, _ = self._start
         with (logs / f"{self.name}-starting.log").open("wb") as output:
             server = _begun(launch, str(model), free_port(), output)
@@ -184,17 +184,17 @@ class Lives:
         server.kill()
 
     def end(self) -> None:
-        """End the one that runs."""
+        """End the running server."""
         self._server = None
         self._stack.close()
 
 
 @contextlib.contextmanager
 def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[Server]:
-    """A server that answers, for as long as the block lasts. Raises NotStarted.
+    """Run a server while the block lasts. Raises NotStarted.
 
-    It is ready when it lists its models or says that it is well, and has answered one chat.
-    `wait_s` bounds each of the two.
+    It is ready when it lists its models or answers /health, and has answered one chat. `wait_s`
+    bounds each of the two.
     """
     port = free_port()
     log = logs / f"{launch.name.replace('/', '_')}-{port}.log"
@@ -249,6 +249,6 @@ def _well(client: Client, paths: Sequence[str]) -> bool:
 
 
 def tail(log: Path, lines: int = 25) -> str:
-    """The last `lines` of a log."""
+    """Read the last `lines` of a log."""
     text = log.read_text(encoding="utf-8", errors="replace")
     return "\n".join(text.splitlines()[-lines:])

@@ -1,4 +1,4 @@
-"""Results for people, as tables, and for programs, as JSON."""
+"""Results as tables for users, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ FED_FIGURES = {
     "fed_tokens": "fed",
 }
 FED_COMPARED = {"first_s": "× first", "fed_tokens": "× fed"}
-"""For scenarios where it is how much is fed that matters."""
+"""Columns for scenarios that are about the number of fed tokens."""
 RATIOS = ("first_s", "fed_tokens", "wall_s", "rate", "throughput")
 
 
 def show(console: Console, results: Results, servers: Sequence[Server], what: str = "") -> None:
-    """Print what was measured; `what` says on which model, where that is not plain."""
+    """Print all results; `what` names the model where there are several."""
     names = [server.name for server in servers]
     console.print(_scenarios(results, names, f"{what}: medians" if what else "Medians"))
     console.print(_memory(servers))
@@ -51,13 +51,13 @@ def show(console: Console, results: Results, servers: Sequence[Server], what: st
 
 
 def wide_console() -> Console:
-    """Standard output, and where it is no terminal wide enough for the tables."""
+    """A console on standard output; wide enough for the tables where that is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
 
 
 def table_of(title: str, *left: str) -> Table:
-    """An empty table with columns for names; figures get theirs from the caller."""
+    """Make an empty table with the columns `left`; the caller adds columns of figures."""
     return Table(*left, title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
 
 
@@ -79,7 +79,7 @@ def _scenarios(results: Results, names: Sequence[str], title: str) -> Table:
 
 
 def cell(figure: str, value: float | None) -> str:
-    """A figure as people read it; its name tells its unit."""
+    """Format a figure; its name ends in its unit."""
     if value is None:
         return "-"
     if figure.endswith("_s"):
@@ -88,17 +88,17 @@ def cell(figure: str, value: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """A ratio as people read it."""
+    """Format a ratio."""
     return "-" if value is None else f"{value:.2f}"
 
 
 def milliseconds(seconds: float) -> str:
-    """A time as people read it."""
+    """Format a time."""
     return f"{seconds * 1000:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def megabytes(size: float) -> str:
-    """A size in MB of a million bytes."""
+    """Format a size in MB of a million bytes."""
     return f"{size / 1e6:.0f} MB"
 
 
@@ -120,8 +120,10 @@ def _timings(results: Results) -> Table:
 
 
 def overhead(results: Results) -> dict[str, float]:
-    """The medians of a warm turn's parts as this server tells them, in seconds; then the first
-    token as the client saw it, and the model's own time for the same tokens."""
+    """Median seconds of the parts of a warm turn, as this server reports them.
+
+    Then the first token as the client saw it, and the model's own time for the same tokens.
+    """
     names = results.timings[0] if results.timings else {}
     parts = {name: middle(timing.get(name) for timing in results.timings) for name in names}
     parts["seen by the client"] = results.medians("warm", OURS).get("first_s")
@@ -132,7 +134,7 @@ def overhead(results: Results) -> dict[str, float]:
 
 
 def show_checks(console: Console, checks: Sequence[Check]) -> None:
-    """Print each bound, and whether it holds."""
+    """Print each bound with its verdict."""
     table = table_of("Bounds", "bound")
     for title in ("measured", "asked", ""):
         table.add_column(title, justify="right")
@@ -153,7 +155,7 @@ def _value(value: float, unit: str) -> str:
 
 
 def as_json(results: Results, servers: Sequence[Server]) -> dict[str, Any]:
-    """Everything measured, with each sample. Times in seconds, sizes in bytes."""
+    """All results with each sample. Times in seconds, sizes in bytes."""
     names = [server.name for server in servers]
     return {
         "servers": {
@@ -193,7 +195,7 @@ def checks_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """What it was measured on."""
+    """Description of this machine."""
     return {
         "platform": platform.platform(),
         "processor": platform.processor() or platform.machine(),

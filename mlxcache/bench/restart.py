@@ -1,4 +1,4 @@
-"""A server that is killed right after a reply and started again: what the next turn costs."""
+"""Cost of the next turn after a server was killed right after a reply and started again."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mlxcache.bench.process import OURS, Lives, NotStarted
 from mlxcache.bench.scenarios import Visit
 
 LONG_S, SOONER = 10.0, 20.0
-"""Where a cold first token takes so long, one after a restart comes so many times sooner."""
+"""A first token after a restart must come SOONER times sooner than a cold one of LONG_S or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A first turn, the next one, and after kill -9 and a new start the one after that.
+    """Figures of a first turn, a second one, and a third one after kill -9 and a new start.
 
-    Times are in seconds until the first text. Counts are of the turn after the restart, None where
-    the server does not tell: `restored_tokens` came from disk, `lost_tokens` are those of the first
-    turn, its reply included, that were not cached any more; 0 or less where all of it was.
+    Times are in seconds until the first text. Counts are of the third turn, None where the server
+    gives none: `restored_tokens` came from disk, `lost_tokens` are those of the first turn, its
+    reply included, that were not cached any more; 0 or less where all of them were.
     """
 
     cold_s: float
@@ -40,19 +40,19 @@ class Round:
 
 @dataclass(slots=True)
 class Rounds:
-    """All rounds by server, and what failed."""
+    """All rounds by server, and failures."""
 
     taken: dict[str, list[Round]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def medians(self, server: str) -> dict[str, float | None]:
-        """The median of each figure; `sooner`: cold by restarted, within a round."""
+        """The median of each figure; `sooner`: cold divided by restarted, within a round."""
         rounds = self.taken[server]
         found = {name: middle(getattr(one, name) for one in rounds) for name in _FIGURES}
         return found | {"sooner": middle(by(one.cold_s, one.again_s) for one in rounds)}
 
     def ratio(self, server: str) -> float | None:
-        """This server's first token after a restart, by the other's in the same round."""
+        """This server's first token after a restart, divided by the other's in the same round."""
         pairs = zip(self.taken[OURS], self.taken[server], strict=False)
         return middle(by(mine.again_s, other.again_s) for mine, other in pairs)
 
@@ -74,7 +74,7 @@ def play(
     visit: Callable[[Client, int], Visit],
     on_step: Callable[[str], None],
 ) -> Rounds:
-    """So many rounds at each server, in turn. One that fails is left out from then on."""
+    """Play `runs` rounds at each server, in turn; one that fails is left out from then on."""
     rounds = Rounds({one.name: [] for one in lives})
     out: set[str] = set()
     for run in range(runs):
@@ -110,7 +110,7 @@ def _round(lives: Lives, visit: Visit) -> Round:
 
 
 def _restored(client: Client, reply: Reply) -> int | None:
-    """What our server says of a request; others have no such answer."""
+    """Restored tokens of a request, which only this server reports."""
     if reply.request is None:
         return None
     with contextlib.suppress(Refused):
@@ -120,7 +120,7 @@ def _restored(client: Client, reply: Reply) -> int | None:
 
 
 def checks(rounds: Rounds) -> list[Check]:
-    """The bounds that this server's rounds are held to."""
+    """The bounds on this server's rounds."""
     failed = sum(failure.startswith(f"{OURS},") for failure in rounds.failures)
     found = [Check("restarts that failed here", failed, 0)]
     mine = rounds.medians(OURS)

@@ -1,4 +1,4 @@
-"""What a coding agent does to a server, each a function that says what was measured."""
+"""Scenarios: typical requests of a coding agent, each a function that returns an outcome."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mlxcache.bench.client import Client, Reply
 from mlxcache.bench.text import Filler
 
 TURN_TOKENS = 34
-"""Of a next message: with the reply's end and the template about 50 new tokens."""
+"""Tokens of a next message; about 50 new ones with the end of the reply and the template."""
 
 SYSTEM_SHARE = 0.75
 GROWN_TURNS = 6
 GROWN_SHARE = 0.1
-"""Of the tokens, in each message of the person in a grown conversation; the system prompt has the
+"""Share of the tokens in each user message of a grown conversation; the system prompt has the
 rest."""
 
 BRANCH_TURN = 3
@@ -28,14 +28,14 @@ CROWD = tuple(f"crowd{number}" for number in range(8))
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages as a client keeps them: the server's own replies, sent back as they came."""
+    """Messages as a client keeps them; the server's replies are sent back unchanged."""
 
     client: Client
     max_tokens: int
     messages: list[dict[str, Any]]
 
     def ask(self, text: str) -> Reply:
-        """Say `text`, and keep what comes back. Raises Refused."""
+        """Send `text` as the user's message, and append the reply. Raises Refused."""
         self.messages.append({"role": "user", "content": text})
         reply = self.client.chat(self.messages, self.max_tokens)
         self.messages.append({"role": "assistant", "content": reply.text})
@@ -44,7 +44,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one scenario measured: its replies, and the seconds they took together."""
+    """Replies of one scenario, and the seconds that they took together."""
 
     replies: Sequence[Reply]
     wall_s: float
@@ -56,7 +56,7 @@ class Visit:
 
     Conversations are opened when a scenario first needs them, and kept for the next one:
     `main` has a long first prompt, `other` and `draft` have main's system prompt, `billed` has one
-    whose first line changes each turn, `grown` gets its length by several turns.
+    whose first line changes each turn, `grown` reaches its length in several turns.
     """
 
     client: Client
@@ -74,7 +74,7 @@ class Visit:
         return self.talks[name].ask(first)
 
     def prepare(self, name: str) -> str:
-        """Make the conversation `name`, and return its first message, still to be sent."""
+        """Make the conversation `name`, and return its first message, not sent yet."""
         system, first = self._parts(name)
         messages = [{"role": "system", "content": system}]
         self.talks[name] = Conversation(self.client, self.reply_tokens, messages)
@@ -87,13 +87,13 @@ class Visit:
         return self.talks[name]
 
     def words(self, tokens: int = TURN_TOKENS) -> str:
-        """A message that nobody has sent yet in this repetition."""
+        """A message that was not sent yet in this repetition."""
         self.said += 1
         return self.filler.text(tokens, f"{self.seed}/{self.said}")
 
     @property
     def grown_share(self) -> int:
-        """Tokens of each message of the person in a grown conversation."""
+        """Tokens of each user message in a grown conversation."""
         return round(self.tokens * GROWN_SHARE)
 
     def grown(self) -> Conversation:
@@ -124,7 +124,7 @@ class Visit:
         return self.filler.text(tokens, f"{self.seed}/{what}")
 
     def attribution(self) -> str:
-        """The line that an agent puts first and changes with each request."""
+        """A first line of a system prompt that an agent changes with each request."""
         self.said += 1
         cch = random.Random(f"{self.seed}/{self.said}").getrandbits(20)
         return (
@@ -132,7 +132,7 @@ class Visit:
         )
 
     def together(self, texts: Mapping[str, str]) -> Outcome:
-        """Say each of `texts` in the conversation it is keyed by, all at the same moment."""
+        """Send each of `texts` to the conversation that is its key, all at the same time."""
         start = Barrier(len(texts) + 1)
 
         def go(name: str) -> Reply:
@@ -152,7 +152,7 @@ def _one(reply: Reply) -> Outcome:
 
 
 def cold(visit: Visit) -> Outcome:
-    """The first turn of a conversation that nothing is known of."""
+    """The first turn of a new conversation."""
     return _one(visit.open("main"))
 
 
@@ -162,7 +162,7 @@ def warm(visit: Visit) -> Outcome:
 
 
 def edited(visit: Visit) -> Outcome:
-    """The last message of the person, taken back and said differently."""
+    """The user's last message replaced by another one."""
     talk = visit.talk("draft")
     if len(talk.messages) < 5:
         talk.ask(visit.words())
@@ -177,14 +177,14 @@ def second(visit: Visit) -> Outcome:
 
 
 def in_turn(visit: Visit) -> Outcome:
-    """Two conversations that take turns, twice each."""
+    """Two conversations alternating, two turns each."""
     talks = [visit.talk("main"), visit.talk("other")] * 2
     replies = [talk.ask(visit.words()) for talk in talks]
     return Outcome(replies, sum(reply.total_s for reply in replies))
 
 
 def attribution(visit: Visit) -> Outcome:
-    """A next turn where only the system prompt's first line has changed besides."""
+    """A next turn with a changed first line of the system prompt."""
     talk = visit.talk("billed")
     system = talk.messages[0]["content"]
     body = system.partition("\n")[2]
@@ -193,19 +193,19 @@ def attribution(visit: Visit) -> Outcome:
 
 
 def concurrent(visit: Visit) -> Outcome:
-    """Eight conversations begun at once, each an eighth as long as the others here."""
+    """Eight conversations begun at once, each an eighth as long as the other conversations."""
     return visit.together({name: visit.prepare(name) for name in CROWD})
 
 
 def concurrent_warm(visit: Visit) -> Outcome:
-    """The next turns of those eight, at once."""
+    """The next turns of the eight conversations, at once."""
     for name in CROWD:
         visit.talk(name)
     return visit.together({name: visit.words() for name in CROWD})
 
 
 def grown(visit: Visit) -> Outcome:
-    """A conversation of six turns, from its first one on: the figures are each turn's average."""
+    """A conversation of six turns; the figures are averages over all of them."""
     replies = [visit.open("grown")]
     talk = visit.talks["grown"]
     replies += [talk.ask(visit.words(visit.grown_share)) for _ in range(GROWN_TURNS - 1)]
@@ -213,24 +213,24 @@ def grown(visit: Visit) -> Outcome:
 
 
 def last_edited(visit: Visit) -> Outcome:
-    """The last message of the person in it, said differently."""
+    """The user's last message of the grown conversation replaced by another one."""
     before = visit.grown().messages[:-2]
     said = {"role": "user", "content": visit.words(visit.grown_share)}
     return _one(visit.client.chat([*before, said], visit.reply_tokens))
 
 
 def regenerated(visit: Visit) -> Outcome:
-    """Its last reply once more: the same prompt again."""
+    """The last prompt of the grown conversation once more."""
     return _one(visit.client.chat(visit.grown().messages[:-1], visit.reply_tokens))
 
 
 def branched(visit: Visit) -> Outcome:
-    """Another conversation goes off from within its third turn: half that message is the same."""
+    """A branch of the grown conversation within its third message, half of which stays."""
     return _branch(visit)
 
 
 def branched_again(visit: Visit) -> Outcome:
-    """One more that goes off at the same place."""
+    """A second branch at the same place."""
     if "branched" not in visit.played:
         _branch(visit)
     return _branch(visit)
@@ -248,7 +248,7 @@ def _branch(visit: Visit) -> Outcome:
 
 
 def returned(visit: Visit) -> Outcome:
-    """The next turn of the conversation that all these went off from."""
+    """The next turn of the grown conversation, after the branches."""
     return _one(visit.grown().ask(visit.words()))
 
 
@@ -270,10 +270,10 @@ SCENARIOS: dict[str, Scenario] = {
     "branched_again": branched_again,
     "returned": returned,
 }
-"""In the order in which a repetition plays them, for later ones go on from earlier ones."""
+"""Scenarios in the order of a repetition; later ones continue earlier conversations."""
 
 PARTING = ("grown", "last_edited", "regenerated", "branched", "branched_again", "returned")
-"""Those on one conversation whose prompts part from it at different depths."""
+"""Scenarios on one grown conversation, whose prompts diverge from it at different depths."""
 
 AGAIN = (
     "warm",
@@ -284,4 +284,4 @@ AGAIN = (
     "branched_again",
     "returned",
 )
-"""Those that say only new things in conversations that exist: a visit can play them repeatedly."""
+"""Scenarios that only add messages to existing conversations: a visit can play them repeatedly."""

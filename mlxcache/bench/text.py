@@ -1,4 +1,4 @@
-"""Filler text of an exact number of tokens, the same for the same seed."""
+"""Filler text of an exact number of tokens, reproducible by its seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = [
 
 
 class Filler:
-    """Makes text that `tokenizer.json` of the model in `folder` counts as so many tokens.
+    """Maker of text with an exact number of tokens, by `tokenizer.json` of the model in `folder`.
 
     Raises OSError or ValueError where that file is missing or cannot be read.
     """
@@ -30,7 +30,7 @@ class Filler:
         )
 
     def text(self, tokens: int, seed: str) -> str:
-        """`tokens` tokens of words, alone or at a line's start; texts of two seeds differ early."""
+        """Make text of `tokens` tokens; texts of two seeds differ within a few tokens."""
         rng = random.Random(seed)
         out = [f"{rng.getrandbits(32):08x}:"]
         while True:

@@ -1,4 +1,4 @@
-"""A reply that goes on and a short prompt, while a long prompt is computed."""
+"""Pace of a reply, and wait of a short prompt, while a long prompt is computed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.proofs.memory import SAMPLE_S, Held
 LONG_TOKENS, SHORT_TOKENS, TALK_TOKENS = 60_000, 200, 300
 REPLY, TIMES = 200, 4
 PACE, CHUNKS = 0.5, 3
-"""Of the speed that a reply has alone; chunks until a short prompt's first token, its own one too.
-"""
+"""PACE: least share of the speed that a reply has alone. CHUNKS: most chunks until the first token
+of a short prompt, its own one included."""
 
 
 class Progress:
-    """The moments at which a chunk of one request was over, as `GET /v1/requests/ID` has it."""
+    """Times at which chunks of one request ended, sampled from `GET /v1/requests/ID`."""
 
     def __init__(self, client: Client, id: str):
         self._client, self._path = client, f"/v1/requests/{id}"
@@ -34,11 +34,11 @@ class Progress:
 
     @property
     def prefills(self) -> bool:
-        """Whether the prompt is still being computed."""
+        """True while the prompt is being computed."""
         return self.status == "prefill"
 
     def look(self) -> None:
-        """Ask once."""
+        """Sample once."""
         record: dict[str, Any] = self._client.get(self._path)
         self.status = record["status"]
         if record["fed_tokens"] > self.fed:
@@ -46,12 +46,12 @@ class Progress:
             self._times.append(time.perf_counter())
 
     def chunks(self, began: float, ended: float) -> int:
-        """How many chunks were over between two moments."""
+        """Number of chunks that ended between two times."""
         return bisect_right(self._times, ended) - bisect_right(self._times, began)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Ask 20 times a second."""
+        """Sample 20 times a second while the block lasts."""
         over = threading.Event()
 
         def loop() -> None:
@@ -70,9 +70,9 @@ class Progress:
 def long_prefill(
     server: Server, filler: Filler, kv_bytes: float, tokens: int = LONG_TOKENS
 ) -> Held:
-    """What a reply and short prompts get while a prompt of 60,000 tokens is computed.
+    """Measure replies and short prompts while a prompt of 60,000 tokens is computed.
 
-    The server's end is the long prompt's, too, once enough has been measured.
+    Once enough is measured, the long prompt ends with the server.
     """
     client = server.client
     alone = [_rate(client, filler, f"alone {i}") for i in range(TIMES)]
@@ -107,22 +107,22 @@ def long_prefill(
 
 
 def _begin(client: Client, text: str) -> None:
-    """Send a prompt that nobody waits for."""
+    """Send a prompt in a thread, without waiting for the reply."""
 
     def ask() -> None:
-        with suppress(Refused):  # the server ends before it does
+        with suppress(Refused):  # the server ends first
             client.chat([_user(text)], 2)
 
     threading.Thread(target=ask, daemon=True).start()
 
 
 def _rate(client: Client, filler: Filler, seed: str) -> float:
-    """Tokens per second of a reply to a prompt of its own."""
+    """Measure the tokens per second of a reply to a new prompt."""
     return client.chat([_user(filler.text(TALK_TOKENS, seed))], REPLY).decode_rate or 0.0
 
 
 def _newest(client: Client, least: int) -> str:
-    """The id of the newest request with a prompt of so many tokens, once it is computed."""
+    """Wait for a request with a prompt of at least `least` tokens; its id."""
     while True:
         for record in client.get("/v1/requests?limit=5")["data"]:
             if record["prompt_tokens"] >= least and record["fed_tokens"]:

@@ -1,4 +1,4 @@
-"""Twenty growing conversations in far too little memory."""
+"""Twenty growing conversations that exceed the memory budget."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ RAM = "200MB"
 RAM_BYTES = 200_000_000
 OBSERVED, OBSERVED_BYTES = "1GB", 1_000_000_000
 OVER = 0.05
-"""Beyond weights and budget, as a part of both."""
+"""Largest excess over weights and budget, as a share of both."""
 TALKERS, TURNS = 20, 4
 DEMAND = 1.5
-"""By how much the conversations together outgrow the budget."""
+"""KV of all conversations together, as a multiple of the budget."""
 
 RESIDENT = 1.25
-"""Resident growth by the budget: the rest is Python's, the requests' texts and the allocator's."""
+"""Largest resident growth, as a multiple of the budget: Python and the allocator take the rest."""
 
 PATIENCE_S = 600.0
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the requests."""
+    """Outcomes of requests."""
 
     answered: int = 0
     told_to_wait: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        """Count another's in."""
+        """Add another tally."""
         self.answered += other.answered
         self.told_to_wait += other.told_to_wait
         self.wrong += other.wrong
 
 
 def observed(server: Server, filler: Filler, kv_bytes: float) -> Held:
-    """The same in --ram 1GB, by what the operating system says that the server's process takes.
+    """Play twenty conversations under --ram 1GB, and measure the process's memory.
 
-    Beside the weights and the budget it may take what it took when it was ready, less what MLX held
-    then. It is sampled 20 times a second.
+    Allowed are weights, budget, and the memory of the idle server without MLX's part. The operating
+    system's figure is sampled 20 times a second.
     """
     mlx = server.client.get("/v1/cache")["mlx"]
     base = server.idle_bytes - mlx["active_bytes"] - mlx["pool_bytes"]
@@ -75,7 +75,7 @@ def observed(server: Server, filler: Filler, kv_bytes: float) -> Held:
 
 
 def _play(server: Server, filler: Filler, kv_bytes: float, ram: int) -> tuple[Tally, Watch]:
-    """Twenty conversations, four turns each, at once, that outgrow `ram` bytes together."""
+    """Play twenty conversations of four turns at once, whose KV together exceeds `ram` bytes."""
     grow = max(16, round(DEMAND * ram / kv_bytes / TALKERS / TURNS))
     tally = Tally()
     with watching(server.client) as watch, ThreadPoolExecutor(TALKERS) as pool:
@@ -88,9 +88,9 @@ def _play(server: Server, filler: Filler, kv_bytes: float, ram: int) -> tuple[Ta
 
 
 def crowded(server: Server, filler: Filler, kv_bytes: float) -> Held:
-    """Twenty conversations, four turns each, at once, on a server started with --ram 200MB.
+    """Play twenty conversations, four turns each, at once, under --ram 200MB.
 
-    Every request must be answered, or refused with a time to come back, which is then done.
+    Every request must be answered, or refused with a Retry-After, after which it is sent again.
     """
     tally, watch = _play(server, filler, kv_bytes, RAM_BYTES)
     grown = server.peak_bytes - server.idle_bytes
@@ -115,7 +115,7 @@ def crowded(server: Server, filler: Filler, kv_bytes: float) -> Held:
 
 
 def _talk(client: Client, texts: Sequence[str]) -> Tally:
-    """One conversation, a turn for each text; ends at the first wrong answer."""
+    """Play one conversation, a turn for each text; stop at the first wrong answer."""
     tally = Tally()
     messages: list[dict[str, Any]] = []
     deadline = time.monotonic() + PATIENCE_S
@@ -129,7 +129,7 @@ def _talk(client: Client, texts: Sequence[str]) -> Tally:
 
 
 def _patiently(client: Client, messages: list[Any], tally: Tally, deadline: float) -> str | None:
-    """The reply's text, after as many waits as the server asks for; None where it went wrong."""
+    """Ask, and wait as often as the server requires; the reply's text, None on a failure."""
     while time.monotonic() < deadline:
         try:
             reply = client.chat(messages, 16)

@@ -1,4 +1,4 @@
-"""kill -9 at random moments under load, and what must hold after each.
+"""Crash proof: kill -9 at random moments under load, and checks of the store after each.
 
 `python -m tests.proofs.crash --kills 200` takes about 20 minutes; exit status 1 on a violation.
 """
@@ -32,35 +32,35 @@ FIRST_TOKENS, TURN_TOKENS, REPLY_TOKENS = 400, 60, 24
 FAMILIES = ("llama", "qwen3_5", "gemma3")
 LIMIT = "2GB"
 LATEST_S = 2.5
-"""A kill comes at most so long after the load began."""
+"""Longest time from the start of the load to a kill, in seconds."""
 
 STARTING, START_KILL_S = 0.1, 3.0
-"""The share of kills before which another one comes while the server starts, and how soon."""
+"""Share of kills preceded by one while the server starts; longest time until that, in seconds."""
 
 WATCH_S, WATCHED = 0.03, 16
-"""How often the sessions used last are looked at, and how many of them."""
+"""Interval in seconds at which the latest sessions are read, and their number."""
 
 OTHER_FILES = 16
-"""Files of a store besides runs and checkpoints: the index and its log, locks."""
+"""Most files of a store besides runs and checkpoints: the index and its log, locks."""
 
 START_S = 60.0
 
 
 @dataclass(slots=True)
 class Seen:
-    """What servers said before they were killed: by session the most `durable_tokens`."""
+    """Reports of servers before they were killed: largest `durable_tokens` by session."""
 
     durable: dict[str, int] = field(default_factory=dict)
     turns: int = 0
 
     def take(self, sessions: Sequence[Any]) -> None:
-        """Note the answer of `GET /v1/sessions`."""
+        """Record an answer of `GET /v1/sessions`."""
         for one in sessions:
             self.durable[one["id"]] = max(one["durable_tokens"], self.durable.get(one["id"], 0))
 
 
 class Talker:
-    """Conversations of a few turns, one after another; the one that a kill broke off goes on."""
+    """Client with conversations of a few turns, one after another; it resumes after a kill."""
 
     def __init__(self, filler: Filler, name: str):
         self._filler = filler
@@ -69,7 +69,7 @@ class Talker:
         self._messages: list[dict[str, str]] = []
 
     def talk(self, client: Client, seen: Seen, over: threading.Event) -> None:
-        """Talk until the server is gone."""
+        """Send turns until the server is gone."""
         while not over.is_set():
             if len(self._messages) >= 2 * TURNS:
                 self._messages = []
@@ -97,7 +97,7 @@ def _watch(client: Client, seen: Seen, over: threading.Event) -> None:
 
 
 def under_load(lives: Lives, talkers: Sequence[Talker], seen: Seen, seconds: float) -> None:
-    """Kill the server when it has been talked to for so long. Raises Refused, NotStarted."""
+    """Put the server under load, and kill it after `seconds`. Raises Refused, NotStarted."""
     client, over = lives.server.client, threading.Event()
     failed: list[BaseException] = []
 
@@ -121,7 +121,7 @@ def under_load(lives: Lives, talkers: Sequence[Talker], seen: Seen, seconds: flo
 
 
 def look(folder: Path, seen: Seen) -> list[str]:
-    """Open the store as the next server does; what is wrong, as sentences."""
+    """Open the store as the next server does; violations, as sentences."""
     try:
         store = Store.open(folder, "", None)
     except StoreError as error:
@@ -156,11 +156,11 @@ def _lost(store: Store, seen: Seen) -> list[str]:
 
 
 def told(client: Client, seen: Seen) -> list[str]:
-    """What the next server tells of the sessions, held to what the killed ones told."""
+    """Compare the next server's sessions with the reports of killed ones; violations."""
     listed: Any = client.get("/v1/sessions?limit=100000")["data"]
     now = {one["id"]: one["durable_tokens"] for one in listed}
     return [
-        f"the server tells of {now.get(id, 'no')} durable tokens of session {id}, not {before}"
+        f"session {id}: the server reports {now.get(id, 'no')} durable tokens, not {before}"
         for id, before in seen.durable.items()
         if now.get(id, -1) < before
     ]
@@ -168,7 +168,7 @@ def told(client: Client, seen: Seen) -> list[str]:
 
 @dataclass(slots=True)
 class Proof:
-    """A folder, servers of several models that take turns on it, and what was found."""
+    """Servers of several models that take turns on one folder, and the violations found."""
 
     folder: Path
     kills: int
@@ -180,7 +180,7 @@ class Proof:
     _said: int = 0
 
     def run(self, families: Sequence[str], deadline: float) -> None:
-        """Kill until it was often enough, or time is up. Raises Refused, NotStarted."""
+        """Kill servers `kills` times, or until `deadline`. Raises Refused, NotStarted."""
         store = self.folder / "cache" / "store"
         servers = {family: self._server(family) for family in families}
         try:
@@ -189,7 +189,7 @@ class Proof:
                     break
                 family = families[kill % len(families)]
                 lives, talkers = servers[family]
-                # by turns the next server puts right what the last one left, and a look does
+                # either the next server or `look` repairs the store first, at random
                 if self.rng.random() < STARTING:
                     self._start(lives)
                 self.wrong += told(lives.server.client, self.seen)
@@ -221,24 +221,24 @@ class Proof:
         self._said = len(self.wrong)
 
     def _start(self, lives: Lives) -> None:
-        """Kill a server while it starts, at a random moment."""
+        """Kill a server at a random moment while it starts."""
         lives.kill_starting(self.rng.uniform(0.0, START_KILL_S))
         self.done["while starting"] += 1
 
 
-Kills = Annotated[int, typer.Option(min=1, help="How often a server is killed.")]
+Kills = Annotated[int, typer.Option(min=1, help="Number of kills.")]
 Families = Annotated[
     list[str] | None,
-    typer.Option("--family", help="A kind of model; repeatable, they take turns."),
+    typer.Option("--family", help="A family of models; repeatable, they take turns."),
 ]
-Minutes = Annotated[float, typer.Option(help="No kill begins after so long.")]
-Seed = Annotated[int | None, typer.Option(help="Of the moments; default: another each time.")]
+Minutes = Annotated[float, typer.Option(help="Time in minutes after which no kill begins.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the random moments; default: a new one.")]
 
 
 def crash(
     kills: Kills = 200, family: Families = None, minutes: Minutes = 60.0, seed: Seed = None
 ) -> None:
-    """Kill servers under load at random moments; what was durable must be there after each."""
+    """Kill servers under load at random moments; check that durable tokens survive each."""
     seed = random.randrange(10**6) if seed is None else seed
     folder = Path(tempfile.mkdtemp(prefix="mlxcache-crash-"))
     proof = Proof(folder, kills, random.Random(seed), lambda line: print(line, flush=True))
@@ -249,7 +249,7 @@ def crash(
     print(f"seed {seed}: {dict(proof.done)}, {proof.seen.turns} turns answered")
     print("\n".join(proof.wrong) or "no violation")
     if proof.wrong or not proof.seen.durable:
-        print(f"left for a look: {folder}")
+        print(f"files kept for inspection: {folder}")
         sys.exit(1)
     shutil.rmtree(folder)
 

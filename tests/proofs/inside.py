@@ -1,4 +1,4 @@
-"""An engine in this process with sessions of random KV: for what the disk tier alone costs."""
+"""An engine in this process whose RAM tier holds random KV, to measure the disk tier alone."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mlxcache.engine.stream import Stream
 from mlxcache.types import Finished, Job, Prompt, Sampling, Tokens
 
 AT_ONCE = 1024
-"""Tokens whose random KV is made, to be repeated as often as it takes."""
+"""Tokens of random KV that are made once and then repeated."""
 
 POLL_S = 0.002
 
 
 class Inside:
-    """An engine whose RAM tier is filled without computing. Call all from its event loop."""
+    """An engine whose RAM tier is filled without computing. For its event loop only."""
 
     def __init__(self, engine: Engine, core: ModelRuntime, disk: DiskTier):
         self.engine = engine
@@ -36,20 +36,20 @@ class Inside:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the model has."""
+        """Number of the model's token ids."""
         return self.core.layout.vocab_size
 
     def tokens(self, nbytes: int, seed: int) -> Tokens:
-        """Random ids whose KV takes `nbytes` or a little more."""
+        """Random ids whose KV takes `nbytes`, rounded up to a token."""
         count = -(-nbytes // self.core.layout.bytes_per_token)
         return np.random.default_rng(seed).integers(0, self.vocabulary, count, np.int32)
 
     async def put(self, ids: Tokens) -> None:
-        """Give the RAM tier random KV for `ids`, as a request that computed them leaves it."""
+        """Put random KV for `ids` into the RAM tier, as after a request."""
         await self.engine.call(lambda core: _put(core.kv, ids))
 
     async def mark(self, ids: Tokens) -> None:
-        """Have what RAM holds of `ids` written, as after a request's end."""
+        """Schedule the KV of `ids` in RAM to be written, as after a request."""
 
         def begin(core: ModelRuntime) -> None:
             node = core.kv.tree.match(ids, touch=False).nodes[-1]
@@ -58,11 +58,11 @@ class Inside:
         await self.engine.call(begin)
 
     async def written(self) -> None:
-        """Wait until nothing is on its way to disk."""
-        await self.until(lambda: not self.disk.write_behind.busy)
+        """Wait until all scheduled writes have ended."""
+        await self.until(lambda: not self.disk.busy)
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Wait for what other threads change; `reached` looks at it and does no more."""
+        """Poll `reached` until it is true; other threads change its result."""
         while not reached():  # noqa: ASYNC110 - the MLX thread sets no asyncio.Event
             await asyncio.sleep(POLL_S)
 
@@ -75,7 +75,7 @@ class Inside:
         await self.engine.sessions.clear()
 
     def files(self, ids: Tokens) -> Sequence[Path]:
-        """The files that hold `ids`, in their order."""
+        """Files that hold `ids`, in order of tokens."""
         return [piece.path for piece in self.disk.store.find(ids, touch=False).pieces]
 
     async def ask(self, ids: Tokens, max_tokens: int) -> Stream:
@@ -85,12 +85,12 @@ class Inside:
         return await self.engine.submit(job)
 
     async def reply(self, ids: Tokens, max_tokens: int) -> None:
-        """A whole reply, whose tokens `generated` counts."""
+        """Generate a whole reply; `generated` counts its tokens."""
         await drained(await self.ask(ids, max_tokens))
         self._generated += max_tokens
 
     def generated(self) -> int:
-        """Tokens of whole replies, and those drawn so far of the ones that decode now."""
+        """Tokens of finished replies, and those drawn so far of running ones."""
         lanes = self.core.scheduler.lanes.all
         return self._generated + sum(len(task.out) for lane in lanes for task in lane.tasks)
 
@@ -104,9 +104,9 @@ async def drained(stream: Stream) -> None:
 
 @asynccontextmanager
 async def running_inside(model: Path, cache_dir: Path, ram: str) -> AsyncIterator[Inside]:
-    """An engine on `model` with a disk tier in `cache_dir`. Raises ModelError, ValueError.
+    """Run an engine on `model` with a disk tier in `cache_dir`. Raises ModelError, ValueError.
 
-    ValueError: its KV cannot be made without computing, or it has no disk tier.
+    ValueError: the model needs more than KV (checkpoints), or there is no disk tier.
     """
     engine = Engine(Settings(model=str(model), cache_dir=cache_dir, ram=ram, disk="100GB"))
     await engine.start()

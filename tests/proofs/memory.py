@@ -1,4 +1,4 @@
-"""What this server holds in memory, by its own figures while it works."""
+"""Memory held by this server, by its own figures during requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELD_ONCE, PADDING = 1.02, 1.3
 
 @dataclass(slots=True)
 class Watch:
-    """The most that `GET /v1/cache` said, in bytes, of what is held and of what is set aside."""
+    """Largest figures of `GET /v1/cache`, in bytes: `held`, and `taken` with reservations."""
 
     client: Client
     samples: int = 0
@@ -48,7 +48,7 @@ class Watch:
         self.taken = max(self.taken, held + figures.get("reserved_bytes", 0))
 
     def alive(self) -> list[Check]:
-        """That the figures moved while requests ran; else the other bounds would prove nothing."""
+        """Checks that figures were read and changed, without which other bounds prove nothing."""
         return [
             Check("figures that could not be read", len(self.failed), 0),
             Check("bytes in use while requests ran", self.active, 1, "bytes", least=True),
@@ -57,7 +57,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(client: Client) -> Iterator[Watch]:
-    """Sample `GET /v1/cache` every 50 ms for as long as the block lasts."""
+    """Sample `GET /v1/cache` every 50 ms while the block lasts."""
     watch, over = Watch(client), threading.Event()
 
     def loop() -> None:
@@ -75,14 +75,14 @@ def watching(client: Client) -> Iterator[Watch]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a check of memory or of the disk tier found: figures for the report, and bounds."""
+    """Result of a check of memory or of the disk tier: figures, and bounds."""
 
     figures: dict[str, Any]
     checks: Sequence[Check]
 
 
 def shared_system(server: Server, filler: Filler, kv_bytes: float) -> Held:
-    """Eight conversations under one system prompt of 4,000 tokens hold it once. Raises Refused."""
+    """Check that eight conversations share one system prompt's KV. Raises Refused."""
     system = {"role": "system", "content": filler.text(SHARED_TOKENS, "shared")}
     replies = [
         server.client.chat([system, _user(filler.text(50, f"sharer {i}"))], 8)
@@ -105,7 +105,7 @@ def shared_system(server: Server, filler: Filler, kv_bytes: float) -> Held:
 
 
 def joined(server: Server, filler: Filler, kv_bytes: float, tokens: int = JOINED_TOKENS) -> Held:
-    """A long conversation that seven short ones join, all decoding at once. Raises Refused."""
+    """Check the KV of one long and seven short conversations decoding at once. Raises Refused."""
     client = server.client
     long: list[Any] = [_user(filler.text(tokens, "long"))]
     first = client.chat(long, 8)
@@ -140,7 +140,7 @@ def _user(text: str) -> dict[str, str]:
 
 
 def _await_decode(client: Client, going: Callable[[], bool]) -> None:
-    """Wait until the newest request decodes, or is over."""
+    """Wait until the newest request decodes, or `going` is false."""
     while going():
         newest = client.get("/v1/requests?limit=1")["data"]
         if newest and newest[0]["status"] == "decode":

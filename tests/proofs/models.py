@@ -1,4 +1,4 @@
-"""The models that are measured where none is named: random weights, made in seconds."""
+"""Default models of `bin/bench`: random weights, made in seconds."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from tokenizers import Tokenizer
 from tests.toys.toy import make_bench_toy, make_toy
 
 LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
-"""What a reply may be made of: `<` opens the template's marks, and `'` is cut by its own rule."""
+"""Characters for replies: not `<`, which opens markers, nor `'`, which has its own rule."""
 
 
 def for_speed(path: Path) -> Path:
-    """About 5 million parameters in float32, 4 kB of KV per token.
+    """Make a model of 5 million float32 parameters, with 4 kB of KV per token.
 
-    Its replies are made of single characters that no merge joins, so that they come back from a
-    client as the tokens they were, as a trained model's do: a next turn is then new from the
-    reply's end on, and not from somewhere within it.
+    Its replies consist of single characters that no merge joins, so that they encode to the tokens
+    that were generated, as those of a trained model do: a next turn is then new from the end of the
+    reply on, and not from within it.
     """
     make_bench_toy(path)
     return _lonely_replies(path)
 
 
 def windowed(path: Path) -> Path:
-    """As `for_speed`, every other layer with a sliding window of 512 tokens."""
+    """Make a model like `for_speed`, every other layer with a sliding window of 512 tokens."""
     return of_family(path, "gemma3")
 
 
 def recurrent(path: Path) -> Path:
-    """As `for_speed`, every other layer recurrent."""
+    """Make a model like `for_speed`, every other layer recurrent."""
     return of_family(path, "qwen3_5")
 
 
 def of_family(path: Path, family: str) -> Path:
-    """As `for_speed`, of any family in `configs.FAMILIES`. Raises KeyError."""
+    """Make a model like `for_speed`, of any family in `configs.FAMILIES`. Raises KeyError."""
     return _lonely_replies(_middling(path, family))
 
 
 def tiny(path: Path, family: str) -> Path:
-    """The least of a family, for where only the server counts. Raises KeyError."""
+    """Make the smallest model of a family, where only the server matters. Raises KeyError."""
     return _lonely_replies(make_toy(path, family))
 
 
@@ -53,7 +53,7 @@ def _middling(path: Path, family: str) -> Path:
 
 
 def _lonely_replies(path: Path) -> Path:
-    """Silence all tokens of the model in `path` but those of characters that no merge joins."""
+    """Zero the head's rows in the model in `path`, except of characters that no merge joins."""
     vocabulary: dict[str, int] = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab()
     kept = [vocabulary[letter] for letter in lonely(vocabulary)]
     weights = mx.load(str(path / "model.safetensors"))
@@ -69,7 +69,7 @@ def _lonely_replies(path: Path) -> Path:
 
 
 def lonely(vocabulary: dict[str, int]) -> list[str]:
-    """Characters of which no two, nor one twice, are a token together."""
+    """Choose characters of which no pair, nor one doubled, is a token."""
     chosen: list[str] = []
     for letter in LETTERS:
         among = [*chosen, letter]
@@ -80,19 +80,19 @@ def lonely(vocabulary: dict[str, int]) -> list[str]:
 
 
 def light(path: Path) -> Path:
-    """2 kB of KV per token and little work: for long prompts whose time does not matter.
+    """Make a model with 2 kB of KV per token and little work, for long prompts.
 
-    As in a real model each of its arrays is a small part of the whole, for one that grows is
-    there twice for a moment.
+    As in a real model, each array is a small part of the KV: an array that grows exists twice for a
+    moment.
     """
     return make_toy(path, hidden=64, layers=8, heads=1, kv_heads=1, head_dim=32)
 
 
 def heavy(path: Path) -> Path:
-    """32 kB of KV per token and little work: for filling a budget soon."""
+    """Make a model with 32 kB of KV per token and little work, to fill a budget soon."""
     return make_toy(path, hidden=64, layers=8, heads=8, kv_heads=8, head_dim=64)
 
 
 def wide(path: Path) -> Path:
-    """As `heavy`, with replies that come back as the tokens they were."""
+    """Make a model like `heavy`, whose replies encode to the tokens that were generated."""
     return _lonely_replies(heavy(path))

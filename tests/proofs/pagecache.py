@@ -1,4 +1,4 @@
-"""Reading files as a disk gives them, and not as memory remembers them."""
+"""Reading of files from disk, not from the page cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ READ_BYTES = 8 << 20
 
 
 def drop(files: Sequence[Path]) -> str | None:
-    """Have the system forget what it remembers of `files`, which are durable; how that was done.
+    """Drop `files`, which must be durable, from the page cache; return the method used.
 
-    None: it cannot be done here.
+    None: this system has no method.
     """
     try:
         EVERYTHING.write_text("3")
@@ -33,7 +33,7 @@ def drop(files: Sequence[Path]) -> str | None:
 
 
 def read(files: Sequence[Path]) -> int:
-    """Read `files` one after another from beginning to end into the same buffer; their bytes."""
+    """Read `files` in sequence into one buffer; the number of bytes."""
     buffer, total = memoryview(bytearray(READ_BYTES)), 0
     for path in files:
         with path.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""How fast a prefix comes back from disk, by plain reading of the same files."""
+"""Speed of restoring a prefix from disk, relative to plain reading of the same files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.proofs.inside import Inside, drained, running_inside
 from tests.proofs.memory import Held
 
 TOTAL_BYTES = 1_100_000_000
-"""Of all files together."""
+"""Bytes of all files together."""
 
 LEAST = 0.70
-"""The rate of restoring, checksums and lookup included, by that of reading alone."""
+"""Least rate of restoring, checksums and look-up included, relative to plain reading."""
 
 PATIENCE_S = 120.0
 
@@ -28,10 +28,10 @@ PATIENCE_S = 120.0
 def restore_speed(
     model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int = TOTAL_BYTES
 ) -> Held:
-    """Read `total` bytes of KV back `runs` times, and beside each time the files alone.
+    """Restore `total` bytes of KV `runs` times, each beside a plain reading of the same files.
 
-    Restoring is timed from the moment a request is submitted to its admission: by then its prefix
-    was looked up, verified and copied into a lineage. Raises ValueError, MlxcacheError, OSError.
+    Restoring is timed from a request's submission to its admission: by then its prefix is looked
+    up, verified and copied into a lineage. Raises ValueError, MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 
@@ -59,7 +59,7 @@ async def _play(
 
 
 async def _restore(inside: Inside, ids: Tokens, files: Sequence[Path], run: int) -> float:
-    """Seconds to the admission of a request that goes on from `ids`."""
+    """Measure the seconds to the admission of a request that continues `ids`."""
     await inside.forget()
     await inside.written()
     more = np.random.default_rng(1000 + run).integers(0, inside.vocabulary, 8, np.int32)

@@ -1,4 +1,4 @@
-"""How much of its pace a reply keeps while another session is being written to disk."""
+"""Pace of a reply while another session is being written to disk."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.proofs.memory import Held
 
 TOTAL_BYTES = 1_000_000_000
 LEAST = 0.9
-"""Tokens per second beside the store, by those beside a plain thread that writes as much."""
+"""Least tokens per second beside the store, relative to those beside a plain writer thread."""
 
 REPLY_TOKENS, SETTLED_TOKENS = 256, 16
-"""A reply's tokens, so few that the last ones take no longer than the first; and how many are drawn
-before any are timed."""
+"""Tokens of a reply, so few that the last ones take no longer than the first; and the tokens drawn
+before the timing starts."""
 
 Work = Coroutine[Any, Any, None]
 
 
 @dataclass(slots=True)
 class Paces:
-    """Tokens per second, and seconds that the writing took, of each repetition."""
+    """Tokens per second, and seconds of writing, of each repetition."""
 
     alone: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
@@ -42,10 +42,10 @@ class Paces:
 def write_beside(
     model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int = TOTAL_BYTES
 ) -> Held:
-    """Write a new session of `total` bytes `runs` times beside a reply, and as much plainly.
+    """Write a new session of `total` bytes `runs` times beside a reply, by store and plain thread.
 
-    The plain thread writes files of the same sizes in the same way: made durable, then renamed.
-    Raises ValueError, MlxcacheError, OSError.
+    The plain thread writes files of the same sizes in the same way: fsync, then rename. Raises
+    ValueError, MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 
@@ -82,7 +82,7 @@ async def _play(
 
 
 async def _sizes(inside: Inside, total: int) -> Sequence[int]:
-    """The sizes of the files that a session of `total` bytes becomes."""
+    """Sizes of the files of a session of `total` bytes."""
     ids = inside.tokens(total, 1)
     await inside.put(ids)
     await _stored(inside, ids)
@@ -103,7 +103,7 @@ def _plainly(folder: Path, sizes: Sequence[int], data: bytes) -> None:
 
 @asynccontextmanager
 async def _decoding(inside: Inside, run: int) -> AsyncIterator[None]:
-    """Replies to one prompt, each as soon as the one before is over, while the block lasts."""
+    """Generate replies to one prompt, one after another, while the block lasts."""
     prompt = inside.tokens(32 * inside.core.layout.bytes_per_token, 500 + run)
     over = asyncio.Event()
 
@@ -123,7 +123,7 @@ async def _decoding(inside: Inside, run: int) -> AsyncIterator[None]:
 
 
 async def _pace(inside: Inside, work: Work) -> tuple[float, float]:
-    """Tokens per second while `work` is done, and the seconds that it took."""
+    """Do `work`; tokens per second during it, and its seconds."""
     before, began = inside.generated(), time.perf_counter()
     await work
     seconds = time.perf_counter() - began
