@@ -59,7 +59,7 @@ class Inside:
 
     async def written(self) -> None:
         """Wait until all scheduled writes have ended."""
-        await self.until(lambda: not self.disk.busy)
+        await self.until(lambda: not self.disk.write_behind.busy)
 
     async def until(self, reached: Callable[[], bool]) -> None:
         """Poll `reached` until it is true; other threads change its result."""
