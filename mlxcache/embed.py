@@ -1,4 +1,4 @@
-"""The engine in a program of one's own: a model, its prefix tree and its disk tier, no HTTP.
+"""The engine inside a Python program: a model, its prefix tree and its disk tier, without HTTP.
 
 async with Model("~/models/my-model", ram="8GB") as model:
     reply = await model.chat([{"role": "user", "content": "What is a cache?"}], max_tokens=50)
@@ -38,13 +38,15 @@ from mlxcache.wire.reply import gather_reply
 from mlxcache.wire.titles import title_from_messages
 
 URL = "http://127.0.0.1:0"
-"""What other processes are told of this one: it uses the folder, and nobody can ask it."""
+"""Address in the folder's lock file: this process uses the folder, and serves no requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole reply. Counts are in tokens: `cached_tokens` of the prompt were not computed,
-    `restored_tokens` of these came from disk."""
+    """A whole reply. Counts are in tokens.
+
+    `cached_tokens` of the prompt were not computed; `restored_tokens` of them came from disk.
+    """
 
     text: str
     thinking: str
@@ -57,27 +59,27 @@ class Reply:
 
 
 class Model:
-    """One model, loaded between `async with` and its end. Use it from one event loop.
+    """One model, loaded inside `async with`. Use it from one event loop.
 
-    `model` is a folder or a Hub id, None the built-in demo; `settings` are the keys of config.toml
-    and mean what they mean there. Neither that file nor variables are read. Entering raises
-    ModelError or ConfigError where the model cannot be served, InUse while a command changes the
-    cache folder.
+    `model` is a folder or a Hub id; None is the built-in demo. `settings` are keys of config.toml,
+    with the same meaning; that file and environment variables are not read. Raises ConfigError for
+    an unknown setting. Entering raises ModelError or ConfigError if the model cannot be loaded,
+    InUse while a command changes the cache folder.
     """
 
     def __init__(self, model: str | None = None, **settings: Any):
         unknown = sorted(set(settings) - set(SETTINGS))
         if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}; there are {', '.join(SETTINGS)}")
-        nothing = {"MLXCACHE_CONFIG": os.devnull}
-        self.settings: Settings = load_settings({"model": model, **settings}, nothing)
+            raise ConfigError(f"unknown setting {unknown[0]!r}; the settings are {', '.join(SETTINGS)}")
+        no_file = {"MLXCACHE_CONFIG": os.devnull}
+        self.settings: Settings = load_settings({"model": model, **settings}, no_file)
         self._engine = Engine(self.settings)
-        self._held = ExitStack()
+        self._folder_lock = ExitStack()
 
     async def __aenter__(self) -> Self:
         name = self.settings.model or "the demo"
         if self.settings.disk != "off":
-            self._held.enter_context(serving(self.settings.cache_dir, URL, name))
+            self._folder_lock.enter_context(serving(self.settings.cache_dir, URL, name))
         try:
             await self._engine.start()
         except BaseException:
@@ -94,30 +96,30 @@ class Model:
         await self.close()
 
     async def close(self) -> None:
-        """End what runs and write what was computed. A second time nothing happens."""
-        with self._held:
+        """Cancel running replies, write computed KV to disk, and unload. Safe to call twice."""
+        with self._folder_lock:
             await self._engine.stop()
 
     @property
     def info(self) -> ModelInfo:
-        """What is loaded. Raises RuntimeError outside of `async with`."""
+        """The loaded model. Raises RuntimeError outside of `async with`."""
         if self._engine.info is None:
             raise RuntimeError("The model is loaded inside of `async with`.")
         return self._engine.info
 
     @property
     def sessions(self) -> SessionBook:
-        """The sessions: list, get, patch, fork, delete; `portable` takes and reads snapshots."""
+        """Sessions: list, get, patch, fork, delete; `portable` exports and imports snapshots."""
         return self._engine.sessions
 
     def figures(self) -> dict[str, Any]:
-        """What `GET /v1/cache` says."""
+        """Return the figures of `GET /v1/cache`."""
         return self._engine.figures()
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, session: str | None = None, **fields: Any
     ) -> Reply:
-        """A whole reply to the conversation; see `stream` for the arguments and what is raised."""
+        """Generate a whole reply. Arguments and errors are those of `stream`."""
         async with await self.stream(messages, session=session, **fields) as stream:
             whole = await gather_reply(stream)
         last = whole.last
@@ -135,13 +137,13 @@ class Model:
     async def stream(
         self, messages: Sequence[Mapping[str, Any]], *, session: str | None = None, **fields: Any
     ) -> Stream:
-        """The reply's events as they come (`mlxcache.types.Event`): `async for` reads them.
+        """Generate a reply as a stream of `mlxcache.types.Event`.
 
-        `fields` are further ones of the body of `POST /v1/chat/completions`: `max_tokens`,
-        `temperature`, `tools`, ... `session` is a label for people. Leave the stream, or close it,
-        to cancel; what was computed is kept.
+        `fields` are other fields of a `POST /v1/chat/completions` body: `max_tokens`,
+        `temperature`, `tools`, ... `session` is the session's label. Leaving or closing the stream
+        cancels the reply; the KV computed so far is kept.
 
-        Raises BadRequest for what cannot be served, and Busy where too many requests wait.
+        Raises BadRequest for an invalid or unsupported field, Busy if the queue is full.
         """
         raw = msgspec.json.encode({"messages": messages, **fields})
         body = decode(ChatRequest, raw)

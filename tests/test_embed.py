@@ -1,4 +1,4 @@
-"""The engine without HTTP: what a program that embeds it is promised."""
+"""`mlxcache.embed` serves a model inside a program, without HTTP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def test_an_unknown_setting_is_an_error_that_names_it():
 
 
 def test_outside_of_async_with_there_is_no_model():
-    """And no half of one."""
     with pytest.raises(RuntimeError, match="async with"):
         Model().info  # noqa: B018 - it is the look that raises
 
@@ -50,7 +49,7 @@ def test_outside_of_async_with_there_is_no_model():
 async def test_turns_are_warm_cancelled_ones_are_kept_and_the_folder_is_held(
     toy_llama: Path, tmp_path: Path
 ):
-    """In one life of a model: what holds of a server holds here."""
+    """In one process, as with a server."""
     folder = tmp_path / "cache"
     async with Model(str(toy_llama), cache_dir=str(folder), ram="200MB") as model:
         with pytest.raises(InUse), exclusive_lock(folder):
@@ -66,7 +65,7 @@ async def test_turns_are_warm_cancelled_ones_are_kept_and_the_folder_is_held(
         async with stream:
             async for event in stream:
                 assert not isinstance(event, Finished)
-                break  # the rest is not wanted
+                break
         with pytest.raises(BadRequest, match="temperature"):
             await model.chat(HELLO, temperature=9)
         with pytest.raises(BadRequest, match="grammar"):
@@ -77,5 +76,5 @@ async def test_turns_are_warm_cancelled_ones_are_kept_and_the_folder_is_held(
             await model.sessions.get("ses_none")
         assert model.figures()["requests"]["total"] >= 2
     with exclusive_lock(folder):
-        pass  # it is free again
-    await model.close()  # nothing happens
+        pass
+    await model.close()  # a second time

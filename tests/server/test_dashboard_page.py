@@ -75,7 +75,7 @@ def test_it_asks_for_the_key_and_shows_nothing_without(page: Page) -> None:
     assert page.texts("#session-rows tr") == []
     page.write("#key", "a-wrong-key-1a2b")
     page.run("document.querySelector('#key-form').requestSubmit();")
-    page.has("#key-wrong", "not let in")
+    page.has("#key-wrong", "This key is wrong")
     page.write("#key", KEY)
     page.run("document.querySelector('#key-form').requestSubmit();")
     page.has("#session-rows", "The first question.")

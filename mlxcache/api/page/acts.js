@@ -1,4 +1,4 @@
-// What a person does to a session. Nothing is gone before the time to undo it is over.
+// Actions on a session. A removal is carried out only after the time to undo it.
 
 import { byId, say, show } from "./dom.js";
 import { headers, key, request, send } from "./http.js";
@@ -8,7 +8,7 @@ import { toast, trying } from "./toast.js";
 const UNDO_MS = 8000;
 const path = (session, rest = "") => `/v1/sessions/${encodeURIComponent(session.id)}${rest}`;
 
-// Show a session as the server has just told it, without waiting for the stream.
+// Show a session as the server just returned it, without waiting for the stream.
 function replace(session) {
   state.sessions = state.sessions.map((one) => (one.id === session.id ? session : one));
   changed("sessions");
@@ -24,7 +24,7 @@ export async function pin(session) {
 export function rename(session) {
   dialog("Rename", session.name ?? "", { ok: "Save" }, async ({ name }) => {
     replace(await send("PATCH", path(session), { name: name || null }));
-    say(name ? `It is called ${name} now.` : "It has no name of its own now.");
+    say(name ? `Renamed to ${name}.` : "The name is removed.");
   });
 }
 
@@ -35,7 +35,7 @@ export function fork(session) {
     const made = await send("POST", path(session, "/fork"), body);
     state.sessions = [made, ...state.sessions.filter((one) => one.id !== made.id)];
     changed("sessions");
-    toast(`Forked: “${nameOf(made)}” goes on from the same ${made.tokens.toLocaleString("en-US")} tokens.`);
+    toast(`Forked: “${nameOf(made)}” continues from the same ${made.tokens.toLocaleString("en-US")} tokens.`);
   });
 }
 
@@ -109,7 +109,7 @@ export function remove(session, button) {
     going.delete(session.id);
     close();
     changed("going");
-    say(`“${name}” stays.`);
+    say(`“${name}” was not removed.`);
     requestAnimationFrame(() => requestAnimationFrame(() => backTo(session.id)));
   };
   const close = toast(`Removed “${name}”.`, { action: { name: "Undo", run: undo }, keep: true, ms: UNDO_MS });
@@ -137,7 +137,7 @@ function nextFocus(button) {
   return () => (near && document.querySelector(`[data-id="${CSS.escape(near)}"]`) ? backTo(near) : byId("h-sessions").focus());
 }
 
-// Whoever leaves the page did not undo: what waits is carried out.
+// Leaving the page is no undo: pending removals are carried out.
 addEventListener("pagehide", () => {
   for (const [id, { timer }] of going) {
     clearTimeout(timer);

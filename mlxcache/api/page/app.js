@@ -1,4 +1,4 @@
-// Puts the panels together, and starts to listen.
+// Builds the panels, and opens the live stream.
 
 import { byId, setAttr, setText, show } from "./dom.js";
 import { count } from "./format.js";

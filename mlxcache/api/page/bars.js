@@ -24,7 +24,7 @@ export function promptBar() {
   return { element, update };
 }
 
-// How far something is, from 0 to 1; null: nobody knows.
+// Progress from 0 to 1; null: unknown.
 export function progressBar(label) {
   const inner = h("i");
   const element = h("div", { class: "progress", role: "progressbar", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": 100 }, inner);

@@ -26,7 +26,7 @@ function draw() {
   const place = byId("chart");
   if (!width) return;
   if (done.length < 2) {
-    place.replaceChildren(h("p", { class: "empty" }, "Two requests make a chart."));
+    place.replaceChildren(h("p", { class: "empty" }, "The chart needs two requests."));
     return;
   }
   const times = done.map((one) => one.timing.first_token_s);
@@ -36,7 +36,7 @@ function draw() {
   const step = (width - EDGE.left - EDGE.right) / done.length;
   const x = (i) => EDGE.left + (i + 0.5) * step;
   const groups = KINDS.map(([kind, name]) => ({ kind, name, middle: median(done.filter((one) => one.reuse === kind).map((one) => one.timing.first_token_s)), many: done.filter((one) => one.reuse === kind).length })).filter((one) => one.many);
-  const words = groups.map((one) => `${one.name}: ${seconds(one.middle)} in the middle of ${count(one.many)}`);
+  const words = groups.map((one) => `${one.name}: median ${seconds(one.middle)} of ${count(one.many)}`);
   const picture = svg("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `Time to the first word of the last ${count(done.length)} requests. ${words.join(". ")}.` });
   picture.append(...grid(low, high, y), ...ends(done, x), ...groups.map((one) => middle(one, y)), ...done.map((one, i) => dot(one, x(i), y)));
   const legend = h("ul", { class: "legend" }, ...groups.map((one) => h("li", {}, h("i", { class: `dot ${one.kind}` }), `${one.name} `, h("b", {}, seconds(one.middle)))));

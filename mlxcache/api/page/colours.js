@@ -21,7 +21,7 @@ function change() {
     if (next === "system") localStorage.removeItem(KEY);
     else localStorage.setItem(KEY, next);
   } catch {
-    // Storage is off: the choice lasts as long as the page.
+    // Storage is off: the choice lasts until the page is closed.
   }
   name();
   say(byId("theme-name").textContent);

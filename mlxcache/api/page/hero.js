@@ -10,7 +10,7 @@ export function start() {
   on(["requests", "sessions", "server", "cache", "link"], draw);
 }
 
-// The request that says how it goes: the newest one that is no side request, such as a title.
+// The request that the headline is about: the newest that is not a side request, such as a title.
 export function telling(list) {
   const lately = list.filter((one) => one.status === "done" && one.api !== "warm").slice(0, LOOKED_AT);
   const longest = Math.max(0, ...lately.map((one) => one.prompt_tokens));
@@ -31,15 +31,15 @@ function draw() {
 
 function verdict() {
   const { server, link } = state;
-  if (link === "lost") return saying("none", ["The server is not there."], "This page goes on as soon as it is back.");
-  if (server && server.state === "loading") return saying("none", ["The model is loading."], "Requests are let in once it is there.");
+  if (link === "lost") return saying("none", ["The server cannot be reached."], "This page updates as soon as it is back.");
+  if (server && server.state === "loading") return saying("none", ["The model is loading."], "Requests are accepted once it is loaded.");
   const last = telling(finished());
   if (!last) {
     const now = running().length > 0;
     const how = `Point your agent at ${location.origin}. Every turn after its first starts warm.`;
     return now
       ? saying("cold", ["The first request is being ", { em: "computed" }, "."], "What it computes is kept, so the next turn starts warm.")
-      : saying("none", ["Nothing has been asked yet."], how);
+      : saying("none", ["No requests yet."], how);
   }
   return ofRequest(last);
 }
@@ -53,7 +53,7 @@ function ofRequest(one) {
   const reused = `${count(one.cached_tokens)} of ${count(one.prompt_tokens)} tokens`;
   const rest = `${count(fed)} were computed, and the first word came after ${first}.`;
   const disk = one.restored_tokens > 0;
-  const from = disk ? "were there already, from disk" : "were in memory already";
+  const from = disk ? "came from disk" : "were in memory already";
   if (one.reuse !== "cold") {
     return saying(disk ? "restored" : "warm", ["Your agent is ", { em: "warm" }, disk ? ", from disk." : "."],
       `Last turn of “${name}”: ${reused} ${from}; ${rest}`);
@@ -61,13 +61,13 @@ function ofRequest(one) {
   const lost = one.lost;
   if (lost && lost.lost_tokens > 0) {
     return saying("cold", ["Your agent went ", { em: "cold" }, "."],
-      `“${name}” lost ${count(lost.lost_tokens)} tokens, about ${seconds(lost.lost_s)} of work. Below it says where it parted, and what helps.`);
+      `“${name}” lost ${count(lost.lost_tokens)} tokens, about ${seconds(lost.lost_s)} of work. See below where the prompts differ, and what helps.`);
   }
   if (!lost && one.cached_tokens) {
     return saying("cold", ["Your agent sent much that is ", { em: "new" }, "."], `Last turn of “${name}”: ${reused} ${from}; ${rest}`);
   }
   return saying("cold", ["A new conversation: ", { em: "cold" }, ", once."],
-    `“${name}” sent ${count(fed)} tokens that were not known yet; the first word came after ${first}. Its next turn starts warm.`);
+    `“${name}” sent ${count(fed)} new tokens; the first word came after ${first}. Its next turn starts warm.`);
 }
 
 function drawFigures() {

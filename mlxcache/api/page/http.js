@@ -23,7 +23,7 @@ export function headers(more = {}) {
   return found ? { ...more, Authorization: `Bearer ${found}` } : more;
 }
 
-// The response; asks for the key until it is right. Throws an Error that says what went wrong.
+// Returns the response; asks for the key until it is right. Throws an Error with a readable message.
 export async function request(path, options = {}) {
   for (;;) {
     const used = key();
@@ -67,7 +67,7 @@ function askForKey(wrong) {
   asking ??= new Promise((resolve) => {
     const dialog = byId("key-dialog");
     const field = byId("key");
-    byId("key-wrong").textContent = wrong ? "That key was not let in." : "";
+    byId("key-wrong").textContent = wrong ? "This key is wrong." : "";
     field.value = "";
     const stay = (event) => event.preventDefault();
     dialog.addEventListener("cancel", stay);

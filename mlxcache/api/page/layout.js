@@ -1,4 +1,4 @@
-// Where the nodes of the prefix tree stand: x by tokens, y by branch. Knows numbers alone.
+// Positions of the prefix tree's nodes: x by tokens, y by branch. Only numbers, no DOM.
 
 const GAP = 16;
 const LEAST = 12;

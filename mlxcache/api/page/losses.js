@@ -1,4 +1,4 @@
-// Each prefix that was lost: what it cost, the two texts where they part, and what helps.
+// Lost prefixes: cost, the two texts where they differ, and advice.
 
 import { byId, h, keyed, setText, show } from "./dom.js";
 import { compared } from "./compare.js";
@@ -7,15 +7,15 @@ import { finished, on, running, titleOf } from "./state.js";
 
 const MOST = 12;
 const REASONS = {
-  evicted: "It had to leave memory",
+  evicted: "It was evicted to free memory",
   edited: "An earlier message was edited",
   system_changed: "The system prompt changed",
   tools_changed: "The tools changed",
-  template_drift: "The chat template wrote an earlier turn otherwise",
-  checkpoint_gap: "There was no checkpoint near enough",
+  template_drift: "The chat template rendered an earlier turn differently",
+  checkpoint_gap: "No checkpoint was near enough",
   namespace: "It was computed by another model",
   corrupt: "A file on disk was damaged",
-  first_seen: "It was not known",
+  first_seen: "It was never sent before",
 };
 
 export function start() {
@@ -48,7 +48,7 @@ function inside({ before, after, advice, at_token: at, where }) {
   if (before !== after && (before || after)) {
     const [old, now] = compared(before, after);
     found.push(h("div", { class: "texts" }, side("Before", old, "del"), side("This time", now, "ins")));
-    found.push(h("p", { class: "note" }, `They part ${place}.`));
+    found.push(h("p", { class: "note" }, `They differ ${place}.`));
   } else if (after) {
     found.push(h("div", { class: "texts one" }, h("figure", {}, h("figcaption", {}, "Reuse ended here"), h("pre", { tabindex: 0 }, after))));
     found.push(h("p", { class: "note" }, `${place[0].toUpperCase()}${place.slice(1)}; the text itself is the same as before.`));

@@ -23,8 +23,8 @@ function draw() {
   made.ram.update(ram.limit_bytes, [
     ...split("ram", ram.used_bytes, shares.ram),
     ["using", "running requests", cache.active_bytes],
-    ["aside", "set aside for computing and writing", aside],
-    ["given", "given up, the machine is short of it", ram.withheld_bytes],
+    ["aside", "reserved for computing and writing", aside],
+    ["given", "withheld, the machine is short of memory", ram.withheld_bytes],
   ]);
   const off = !disk.limit_bytes && !disk.used_bytes;
   made.disk.update(disk.limit_bytes, off ? [] : split("disk", disk.used_bytes, shares.disk), diskNote(cache, off));
@@ -54,9 +54,9 @@ function split(tier, used, { shared, own }) {
 
 function diskNote(cache, off) {
   const { disk } = cache;
-  if (off) return "The disk tier is off: what leaves memory is gone.";
-  if (disk.state === "suspended") return "Writing to the disk fails: the log says why. Everything is served from memory.";
-  const waits = cache.pending_bytes ? `${bytes(cache.pending_bytes)} are on their way there. ` : "";
+  if (off) return "The disk tier is off: what is evicted from memory is lost.";
+  if (disk.state === "suspended") return "Writing to disk fails; see the server's log. Requests are served from memory.";
+  const waits = cache.pending_bytes ? `${bytes(cache.pending_bytes)} are being written. ` : "";
   return `${waits}${count(disk.files)} files, ${bytes(disk.written_bytes ?? 0)} written since the start.`;
 }
 

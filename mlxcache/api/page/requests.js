@@ -1,4 +1,4 @@
-// Requests as they run, and what the latest ones did.
+// Running and recent requests.
 
 import { progressBar, promptBar } from "./bars.js";
 import { byId, h, keyed, setAttr, setText, show } from "./dom.js";
@@ -23,7 +23,7 @@ function draw() {
   const done = finished();
   keyed(byId("running"), now, (one) => one.id, runningRow);
   const waiting = now.filter((one) => one.status === "queued").length;
-  const words = now.length ? `${count(now.length - waiting)} running${waiting ? `, ${count(waiting)} waiting` : ""}` : "none runs now";
+  const words = now.length ? `${count(now.length - waiting)} running${waiting ? `, ${count(waiting)} waiting` : ""}` : "none running";
   setText(byId("requests-count"), words);
   const listed = done.slice(0, shown);
   const longest = Math.max(1, ...listed.map((one) => one.prompt_tokens));
@@ -39,7 +39,7 @@ function runningRow() {
   const title = h("b");
   const phase = h("span", { class: "phase" });
   const figure = h("span", { class: "figure" });
-  const bar = progressBar("How far it is");
+  const bar = progressBar("Progress");
   const element = h("li", {}, h("p", {}, title, phase, figure), bar.element);
   const update = (one) => {
     const { phase: name, done_tokens: done, total_tokens: total, tokens_per_s: speed } = one.progress;
@@ -86,5 +86,5 @@ function outcome(one) {
   const many = one.generated_tokens;
   const speed = spent && many > 1 ? (many - 1) / spent : null;
   const words = `${count(many)}${speed ? ` at ${speed < 10 ? speed.toFixed(1) : Math.round(speed)}/s` : ""}`;
-  return one.status === "cancelled" ? `${words}, left` : words;
+  return one.status === "cancelled" ? `${words}, cancelled` : words;
 }

@@ -1,4 +1,4 @@
-// The sessions: what they are called, how long they are, where they live, and what to do with one.
+// Sessions: name, length, tiers, and actions.
 
 import { byId, h, icon, keyed, setAttr, setText, show } from "./dom.js";
 import { ago, bytes, count, plural, seconds } from "./format.js";
@@ -9,11 +9,11 @@ const TIERS = {
   ram: ["in RAM", "warm; not on disk yet"],
   both: ["in RAM and on disk", "warm; survives a restart"],
   disk: ["on disk", "starts warm, from disk"],
-  mixed: ["in both, in parts", "warm as far as it is there"],
+  mixed: ["in both, in parts", "warm for the parts that are stored"],
 };
 
 const NONE = "No session yet. Drop a snapshot anywhere on this page to restore one.";
-const COMPUTED = "The first one is being computed: it is listed here once its reply is there.";
+const COMPUTED = "The first session is being computed; it is listed once its reply is complete.";
 
 export function start() {
   on(["sessions", "clock", "going", "requests"], draw);
@@ -84,7 +84,7 @@ function about(one) {
 function drawTier(place, one) {
   if (!place.children.length) place.append(h("span", { class: "where" }, h("i"), h("i"), h("b")), h("span", { class: "soft" }));
   const [where, sizes] = place.children;
-  const [words, why] = TIERS[one.tier] ?? ["nowhere", "its next turn is computed anew"];
+  const [words, why] = TIERS[one.tier] ?? ["not stored", "its next turn is computed again"];
   const waits = one.tier === "both" || one.tier === "mixed" ? one.tokens - one.durable_tokens : 0;
   setAttr(where.children[0], "class", `pip ram${one.ram_bytes && one.tier !== "disk" ? " on" : ""}`);
   setAttr(where.children[1], "class", `pip disk${one.disk_bytes ? " on" : ""}`);

@@ -1,4 +1,4 @@
-// What the server has told, and who wants to know: panels subscribe to parts of it.
+// The server's state as last received; panels subscribe to parts of it.
 
 export const state = {
   link: "connecting",
@@ -57,7 +57,7 @@ export const finished = () => requests().filter((one) => !one.progress && one.st
 
 export const nameOf = (session) => session.name || session.title || session.label || session.id;
 
-// What a request is called: its session as people know it, or the program that sent it.
+// A request's title: its session's name, or the program that sent it.
 export function titleOf(request) {
   if (request.api === "warm") return "Warming a prefix";
   const found = request.session && state.sessions?.find((one) => one.label === request.session);

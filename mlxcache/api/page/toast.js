@@ -1,10 +1,10 @@
-// Short messages at the foot of the page, some with a way back.
+// Short messages at the foot of the page, some with an undo.
 
 import { byId, h, say } from "./dom.js";
 
 const SHOWN_MS = 6000;
 
-// Show `text`; returns a function that takes it away.
+// Show `text`; returns a function that removes it.
 export function toast(text, { wrong = false, action = null, keep = false, ms = SHOWN_MS } = {}) {
   const words = h("p", {}, text);
   const close = () => {
@@ -22,7 +22,7 @@ export function toast(text, { wrong = false, action = null, keep = false, ms = S
   return close;
 }
 
-// Run something a person asked for, and say what went wrong where it did.
+// Run an action, and show its error if it fails.
 export async function trying(work) {
   try {
     return await work();

@@ -1,4 +1,4 @@
-// The prefix tree as a picture, and as a list for whoever prefers one.
+// The prefix tree, as a picture and as a list.
 
 import { byId, h, setAttr, setText, show, svg } from "./dom.js";
 import { count, plural } from "./format.js";
@@ -11,7 +11,7 @@ const NAMES = 210;
 const NARROW = 640;
 const FEW = 8;
 const OPEN = 3;
-const HINT = "Point at a segment to read how it begins, or go through them with the arrow keys.";
+const HINT = "Point at a segment, or use the arrow keys, to read its beginning.";
 let width = 0;
 let asList = null;
 let drawn = "";
@@ -48,7 +48,7 @@ function draw() {
   drawn = now;
   const some = nodes.length > 1;
   const shared = nodes.filter((one) => one.sessions.length > 1 && one.tokens).reduce((sum, one) => sum + one.tokens * (one.sessions.length - 1), 0);
-  setText(byId("tree-count"), some ? `${plural(nodes.length - 1, "segment")}; ${count(shared)} tokens are not kept twice` : "nothing is cached yet");
+  setText(byId("tree-count"), some ? `${plural(nodes.length - 1, "segment")}; ${count(shared)} tokens are shared` : "nothing is cached yet");
   setAttr(byId("tree-as"), "aria-pressed", listed());
   show(byId("tree-picture"), !listed() && some);
   show(byId("tree-list"), listed() && some);
