@@ -40,7 +40,7 @@ def test_a_first_session_that_is_computed_is_told_of(api: Api, page: Page) -> No
     page.open()
     page.has("#sessions-none", "No session yet.")
     with api.replying("Tell me everything."):
-        page.has("#sessions-none", "The first one is being computed")
+        page.has("#sessions-none", "The first session is being computed")
         page.lacks("#sessions-none", "No session yet.")
     page.has("#session-rows", "Tell me everything.")
 
