@@ -86,5 +86,5 @@ function outcome(one) {
   const many = one.generated_tokens;
   const speed = spent && many > 1 ? (many - 1) / spent : null;
   const words = `${count(many)}${speed ? ` at ${speed < 10 ? speed.toFixed(1) : Math.round(speed)}/s` : ""}`;
-  return one.status === "cancelled" ? `${words}, cancelled` : words;
+  return one.status === "cancelled" ? `${words}, cut` : words;
 }
