@@ -70,7 +70,7 @@ class Model:
     def __init__(self, model: str | None = None, **settings: Any):
         unknown = sorted(set(settings) - set(SETTINGS))
         if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}; the settings are {', '.join(SETTINGS)}")
+            raise ConfigError(f"unknown setting {unknown[0]!r}; expected {', '.join(SETTINGS)}")
         no_file = {"MLXCACHE_CONFIG": os.devnull}
         self.settings: Settings = load_settings({"model": model, **settings}, no_file)
         self._engine = Engine(self.settings)

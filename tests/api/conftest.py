@@ -1,4 +1,4 @@
-"""A scriptable engine behind the real application, in process and on a real socket."""
+"""Fixtures: the real application over a scripted engine, in process and on a real socket."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def settings() -> ApiSettings:
-    """Override in a module or class to change them."""
+    """Settings of the application; override in a module or class."""
     return ApiSettings()
 
 
@@ -43,7 +43,7 @@ def app(engine: FakeEngine, settings: ApiSettings) -> Starlette:
 
 @pytest.fixture
 async def client(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
-    """In process; a streamed answer arrives whole, at its end."""
+    """A client in process; a streamed answer arrives whole, at its end."""
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
@@ -63,7 +63,7 @@ async def openai_sdk(app: Starlette) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.fixture
 def live(app: Starlette) -> Iterator[str]:
-    """The base URL of the application on a real socket, in a thread of its own."""
+    """Serve the application on a real socket, in a thread; the base URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
@@ -80,7 +80,7 @@ def live(app: Starlette) -> Iterator[str]:
 
 
 def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    """Wait until `condition` holds; fails if it does not in time."""
+    """Wait until `condition` holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -88,7 +88,7 @@ def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
 
 
 async def soon(condition: Callable[[], Awaitable[T] | T], seconds: float = 5.0) -> None:
-    """`eventually` for asynchronous tests: the loop runs on meanwhile."""
+    """`eventually` for asynchronous tests: the event loop runs meanwhile."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

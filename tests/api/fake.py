@@ -1,4 +1,4 @@
-"""An engine whose replies are scripts: the facade without a model."""
+"""An engine without a model, whose replies are scripts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def reply(
     cached: int = 0,
     stop_sequence: str | None = None,
 ) -> list[Step]:
-    """A script: progress, then the pieces (a string is a Text), then the end.
+    """Build a script: progress, then the pieces (a string is a Text), then the end.
 
     The prompt's length is put in when it is known; each piece counts as one token.
     """
@@ -71,7 +71,7 @@ def reply(
 
 
 class FakeStream:
-    """One scripted reply; `closed` tells whether it was closed, `cancelled` whether too early."""
+    """One scripted reply; `closed` is set by aclose, `cancelled` if that was before its end."""
 
     def __init__(
         self, record: RequestRecord, steps: Sequence[Step], admitted: Admitted, wait: float
@@ -155,7 +155,7 @@ class FakeStream:
 
 
 class FakeEngine:
-    """The engine's facade over a script.
+    """The engine's interface over a script.
 
     `script` is what every reply plays. `queue_s` is how long a request waits to be admitted.
     `render_error` and `submit_error` are raised where they are set. `chats`, `texts`, `jobs`
@@ -184,7 +184,7 @@ class FakeEngine:
     async def render(
         self, chat: Chat, *, session: str | None = None, stop: Sequence[str] = ()
     ) -> Prompt:
-        """One token per message and per word of its content."""
+        """Return a prompt of one token per message and per word."""
         self.chats.append(chat)
         self.sessions.append(session)
         if self.render_error:
@@ -196,14 +196,14 @@ class FakeEngine:
         return Prompt(np.arange(length + 1, dtype=np.int32), breakpoint=at and min(at, length))
 
     async def render_text(self, text: str) -> Prompt:
-        """One token per word."""
+        """Return a prompt of one token per word."""
         self.texts.append(text)
         if self.render_error:
             raise self.render_error
         return Prompt(np.arange(len(text.split()), dtype=np.int32))
 
     async def submit(self, job: Job) -> FakeStream:
-        """A stream that plays the script."""
+        """Return a stream that plays the script."""
         self.jobs.append(job)
         if self.submit_error:
             raise self.submit_error
@@ -225,20 +225,20 @@ class FakeEngine:
         return self.streams[-1]
 
     def figures(self) -> dict[str, Any]:
-        """A recognisable body."""
+        """Return fixed figures."""
         return {"ram": {"used_bytes": 1, "limit_bytes": 2}, "sessions": len(self.jobs)}
 
     def requests(self) -> list[RequestRecord]:
-        """Newest first."""
+        """Return the records, newest first."""
         return self.records
 
     async def request(self, id: str) -> RequestRecord | None:
-        """By id."""
+        """Return one record by id."""
         return next((r for r in self.records if r.id == id), None)
 
 
 def _text(content: Any, info: ModelInfo | None) -> str:
-    """A message's text; an image is a word, where the model takes any."""
+    """Return a message's text; an image counts as a word if the model takes images."""
     if info is not None and info.has_images and isinstance(content, list):
         return " ".join("image" if isinstance(part, Image) else part for part in content)
     assert isinstance(content, str)

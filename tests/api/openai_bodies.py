@@ -1,4 +1,4 @@
-"""Chat bodies, and what comes back."""
+"""Bodies of chat completions, and their responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def chat(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
 
 
 def events(text: str) -> list[Any]:
-    """The data of each event; comments are left out."""
+    """Parse the data of each event, without comments."""
     return [
         data if data == "[DONE]" else json.loads(data)
         for line in text.splitlines()

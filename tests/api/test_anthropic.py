@@ -1,4 +1,4 @@
-"""Anthropic's endpoints, read by Anthropic's own client and, where the wire matters, raw."""
+"""Anthropic's endpoints, through Anthropic's SDK and as raw events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A coding agent's session as it looks on the wire: each turn's chat begins with the last one's."""
+"""A coding agent's session over HTTP: each turn's chat begins with the previous turn's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCRIPT = reply(
 
 
 class Agent:
-    """One conversation as the client keeps it, and the bodies that it sends."""
+    """One conversation as a client keeps it, and the bodies that it sends."""
 
     def __init__(self, client: httpx.AsyncClient):
         self.client = client

@@ -1,4 +1,4 @@
-"""Refusals, failures and waiting in Anthropic's shape, before a stream and within one."""
+"""Errors and queueing in Anthropic's shape, before a stream and inside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies made of real Messages shapes, right and nearly right: answered or refused, never a 500."""
+"""Valid and almost valid Messages bodies get a reply or a 400, never a 500."""
 
 from __future__ import annotations
 

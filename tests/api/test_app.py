@@ -1,4 +1,4 @@
-"""The application as clients meet it: limits, patience, and sockets that misbehave."""
+"""The application over HTTP: limits, timeouts and broken connections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BOTH = pytest.mark.parametrize(
 
 @contextlib.contextmanager
 def connected(url: str, receive_buffer: int | None = None) -> Iterator[socket.socket]:
-    """A raw connection to the server at `url`."""
+    """Open a raw connection to the server at `url`."""
     host, _, port = url.removeprefix("http://").partition(":")
     with socket.socket() as connection:
         if receive_buffer:
@@ -40,7 +40,7 @@ def connected(url: str, receive_buffer: int | None = None) -> Iterator[socket.so
 
 
 def raw(path: str, body: Any) -> bytes:
-    """An HTTP request with `body` as JSON."""
+    """Encode an HTTP request with `body` as JSON."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
     return head.encode() + content
@@ -72,7 +72,7 @@ class TestLimit:
 
 
 class TestSockets:
-    """On a real socket, because these are what a socket does."""
+    """Disconnects and stalls on a real socket."""
 
     @BOTH
     def test_a_hundred_megabytes_are_answered_and_the_server_goes_on(

@@ -1,4 +1,4 @@
-"""The page's files: what they are served with, that they are whole, and what they never do."""
+"""The dashboard's files: headers, references between them, and forbidden calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_a_strict_policy_goes_with_each_file(client: httpx.AsyncClient) ->
 
 
 def test_each_colour_stands_once() -> None:
-    """For light and for dark in one line, so that neither is forgotten when one changes."""
+    """Each has a light and a dark value on one line, so that neither is forgotten in a change."""
     names = [name for text in TEXTS.values() for name in re.findall(r"(--[\w-]+):", text)]
     twice = {name for name in names if names.count(name) > 1}
     assert twice == set()

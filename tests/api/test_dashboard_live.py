@@ -1,4 +1,4 @@
-"""What goes on, as it is told to those who watch: at once, when it changes, and until the end."""
+"""The live feed sends the present state, then each change, then its end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def watching(
     engine: FakeEngine, *parts: str, on: Feed | None = None
 ) -> AsyncIterator[Callable[[], Any]]:
-    """`await soon()` is the next thing that is told."""
+    """Watch `parts`; `await soon()` returns the next item."""
     found = on or Feed(engine, None)  # type: ignore[arg-type]
     watched = found.watch(parts)
 

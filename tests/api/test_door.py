@@ -1,4 +1,4 @@
-"""Who is let in: keys, owners, pages that a person named; and what is said to the others."""
+"""Access: keys, owners, allowed origins, limits, and the log of refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TestKeyring:
     def test_both_headers_and_all_keys_are_compared_whichever_fits(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The time taken tells nothing: digests of one length, and no early end."""
+        """Comparing takes the same time for each key: digests of one length, no early end."""
         compared: list[tuple[bytes, bytes]] = []
         same = hmac.compare_digest
 
@@ -47,7 +47,7 @@ class TestKeyring:
             assert {len(each) for pair in compared for each in pair} == {32}
 
     def test_the_key_says_who_the_owner_is(self) -> None:
-        """The key that is everybody's is nobody's; of two keys the bearer's counts."""
+        """The common key has no owner; if both headers have a key, the bearer's counts."""
         ring = Keyring("common", ("a", "b"))
         assert ring.find_owner(Headers({"x-api-key": "common"})) is None
         assert ring.find_owner(Headers({"authorization": "Bearer a"})) == owner_of("a")
@@ -65,7 +65,7 @@ class TestOwners:
     async def test_what_a_request_does_is_done_for_its_key(
         self, client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The engine asks nobody but the context; also while a reply is streamed."""
+        """The engine reads the owner from the context, also while it streams."""
         seen: list[str | None] = []
         submit = engine.submit
 
@@ -99,7 +99,7 @@ class TestAPageThatWasNamed:
         return ApiSettings(api_key="k", origins=frozenset({UI}))
 
     async def test_may_ask_before_it_has_the_key(self, client: httpx.AsyncClient) -> None:
-        """A browser sends no key with that question."""
+        """A browser sends a preflight without a key."""
         asked = {
             "origin": UI,
             "access-control-request-method": "PATCH",
@@ -129,7 +129,7 @@ class TestAPageThatWasNamed:
         assert response.headers["access-control-allow-origin"] == UI
 
     async def test_lets_no_other_in(self, client: httpx.AsyncClient, engine: FakeEngine) -> None:
-        """Not even with the key, and with no word that its script could read."""
+        """Not even with the key, and its script cannot read the answer."""
         for origin in (EVIL, "null", "http://localhost:3001", "https://localhost:3000"):
             headers = {"origin": origin, "access-control-request-method": "POST", "x-api-key": "k"}
             for response in (
@@ -143,7 +143,7 @@ class TestAPageThatWasNamed:
 
 
 async def test_every_response_is_kept_out_of_other_pages(client: httpx.AsyncClient) -> None:
-    """Neither a script, nor an image, nor a frame."""
+    """No other page can load one as a script, an image or a frame."""
     for path in ("/health", "/nothing", "/v1/models"):
         headers = (await client.get(path)).headers
         assert headers["x-content-type-options"] == "nosniff"
@@ -155,7 +155,7 @@ async def test_every_response_is_kept_out_of_other_pages(client: httpx.AsyncClie
 async def test_a_form_of_another_origin_generates_nothing(
     client: httpx.AsyncClient, engine: FakeEngine, kind: str
 ) -> None:
-    """No browser asks before it sends one of these."""
+    """A browser sends these content types without a preflight."""
     response = await client.post(
         CHAT_PATH, json=CHAT, headers={"origin": "http://127.0.0.1:9", "content-type": kind}
     )
@@ -178,7 +178,7 @@ class TestRefusals:
         )
 
     def test_one_line_for_many_and_never_a_key(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Whoever tries keys must not fill the disk with lines."""
+        """A client that tries keys cannot fill the disk with log lines."""
         now = 100.0
         refusals = RefusalLog(lambda: now)
         for _ in range(50):
@@ -209,7 +209,7 @@ class TestABodyThatDoesNotCome:
         ids=["stall", "drip"],
     )
     async def test_is_waited_for_so_long(self, every: float, pause: float, seconds: float) -> None:
-        """One that stops, and one that comes a byte at a time."""
+        """One that stops, and one that arrives byte by byte."""
         with pytest.raises(http.HTTPException) as raised:
             await self.body(every=every, pause=pause, seconds=seconds)
         assert raised.value.status_code == 408

@@ -22,7 +22,7 @@ MESSAGE = CHAT | {"model": "m", "max_tokens": 5}
 
 
 def openai_shaped(response: httpx.Response) -> dict[str, Any]:
-    """The error in it, checked to have OpenAI's shape."""
+    """Return the error, which must have OpenAI's shape."""
     body = response.json()
     assert set(body) == {"error"}
     error: dict[str, Any] = body["error"]
@@ -32,7 +32,7 @@ def openai_shaped(response: httpx.Response) -> dict[str, Any]:
 
 
 def anthropic_shaped(response: httpx.Response) -> dict[str, Any]:
-    """The error in it, checked to have Anthropic's shape."""
+    """Return the error, which must have Anthropic's shape."""
     body = response.json()
     assert body["type"] == "error"
     error: dict[str, Any] = body["error"]
@@ -148,7 +148,7 @@ async def test_a_bug_is_a_500_that_tells_no_details_and_is_logged_with_its_trace
 async def test_what_the_disk_does_is_logged_in_a_line(
     client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its words say what is wrong; where in the code it showed helps nobody."""
+    """Its message names the file and the cause, so no traceback is logged."""
     engine.render_error = errors.StoreError("the folder has vanished")
     response = await client.post("/v1/chat/completions", json=CHAT)
     assert response.status_code == 500

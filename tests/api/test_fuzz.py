@@ -1,4 +1,4 @@
-"""Whatever the body, the answer is a reply or a clear error: never a 500."""
+"""Any body gets a reply or a 400, never a 500."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ good_bodies = st.fixed_dictionaries(
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every container in `value` with each of its keys."""
+    """List every container in `value` with each of its keys."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     here = [(value, key) for key, _ in pairs]
     children = [value[key] for _, key in here]
@@ -121,7 +121,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 @st.composite
 def bodies(draw: st.DrawFn) -> Any:
-    """A good body, damaged in at most two places: replaced by anything, or taken out."""
+    """Draw a valid body with at most two values replaced or removed."""
     body = json.loads(json.dumps(draw(good_bodies)))
     for _ in range(draw(st.integers(0, 2))):
         if not (targets := places(body)):
@@ -135,7 +135,7 @@ def bodies(draw: st.DrawFn) -> Any:
 
 
 def post(path: str, content: bytes) -> httpx.Response:
-    """One request to an application of its own."""
+    """Send one request to a new application."""
     app = create_app(FakeEngine())  # type: ignore[arg-type]
 
     async def send() -> httpx.Response:
@@ -147,7 +147,7 @@ def post(path: str, content: bytes) -> httpx.Response:
 
 
 def check(path: str, content: bytes) -> None:
-    """A reply, or a 400 in the shape of the API that the path is of."""
+    """Check for a reply, or a 400 in the shape of the path's API."""
     response = post(path, content)
     assert response.headers["x-mlxcache-request"].startswith("req_")
     assert response.status_code in (200, 400), (response.text, content)

@@ -1,4 +1,4 @@
-"""Which names a request may come by: this machine's and its network's, and no web page's."""
+"""Accepted values of Host and Origin: local names, and no foreign web page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
     ],
 )
 def test_names_of_this_machine_and_its_network(host: str) -> None:
-    """Also from inside a container, and by a name that only the local network knows."""
+    """Also names inside a container and on the local network."""
     assert foreign_origin(Headers({"host": host})) is None
 
 
@@ -32,7 +32,7 @@ def test_names_of_this_machine_and_its_network(host: str) -> None:
     ["evil.example", "127.0.0.1.evil.example:8081", "localhost.evil.example", "a.b:8081", "[x"],
 )
 def test_a_name_that_anyone_can_point_here(host: str) -> None:
-    """That is how a page would read the answers."""
+    """By DNS rebinding a page could read the answers."""
     assert foreign_origin(Headers({"host": host})) == host
 
 
@@ -52,7 +52,7 @@ def test_a_name_that_anyone_can_point_here(host: str) -> None:
     ],
 )
 def test_origins(origin: str, let_in: bool) -> None:
-    """Pages of other origins can send a request without reading its answer: it would still run."""
+    """A page of another origin cannot read the answer, but its request would still run."""
     found = foreign_origin(Headers({"host": "127.0.0.1:8081", "origin": origin}))
     assert found == (None if let_in else origin)
 
@@ -69,13 +69,13 @@ def test_origins(origin: str, let_in: bool) -> None:
     ],
 )
 def test_a_page_of_this_servers_own(host: str, origin: str) -> None:
-    """The dashboard asks too."""
+    """The dashboard sends an Origin too."""
     assert foreign_origin(Headers({"host": host, "origin": origin})) is None
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 def test_what_a_browser_says_of_a_request_without_an_origin(site: str) -> None:
-    """An image, a script, a link: browsers name no origin for these."""
+    """Browsers send no Origin for images, scripts and links."""
     headers = {"host": "127.0.0.1:8081", "sec-fetch-site": site, "sec-fetch-mode": "no-cors"}
     assert foreign_origin(Headers(headers)) == "a page of another site"
     assert foreign_origin(Headers(headers | {"origin": "https://a.example"})) == "https://a.example"
@@ -86,14 +86,14 @@ def test_what_a_browser_says_of_a_request_without_an_origin(site: str) -> None:
 
 @pytest.mark.parametrize("site", ["same-origin", "none"])
 def test_a_person_and_this_servers_own_page(site: str) -> None:
-    """An address that was typed, and a page behind a proxy that changes Host."""
+    """A typed address, and a page behind a proxy that changes Host."""
     assert foreign_origin(Headers({"host": "127.0.0.1:8081", "sec-fetch-site": site})) is None
     proxied = {"host": "127.0.0.1:8081", "origin": "https://m.example", "sec-fetch-site": site}
     assert (foreign_origin(Headers(proxied)) is None) == (site == "same-origin")
 
 
 def test_a_name_that_was_rebound_is_refused_though_it_is_its_own_origin() -> None:
-    """To the browser such a page and this server are one."""
+    """A browser treats such a page and this server as one origin."""
     headers = {
         "host": "evil.example:8081",
         "origin": "http://evil.example:8081",
@@ -103,7 +103,7 @@ def test_a_name_that_was_rebound_is_refused_though_it_is_its_own_origin() -> Non
 
 
 def test_a_link_may_lead_to_a_page_but_not_into_a_frame() -> None:
-    """What is shown in a frame of another page can be clicked by accident."""
+    """A page in a frame of another page could be clicked by accident."""
     link = {"host": "x", "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
     assert foreign_origin(Headers(link | {"sec-fetch-dest": "document"}), linkable=True) is None
     assert foreign_origin(Headers(link | {"sec-fetch-dest": "document"})) is not None
@@ -133,7 +133,7 @@ class TestWithAKey:
         return ApiSettings(api_key="k")
 
     async def test_the_key_decides(self, client: httpx.AsyncClient) -> None:
-        """Behind a proxy with a name of its own; a page cannot know the key."""
+        """A proxy may have its own name; a page cannot know the key."""
         headers = {"host": "models.example.com", "x-api-key": "k"}
         assert (await client.get("/v1/models", headers=headers)).status_code == 200
         assert (await client.get("/health", headers={"host": "a.example"})).status_code == 200
@@ -154,7 +154,7 @@ class TestAPathThatIsNone:
         "path", ["/v1/v1/messages", "/chat/completions", "/v1/messages/batches"]
     )
     async def test_says_what_a_base_url_is(self, client: httpx.AsyncClient, path: str) -> None:
-        """The commonest mistake when a client is set up."""
+        """The most common mistake in a client's settings."""
         response = await client.post(path, json=CHAT)
         assert response.status_code == 404
         message = response.json()["error"]["message"]

@@ -13,7 +13,7 @@ from mlxcache.errors import TooLarge
 
 
 def request_of(*chunks: bytes | None, headers: dict[str, str] | None = None) -> Request:
-    """A request whose body comes in `chunks`; None: the client goes away."""
+    """Build a request whose body arrives in `chunks`; None is a disconnect."""
     messages = [
         {"type": "http.disconnect"}
         if chunk is None

@@ -1,4 +1,4 @@
-"""Answers that are errors are counted by status, whatever was asked."""
+"""Error responses of all paths are counted by status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MESSAGE = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 async def counted(client: httpx.AsyncClient) -> dict[int, float]:
-    """By status, without those that never were."""
+    """Read the counts by status, without zeros."""
     text = (await client.get("/metrics", headers={"X-Api-Key": KEY})).text
     (family,) = (
         one
@@ -32,7 +32,7 @@ class TestKey:
         return ApiSettings(api_key=KEY, max_body_bytes=200)
 
     async def test_who_is_not_let_in_is_counted(self, client: httpx.AsyncClient) -> None:
-        """Each time; who is let in is not."""
+        """Each refusal counts; accepted requests do not."""
         assert await counted(client) == {}
         for headers in ({}, {"X-Api-Key": "wrong"}):
             assert (await client.post(CHAT, json=MESSAGE, headers=headers)).status_code == 401
@@ -42,7 +42,7 @@ class TestKey:
     async def test_what_is_no_request_is_counted(
         self, client: httpx.AsyncClient, engine: FakeEngine
     ) -> None:
-        """A body that is no JSON or too large, a path that there is not, a full queue."""
+        """An invalid or too large body, an unknown path, a full queue."""
         client.headers["X-Api-Key"] = KEY
         for body in (b"{", b"[]", b'{"messages": 3}'):
             assert (await client.post(CHAT, content=body)).status_code == 400
@@ -55,7 +55,7 @@ class TestKey:
 
 
 async def test_health_may_be_asked_in_vain(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    """Whoever waits for a server to be there asks each second."""
+    """Clients poll it while the server starts."""
     engine.state = "loading"
     assert (await client.get("/health")).status_code == 503
     assert (await client.get("/v1/models")).status_code == 503
@@ -63,6 +63,6 @@ async def test_health_may_be_asked_in_vain(client: httpx.AsyncClient, engine: Fa
 
 
 async def test_what_never_happened_is_a_zero(client: httpx.AsyncClient) -> None:
-    """So that the first 401 shows as a rise."""
+    """Prometheus then sees the first 401 as an increase."""
     text = (await client.get("/metrics")).text
     assert 'mlxcache_http_errors_total{status="401"} 0.0' in text

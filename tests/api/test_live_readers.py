@@ -1,4 +1,4 @@
-"""How many may watch: each owner so many, however quickly they come."""
+"""Each owner may have a limited number of live streams."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ async def test_streams_that_have_not_begun_count_and_another_owners_do_not(
 
 
 async def _nothing() -> Any:
-    """A client that stays."""
+    """Receive nothing: the client stays connected."""
     await asyncio.Event().wait()
 
 
 async def _anything(message: Any) -> None:
-    """Take it."""
+    """Send nowhere."""
 
 
 async def test_a_disk_that_answers_nothing_holds_up_nobody(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither what else is told, nor any other request: the figures wait for it in a thread."""
+    """Neither other parts of the feed nor other requests wait: figures are read in a thread."""
     monkeypatch.setattr(live, "FIRST_FIGURES_S", 0.01)
     answers, plain = threading.Event(), engine.figures
 

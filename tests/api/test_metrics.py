@@ -1,4 +1,4 @@
-"""GET /metrics before there is a model, and who may read it."""
+"""GET /metrics while the model loads, and with keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMON, MINE, THEIRS = "swordfish-0002", "mine-0001", "theirs-0001"
 async def test_what_is_not_known_yet_has_a_name_and_no_value(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    """While the model loads, a scrape tells that it does."""
+    """A scrape shows that the model loads."""
     engine.state, engine.info = "loading", None
     engine.figures = lambda: {}  # type: ignore[method-assign]
     text = (await client.get("/metrics")).text
@@ -28,7 +28,7 @@ async def test_what_is_not_known_yet_has_a_name_and_no_value(
 async def test_a_word_of_the_model_is_escaped(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    """Its name may be any folder's."""
+    """It may be the name of any folder."""
     assert engine.info is not None
     name = 'a "quoted"\\ name\nof two lines'
     engine.info = type(engine.info)(name, 10, 10, 0, "llama", False, False)
@@ -43,7 +43,7 @@ class TestKeys:
         return ApiSettings(api_key=COMMON)
 
     async def test_the_key_is_asked_for(self, client: httpx.AsyncClient) -> None:
-        """As `Authorization: Bearer`, which is what Prometheus sends."""
+        """As `Authorization: Bearer`, as Prometheus sends it."""
         assert (await client.get("/metrics")).status_code == 401
         headers = {"Authorization": f"Bearer {COMMON}"}
         assert (await client.get("/metrics", headers=headers)).status_code == 200
@@ -55,7 +55,7 @@ class TestOwners:
         return ApiSettings(owned_keys=(MINE, THEIRS))
 
     async def test_any_key_reads_the_whole_servers_figures(self, client: httpx.AsyncClient) -> None:
-        """The same for each, and nothing in them is anybody's own."""
+        """Every key gets the same metrics, without data of an owner."""
         assert (await client.get("/metrics")).status_code == 401
         texts = [
             (await client.get("/metrics", headers={"X-Api-Key": key})).text
@@ -68,7 +68,7 @@ class TestOwners:
 async def test_a_folder_that_is_being_made_again_is_no_fault_of_the_servers(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    """503, and when to come again."""
+    """503 with Retry-After."""
     engine.submit_error = Vanished("/x has vanished.")
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     response = await client.post("/v1/chat/completions", json=chat)

@@ -1,4 +1,4 @@
-"""What every response carries, and whom the key lets in."""
+"""Headers of every response, and the API key."""
 
 from __future__ import annotations
 

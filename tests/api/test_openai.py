@@ -1,4 +1,4 @@
-"""OpenAI's endpoints when something fails, and the server's own limit."""
+"""OpenAI's endpoints: failures, and the server's default limit."""
 
 from __future__ import annotations
 

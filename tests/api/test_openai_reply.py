@@ -1,4 +1,4 @@
-"""Chat completions, whole and in chunks, read by OpenAI's own client."""
+"""Chat completions, whole and streamed, through OpenAI's SDK."""
 
 from __future__ import annotations
 

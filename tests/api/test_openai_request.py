@@ -1,4 +1,4 @@
-"""What an OpenAI body becomes, and what of it is refused."""
+"""OpenAI bodies become a Job; unsupported fields are refused."""
 
 from __future__ import annotations
 

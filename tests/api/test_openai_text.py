@@ -1,4 +1,4 @@
-"""Text completions, whole and in chunks."""
+"""Text completions, whole and streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of chat requests, kept for those who ask for it."""
+"""Bodies of chat requests are recorded to files if recording is on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_chat_requests_are_kept_as_they_came(tmp_path):
-    """By time, endpoint and id; readable for nobody else; no key, and nothing but chat requests."""
+    """Names have time, endpoint and id; files are private, without keys, only chat requests."""
     folder = tmp_path / "a" / "kept"
     recorder = Recorder(folder)
     app = create_app(FakeEngine(), ApiSettings(api_key=KEY, recorder=recorder))  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def test_chat_requests_are_kept_as_they_came(tmp_path):
 
 
 def test_nothing_is_kept_unless_asked_for(tmp_path, monkeypatch):
-    """Not even in the folder where the server runs."""
+    """Also not in the server's working directory."""
     monkeypatch.chdir(tmp_path)
     client = TestClient(create_app(FakeEngine()), base_url="http://127.0.0.1")  # type: ignore[arg-type]
     assert client.post("/v1/messages", json=BODY).status_code == 200
@@ -59,7 +59,7 @@ def test_nothing_is_kept_unless_asked_for(tmp_path, monkeypatch):
 
 
 def test_the_newest_are_kept_within_both_limits(tmp_path):
-    """Also those that an earlier server left count; what is not its own stays."""
+    """Files of an earlier server count; other files stay."""
     (tmp_path / "notes.json").write_text("mine")
     for round in range(2):
         recorder = Recorder(tmp_path, files=4, nbytes=100)
@@ -77,7 +77,7 @@ def test_the_newest_are_kept_within_both_limits(tmp_path):
 
 
 def test_a_folder_that_goes_fails_no_request(tmp_path, caplog):
-    """It is told once."""
+    """It is logged once."""
     folder = tmp_path / "kept"
     recorder = Recorder(folder)
     folder.rmdir()
@@ -88,7 +88,7 @@ def test_a_folder_that_goes_fails_no_request(tmp_path, caplog):
 
 
 def test_a_folder_that_cannot_be_is_wrong_usage(tmp_path):
-    """The server does not start."""
+    """The server refuses to start."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--record"):
         Recorder(tmp_path / "file")

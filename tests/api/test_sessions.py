@@ -1,4 +1,4 @@
-"""Sessions, warming and clearing over HTTP, before a book that notes what it is asked."""
+"""Endpoints of sessions and the cache, over a book that records its calls."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ FIELDS = {
     *("durable_tokens", "turns", "ram_bytes", "disk_bytes", "tier", "pinned", "created_at"),
     "last_used_at",
 }
-"""What clients rely on."""
+"""Fields that clients rely on."""
 
 
 def listed(*, ram: int = 10, disk: int = 10) -> Listed:
-    """A session of a main leaf with 10 tokens and an agent's with 4."""
+    """Build a session with a main leaf of 10 tokens and an agent's of 4."""
     session = Session(ID, "n", "model", "L", None, "Fix", "cli/1", 3, False, 1.0, 2.0)
     leaves = tuple(
         Leaf(id, ID, kind, np.arange(count, dtype=np.int32), 2, 2, 1, 2.0)
@@ -40,7 +40,7 @@ def listed(*, ram: int = 10, disk: int = 10) -> Listed:
 
 
 class Snapshot:
-    """Two parts of a file."""
+    """A file in two parts."""
 
     nbytes = 6
 
@@ -49,7 +49,7 @@ class Snapshot:
 
 
 class FakeBook:
-    """Notes calls in `asked`; raises `error` if it is set."""
+    """A session book that records calls in `asked`, and raises `error` if it is set."""
 
     def __init__(self, folder: Path):
         self.asked: list[Any] = []
@@ -204,7 +204,7 @@ async def test_a_snapshot_streams_with_its_length(
 async def test_a_snapshot_is_received_into_a_file_that_goes_again(
     client: httpx.AsyncClient, book: FakeBook, tmp_path: Path
 ) -> None:
-    """Also where it is refused."""
+    """Also if the snapshot is refused."""
     response = await client.post("/v1/sessions?name=mine", content=b"x" * 100)
     assert response.status_code == 201
     assert book.asked == [("incoming", 100), ("restore", b"x" * 100, "mine", None)]
@@ -222,7 +222,7 @@ async def test_a_snapshot_is_received_into_a_file_that_goes_again(
 async def test_a_prompt_may_stand_before_the_file(
     client: httpx.AsyncClient, book: FakeBook
 ) -> None:
-    """For mlx-lm's files, which have no tokens."""
+    """For files of mlx-lm, which hold no tokens."""
 
     async def parts() -> AsyncIterator[bytes]:
         for part in (b"Na", b"me itxy", b"z"):
@@ -288,7 +288,7 @@ async def test_the_files_can_be_checked(client: httpx.AsyncClient, book: FakeBoo
 
 
 async def test_titles_come_with_the_job(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    """From either API, and from a text."""
+    """Bodies of both APIs, and plain text."""
     words = "<system-reminder>x</system-reminder>Fix it"
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": words}]}
     await client.post("/v1/chat/completions", json=body)
@@ -301,7 +301,7 @@ async def test_titles_come_with_the_job(client: httpx.AsyncClient, engine: FakeE
 async def test_warming_computes_the_prompt_and_says_what_that_took(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    """It is no turn of anybody's."""
+    """It is no turn of a session."""
     engine.cached_tokens = 2
     body = {"messages": [{"role": "user", "content": "one two"}]}
     done = (await client.post("/v1/cache/warm", json=body)).json()

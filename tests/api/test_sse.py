@@ -1,4 +1,4 @@
-"""Streams: silences are filled, and whatever ends a stream closes the engine's."""
+"""Streams send pings in silences, and close the engine's stream however they end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def response(stream: FakeStream, settings: ApiSettings = SETTINGS) -> EventStrea
 
 
 class Wire:
-    """The client's end: what was sent, when it goes away, and how slowly it reads."""
+    """The client's end of a connection: what it got, its disconnect, its reading speed."""
 
     def __init__(self, *, read_s: float = 0.0, fail_start: bool = False):
         self.body = b""

@@ -1,4 +1,4 @@
-"""Health, models, the cache's figures and recent requests."""
+"""Endpoints of health, models, figures and recent requests."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def test_a_request_is_found_under_the_id_that_its_response_carried(
 
 
 def test_what_is_reused_is_not_said_before_it_is_known():
-    """Of a request that waits, and of one that was refused."""
+    """For a queued request, and for a refused one."""
     for status in ("queued", "rejected"):
         record = RequestRecord("r", None, "chat", None, status, 0.0, 100)
         assert describe_request(record)["reuse"] is None

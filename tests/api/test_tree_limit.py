@@ -1,4 +1,4 @@
-"""How many sessions and nodes `GET /v1/cache/tree` shows at most."""
+"""`GET /v1/cache/tree` limits its sessions and nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.api.conftest import FakeEngine
 
 
 class Book:
-    """No sessions; `asked` is how many were asked for."""
+    """A session book without sessions; `asked` holds the limits it was called with."""
 
     namespace = "n"
 

@@ -14,7 +14,7 @@ USER = {"role": "user", "content": "Hi"}
 
 
 async def test_a_head_is_computed_up_to_where_messages_differ():
-    """Only what every conversation under it shares."""
+    """Only the prefix that every conversation shares."""
     engine, prompts = FakeEngine(), iter(([5, 6, 7, 8, 1, 9], [5, 6, 7, 8, 2, 9]))
 
     async def render(chat, *, session=None):
@@ -30,7 +30,7 @@ async def test_a_head_is_computed_up_to_where_messages_differ():
 
 
 async def test_a_failure_is_raised_and_the_stream_closed():
-    """As for any request."""
+    """As for other requests."""
     engine = FakeEngine()
     engine.script = [*reply("x")[:-1], Finished("error", 3, 0, 0, 0)]
     with pytest.raises(GenerationFailed):

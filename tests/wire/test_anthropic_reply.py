@@ -1,4 +1,4 @@
-"""Pieces of a reply become blocks, the same ones streamed and whole."""
+"""Pieces of a reply become the same content blocks, streamed and whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def play(pieces: list[Piece], *, show: bool = True) -> tuple[list[dict[str, Any]
 
 
 def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The content as a client puts it together."""
+    """Rebuild the content from events, as a client does."""
     content: list[dict[str, Any]] = []
     for event in events:
         index = event["index"]

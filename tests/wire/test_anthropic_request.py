@@ -1,4 +1,4 @@
-"""A Messages body becomes the same chat however a client writes the same conversation."""
+"""A Messages body becomes the same chat for each spelling of the same conversation."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ HISTORIES = st.lists(USERS | ASSISTANTS | SYSTEMS, max_size=5).map(lambda ms: [*
 
 
 def as_strings(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same conversation with every list of one text written as a string."""
+    """Rewrite every list of one text as a string."""
     messages = copy.deepcopy(messages)
     holders = messages + [b for m in messages for b in m["content"] if b["type"] == "tool_result"]
     for holder in holders:

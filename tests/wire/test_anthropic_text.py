@@ -1,4 +1,4 @@
-"""Each kind of content block reads as a text, or is refused by name."""
+"""Each type of content block becomes a text, or is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tools the head describes, and which a reference loads."""
+"""Tools in the head, and deferred tools that a reference loads."""
 
 import pytest
 

@@ -14,7 +14,7 @@ ANTHROPIC_TOOL = {"name": "f", "input_schema": {"type": "object"}}
 
 
 def shape(body):
-    """Roles of each chat, and the names of its tools."""
+    """Return the roles of each chat, and the names of its tools."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return [
         ([m["role"] for m in chat.messages], [t["function"]["name"] for t in chat.tools])
@@ -37,7 +37,7 @@ def shape(body):
     ],
 )
 def test_a_body_is_a_request_of_either_api_or_a_system_prompt(body, roles, tools, chats):
-    """Without a message of a person there are two, which share the head."""
+    """Without a user message there are two chats, which share the head."""
     found = shape(body)
     assert len(found) == chats
     for given_roles, given_tools in found:
@@ -46,7 +46,7 @@ def test_a_body_is_a_request_of_either_api_or_a_system_prompt(body, roles, tools
 
 
 def test_blocks_of_anthropics_are_told_by_their_types():
-    """A request without system and tools may still be one of theirs."""
+    """Also in a request without system and tools."""
     call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
     messages = [
@@ -62,6 +62,6 @@ def test_blocks_of_anthropics_are_told_by_their_types():
     [b"", b" \n", b"{", b"{}", b'{"messages": 3}', b'{"messages": []}', b"\xff\xfe", b"{\xff}"],
 )
 def test_what_is_neither_is_refused(body):
-    """With a sentence, and nothing is computed."""
+    """As BadRequest."""
     with pytest.raises(BadRequest):
         chats_to_warm(body)

@@ -1,4 +1,4 @@
-"""Images in the bodies of both APIs: read where the model takes them, else refused by name."""
+"""Images of both APIs are read if the model takes them, else refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Titles of conversations, by what people wrote."""
+"""Titles of conversations come from text that users typed."""
 
 import pytest
 
@@ -26,12 +26,12 @@ from mlxcache.wire.titles import MAX_TITLE, title_from_messages, title_from_text
     ],
 )
 def test_a_title_is_one_clean_line_of_what_a_person_wrote(text, title):
-    """Wrappers of machines are skipped, those around a person's words are taken off."""
+    """Machine-made elements are skipped; those around typed text are removed."""
     assert title_from_text(text) == title
 
 
 def test_a_long_title_is_cut_and_says_so():
-    """At 80 characters, however long the text is."""
+    """At 80 characters."""
     for text in ("x" * 10**6, "word " * 10**5):
         title = title_from_text(text)
         assert title is not None
@@ -40,7 +40,7 @@ def test_a_long_title_is_cut_and_says_so():
 
 
 def test_the_first_message_with_words_of_a_person_gives_the_title():
-    """Not the system's, not one that is only a wrapper."""
+    """Not a system message, nor one of machine-made elements only."""
     messages = [
         {"role": "system", "content": "You are"},
         {"role": "user", "content": "<command-name>/init</command-name>"},
@@ -52,7 +52,7 @@ def test_the_first_message_with_words_of_a_person_gives_the_title():
 
 
 def test_words_beside_an_image_are_the_title():
-    """An image has no words; without any, the next message is looked at."""
+    """A message of images only is skipped."""
     image = Image(b"x", b"y" * 32)
     shown = {"role": "user", "content": ["Look at", image, "this"]}
     assert title_from_messages([shown]) == "Look at this"
