@@ -41,7 +41,7 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """Advice on the cause."""
         return advice_for(self.cause)
 
 

@@ -97,7 +97,7 @@ class Explanation:
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """Advice on the cause; empty where nothing differs."""
         return advice_for(self.cause) if self.cause else ""
 
 

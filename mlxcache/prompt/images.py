@@ -30,7 +30,7 @@ PARTS: tuple[Message, ...] = (
 
 
 class ImageProcessor(Protocol):
-    """What is needed of a model's image processor; see `model.vision.Vision`.
+    """The interface of a model's image processor; see `model.vision.Vision`.
 
     `image_token` is the text that a template writes for an image, `token_id` the id that stands for
     one row of it. `text(image)` is the text of all its rows.

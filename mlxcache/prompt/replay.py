@@ -62,9 +62,9 @@ class ReplayedText:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """How a reply fits into a rendered text.
+    """The place of a reply in a rendered text.
 
-    `shown` is the text that it replaces; `guard` is `shown` and what must follow it.
+    `shown` is the text that it replaces; `guard` is `shown` and the text that must follow it.
     """
 
     shown: str

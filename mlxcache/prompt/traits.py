@@ -34,7 +34,7 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a chat template renders completely and in place; `adapt` rewrites the rest.
+    """The features that a chat template renders completely and in place; `adapt` rewrites others.
 
     `system`: a system message at the start. `system_anywhere`: also between and after turns.
     `developer`: that role, by name. `alternates`: two user or two assistant messages in a row

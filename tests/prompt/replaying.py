@@ -1,4 +1,4 @@
-"""A model's side of a conversation: prompts, replies of the test's own making, what clients see."""
+"""Prompts, made-up replies, and the messages that a client receives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 
 class Served:
-    """A builder for a family, and what its model writes."""
+    """A builder for a model family, and replies of its model."""
 
     def __init__(self, name: str, rules: Mapping[str, bool] | None = None, seed: int = 0):
         self.family = FAMILIES[name]
@@ -62,7 +62,7 @@ class Served:
         reason: FinishReason = "stop",
         stop: Sequence[str] = (),
     ) -> tuple[list[Piece], list[int]]:
-        """What a reply is read as, which is remembered, and the ids up to its end."""
+        """The parsed pieces of a reply, which is remembered, and its ids up to its end."""
         parser = OutputParser(
             self.tokenizer,
             tools=tools,
@@ -92,7 +92,7 @@ class Served:
         reason: FinishReason = "stop",
         stop: Sequence[str] = (),
     ) -> tuple[Message, Tokens]:
-        """The message that a client is sent, and what the cache holds afterwards."""
+        """The message that the client receives, and the ids that the cache then holds."""
         pieces, out = self.pieces(prompt, ids, tools, reason=reason, stop=stop)
         message: Message = {
             "role": "assistant",
@@ -115,7 +115,7 @@ class Served:
 
 
 def resorted(value: Any) -> Any:
-    """As a client's JSON library would write it: keys in reverse, whole numbers as floats."""
+    """A JSON value as a client's library rewrites it: keys reversed, integers as floats."""
     if isinstance(value, dict):
         return {key: resorted(value[key]) for key in sorted(value, reverse=True)}
     if isinstance(value, list):
@@ -139,5 +139,5 @@ def without_thinking(message: Message) -> Message:
 
 
 def fed(prompt: Prompt, held: Tokens) -> int:
-    """Tokens of a prompt that what is held does not begin with."""
+    """The number of tokens of a prompt after its common prefix with `held`."""
     return len(prompt.ids) - common_length(held, prompt.ids)

@@ -1,4 +1,4 @@
-"""What in one large request is likely to change, and what only looks like it."""
+"""The audit finds text that is likely to change, and nothing that only looks like it."""
 
 from __future__ import annotations
 

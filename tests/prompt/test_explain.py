@@ -1,4 +1,4 @@
-"""The last prompts of each session, kept for comparing."""
+"""Earlier prompts are kept for comparison and ranked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_what_is_kept_for_comparing_is_bounded():
 
 
 def test_a_prompt_takes_the_place_of_the_one_it_goes_on_with():
-    """So a long conversation is kept once."""
+    """A long conversation is kept once."""
     held = EarlierPrompts()
     one = side("w", 30)
     held.add(EarlierPrompt("s", Side(one.source, one.ids[:-5]), 10))

@@ -1,4 +1,4 @@
-"""Images in a prompt: where their tokens are, and that they stand for what the images show."""
+"""Image tokens are in place, and their ids depend on the content of the images."""
 
 from __future__ import annotations
 

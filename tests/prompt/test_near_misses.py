@@ -1,4 +1,4 @@
-"""What a person or a tool says reaches the model word for word, whatever it looks like."""
+"""Text of users and tools reaches the model word for word, whatever it looks like."""
 
 from __future__ import annotations
 

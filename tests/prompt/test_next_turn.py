@@ -1,4 +1,4 @@
-"""What the next turn will begin with: for each way in which templates write history anew."""
+"""The beginning of the next turn is predicted, for each way in which templates rewrite history."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REPLIES: dict[str, list[Piece]] = {
 
 
 def next_turns(chat: Chat, begins: str) -> list[dict[str, Any]]:
-    """What a client sends after `chat`: results of its calls, else a user's message."""
+    """The messages that a client sends after `chat`: results of calls, else a user's message."""
     calls = chat.messages[-1].get("tool_calls") or ()
     results = [{"role": "tool", "tool_call_id": c["id"], "content": begins} for c in calls]
     return results or [{"role": "user", "content": begins}]
@@ -63,7 +63,7 @@ def test_the_next_turn_begins_so(name: str, reply: str, thoughts: bool) -> None:
 
 @pytest.mark.parametrize("before", [None, "reasoning_content", "content"])
 def test_a_client_that_has_left_thinking_out_does_so_again(before: str | None) -> None:
-    """Where it has not replied yet, the API that it uses says what it is likely to do."""
+    """Before the first reply, the API tells whether the client sends thinking back."""
     earlier = [] if before is None else [{"role": "assistant", "content": "", before: "hm"}]
     chat = Chat([*MESSAGES, *earlier, *MESSAGES[1:]] if earlier else MESSAGES)
     for thoughts in (True, False):

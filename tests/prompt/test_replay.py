@@ -1,4 +1,4 @@
-"""Replies that come back are put in as they were generated."""
+"""Replies that a client sends back enter the prompt as they were generated."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_after_a_call_only_its_results_are_fed(name: str, sends: bool) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_after_an_answer_only_the_next_message_is_fed(name: str) -> None:
-    """Where nothing was thought; where it was, most templates leave it out now."""
+    """Without thinking; most templates leave thinking out now."""
     served = Served(name)
     messages = list(START)
     for turn in range(3):
@@ -88,7 +88,7 @@ def test_after_an_answer_only_the_next_message_is_fed(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLING)
 def test_a_template_that_leaves_out_thinking_is_followed(name: str) -> None:
-    """The prompt after a new message of the user is the one that nothing was remembered for."""
+    """After a new user message the prompt is that of a builder without memory."""
     if not FAMILIES[name].thinks:
         pytest.skip("does not think")
     served = Served(name)
@@ -102,7 +102,7 @@ def test_a_template_that_leaves_out_thinking_is_followed(name: str) -> None:
 
 
 def _edits(reply: Message) -> list[tuple[str, Message]]:
-    """Messages that say something else than a reply does."""
+    """Messages with another content than a reply's."""
 
     def changed(**fields: Any) -> Message:
         return {**copy.deepcopy(reply), **fields}
@@ -195,7 +195,7 @@ def test_a_prompt_begins_with_all_that_was_generated(
 def test_a_reply_that_does_not_come_back_is_read_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a long conversation each turn would else read all replies whose thinking is left out."""
+    """Otherwise each turn of a long conversation would parse all replies without thinking."""
     served = Served(name)
     messages = list(START)
     read: list[int] = []
@@ -242,7 +242,7 @@ def test_a_reply_that_was_cut_off_is_put_in(reason: FinishReason) -> None:
 
 @pytest.mark.parametrize("stop", ["two blanks", "wo bl"])
 def test_a_reply_that_a_stop_string_ended_goes_without_it(stop: str) -> None:
-    """What the model wrote of the stop string is not in the next prompt."""
+    """The stop string that the model wrote is not in the next prompt."""
     served = Served("mistral")
     reply, _ = served.reply(served.asked(START), served.ids(TEXT), stop=[stop])
     again = served.asked([*START, reply, user("And?")])
@@ -263,7 +263,7 @@ def test_control_tokens_that_were_read_as_text_come_back_as_text() -> None:
 
 
 def test_a_session_label_is_not_needed_and_changes_nothing() -> None:
-    """What a reply is found by is the prompt that it was to."""
+    """A reply is found by its prompt."""
     served = Served("glm")
     reply, _ = called(served, "glm", START)
     messages = [*START, reply, *results(reply)]
@@ -285,7 +285,7 @@ def test_each_rule_has_its_switch() -> None:
 
 
 def test_what_is_remembered_is_bounded_in_bytes() -> None:
-    """The replies asked for longest ago go; those of a conversation in use stay."""
+    """The least recently used replies are evicted; those of a conversation in use stay."""
     replies = Replies(limit=40_000)
     ids = np.arange(200, dtype=np.int32)
     made = [GeneratedReply(PromptKey(bytes([n]), n, "", bytes([n])), ids + n) for n in range(20)]

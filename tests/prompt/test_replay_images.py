@@ -1,4 +1,4 @@
-"""Replies are put in again behind images, too, and what is computed ahead has the images' ids."""
+"""Replies after images are replayed too, and the predicted next turn has the images' ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat template comes with a model, and is a program of whoever made that: it is fenced in."""
+"""A chat template is a program that comes with a model: it is sandboxed and limited in time."""
 
 from __future__ import annotations
 

@@ -68,6 +68,6 @@ def test_a_tokenizer_without_backend_tells_its_added_tokens_through_transformers
 
 
 def test_a_class_with_its_own_encode_hides_the_backend() -> None:
-    """What such a class does to the text would be missed."""
+    """Otherwise the change that such a class makes to the text would be missed."""
     assert backend_of(kinds.tokenizer("byte_level", None, cls=Newlines)) is None
     assert backend_of(kinds.tokenizer("byte_level", None)) is not None

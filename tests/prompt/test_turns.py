@@ -1,4 +1,4 @@
-"""A turn feeds what is new in it, in each family's template, whatever the last reply was."""
+"""A turn feeds only its new text, with each family's template and after any kind of reply."""
 
 from __future__ import annotations
 

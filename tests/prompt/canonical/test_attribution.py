@@ -1,4 +1,4 @@
-"""The attribution line goes; everything that only looks like it stays."""
+"""The attribution line is removed; everything that only looks like it stays."""
 
 import pytest
 

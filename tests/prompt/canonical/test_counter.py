@@ -1,4 +1,4 @@
-"""Counters of tokens go; the newest may stand at the end."""
+"""Counters of tokens are removed; the newest may be moved to the end."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a client tells of its environment behind the first message is rendered before it."""
+"""A client's environment after the first message is rendered before it."""
 
 import re
 
@@ -169,7 +169,7 @@ def test_in_another_place_it_stays(messages):
     ],
 )
 def test_with_other_words_in_it_it_stays(text):
-    """Where it is not known what something is, or where what is told ends."""
+    """Text of unknown kind, or an environment without a known end."""
     chat = Chat([HEAD, ASKED, message("system", text)])
     assert Canonicaliser().canonicalise(chat).chat is chat
 

@@ -1,4 +1,4 @@
-"""The git status, where the rule is on, is told when it is new and stays where it was told."""
+"""With the rule on, the git status stands where it was new and stays there."""
 
 import pytest
 

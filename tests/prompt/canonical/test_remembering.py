@@ -1,4 +1,4 @@
-"""Rules that go by what came before: order of tools, calls as written, cleared results."""
+"""Rules that use earlier requests: order of tools, arguments of calls, cleared results."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def order(made):
 
 
 def test_tools_in_changing_order_keep_the_first():
-    """The client's own order, until it shows that it means nothing by it."""
+    """The client's first order is kept."""
     rules = Canonicaliser()
     tools = [tool(name) for name in "dacb"]
     first = rules.canonicalise(Chat((USER,), tools))

@@ -1,4 +1,4 @@
-"""What must make no difference to a prompt makes none, from the wire to the token ids."""
+"""Differences in form leave the prompt unchanged, from the wire to the token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations full of noise: each turn extends the one before, and people's words stay."""
+"""Conversations with machine-made text: each turn extends the one before, and users' text stays."""
 
 from __future__ import annotations
 

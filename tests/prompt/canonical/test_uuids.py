@@ -1,4 +1,4 @@
-"""Session UUIDs: what is found, what is replaced, and that all comes back exactly."""
+"""Session UUIDs are found, replaced, and mapped back exactly."""
 
 import json
 import re
