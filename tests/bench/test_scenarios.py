@@ -1,4 +1,4 @@
-"""What each scenario sends, seen by a client that remembers it."""
+"""Messages that each scenario sends, recorded by a fake client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo model is trained on: short chats made of the prose that Python comes with.
+"""Training text of the demo model: short chats made of prose in the Python distribution.
 
 The prose is the language reference behind `help()` and the docstrings of the standard library,
 so that training needs nothing but a Python installation.
@@ -92,7 +92,7 @@ class Chats:
         self._draw = random.Random(seed)
 
     def background(self) -> str:
-        """What may stand before a chat: a system turn, with tools, prose or a file's text."""
+        """Text before a chat: a system turn, with tools, prose or a file's text."""
         kind = self._draw.randrange(4)
         if kind == 0:
             body = self._draw.choice(SYSTEMS)

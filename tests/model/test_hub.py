@@ -1,4 +1,4 @@
-"""From a name to a folder: local paths, the Hub, and what goes wrong on the way."""
+"""Folders of models: local paths, downloads from the Hub, and their errors."""
 
 from __future__ import annotations
 

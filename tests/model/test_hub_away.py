@@ -1,4 +1,4 @@
-"""A Hub that is out of reach: it is told within seconds, in one sentence and nothing beside it."""
+"""A Hub out of reach is reported within seconds, in one sentence."""
 
 from __future__ import annotations
 

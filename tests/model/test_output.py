@@ -1,4 +1,4 @@
-"""From tokens to text, thinking and tool calls."""
+"""Parsing of tokens to text, thinking and tool calls."""
 
 from __future__ import annotations
 

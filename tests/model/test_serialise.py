@@ -1,4 +1,4 @@
-"""What goes to a file comes back bit for bit, and what does not fit the model is refused."""
+"""Arrays are restored from files bit for bit, and files of another shape are refused."""
 
 from __future__ import annotations
 

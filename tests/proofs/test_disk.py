@@ -1,4 +1,4 @@
-"""What is measured of the disk tier with an engine in this process."""
+"""Measurements of the disk tier with an engine in this process."""
 
 from __future__ import annotations
 

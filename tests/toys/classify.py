@@ -1,4 +1,4 @@
-"""How every model of the installed mlx-lm caches, and the table that says so.
+"""Cache kinds of every model of the installed mlx-lm, and their table in the documentation.
 
 `python -m tests.toys.classify docs/model-families.md` writes the table into that page, between
 the two comments that mark its place.
@@ -32,14 +32,14 @@ REMARKS = {
     "phi3small": "in mlx-lm, tokens see later ones of their block: replies depend on the chunks",
     "plamo3": "in mlx-lm, windows are longer within a chunk: replies depend on the chunks",
 }
-"""What of a model is mlx-lm's own and shows in what a cache gives, by module."""
+"""Remarks on mlx-lm's own behaviour that affects replies, by module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the models of one module cache.
+    """Cache kinds of the models of one module.
 
-    `classes`: mlx-lm's, in the order of the layers; `verbs`: what can be done with their slots;
+    `classes`: mlx-lm's, in the order of the layers; `verbs`: kinds of reuse of their slots;
     `unknown`: classes that have no adapter; `batches`: whether several rows can be decoded
     together; `quantised`: whether KV may have fewer bits, None where that was not tried.
     """
@@ -60,7 +60,7 @@ def families() -> Iterator[Family]:
 
 
 def classified(name: str) -> Family:
-    """How the models of a module cache, seen on a tiny one."""
+    """Classify the models of a module, by a tiny one."""
     model = tiny.make_tiny(name)
     fed = name not in tiny.UNFED
     layout = kv.survey(model, evaluate=fed) if fed else None
@@ -116,7 +116,7 @@ def _not_compiled() -> Iterator[None]:
 
 
 def reuse(family: Family) -> str:
-    """What of a conversation's beginning is reused, in words."""
+    """Describe the reuse of a conversation's beginning, in words."""
     if family.unknown:
         return "nothing: the class is unknown"
     if "checkpoint" in family.verbs:

@@ -56,4 +56,4 @@ RECURRENT: dict[str, Family] = {
 """Some or all layers keep a state that stands for one position."""
 
 FAMILIES: dict[str, Family] = SLICEABLE | WINDOWS | CHUNKED | RECURRENT
-"""What `make_toy` can make: the family's name, and its config for a shape."""
+"""Families that `make_toy` can make, by name: functions from a shape to a config."""

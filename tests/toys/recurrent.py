@@ -202,7 +202,7 @@ def lfm2(shape: Shape) -> Config:
 
 
 def lfm2_moe(shape: Shape) -> Config:
-    """As LFM2, with experts."""
+    """LFM2 with experts."""
     return (
         dense(shape)
         | experts(shape)

@@ -1,4 +1,4 @@
-"""How large a toy is, and the fields that nearly every family's config.json has."""
+"""Size of a toy, and the fields that nearly every family's config.json has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a toy is. `window` counts tokens; it matters to families that have one."""
+    """Size of a toy. `window`, in tokens, matters to families that have one."""
 
     vocab_size: int
     hidden: int

@@ -93,7 +93,7 @@ def deepseek_v32(shape: Shape) -> Config:
 
 
 def glm_moe_dsa(shape: Shape) -> Config:
-    """As DeepSeek V3.2, by another name and with positions interleaved."""
+    """DeepSeek V3.2 by another name, with interleaved positions."""
     return deepseek_v32(shape) | {
         "model_type": "glm_moe_dsa",
         "topk_method": "noaux_tc",

@@ -91,7 +91,7 @@ _VALUES: Mapping[str, Any] = {
     )
     for name in names.split()
 }
-"""What a field is given, by its name, whoever has it."""
+"""Values of fields by name, for every model."""
 
 _OWN: Mapping[str, Config] = {
     "afm7": {"num_layers": 5},
@@ -174,7 +174,7 @@ _OWN: Mapping[str, Config] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"] * 2},
     "spark2_5": {"rope_parameters": dict.fromkeys(_MIXED, _ROPE)},
 }
-"""What single models need beside that, by module; for text_config where there is one."""
+"""Further fields of single models, by module; for text_config where there is one."""
 
 _TEXT: Mapping[str, str] = {
     "gemma3": "gemma3_text",
@@ -189,7 +189,7 @@ _TEXT: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_5",
     "prism_hadamard_qwen35": "qwen3_5",
 }
-"""Whose text model a module wraps, where it has no dataclass of its own for it."""
+"""Modules of wrapped text models, for modules without a dataclass of their own."""
 
 
 UNFED: Mapping[str, str] = {

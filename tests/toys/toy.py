@@ -1,7 +1,7 @@
 """Tiny models with random weights, made in a second, that mlx-lm loads like any other.
 
-They speak gibberish, but each greedy token depends on the whole context, so a wrong cache shows
-as wrong text. Float32, so that greedy output does not hang on rounding.
+They generate gibberish, but each greedy token depends on the whole context, so a wrong cache shows
+as wrong text. Float32, so that greedy output does not depend on rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.toys.weights import random_model
 
 FIRST_CANDIDATE, CANDIDATES = 8, 240  # ids of single bytes, which every vocabulary has
 TIED = 0.2
-"""What remains of an embedding that is also a row of the head and must not win."""
+"""Scale of an embedding that is also a row of the head and must not win."""
 
 
 def make_toy(
@@ -128,7 +128,7 @@ def _token_id(ids: Tokenizer, token: str) -> int:
 
 
 def _winning_scales(model: nn.Module, vocab_size: int, turn: list[int]) -> mx.array:
-    """By how much each candidate row must be scaled to win, shape (64, 16, CANDIDATES).
+    """Factors by which each candidate row must be scaled to win, shape (64, 16, CANDIDATES).
 
     Over 16 greedy texts of 64 tokens that follow a random prompt and `turn`.
     """

@@ -14,7 +14,7 @@ LOGIT_SPREAD = 3.0
 GAINS = {"lm_head": LOGIT_SPREAD, "o_proj": 3.0, "out_proj": 3.0, "down_proj": 2.0}
 """The spread of each projection's output for inputs of spread 1; 1.3 for those not named."""
 NORMS = dict.fromkeys(("q_norm", "k_norm", "q_layernorm", "k_layernorm"), 1.3)
-"""What each norm multiplies by; 1 for those not named."""
+"""Mean factor of each norm; 1 for those not named."""
 UNSCALED = ("gemma4",)
 """Families whose scores are not divided by the root of a head's width: norms do it instead."""
 FROM_ONE = ("gemma3_text", "recurrent_gemma")
@@ -32,8 +32,8 @@ RANGES = {
     "ffn.x_k": (0.0, 1.0),
     "attn.k_k": (0.9, 1.1),
 }
-"""What is drawn evenly, by the end of its name. Decay is slow, so that a state remembers hundreds
-of tokens."""
+"""Ranges of uniform draws, by the end of the parameter's name. Decay is slow, so that a state
+remembers hundreds of tokens."""
 
 
 def random_model(config: dict[str, Any], seed: int) -> nn.Module:
