@@ -175,7 +175,7 @@ class FakeEngine:
         self.submit_error: Exception | None = None
         self.chats: list[Chat] = []
         self.texts: list[str] = []
-        self.sessions: list[str | None] = []
+        self.sessions: Any = []  # labels; a test of sessions puts a book here
         self.jobs: list[Job] = []
         self.streams: list[FakeStream] = []
         self.records: list[RequestRecord] = []

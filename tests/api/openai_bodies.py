@@ -9,8 +9,8 @@ import httpx
 
 from mlxcache.types import ToolCall
 
-USER = [{"role": "user", "content": "Hi there"}]
-WEATHER = {
+USER: Any = [{"role": "user", "content": "Hi there"}]
+WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "weather",

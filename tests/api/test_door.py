@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from mlxcache.api import access, http
+from mlxcache.api import http
 from mlxcache.api.access import LOG_INTERVAL_S, Keyring, RefusalLog
 from mlxcache.api.http import ApiSettings
 from mlxcache.errors import Unauthorized
@@ -36,7 +37,7 @@ class TestKeyring:
             return same(a, b)
 
         ring = Keyring("common", ("a", "b" * 500))
-        monkeypatch.setattr(access.hmac, "compare_digest", compare)
+        monkeypatch.setattr(hmac, "compare_digest", compare)
         for key in ("common", "a", "b" * 500, "wrong", ""):
             compared.clear()
             try:
@@ -210,6 +211,6 @@ class TestABodyThatDoesNotCome:
     )
     async def test_is_waited_for_so_long(self, every: float, pause: float, seconds: float) -> None:
         """One that stops, and one that arrives byte by byte."""
-        with pytest.raises(http.HTTPException) as raised:
+        with pytest.raises(HTTPException) as raised:
             await self.body(every=every, pause=pause, seconds=seconds)
         assert raised.value.status_code == 408

@@ -63,7 +63,7 @@ class TestKey:
     async def test_the_right_key_opens(
         self, client: httpx.AsyncClient, headers: dict[str, str]
     ) -> None:
-        given = {name: value.encode() for name, value in headers.items()}
+        given = {name.encode(): value.encode() for name, value in headers.items()}
         assert (await client.post(CHAT_PATH, json=CHAT, headers=given)).status_code == 200
 
     @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ class TestKey:
     async def test_any_other_does_not(
         self, client: httpx.AsyncClient, engine: FakeEngine, headers: dict[str, str]
     ) -> None:
-        given = {name: value.encode() for name, value in headers.items()}
+        given = {name.encode(): value.encode() for name, value in headers.items()}
         for path in (CHAT_PATH, MESSAGE_PATH):
             response = await client.post(path, json=MESSAGE, headers=given)
             assert response.status_code == 401

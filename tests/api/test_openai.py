@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import openai
 import pytest
@@ -48,7 +50,9 @@ class TestFailures:
         assert sent[1]["choices"][0]["delta"]["content"] == "Hi"
         assert sent[-1]["error"]["message"] == "The model raised."
         assert engine.streams[0].closed.is_set()
-        stream = await openai_sdk.chat.completions.create(model="m", messages=USER, stream=True)
+        stream: Any = await openai_sdk.chat.completions.create(
+            model="m", messages=USER, stream=True
+        )
         with pytest.raises(openai.APIError, match=r"The model raised\."):
             _ = [chunk async for chunk in stream]
 

@@ -19,7 +19,7 @@ class TestReplies:
         self, openai_sdk: openai.AsyncOpenAI, engine: FakeEngine
     ) -> None:
         engine.cached_tokens = 2
-        answer = await openai_sdk.chat.completions.create(model="any-name", messages=USER)
+        answer: Any = await openai_sdk.chat.completions.create(model="any-name", messages=USER)
         assert answer.id.startswith("chatcmpl-")
         assert answer.object == "chat.completion"
         assert answer.model == "any-name"
@@ -43,7 +43,7 @@ class TestReplies:
         self, openai_sdk: openai.AsyncOpenAI, engine: FakeEngine
     ) -> None:
         engine.script = reply(Thinking("Hm"), Thinking("m"), "Hello", " you")
-        stream = await openai_sdk.chat.completions.create(
+        stream: Any = await openai_sdk.chat.completions.create(
             model="m", messages=USER, stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
@@ -72,7 +72,9 @@ class TestReplies:
         self, openai_sdk: openai.AsyncOpenAI, engine: FakeEngine
     ) -> None:
         engine.script = reply(Thinking("Weather."), CALL)
-        answer = await openai_sdk.chat.completions.create(model="m", messages=USER, tools=[WEATHER])
+        answer: Any = await openai_sdk.chat.completions.create(
+            model="m", messages=USER, tools=[WEATHER]
+        )
         message = answer.choices[0].message
         assert message.content is None
         assert message.reasoning_content == "Weather."
@@ -104,7 +106,7 @@ class TestReplies:
         async with openai_sdk.chat.completions.stream(
             model="m", messages=USER, tools=[WEATHER]
         ) as stream:
-            answer = await stream.get_final_completion()
+            answer: Any = await stream.get_final_completion()
         call = answer.choices[0].message.tool_calls[0]
         assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Oslo"}')
 
@@ -131,7 +133,7 @@ class TestReplies:
     ) -> None:
         token = TokenLogprob("é", 5, -0.25, (("é", 5, -0.25), ("e", 6, float("-inf"))))
         engine.script = reply(Text("é", (token,)))
-        answer = await openai_sdk.chat.completions.create(
+        answer: Any = await openai_sdk.chat.completions.create(
             model="m", messages=USER, logprobs=True, top_logprobs=2
         )
         content = answer.choices[0].logprobs.content[0]

@@ -21,6 +21,7 @@ class TestText:
         assert answer.id.startswith("cmpl-")
         assert answer.choices[0].text == "Hello, world"
         assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None
         assert answer.usage.total_tokens == 6
         assert engine.texts == ["Once upon a"]
         assert (engine.jobs[0].max_tokens, engine.jobs[0].stop) == (16, (".",))
@@ -33,6 +34,7 @@ class TestText:
         chunks = [chunk async for chunk in stream]
         assert "".join(c.choices[0].text for c in chunks if c.choices) == "Hello, world"
         assert chunks[-2].choices[0].finish_reason == "stop"
+        assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 3
 
     @pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7]]])

@@ -44,9 +44,9 @@ def test_chat_requests_are_kept_as_they_came(tmp_path):
         f"messages-{ids[0]}.json",
         f"chat-{ids[1]}.json",
     ]
-    for path in kept:
-        assert path.read_bytes() == raw
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for written in kept:
+        assert written.read_bytes() == raw
+        assert stat.S_IMODE(written.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ FIELDS = {
 def listed(*, ram: int = 10, disk: int = 10) -> Listed:
     """Build a session with a main leaf of 10 tokens and an agent's of 4."""
     session = Session(ID, "n", "model", "L", None, "Fix", "cli/1", 3, False, 1.0, 2.0)
-    leaves = tuple(
-        Leaf(id, ID, kind, np.arange(count, dtype=np.int32), 2, 2, 1, 2.0)
-        for id, kind, count in ((1, "main", 10), (2, "agent", 4))  # type: ignore[misc]
+    leaves = (
+        Leaf(1, ID, "main", np.arange(10, dtype=np.int32), 2, 2, 1, 2.0),
+        Leaf(2, ID, "agent", np.arange(4, dtype=np.int32), 2, 2, 1, 2.0),
     )
     return Listed(session, leaves, Held((ram, min(ram, 4)), 140), Held((disk, min(disk, 4)), 1500))
 
@@ -103,7 +103,7 @@ class FakeBook:
         self._note("clear", pinned)
         return {"sessions": 2, "freed_bytes": 3}
 
-    async def check(self) -> list[Problem]:
+    async def check(self) -> Sequence[Problem]:
         self._note("check")
         return [Problem(Path("/x/y"), "is damaged")]
 
@@ -115,7 +115,7 @@ class FakeBook:
 @pytest.fixture
 def book(engine: FakeEngine, tmp_path: Path) -> FakeBook:
     book = FakeBook(tmp_path)
-    engine.sessions = book  # type: ignore[attr-defined]
+    engine.sessions = book
     return book
 
 
@@ -213,7 +213,7 @@ async def test_a_snapshot_is_received_into_a_file_that_goes_again(
     async def refuse(*_: Any) -> Listed:
         raise SnapshotRefused("It is of another model.")
 
-    book.restore = refuse  # type: ignore[method-assign]
+    book.restore = refuse  # type: ignore[assignment, method-assign]
     response = await client.post("/v1/sessions", content=b"x")
     assert response.status_code == 400
     assert os.listdir(tmp_path) == []

@@ -21,7 +21,7 @@ from mlxcache.api.sse import (
     start_stream,
 )
 from mlxcache.errors import GenerationFailed
-from mlxcache.types import Admitted, Job, Progress, Prompt, Text, Thinking
+from mlxcache.types import Admitted, Event, Job, Progress, Prompt, Text, Thinking
 from tests.api.conftest import FakeEngine, FakeStream, reply, soon
 
 SETTINGS = ApiSettings()
@@ -173,11 +173,12 @@ async def test_start_closes_its_stream_when_it_is_cancelled(engine: FakeEngine) 
 def test_a_pulse_tells_how_far_the_reply_is() -> None:
     progress = ReplyProgress()
     assert progress.to_comment().encode() == b": queued\n\n"
-    for seen, words in [
+    steps: list[tuple[Event, bytes]] = [
         (Admitted(18500, 512), b": prefill 512/18500\n\n"),
         (Progress(1024, 18500), b": prefill 1024/18500\n\n"),
         (Thinking("Hm"), b": decode\n\n"),
-    ]:
+    ]
+    for seen, words in steps:
         progress.update(seen)
         assert progress.to_comment().encode() == words
 

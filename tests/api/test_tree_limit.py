@@ -26,8 +26,8 @@ class Book:
 
 @pytest.fixture
 def book(engine: FakeEngine) -> Book:
-    engine.sessions = Book()  # type: ignore[attr-defined]
-    return engine.sessions  # type: ignore[attr-defined, no-any-return]
+    engine.sessions = Book()
+    return engine.sessions
 
 
 async def test_the_tree_is_of_a_thousand_sessions_at_most(

@@ -1,6 +1,7 @@
 """`warm` computes exactly the prefix that conversations share, and closes its stream."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ USER = {"role": "user", "content": "Hi"}
 
 async def test_a_head_is_computed_up_to_where_messages_differ():
     """Only the prefix that every conversation shares."""
-    engine, prompts = FakeEngine(), iter(([5, 6, 7, 8, 1, 9], [5, 6, 7, 8, 2, 9]))
+    engine: Any = FakeEngine()
+    prompts = iter(([5, 6, 7, 8, 1, 9], [5, 6, 7, 8, 2, 9]))
 
     async def render(chat, *, session=None):
         return Prompt(np.array(next(prompts), np.int32), (4, 6))
@@ -31,7 +33,7 @@ async def test_a_head_is_computed_up_to_where_messages_differ():
 
 async def test_a_failure_is_raised_and_the_stream_closed():
     """As for other requests."""
-    engine = FakeEngine()
+    engine: Any = FakeEngine()
     engine.script = [*reply("x")[:-1], Finished("error", 3, 0, 0, 0)]
     with pytest.raises(GenerationFailed):
         await warm(engine, json.dumps({"messages": [USER]}).encode())

@@ -198,7 +198,7 @@ def test_what_a_model_makes_is_prepared_for_use() -> None:
 def test_a_subclass_is_another_class() -> None:
     """It may do otherwise: nothing is guessed."""
 
-    class Strange(KVCache):  # type: ignore[misc]
+    class Strange(KVCache):
         pass
 
     assert adapter_of(Strange()) is None

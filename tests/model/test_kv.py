@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -30,7 +32,8 @@ def test_a_window_cache_shows_what_a_rotating_one_shows(chunks: list[int]) -> No
     at = 0
     for n in chunks:
         new = mx.arange(at, at + n, dtype=mx.float32).reshape(1, 1, n, 1)
-        for kwargs in ({}, {"window_size": 64}):
+        options: tuple[dict[str, Any], ...] = ({}, {"window_size": 64})
+        for kwargs in options:
             ours, theirs = log.make_mask(n, **kwargs), ring.make_mask(n, **kwargs)
             if isinstance(theirs, mx.array):
                 assert mx.array_equal(ours, theirs)
@@ -71,7 +74,7 @@ def test_layouts(models: dict[str, object]) -> None:
 
 
 def test_an_unknown_class_is_named_and_not_cached(models: dict[str, object]) -> None:
-    class Strange(KVCache):  # type: ignore[misc]
+    class Strange(KVCache):
         pass
 
     class Model:

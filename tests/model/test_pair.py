@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -37,7 +38,10 @@ def test_a_pair_is_one_model_of_both(toy: ToyMaker) -> None:
 
 def test_no_more_is_served_than_the_draft_has_positions_for(toy: ToyMaker) -> None:
     """And asking for more is refused, with the flag that is at fault."""
-    names = {"model": str(toy("llama")), "draft": str(toy("llama", layers=2, context=4096))}
+    names: dict[str, Any] = {
+        "model": str(toy("llama")),
+        "draft": str(toy("llama", layers=2, context=4096)),
+    }
     assert load(ModelSpec(**names)).info.context_length == 4096
     assert load(ModelSpec(**names, context=100)).info.context_length == 100
     with pytest.raises(ModelError, match=r"^--draft-model: --context 5000"):

@@ -50,7 +50,8 @@ def test_what_both_apis_document_is_decoded(kind: str) -> None:
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "I;16"])
 def test_any_colours_become_rgb(mode: str) -> None:
     pixels = decode(encoded("PNG", mode))
-    assert (pixels.shape, pixels.dtype) == ((30, 40, 3), np.uint8)
+    assert pixels.shape == (30, 40, 3)
+    assert pixels.dtype == np.uint8
 
 
 def bomb(width: int, height: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from functools import lru_cache
 from typing import Any
 
@@ -251,9 +252,21 @@ def test_tools_out_of_order_are_no_matter_where_the_order_is_kept():
     assert (one.cause, one.rule, one.tokens_behind) == ("tool_order", "tool_order", 0)
 
 
-def test_shapes_take_no_time_on_hostile_text():
-    """No pattern backtracks without bound."""
+def test_shapes_take_linear_time_on_hostile_text():
+    """No pattern backtracks without bound: four times the text takes four times as long."""
     hostile = ["a" * 60_000, "1" * 60_000, "-" * 60_000, " M x\n" * 12_000, "/tmp/" * 12_000]
     hostile += ["Session id: " * 5_000, "1, " * 20_000, "x-anthropic-billing-header:" * 2_000]
+    made = builder()
+
+    def cpu_seconds(text: str) -> float:
+        prompt = made.chat(Chat([{"role": "system", "content": text}]))
+        began = time.thread_time()
+        audit(prompt.source, made.text_position, len(prompt.ids))
+        return time.thread_time() - began
+
     for text in hostile:
-        audited(Chat([{"role": "system", "content": text}]))
+        quarter = min(cpu_seconds(text[: len(text) // 4]) for _ in range(3))
+        whole = min(cpu_seconds(text) for _ in range(3))
+        assert whole < 8 * quarter, (
+            f"{text[:20]!r}: {quarter:.3f} s, four times as long {whole:.3f} s"
+        )
