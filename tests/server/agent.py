@@ -1,4 +1,4 @@
-"""Traffic like a coding agent's, in small: what the metrics and the session figures are held to."""
+"""Small traffic like a coding agent's, for tests of metrics and session figures."""
 
 from __future__ import annotations
 

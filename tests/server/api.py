@@ -1,4 +1,4 @@
-"""What the tests say to a server, and what they read of its answers."""
+"""A client of a real server for tests, and readers of its answers."""
 
 from __future__ import annotations
 
@@ -103,17 +103,17 @@ class Api:
         )
 
     def count(self, **body: Any) -> int:
-        """What count_tokens says of a body."""
+        """Return the count of count_tokens for a body."""
         response = self.post(COUNT, {"model": "m"} | body)
         assert response.status_code == 200, response.text
         return int(response.json()["input_tokens"])
 
     def record(self, id: str) -> dict[str, Any]:
-        """What a request did."""
+        """Return the record of a request."""
         return dict(self.http.get(f"/v1/requests/{id}").json())
 
     def record_of(self, session: str) -> dict[str, Any]:
-        """What the newest request of a session did."""
+        """Return the newest record of a session."""
         for record in self.http.get("/v1/requests?limit=1000").json()["data"]:
             if record["session"] == session:
                 return dict(record)
@@ -159,7 +159,7 @@ def request(path: str, body: Any, *headers: str) -> bytes:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Everything until the other end closes."""
+    """Read until the other end closes."""
     out = bytearray()
     while piece := sock.recv(65536):
         out += piece

@@ -54,11 +54,11 @@ class Page:
         return found[0]
 
     def has(self, selector: str, words: str) -> None:
-        """Wait until one of these elements shows the words."""
+        """Wait until one of these elements shows the text."""
         self.until(SHOWN, selector, words)
 
     def lacks(self, selector: str, words: str) -> None:
-        """Wait until none of these elements shows the words."""
+        """Wait until none of these elements shows the text."""
         self.until(f"!({SHOWN})", selector, words)
 
     def click(self, selector: str) -> None:

@@ -1,4 +1,4 @@
-"""What mlx-lm itself says, with no server, no cache and no batch."""
+"""Reference replies of mlx-lm alone, without server, cache or batch."""
 
 from __future__ import annotations
 

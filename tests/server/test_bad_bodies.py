@@ -1,4 +1,4 @@
-"""Whatever the body: a reply, or a clear error of the right shape; and the server goes on."""
+"""Any body gets a reply or an error in its API's shape, and the server keeps serving."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ CALLS = {
 @pytest.mark.parametrize("path", TOOLS)
 @pytest.mark.parametrize("depth", [20, 60, 90, 120, 1000, 100_000])
 def test_deep_nesting_in_schemas_and_inputs(llama: Api, path: str, depth: int) -> None:
-    """Templates are recursive: what they cannot walk is refused before."""
+    """Templates are recursive, so a body nested too deeply is refused before."""
     for body in (
         '{"model":"m","max_tokens":1,"messages":[{"role":"user","content":"a"}],"tools":[%s]}'
         % (TOOLS[path] % nested(depth)),
@@ -104,7 +104,7 @@ def test_deep_nesting_in_schemas_and_inputs(llama: Api, path: str, depth: int) -
     ids=["controls", "one long word", "emoji", "control tokens"],
 )
 def test_strange_texts(llama: Api, path: str, text: str) -> None:
-    """Served, or said to be too long."""
+    """It is served, or refused as too long."""
     response = llama.post(path, {"model": "m", "max_tokens": 1, "messages": [user(text)]})
     if len(text) < 10 or (path == COUNT and response.status_code == 200):
         check(response, 200)
@@ -134,7 +134,7 @@ def test_a_hundred_megabytes_and_garbage(llama: Api, path: str) -> None:
     "prompt", ["", [], [[]], [-1], [10**6], [2**31], [10**30], [True], [1.5], ["a", "b"], 5, {}]
 )
 def test_prompts_that_are_none(llama: Api, prompt: Any) -> None:
-    """Among them ids of no token."""
+    """Also ids that no token has."""
     response = llama.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
     check(response, 400)
     assert response.json()["error"]["param"].startswith("prompt")

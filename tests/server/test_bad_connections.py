@@ -1,4 +1,4 @@
-"""Clients that break off, pour, stall or speak something else: the server goes on."""
+"""Clients that disconnect, flood, stall or send no HTTP: the server keeps serving."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_reader_that_stalls_holds_up_nobody(llama: Api) -> None:
 
 
 def test_connections_are_given_back(llama: Api) -> None:
-    """Nothing that was broken off is held on to."""
+    """No broken connection is kept."""
     descriptors = f"/proc/{llama.served.process.pid}/fd"
     if not os.path.isdir(descriptors):
         pytest.skip("this system does not list a process's files")

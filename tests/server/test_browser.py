@@ -1,4 +1,4 @@
-"""What a page of another origin can do to this server, tried in a real browser: nothing."""
+"""A page of another origin can do nothing to this server, in a real browser."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def victim(toy: ToyMaker, tmp_path_factory: pytest.TempPathFactory, site: int) -
 
 
 def state(api: Api) -> dict[str, Any]:
-    """All that a page could have changed."""
+    """State that a page could have changed."""
     figures = api.http.get("/v1/cache").json()
     kept = ("requests", "tokens", "sessions", "segments", "checkpoints", "evictions")
     return {

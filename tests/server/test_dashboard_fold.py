@@ -36,7 +36,7 @@ def page(api: Api, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 def test_a_first_session_that_is_computed_is_told_of(api: Api, page: Page) -> None:
-    """The page does not say that there is none."""
+    """The page says that the session is being computed."""
     page.open()
     page.has("#sessions-none", "No session yet.")
     with api.replying("Tell me everything."):

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: what it shows, what it does, and what it never does."""
+"""The dashboard in a real browser: texts, actions, and no requests elsewhere."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def page(api: Api, browser: Browser, folder: Path) -> Page:
 
 @pytest.fixture
 def opened(page: Page) -> Page:
-    """The page as it is for somebody who has given the key."""
+    """The page after the key was entered."""
     page.open(KEY)
     page.has("#link", "live")
     page.until("document.querySelectorAll('#session-rows tr').length")

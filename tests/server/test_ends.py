@@ -63,7 +63,7 @@ def test_a_signal_during_a_prefill(toy: ToyMaker, tmp_path: Path, number: int) -
 
 
 def test_a_second_signal_does_not_wait_for_the_model(toy: ToyMaker, tmp_path: Path) -> None:
-    """It ends at once, and says that it was no clean end."""
+    """It ends at once, and logs that the end was not clean."""
     with served("--model", str(toy("llama")), home=tmp_path) as running:
         api = Api(running)
         body = {"model": "m", "messages": [user(words(1, 6000))], "max_tokens": 5}

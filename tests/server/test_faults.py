@@ -1,4 +1,4 @@
-"""Servers in which something breaks: what their clients see, what the log says, what is kept."""
+"""Faults inside a server: answers to clients, log lines, and what stays on disk."""
 
 from __future__ import annotations
 

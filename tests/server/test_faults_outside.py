@@ -1,4 +1,4 @@
-"""What goes wrong around a server: its disk, its clock, its clients, its file descriptors."""
+"""Faults around a server: disk, clock, clients, file descriptors."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_a_server_without_file_descriptors_goes_on_and_recovers(api: Api) -> Non
 
 
 def cpu_share(process: psutil.Process, seconds: float) -> float:
-    """How much of a core a process takes for so long."""
+    """Return the share of a core that a process uses for some seconds."""
     before, began = process.cpu_times(), time.monotonic()
     time.sleep(seconds)
     after = process.cpu_times()

@@ -1,4 +1,4 @@
-"""An index that another process keeps locked holds up nobody who only reads, and no stop."""
+"""An index locked by another process delays neither reads nor the shutdown."""
 
 from __future__ import annotations
 

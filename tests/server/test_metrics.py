@@ -1,4 +1,4 @@
-"""GET /metrics: its form, and that it agrees with what was done."""
+"""GET /metrics: its format, and its agreement with the requests made."""
 
 from __future__ import annotations
 

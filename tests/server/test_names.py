@@ -1,4 +1,4 @@
-"""What the model writes for a client's own UUID, the client reads as its own, in both APIs."""
+"""A stable UUID in a reply is returned as the client's own UUID, in both APIs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 @pytest.fixture
 async def engine(toy: ToyMaker, tmp_path: Path) -> AsyncIterator[Engine]:
-    """A real one, on a toy."""
+    """A running engine with a toy model."""
     running = Engine(Settings(model=str(toy("llama")), cache_dir=tmp_path, ram="200MB", disk="off"))
     await running.start()
     yield running
@@ -81,7 +81,7 @@ async def test_a_name_is_put_back_in_every_kind_of_reply(
 
 
 async def test_a_system_prompt_with_a_uuid_is_named(engine: Engine) -> None:
-    """From a chat to what its reply is mapped by."""
+    """The chat's UUIDs give the mapping for its reply."""
     system = {"role": "system", "content": f"Scratchpad: /tmp/claude/{OWN}/scratchpad"}
     prompt = await engine.render(Chat((system, *ASKED["messages"])))
     assert list(prompt.names.values()) == [OWN]

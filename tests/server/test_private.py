@@ -1,4 +1,4 @@
-"""What is written holds conversations: it is its user's alone, also under a loose umask."""
+"""Files hold conversations, so they are private to the user, also under a loose umask."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loose(toy: ToyMaker, folder: Path) -> Iterator[Served]:
-    """A server that was started where new files are everybody's."""
+    """A server started under a umask that lets everyone read and write."""
     before = os.umask(0)
     try:
         flags = ("--cache-dir", str(folder / "a" / "cache"), "--record", str(folder / "b" / "said"))

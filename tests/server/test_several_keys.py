@@ -80,7 +80,7 @@ def test_a_prompt_warmed_at_the_start_is_warm_for_each(both: tuple[Api, Api, str
 
 
 def test_another_persons_session_is_404_for_every_verb(both: tuple[Api, Api, str]) -> None:
-    """In the words for an id that nobody has."""
+    """With the message for an unknown id."""
     alice, bob, id = both
     before = alice.http.get(f"/v1/sessions/{id}").json()
     asked: list[tuple[str, str, Any]] = [
@@ -142,7 +142,7 @@ def test_each_person_watches_what_is_its_own(both: tuple[Api, Api, str]) -> None
 
 
 def test_a_person_clears_what_is_the_persons(both: tuple[Api, Api, str]) -> None:
-    """The files of all are nobody's to look through."""
+    """No key of an owner may check or prune the files, which belong to all."""
     alice, bob, id = both
     assert bob.http.request("DELETE", "/v1/cache?pinned=true").status_code == 200
     assert bob.http.get("/v1/sessions").json()["data"] == []

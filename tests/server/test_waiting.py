@@ -1,4 +1,4 @@
-"""Requests that wait, and those that find no room to wait in."""
+"""Queued requests, and requests refused by a full queue."""
 
 from __future__ import annotations
 

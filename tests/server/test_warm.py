@@ -1,4 +1,4 @@
-"""Warm greedy output is what mlx-lm says of the whole prompt, token for token, over HTTP."""
+"""Warm greedy output equals mlx-lm's for the whole prompt, token for token, over HTTP."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_conversation_of_four_turns(
 def test_six_conversations_at_once(
     server: Callable[[str], Api], toy: ToyMaker, family: str
 ) -> None:
-    """Batched or in turn, nobody's tokens depend on who else is there."""
+    """Batched or in turn, no conversation's tokens depend on the others."""
     api = server(family)
     with ThreadPoolExecutor(6) as pool:
         ends = list(pool.map(lambda i: converse(api, 2000 + 10 * i, 2), range(6)))
@@ -90,7 +90,7 @@ def test_six_conversations_at_once(
 def test_a_cancelled_prefill_is_continued_by_its_retry(
     server: Callable[[str], Api], toy: ToyMaker, family: str, path: str, stream: bool
 ) -> None:
-    """A client that leaves loses nothing: the retry starts where it was left."""
+    """A client that disconnects loses nothing: its retry continues from there."""
     api = server(family)
     session = f"{family}{path}{stream}"
     messages = [user(words(3000 + len(session), 400))]
