@@ -27,7 +27,6 @@ from mlxcache.api.sessions import DEFAULT_SESSIONS, require_sessions
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import BadRequest
 from mlxcache.owner import OWNER
-from mlxcache.sessions.tree_view import picture
 from mlxcache.types import WARMING, Finished, Job, Prompt
 from mlxcache.wire.chat_bodies import chats_to_warm
 from mlxcache.wire.reply import finished_or_raise
@@ -170,4 +169,4 @@ async def build_tree(
     """Build the prefix tree of `listed` sessions, in a thread, for the current owner."""
     own = [one for one in listed if one.session.namespace == sessions.namespace]
     owner = OWNER.get()
-    return await asyncio.to_thread(picture, own, sessions.decode, owner=owner, most=nodes)
+    return await asyncio.to_thread(tree_view, own, sessions.decode, owner=owner, most=nodes)

@@ -1,7 +1,7 @@
-"""What a conversation of a model costs in RAM and on disk, and how many fit. No weights needed.
+"""Capacity: bytes of a conversation in RAM and on disk, and how many fit. Needs no weights.
 
-A conversation is played on paper: the same rules that place a server's checkpoints, keep some of
-them and write others say where they would be; the model's layout says what each takes.
+A conversation is simulated: the rules that place, thin and write a server's checkpoints give their
+positions, and the model's layout gives their sizes.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from mlxcache.tree.thinning import BUDGET_SHARE, allowed, checkpoints_to_drop
 MIN_TRANSIENT = 16 << 20
 
 MOST_PENDING = 256 << 20
-"""Copies on their way to disk, at most."""
+"""Most bytes of copies on their way to disk."""
 
 MOST_POOL = 1 << 30
 
 
 def pool_bytes(limit: int) -> int:
-    """For MLX's pool of freed buffers."""
+    """Bytes of MLX's pool of freed buffers, within a budget of `limit` bytes."""
     return min(limit // 16, MOST_POOL)
 
 
 def pending_bytes(limit: int, layout: Layout) -> int:
-    """For copies on their way to disk, where there is a disk tier."""
+    """Bytes of copies on their way to disk, where there is a disk tier."""
     if not layout.cacheable:
         return 0
     return max(2 * BLOCK * layout.bytes_per_token, min(limit // 16, MOST_PENDING))
 
 
 def transient_bytes(limit: int, least: int = 0) -> int:
-    """For forward passes: an eighth, or `least`, what the longest ones need."""
+    """Bytes of forward passes: an eighth of `limit`, or `least` for the longest ones."""
     return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
 
 
 HEADER_BYTES, TOKEN_BYTES = 900, 6
-"""What a file takes beside its tensors: at all, and for each token of a run (ids, checksums)."""
+"""Bytes of a file beside its tensors: fixed, and for each token of a run (ids, checksums)."""
 
 FILE_BLOCK = 4096
 
@@ -52,8 +52,8 @@ FILE_BLOCK = 4096
 class Talk:
     """An agent's conversation, in tokens.
 
-    `head`: tools and system prompt. Each turn brings `asked` new ones, of which the last
-    `generation` begin the reply, and then `replied`.
+    `head`: tools and system prompt. Each turn adds `asked` tokens, the last `generation` of which
+    are the generation prompt, and then a reply of `replied`.
     """
 
     head: int = 8000
@@ -75,7 +75,7 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one conversation of `tokens` takes, in bytes and checkpoints, and how many fit."""
+    """Bytes and checkpoints of one conversation of `tokens`, and how many conversations fit."""
 
     tokens: int
     ram_bytes: int
@@ -90,8 +90,8 @@ class Held:
 class Fit:
     """A model within budgets of `ram` and `disk` bytes; `disk` 0 is none.
 
-    `room`: what conversations may take of `ram`, all else set aside. `longest`: the tokens of the
-    longest prompt that there is room for; forward passes may need more room and leave less.
+    `room`: bytes of `ram` for conversations, all else set aside. `longest`: tokens of the longest
+    prompt that fits, unless forward passes need more.
     """
 
     ram: int
@@ -104,7 +104,7 @@ class Fit:
 def fit(
     layout: Layout, *, ram: int, disk: int, tokens: Sequence[int], talk: Talk | None = None
 ) -> Fit:
-    """What conversations of so many `tokens` take of budgets of `ram` and `disk` bytes."""
+    """Capacity for conversations of so many `tokens` within `ram` and `disk` bytes."""
     pending = pending_bytes(ram, layout) if disk else 0
     room = max(0, ram - pool_bytes(ram) - transient_bytes(ram) - pending)
     per_token = layout.bytes_per_token
@@ -115,9 +115,9 @@ def fit(
 
 
 def warnings(layout: Layout, *, context: int, weights: int, ram: int, machine: int) -> list[str]:
-    """What is to be said at the start where model and memory do not go together, with figures.
+    """Warnings for the start, with figures, where model and memory do not fit together.
 
-    `machine` is what both can have here; all but `context` is in bytes.
+    `machine`: bytes for both on this machine. `context` is in tokens, the rest in bytes.
     """
     found = []
     one = context * layout.bytes_per_token + layout.running_bytes + layout.checkpoint_bytes
@@ -161,7 +161,7 @@ def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:
 
 
 def _most(layout: Layout, tokens: int, limit: int) -> int:
-    """How many checkpoints a path may have in a tier of `limit` bytes."""
+    """Checkpoints that a path may have in a tier of `limit` bytes."""
     size = max(1, layout.checkpoint_bytes)
     most = allowed(tokens * layout.bytes_per_token, size, limit) // size
     share = BUDGET_SHARE if layout.specs else 1.0
@@ -175,7 +175,7 @@ def _kept(layout: Layout, positions: set[int], tokens: int, limit: int) -> set[i
 
 
 def _run_bytes(layout: Layout, tokens: int) -> int:
-    """The files of so many new tokens."""
+    """Bytes of the files of so many new tokens."""
     per_token = layout.bytes_per_token
     if not per_token:
         return 0
@@ -186,5 +186,5 @@ def _run_bytes(layout: Layout, tokens: int) -> int:
 
 
 def _file(payload: int) -> int:
-    """The bytes that a file system gives to a file of ours."""
+    """Bytes that a file occupies in the file system."""
     return -(-(payload + HEADER_BYTES) // FILE_BLOCK) * FILE_BLOCK

@@ -1,10 +1,10 @@
-"""Stepping one lineage in place, or a batch of rows. MLX thread only.
+"""Decoding: one pipelined step of a lineage in place, or of a batch of rows. MLX thread only.
 
-The step is pipelined: when a token is handed out, the forward pass that feeds it is already
-running, so the KV always includes every token that was handed out.
+When a token is handed out, the forward pass that feeds it is already running, so the KV always
+includes every token that was handed out.
 
-mlx-lm's batch caches do the batching. Its `BatchGenerator` is not used around them: it copies the
-KV three times when a row joins, and drops the token that it has sampled ahead when one leaves.
+Batches use mlx-lm's batch caches without its `BatchGenerator`, which copies the KV three times when
+a row joins, and drops the token sampled ahead when one leaves.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A token that was drawn, and its log-probabilities, shape (vocabulary,)."""
+    """A drawn token and its log-probabilities, shape (vocabulary,)."""
 
     row: Row
     token: int
@@ -80,7 +80,7 @@ class Drawn:
 
 
 class Decoder:
-    """Rows that are stepped together over `caches` (one lineage's own, or merged ones)."""
+    """Rows stepped together over `caches`: one lineage's own, or merged ones."""
 
     def __init__(self, model: Module, rows: list[Row], caches: Caches):
         self.model = model
@@ -91,11 +91,11 @@ class Decoder:
         self.finite: mx.array | None = None
 
     def start(self, inputs: Sequence[int]) -> None:
-        """Feed each row's newest token, which is not in the KV yet, and draw the next one."""
+        """Feed each row's newest token, which is not in the KV yet, and start drawing the next."""
         self._advance(mx.array(list(inputs), mx.int32))
 
     def step(self) -> list[list[Drawn]]:
-        """Hand out the pending tokens, each row's in the order of the text, feeding them.
+        """Hand out the pending tokens by row, and start the pass that feeds them.
 
         An empty list for a row whose logits are not finite; that is its `error` then.
         """
@@ -106,14 +106,14 @@ class Decoder:
         before = [(copy(row.sampler), row.context) for row in self.rows]
         try:
             self._advance(tokens)
-        except BaseException:  # the same tokens are drawn if it is tried again
+        except BaseException:  # a second try must draw the same tokens
             for row, (sampler, context) in zip(self.rows, before, strict=True):
                 row.set_draws(sampler, context)
             raise
         return self._drawn(tokens, logprobs, finite)
 
     def joined(self, other: Decoder, caches: Caches) -> Decoder:
-        """A decoder of the rows of both over `caches`, which hold them in this order.
+        """A decoder of the rows of both over `caches`, which hold the rows in this order.
 
         Raises ValueError unless both were started.
         """
@@ -124,18 +124,18 @@ class Decoder:
         return both
 
     def alone(self, row: int, caches: Caches) -> Decoder:
-        """A decoder of one row over `caches`, which go on from where it is."""
+        """A decoder of one row over `caches`, which hold that row up to now."""
         own = Decoder(self.model, [self.rows[row]], caches)
         own._take(self, slice(row, row + 1))
         return own
 
     def keep(self, rows: list[int]) -> None:
-        """Go on with these rows alone; the caches are the caller's to filter."""
+        """Keep these rows alone; the caller filters the caches."""
         self._take(self, mx.array(rows))
         self.rows = [self.rows[i] for i in rows]
 
     def _take(self, other: Decoder, rows: slice | mx.array) -> None:
-        """Have pending what `other` has pending of `rows`."""
+        """Copy the pending draws of `rows` from `other`."""
         if other.pending is not None and other.logprobs is not None and other.finite is not None:
             self.pending, self.logprobs = other.pending[rows], other.logprobs[rows]
             self.finite = other.finite[rows]
@@ -151,7 +151,7 @@ class Decoder:
         ]
 
     def _advance(self, inputs: mx.array) -> None:
-        """Feed `inputs`, and have what is drawn then pending."""
+        """Feed `inputs`; the next draws are pending afterwards."""
         logits = self.model(inputs[:, None], cache=self.caches)[:, -1, :]
         if any(row.processors for row in self.rows):
             logits = self._process(inputs, logits)
@@ -161,18 +161,18 @@ class Decoder:
             drawn = first(logprobs)
         else:
             drawn = mx.concatenate([self._draw(i, logprobs) for i in range(len(self.rows))])
-        # a context that no processor looks at would grow into a chain of unevaluated ones
+        # without processors a context would grow into a chain of unevaluated arrays
         contexts = [row.context for row in self.rows if row.processors]
         mx.async_eval(drawn, logprobs, finite, contexts)  # type: ignore[no-untyped-call]
         self.pending, self.logprobs, self.finite = drawn, logprobs, finite
 
     def _draw(self, i: int, logprobs: mx.array) -> mx.array:
-        """Row `i`'s token, shape (1,). If its sampler raises, that is the row's own error."""
+        """Row `i`'s token, shape (1,). An error of its sampler becomes the row's."""
         row = self.rows[i]
         try:
             return row.sampler(logprobs[i : i + 1])
         except Exception as error:
-            log.exception("a sampler failed")
+            log.exception("sampler failed")
             row.fail(error)
             return mx.zeros(1, mx.uint32)
 
@@ -191,27 +191,27 @@ class Decoder:
 
 
 def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """The log-probabilities of `logits`, shape (rows, vocabulary), and whether each row's are.
+    """Log-probabilities of `logits`, shape (rows, vocabulary), and whether each row is finite.
 
-    One sum of a row that is no number tells that something in the row is none.
+    The sum of a row is finite only if every logit in it is.
     """
     sums = mx.logsumexp(logits, axis=-1, keepdims=True)
     return logits - sums, mx.isfinite(sums[:, 0])
 
 
 def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
-    """`logits` behind the row's processors. What one of them raises is the row's error."""
+    """`logits` after the row's processors. An error of one of them becomes the row's."""
     try:
         for process in row.processors:
             logits = process(context, logits)
     except Exception as error:
-        log.exception("a processor failed")
+        log.exception("logits processor failed")
         row.fail(error)
     return logits
 
 
 def _joined(mine: mx.array | None, theirs: mx.array | None) -> mx.array:
-    """Both rows' arrays in one; they must have been started."""
+    """The arrays of two started decoders, concatenated. Raises ValueError otherwise."""
     if mine is None or theirs is None:
-        raise ValueError("only decoders that were started can be joined")
+        raise ValueError("a decoder that was not started cannot be joined")
     return mx.concatenate([mine, theirs])

@@ -1,12 +1,12 @@
-"""Stepping one lineage with a draft: what a small model proposes, the model verifies in one pass.
+"""Speculative decoding of one lineage: a draft model proposes tokens, the model verifies them.
 
-The model's own draw decides at each position, so the tokens are those that it would draw alone,
-with a seed too. The draft draws with the same random key and behind the same processors: wherever
-the two agree on the odds, they then draw the same token, at any temperature.
+The model's own draw decides at each position, so the reply is the one it would give alone, with a
+seed too. The draft draws with the same random key and processors, so the two draw the same token
+wherever their probabilities agree, at any temperature.
 
-As in `Decoder`, the pass that feeds a token is running when the token is handed out. That pass goes
-on with drafted tokens, so the caches run ahead of the lineage until `settle` says how far they are
-right. MLX thread only.
+As in `Decoder`, the pass that feeds a token runs when the token is handed out. That pass includes
+drafted tokens, so the caches are ahead of the lineage until `settle` counts those that were
+accepted. MLX thread only.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ log = logging.getLogger("mlxcache.engine")
 
 @dataclass(slots=True)
 class _Draws:
-    """How tokens are drawn one after another: the state before the next one.
+    """The state of sampler and context before the next draw.
 
-    A sampler changes with every draw, so each state has one of its own.
+    A sampler changes with every draw, so each state has a copy of its own.
     """
 
     row: Row
@@ -46,9 +46,11 @@ class _Draws:
     context: mx.array | None
 
     def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, mx.array, _Draws]:
-        """Of `logits`, shape (1, vocabulary): the token, shape (1,), its log-probabilities, whether
-        these are numbers, shape (1,), and the state behind it. What a sampler or a processor raises
-        is the row's error."""
+        """Draw from `logits`, shape (1, vocabulary).
+
+        Returns the token, shape (1,), its log-probabilities, whether they are finite, shape (1,),
+        and the state after it. An error of the sampler or a processor becomes the row's.
+        """
         sampler = copy(self.sampler)
         if self.context is not None:
             logits = processed(self.row, self.context, logits)
@@ -56,13 +58,13 @@ class _Draws:
         try:
             token = sampler(logprobs)
         except Exception as error:
-            log.exception("a sampler failed")
+            log.exception("sampler failed")
             self.row.fail(error)
             token = mx.zeros(1, mx.uint32)
         return token, logprobs, finite, _Draws(self.row, sampler, self.context)
 
     def seen(self, token: mx.array) -> _Draws:
-        """The state once `token`, shape (1,), is in the text."""
+        """The state with `token`, shape (1,), in the context."""
         if self.context is None:
             return self
         context = mx.concatenate([self.context, token.astype(mx.int32)])
@@ -71,9 +73,9 @@ class _Draws:
 
 @dataclass(slots=True)
 class _Flight:
-    """One pass of the model: what it drew at each position, `after` each draw the next state.
+    """One pass of the model: its draw at each position, and the state `after` each draw.
 
-    `drafted` are the tokens that it was fed for a guess, `finite` where it was drawn from numbers.
+    `drafted`: the proposed tokens that it was fed. `finite`: positions whose logits are finite.
     """
 
     tokens: mx.array
@@ -94,7 +96,7 @@ class DraftingDecoder(Decoder):
         self._draws = _Draws(row, row.sampler, row.context if row.processors else None)
         self._flight: _Flight | None = None
         self._ready: list[Drawn] = []
-        self._unseen: list[int] = []  # a token in the text that the draft was not fed
+        self._unseen: list[int] = []  # drawn, and not fed to the draft yet
 
     def start(self, inputs: Sequence[int]) -> None:
         """Feed the newest token, which is not in the KV yet, and draw the next one."""
@@ -102,11 +104,11 @@ class DraftingDecoder(Decoder):
         self._launch(newest, 0)
 
     def settle(self) -> int:
-        """Wait for the pass in flight; how many of the tokens drafted for it are right.
+        """Wait for the pass in flight; returns how many of its drafted tokens were accepted.
 
-        So many positions beyond the newest token that was handed out are there to stay. The caller
-        cuts the caches back to them; the next `step` hands out their tokens, and one more.
-        Raises NonFiniteOutput where one of these was drawn from none.
+        The caller cuts the caches back to so many positions beyond the newest token handed out; the
+        next `step` hands out their tokens, and one more. Raises NonFiniteOutput where one of these
+        was drawn from logits that are not finite.
         """
         if self._flight is None:
             return 0
@@ -130,17 +132,17 @@ class DraftingDecoder(Decoder):
 
     @property
     def ready(self) -> int:
-        """Tokens that the next `step` hands out."""
+        """Number of tokens that the next `step` hands out."""
         return len(self._ready)
 
     def step(self) -> list[list[Drawn]]:
-        """Hand out what is ready, feeding the last of it, and `drafts` guesses, on the way."""
+        """Hand out the ready tokens, and start the pass that feeds the last one and new drafts."""
         ready, self._ready = self._ready, []
         self._launch(ready[-1].token, self._drafts)
         return [ready]
 
     def _launch(self, newest: int, drafts: int) -> None:
-        """Feed the token `newest` and so many drafted ones, and draw at each position."""
+        """Feed `newest` and so many drafted tokens, and draw at each position."""
         fed = mx.array([newest], mx.uint32)
         states = [self._draws.seen(fed)]
         if self._unseen:

@@ -1,7 +1,7 @@
-"""Feeding prompts that hold images: what the model sees in place of their tokens, and its cost.
+"""Images in prompts: the embeddings fed in place of their tokens, and their cost in memory.
 
-An image goes through the vision tower whole, when the first chunk that needs it is fed, and its
-rows are kept until the last such chunk is. MLX thread only.
+An image passes the vision tower whole, with the first chunk that needs it; its rows are kept until
+the last such chunk. MLX thread only.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from mlxcache.model.vision import Vision, encode
 from mlxcache.types import Image, ImageSpan
 
 SIDES = (224, 320, 448, 640, 896)
-"""Pixels on a side of the images that the vision tower is measured with."""
+"""Side lengths, in pixels, of the images with which the vision tower is measured."""
 
 MARGIN = 0.15
-"""Allowance over the growth that was measured."""
+"""Allowance over the measured growth."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageCost:
-    """What memory images take, measured on the model.
+    """Memory that images take, measured on the model, in bytes.
 
-    The vision tower at work on an image of `tokens` takes `peak` bytes; on n times as many tokens
-    n ** `growth` times that, where attention is materialised n squared. `row_bytes` are those of
-    one row that is kept, `pixel_bytes` those of one token's pixels.
+    The vision tower takes `peak` for an image of `tokens`, and n ** `growth` times that for n times
+    as many tokens. `row_bytes`: one kept row. `pixel_bytes`: one token's pixels.
     """
 
     tokens: int
@@ -42,13 +41,13 @@ class ImageCost:
     pixel_bytes: int
 
     def transient(self, tokens: int) -> int:
-        """Bytes that an image of so many tokens takes while its rows are made."""
+        """Bytes that an image of so many tokens takes while its rows are computed."""
         times = tokens / self.tokens
         # what grows faster than by the number of tokens is, below a measured point, under a line
         return int(SAFETY * self.peak * times ** (self.growth if times > 1 else 1.0))
 
     def longest(self, room: int, most: int) -> int:
-        """The tokens, at most `most`, of the longest image that `room` bytes are enough for."""
+        """Tokens, at most `most`, of the longest image that `room` bytes suffice for."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -56,17 +55,17 @@ class ImageCost:
         return low
 
     def kept(self, tokens: int, chunk: int) -> int:
-        """Bytes for the rows of a chunk and of images that it begins and ends in, and pixels.
+        """Bytes of a chunk's rows, of the images at its two ends, and of pixels.
 
-        `tokens` are those of the longest image.
+        `tokens`: those of the longest image.
         """
         return self.row_bytes * (2 * tokens + 2 * chunk) + self.pixel_bytes * tokens
 
 
 def measure(vision: Vision, room: int) -> ImageCost | None:
-    """See what memory ever larger images take, while `room` bytes are surely enough.
+    """Measure the memory of ever larger images, while `room` bytes surely suffice.
 
-    None: this model is fed the same whatever they show.
+    None where the model is fed the same whatever an image shows.
     """
     noise = np.random.default_rng(0)
     points: list[tuple[int, int]] = []
@@ -91,9 +90,9 @@ def measure(vision: Vision, room: int) -> ImageCost | None:
 
 
 class Images:
-    """The rows of the images that one task is being fed; there is room for one task's at a time.
+    """The rows of the images of one task; memory is set aside for one task's at a time.
 
-    `largest`: tokens of the longest image that there is memory for.
+    `largest`: tokens of the longest image that the memory suffices for.
     """
 
     def __init__(self, vision: Vision, cost: ImageCost, largest: int):
@@ -104,13 +103,13 @@ class Images:
         self._rows: dict[int, mx.array] = {}
 
     def holder(self, tasks: Sequence[Task]) -> Task | None:
-        """The one of `tasks` that is in the middle of an image: its rows would be made again."""
+        """The one of `tasks` in the middle of an image, whose rows would be computed again."""
         return self._task if self._task in tasks else None
 
     def inputs(self, task: Task, start: int, end: int) -> dict[str, mx.array]:
-        """What the model takes besides the ids of [start, end): nothing where no image stands.
+        """The model's keyword arguments for positions [start, end): none without an image there.
 
-        Else its `input_embeddings`, shape (1, end - start, hidden).
+        Else `input_embeddings`, shape (1, end - start, hidden).
         """
         spans = [s for s in task.images if s.start < end and start < s.end]
         if self._task is not task:

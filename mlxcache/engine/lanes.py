@@ -1,8 +1,8 @@
 """Lanes: a lineage stepped in place, or rows of similar length stepped as a batch.
 
-A batch holds padded copies of its rows' KV; the rows' own lineages stay as they are, and every few
-steps the new positions are appended to them, so that what was computed can be committed whenever,
-and each row can go on alone where the batch cannot.
+A batch holds padded copies of its rows' KV. Every few steps the new positions are appended to the
+rows' own lineages, so they can be committed at any time, and each row can leave the batch.
+MLX thread only.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from mlxcache.model.pair import Pair
 log = logging.getLogger("mlxcache.engine")
 
 PADDING = 1.25
-"""A batch's padded bytes may be at most this times the sum of its rows'."""
+"""Largest ratio of a batch's padded bytes to the sum of its rows' bytes."""
 
 SYNC = 128
-"""Steps after which a batch's new positions go into its rows' lineages, at most."""
+"""Most steps between two copies of a batch's new positions into its rows' lineages."""
 
 CATCH_UP = 16
-"""Tokens fed at once to a row that left a batch without its newest positions."""
+"""Tokens per pass for a row that left a batch without its newest positions."""
 
 EVICTION_SHARE = 8
-"""A batch makes room for itself while it takes at most this part of the budget."""
+"""A batch may evict while it takes at most one part in so many of the budget."""
 
 DRAFTS = 3
-"""Tokens that a draft model proposes at once, unless told otherwise."""
+"""Default of the tokens that a draft model proposes at once."""
 
 
 @dataclass(slots=True)
 class Lane:
-    """`tasks` are the decoder's rows, in order.
+    """A decoder with its tasks, in the order of its rows.
 
-    Of a batch, `bytes` are reserved, and its buffers have room for `capacity` positions.
+    For a batch, `bytes` are reserved, and its buffers have room for `capacity` positions.
     """
 
     decoder: Decoder
@@ -55,7 +55,7 @@ class Lane:
 
     @property
     def steady(self) -> bool:
-        """Whether a step that failed can be done again: its token is still pending."""
+        """True if a failed step can be repeated, as its token is still pending."""
         return self.decoder.pending is not None
 
     def length(self) -> int:
@@ -78,7 +78,10 @@ def solo(model: Any, task: Task) -> Lane:
 
 
 class Lanes:
-    """Every lane, and the rules by which rows share one."""
+    """All lanes, and the rules for sharing one.
+
+    `drafts`: tokens proposed at once by a draft model.
+    """
 
     def __init__(self, model: Any, kv: KVCache, drafts: int = DRAFTS):
         self.model = model
@@ -96,7 +99,7 @@ class Lanes:
         return sum(len(lane.tasks) for lane in self.all)
 
     def find(self, task: Task) -> Lane | None:
-        """The lane that steps `task`."""
+        """The lane of `task`, or None."""
         return next((lane for lane in self.all if task in lane.tasks), None)
 
     # -- joining -----------------------------------------------------------------------------
@@ -107,7 +110,7 @@ class Lanes:
         self._changed = True
 
     def gather(self) -> None:
-        """Let lone rows join the others that are about as long, all at once: each join copies."""
+        """Join lone rows of similar length into batches; all at once, as each join copies."""
         if not (self.can_batch and self._changed):
             return
         self._changed = False
@@ -117,7 +120,7 @@ class Lanes:
                 new = new[: len(new) // 2]
 
     def _company(self, lane: Lane) -> list[Lane]:
-        """The lone rows that can share a batch with `lane`, the nearest in length first."""
+        """Lone rows that can share a batch with `lane`, the nearest in length first."""
         if not lane.batched and lane.tasks[0].behind:
             return []
         lone = [ln for ln in self.all if not (ln is lane or ln.batched or ln.tasks[0].behind)]
@@ -131,7 +134,7 @@ class Lanes:
         return found
 
     def _merge(self, lane: Lane, new: list[Lane]) -> bool:
-        """Let `new` join `lane`; False, and nothing has changed, where that is impossible."""
+        """Join `new` to `lane`; False, with nothing changed, without room or if MLX fails."""
         count = len(lane.tasks) + len(new)
         capacity = max(lane.capacity, *(ln.length() for ln in (lane, *new)))
         capacity += 0 if lane.batched else rows.STEP
@@ -146,7 +149,7 @@ class Lanes:
             others = [ln.decoder.caches for ln in new]
             caches = rows.join(lane.decoder.caches, others, batched=lane.batched)
         except Exception:
-            log.exception("rows could not be joined")
+            log.exception("joining rows into a batch failed")
             self.kv.budget.release("batch", size)
             return False
         self.kv.budget.release("batch", lane.bytes)
@@ -160,16 +163,16 @@ class Lanes:
     # -- stepping ----------------------------------------------------------------------------
 
     def step(self, lane: Lane) -> list[list[Drawn]]:
-        """A token for every row, or several. The caller must have called `make_ready`."""
+        """Draw one token or several for every row. Call `make_ready` before."""
         drawn = lane.decoder.step()
         if not lane.batched:
             lane.tasks[0].held.lineage.advance(1)
         return drawn
 
     def make_ready(self, lane: Lane) -> bool:
-        """See that one more step has room. False: a lone row cannot have it.
+        """Make room for one more step; False where a lone row cannot have it.
 
-        A batch that cannot have it is taken apart, and is no lane any more.
+        A batch that cannot have it is split into lanes of one row, and is no lane any more.
         """
         if lane.batched:
             if not self._has_room(lane):
@@ -190,9 +193,9 @@ class Lanes:
         return True
 
     def _settle(self, task: Task, decoder: DraftingDecoder) -> bool:
-        """Keep what was drafted right, and make room for the next guesses, or at least one token.
+        """Keep the accepted drafts, and make room for the next ones, or for at least one token.
 
-        No more is drafted than the reply may still have.
+        Drafts no more tokens than the reply may still have.
         """
         lease, lineage = task.held, task.held.lineage
         lineage.truncate(lineage.length + decoder.settle())
@@ -205,7 +208,7 @@ class Lanes:
         return True
 
     def _has_room(self, lane: Lane) -> bool:
-        """Reserve what a batch's next step needs, in the batch and in its rows' own lineages."""
+        """Reserve a batch's next step, in the batch and in its rows' own lineages."""
         for task in lane.tasks:
             length = task.held.length + task.behind
             if not self.kv.extend(task.held, length + 1):
@@ -223,7 +226,7 @@ class Lanes:
         return True
 
     def _sync(self, lane: Lane) -> None:
-        """Append a batch's new positions to its rows' lineages, where those have the room."""
+        """Append a batch's new positions to its rows' lineages, where there is room."""
         for i, task in enumerate(lane.tasks if lane.batched else []):
             lineage, count = task.held.lineage, task.behind
             if count and lineage.length + count <= max(lineage.capacity, not self.layout.specs):
@@ -232,7 +235,7 @@ class Lanes:
                 lineage.restore(tuple(slot.state for slot in opaque))
 
     def sync(self, task: Task) -> None:
-        """Let a task's lineage hold all that was computed for it."""
+        """Bring a task's lineage up to date with its batch."""
         lane = self.find(task)
         if lane is not None:
             self._sync(lane)
@@ -240,7 +243,7 @@ class Lanes:
     # -- leaving -----------------------------------------------------------------------------
 
     def leave(self, lane: Lane, gone: list[Task]) -> None:
-        """Take tasks out of a lane; their lineages then hold all that was computed."""
+        """Take tasks out of a lane, their lineages up to date."""
         self._changed = True
         keep = [i for i, task in enumerate(lane.tasks) if task not in gone]
         try:
@@ -248,9 +251,9 @@ class Lanes:
             if len(keep) > 1 and self._narrow(lane, keep):
                 return
         except Exception:
-            log.exception("a batch could not be narrowed")
+            log.exception("narrowing a batch failed")
         if isinstance(lane.decoder, DraftingDecoder):
-            for task in lane.tasks:  # what it was fed for a guess, it was not told to say
+            for task in lane.tasks:  # drafted tokens that were fed and not drawn
                 task.held.lineage.truncate(len(task.ids) + len(task.out))
         if lane.batched:
             self.split(lane)
@@ -258,7 +261,7 @@ class Lanes:
         mx.clear_cache()
 
     def _narrow(self, lane: Lane, keep: list[int]) -> bool:
-        """Go on with the rows `keep` of a batch; False where there is no room for the copies."""
+        """Keep only the rows `keep` of a batch; False where there is no room for the copies."""
         if not self.kv.ram.has_passing(2 * len(keep) * lane.capacity * self.layout.widest):
             return False
         longest = lane.length()
@@ -271,7 +274,7 @@ class Lanes:
         return True
 
     def split(self, lane: Lane) -> None:
-        """Let each row of a batch go on alone, from where its own lineage is."""
+        """Split a batch into lanes of one row each, from where their own lineages are."""
         self.all.remove(lane)
         for i, task in enumerate(lane.tasks):
             own = lane.decoder.alone(i, task.held.lineage.caches)

@@ -1,4 +1,4 @@
-"""The sessions' prefixes as a tree of few nodes: what is shared by whom, where it parts."""
+"""The tree view: the sessions' prefixes as a tree of few nodes, for the dashboard."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mlxcache.tree.prefix_tree import Node, PrefixTree
 from mlxcache.types import Tokens
 
 SHOWN_TOKENS = 24
-"""Tokens of a node that are told as text, from its start."""
+"""Tokens of a node that are shown as text, from its start."""
 
 MOST_TEXT = 160
 
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """One node of the picture: the tokens of [start, end), and whose they are.
+    """One node of the view: the tokens of [start, end), and the sessions that share them.
 
-    `ram` and `disk`: how many of them, from the first, a turn would find there. `ends`: the leaves
-    that end here. `merged`: the nodes below that are not shown, and their tokens.
+    `ram` and `disk`: tokens, from the first, that a turn would reuse from there. `ends`: leaves
+    that end here. `merged`: number of nodes below that are not shown, and their tokens.
     """
 
     parent: Branch | None
@@ -39,7 +39,7 @@ class Branch:
     merged: tuple[int, int] = (0, 0)
 
 
-def picture(
+def tree_view(
     listed: Sequence[Listed],
     decode: Callable[[Sequence[int]], str],
     *,
@@ -48,8 +48,8 @@ def picture(
 ) -> dict[str, Any]:
     """The body of `GET /v1/cache/tree` for sessions of one namespace and one owner.
 
-    At most `most` nodes, the root of no tokens among them: where there are more, the shortest ends
-    are merged into what they go on from. O(tokens); blocks for milliseconds per session.
+    At most `most` nodes, the empty root included: where there are more, the shortest ends are
+    merged into their parents. O(tokens); blocks for milliseconds per session.
     """
     root = _branches(listed, decode, owner)
     _merge(root, most)
@@ -67,7 +67,7 @@ def picture(
 def _branches(
     listed: Sequence[Listed], decode: Callable[[Sequence[int]], str], owner: str | None
 ) -> Branch:
-    """The root of all the sessions' leaves."""
+    """The root of the view, with all the sessions' leaves below it."""
     tree = PrefixTree(1)
     leaves = [
         (one.session.id, leaf, ram, disk)
@@ -108,7 +108,7 @@ def _branch(
 
 
 def _merge(root: Branch, most: int) -> None:
-    """Leave at most `most` nodes: what ends first, in tokens, goes into what it goes on from."""
+    """Leave at most `most` nodes: merge the shortest ends, in tokens, into their parents."""
     nodes = _numbered(root)
     left = len(nodes)
     ends = [(b.end - b.start, number) for number, b in enumerate(nodes) if not b.below and b.parent]
@@ -131,7 +131,7 @@ def _merge(root: Branch, most: int) -> None:
 
 
 def _numbered(root: Branch) -> list[Branch]:
-    """All nodes, each before what is below it, siblings by their sessions and length."""
+    """All nodes, parents first, siblings by their sessions and length."""
     found, waiting = [], [root]
     while waiting:
         one = waiting.pop()

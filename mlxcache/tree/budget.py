@@ -1,13 +1,12 @@
-"""Bytes: reserved before they are computed, charged, released."""
+"""The byte budget: bytes are reserved before they are computed, charged, released."""
 
 from __future__ import annotations
 
 
 class Budget:
-    """How many bytes are in use, by kind, under one limit.
+    """Bytes in use, by kind, under one limit.
 
-    A kind is any string ("kv", "checkpoints", "active", "transient", "pool"). All numbers are
-    whole bytes. Not thread-safe: one thread changes it.
+    A kind is any string ("kv", "checkpoints", "transient", "pool"). Not thread-safe.
     """
 
     def __init__(self, limit_bytes: int):
@@ -31,16 +30,16 @@ class Budget:
 
     @property
     def free(self) -> int:
-        """What `reserve` can still give; 0 where `charge` went over the limit."""
+        """The bytes that `reserve` can still give; 0 where `charge` went over the limit."""
         return max(0, self._limit - self._used)
 
     @property
     def high_water(self) -> int:
-        """The most that was ever used at once."""
+        """The most bytes ever in use at once."""
         return self._high_water
 
     def by_kind(self) -> dict[str, int]:
-        """The bytes in use of each kind that was ever used; a copy."""
+        """The bytes in use by kind, as a copy."""
         return dict(self._kinds)
 
     def reserve(self, kind: str, n: int) -> bool:

@@ -1,4 +1,4 @@
-"""The invariants of a prefix tree, verified from scratch."""
+"""The invariants of a prefix tree, verified from scratch. For tests."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Which leaf is missed least, by a heap that is corrected only when it is asked.
+"""Eviction: scores of segments, and a lazy heap of the leaves by score.
 
 GreedyDual-Size-Frequency (L. Cherkasova, "Improving WWW Proxies Performance with
 Greedy-Dual-Size-Frequency Caching Policy", HP Laboratories technical report HPL-98-69R1, 1998): a
-leaf's value is the clock at its last use plus its worth, the least goes first, and moves the clock
-on. What is not used again is passed by all that is, in the end.
+leaf's score is the clock at its last use plus its worth; the lowest is evicted first, and advances
+the clock. Unused entries eventually rank lowest.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from math import log2
 from mlxcache.tree.node import Node
 
 Key = tuple[bool, float, int, int]
-"""Whether it is not replaced, its value, the tick of its last use, its end. The least goes."""
+"""(not replaced, score, tick of the last use, end): the least is evicted first."""
 
 
 CHECKPOINT_TOKENS = 1024
-"""Tokens before a checkpoint from which on it is worth the bytes that it takes."""
+"""Tokens per checkpoint that make its bytes usual: see `Worth.place`."""
 
 MOST_USES = 7
-"""Uses beyond which more do not count: who comes next has them before long."""
+"""Uses beyond which more do not count, so that a new conversation can catch up."""
 
 KEPT_MORE = 1.0
-"""What a client's wish to keep a prefix adds, within its time: as much as twice the uses."""
+"""Score that a client's keep hint adds while it lasts: as much as twice the uses."""
 
 PLACE = 0.4
-"""What twice the time to compute by the byte adds, or half of it takes; more does not count."""
+"""Score that twice the usual compute time per byte adds, or half of it subtracts."""
 
 
 @dataclass(slots=True)
 class Worth:
     """The worth of a segment: GreedyDual-Size-Frequency's frequency x cost / size, as a logarithm.
 
-    So a hundred uses of yesterday do not stand for a hundred turns of today. Cost / size counts in
-    doublings, one at most, and one use weighs more than any: whoever was found again outlasts who
-    never was, at the same clock, and of those who are worth about the same the oldest goes first.
-    `growth`: by which share a token takes longer to compute for each one before it, as measured.
+    The logarithm keeps a hundred uses of yesterday from outweighing a hundred turns of today. Cost
+    / size counts at most one doubling, and one use weighs more than that: a segment that was reused
+    outlasts one that was not, at the same clock, and of equal ones the oldest goes first. `growth`:
+    share by which a token takes longer to compute for each one before it, as measured.
     """
 
     bytes_per_token: int
@@ -49,13 +49,16 @@ class Worth:
     growth: float = 0.0
 
     def of(self, uses: int, tokens: int, end: int, nbytes: int, *, kept: bool = False) -> float:
-        """That of `tokens` tokens up to position `end`, which take `nbytes` in all."""
+        """The worth of `tokens` tokens up to position `end`, which take `nbytes` in all."""
         frequency = 1.0 + log2(1 + min(uses, MOST_USES))
         return frequency + KEPT_MORE * kept + PLACE * self.place(tokens, end, nbytes)
 
     def place(self, tokens: int, end: int, nbytes: int) -> int:
-        """Whether computing them again takes, by the byte that they free, about as long as that of
-        this model's first tokens does (0), at least twice as long (1), or at most half (-1)."""
+        """The cost of computing the tokens again, per byte freed, against this model's first
+        tokens.
+
+        0 for about as long, 1 for at least twice as long, -1 for at most half.
+        """
         usual = self.bytes_per_token + self.checkpoint_bytes / CHECKPOINT_TOKENS
         if nbytes <= 0 or usual <= 0 or tokens <= 0:
             return 0
@@ -64,12 +67,12 @@ class Worth:
 
 
 class Order:
-    """Leaves, the one that is missed least first; of equal value, the one used least recently.
+    """Leaves by score, lowest first; of equal scores the least recently used.
 
-    A use costs nothing here: an entry's key is a lower bound of its node's, put right when the
-    entry comes to the top. Whatever lowers a node's key says so by `renew`; time, that ends wishes,
-    is watched. A node that is not eligible when it comes to the top is forgotten, and must be
-    added again once it is. `now`: seconds, for wishes alone.
+    A use costs nothing here: an entry's key is a lower bound of its node's key, corrected when the
+    entry comes to the top. A change that lowers a key must call `renew`; expiring keep hints are
+    watched. A node that is not eligible at the top is dropped, and must be added again once it is.
+    `now`: seconds, for keep hints alone.
     """
 
     def __init__(
@@ -91,23 +94,23 @@ class Order:
         return node in self._entered
 
     def add(self, node: Node) -> None:
-        """Enter `node`; nothing happens if it is in. O(log n)."""
+        """Add `node` unless it is in. O(log n)."""
         if node not in self._entered:
             heappush(self._heap, self._entry(node))
 
     def renew(self, node: Node) -> None:
-        """Take note of a node whose key may have become less; others may be told too. O(log n)."""
+        """Update a node whose key may be lower now. O(log n)."""
         if node in self._entered:
             heappush(self._heap, self._entry(node))
             self._tidy()
 
     def discard(self, node: Node) -> None:
-        """Forget a node that left the tree for good. O(1), amortised."""
+        """Remove a node that left the tree for good. O(1), amortised."""
         self._entered.pop(node, None)
         self._tidy()
 
     def first(self) -> Node | None:
-        """The eligible node that is missed least, which stays in; None if there is none.
+        """The eligible node with the lowest key, which stays in; None if there is none.
 
         O(log n), amortised over the uses since the last call.
         """
@@ -126,11 +129,11 @@ class Order:
         return None
 
     def key(self, node: Node) -> Key:
-        """By what `node` is ordered now."""
+        """The key of `node` now."""
         return (not node.usage.replaced, self.value(node), node.used_at, node.end)
 
     def value(self, node: Node) -> float:
-        """The clock at the last use of `node`, and what its tokens are worth."""
+        """The score of `node`: the clock at its last use plus the worth of its tokens."""
         usage, tokens = node.usage, node.end - node.start
         nbytes = tokens * self.worth.bytes_per_token + node.checkpoint_bytes
         kept = bool(usage.keeps) and usage.until(node.end) > self.now()
@@ -138,10 +141,11 @@ class Order:
         return usage.clock + worth
 
     def advance(self, node: Node, share: float) -> None:
-        """Move the clock on, as `share` of all the bytes are about to leave with `node`.
+        """Advance the clock, as `node` is about to be evicted with `share` of all bytes.
 
-        To the value of what somebody came back to: all that is worth less is old then. Else by the
-        share: what is asked once may pass through a small room many times, and age nobody much.
+        To the score of a node that was reused: every lower score is old then. By `share` for
+        others: prompts that are used once may pass through a small budget without aging the rest
+        much.
         """
         if node.usage.count and not node.usage.replaced:
             self.clock = max(self.clock, self.value(node))
@@ -149,8 +153,7 @@ class Order:
             self.clock += share
 
     def wished(self, node: Node) -> int:
-        """The last position before the end of `node` up to which it is wished kept; else its
-        start."""
+        """The last position before the end of `node` with a keep hint; else its start."""
         now, usage = self.now(), node.usage
         within = [at for at, _ in usage.keeps if node.start < at < node.end]
         return max((at for at in within if usage.until(at) > now), default=node.start)
@@ -175,7 +178,7 @@ class Order:
         return (self.key(node), serial, node)
 
     def _end_wishes(self) -> None:
-        """Enter again those whose time is over, at what they are worth without."""
+        """Update nodes whose keep hints have expired."""
         now = self.now()
         while self._ends and self._ends[0][0] <= now:
             _, serial, node = heappop(self._ends)

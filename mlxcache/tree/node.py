@@ -1,4 +1,4 @@
-"""The parts of a prefix tree: its node, and what a look-up and a cut return."""
+"""The parts of a prefix tree: nodes with their usage, and the results of a match and a cut."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
 @dataclass(slots=True)
 class Usage:
-    """How one segment has been used. Only the tree writes to it.
+    """The use of one segment, for eviction. Only the tree writes to it.
 
-    `clock`: that of the order of eviction at the last use. `count`: requests that found it; a new
-    segment of a conversation begins with the conversation's. `reach`: the position up to which any
-    found it. `replaced`: nobody came back to it, and a later
-    request of the same conversation went another way. `keeps`: (position, seconds) up to where, and
-    for how long after a use, clients wish it kept. `seen`: seconds, at the last use.
+    `clock`: the eviction order's clock at the last use. `count`: requests that reused it; a new
+    segment of a conversation starts with the conversation's count. `reach`: position up to which
+    any request reused it. `replaced`: never reused, and a later request of its conversation parted
+    before it. `keeps`: (position, seconds) up to where, and for how long after a use, clients ask
+    to keep it. `seen`: time of the last use, in seconds.
     """
 
     clock: float = 0.0
@@ -32,11 +32,11 @@ class Usage:
     seen: float = 0.0
 
     def copy(self) -> Usage:
-        """The same for the other part of a segment that is divided."""
+        """A copy, for the other part of a divided segment."""
         return replace(self)
 
     def absorb(self, other: Usage) -> None:
-        """Stand for a neighbour's tokens too."""
+        """Take over a neighbour's use, as its tokens are merged into this segment."""
         self.clock = max(self.clock, other.clock)
         self.count = max(self.count, other.count)
         self.reach = max(self.reach, other.reach)
@@ -45,7 +45,7 @@ class Usage:
         self.keep(other.keeps)
 
     def keep(self, wishes: tuple[tuple[int, float], ...]) -> None:
-        """Add wishes; of those for as long the one that reaches further stands."""
+        """Add keep hints; of two with the same time the one that reaches further stays."""
         if wishes and wishes != self.keeps:
             furthest: dict[float, int] = {}
             for position, seconds in (*self.keeps, *wishes):
@@ -53,7 +53,7 @@ class Usage:
             self.keeps = tuple((position, seconds) for seconds, position in furthest.items())
 
     def until(self, position: int) -> float:
-        """The time up to which the tokens before `position` are wished kept; 0 if nobody does."""
+        """Time until which clients ask to keep the tokens before `position`; 0 without a hint."""
         longest = max((long for at, long in self.keeps if at >= position), default=None)
         return 0.0 if longest is None else self.seen + longest
 
@@ -61,14 +61,14 @@ class Usage:
 class Node:
     """One segment: the tokens of [start, end), whose KV `value` holds at those positions.
 
-    Only the tree writes to it. A node stands for its end: splitting an edge keeps the node as the
-    lower part, merging two keeps the lower one. It may be extended, merged or removed by any later
-    call that changes the tree, unless it is locked; `detached` tells that it has left the tree.
+    Only the tree writes to it. A node is identified with its end: splitting an edge keeps the node
+    as the lower part, merging two keeps the lower one. Any later call that changes the tree may
+    extend, merge or remove it, unless it is locked; `detached` is true once it has left the tree.
 
-    `tokens` int32, shape (end - start,), owned. `checkpoint` the state at `end`, of
-    `checkpoint_bytes`. `locks` counts those on this node and on all below it. `used_at` is the
-    tree's tick of the last use, `usage` what else eviction goes by. `asked`: a caller asked for a
-    boundary here and has neither locked it nor set a checkpoint since, so it is not merged away.
+    `tokens`: int32, shape (end - start,), owned. `checkpoint`: the state at `end`, of
+    `checkpoint_bytes`. `locks`: those on this node and on all below it. `used_at`: the tree's tick
+    of the last use. `asked`: a caller asked for a boundary here and has neither locked it nor set a
+    checkpoint since, so it is not merged away.
     """
 
     __slots__ = (
@@ -134,7 +134,7 @@ class Match:
     segments: tuple[tuple[Any, int, int], ...]
 
     def spans(self, upto: int) -> list[tuple[Any, int, int]]:
-        """Who holds the KV of [0, upto): `(value, start, end)`, ascending, neighbours merged.
+        """The values that hold the KV of [0, upto): `(value, start, end)`, ascending, merged.
 
         Changes nothing. Raises ValueError where `upto` is negative or above `length`.
         """
@@ -151,7 +151,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What left the tree: [start, end) of `value`, so many tokens, and the checkpoint at its end.
+    """A part that left the tree: [start, end) of `value`, and the checkpoint at its end.
 
     `checkpoint` is None, and `checkpoint_bytes` 0, where there was none.
     """
@@ -165,9 +165,9 @@ class Cut:
 
 
 def unneeded(node: Node) -> bool:
-    """Whether the boundary at the end of `node`, which is not the root, serves nothing.
+    """True if the boundary at the end of `node`, which is not the root, can be merged away.
 
-    A head that is asked for more often than the one conversation left behind it stays apart.
+    A head that is used more often than the only conversation left below it stays apart.
     """
     if node.asked or node.locks or node.checkpoint is not None or len(node.children) != 1:
         return False

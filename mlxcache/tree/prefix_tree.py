@@ -26,9 +26,9 @@ from mlxcache.types import Tokens
 
 
 class Holdings:
-    """The nodes of each value, top down. Values are told apart by identity, never by equality.
+    """The nodes of each value, top down. Values are compared by identity.
 
-    All nodes of a value lie on one path, because it holds at most one token per position.
+    All nodes of a value lie on one path, as it holds at most one token per position.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Holdings:
         return self._nodes.get(id(value), [])
 
     def add(self, node: Node) -> None:
-        """Enter `node` under its value."""
+        """Add `node` to its value's nodes."""
         insort(self._nodes.setdefault(id(node.value), []), node, key=attrgetter("start"))
 
     def remove(self, node: Node) -> None:
-        """Forget `node`, whose value is still the one it was entered under.
+        """Remove `node`, whose value must be the one at its `add`.
 
-        Raises KeyError or ValueError if it was not entered.
+        Raises KeyError or ValueError if it was not added.
         """
         nodes = self._nodes[id(node.value)]
         nodes.remove(node)
@@ -61,10 +61,10 @@ class Holdings:
 
 
 class Edges:
-    """The nodes below one root, the counts over them, and the order in which leaves go.
+    """The nodes below one root, the counts over them, and the eviction order of the leaves.
 
-    Each change leaves the counts, the holders of each value and the order right, and trusts its
-    caller that it is allowed.
+    Each change keeps the counts, the holders of each value and the order right; the caller makes
+    sure that it is allowed.
     """
 
     def __init__(self, worth: Worth, now: Callable[[], float] = time.monotonic) -> None:
@@ -92,9 +92,9 @@ class Edges:
             node.usage.replaced = False
 
     def pass_by(self, node: Node) -> None:
-        """Note that a conversation went another way than what follows on `node`.
+        """Note that a conversation parted from what follows `node`.
 
-        That is replaced as far as nobody ever came back to it. O(1), amortised over inserts.
+        Marks that as replaced, as far as it was never reused. O(1), amortised over inserts.
         """
         pending = list(node.children.values())
         while pending:
@@ -105,9 +105,10 @@ class Edges:
                 pending += each.children.values()
 
     def append(self, node: Node, tail: Tokens, value: Any, count: int = 0) -> Node:
-        """Put a copy of `tail` after `node`, in its own edge where it may; return the end node.
+        """Append a copy of `tail` to `node`, extending its edge if possible; returns the end node.
 
-        It begins with `count` uses: an edge that had more is another's, and its own stays apart.
+        A new edge starts with `count` uses; an edge with more belongs to others and is not
+        extended.
         """
         self.tokens += len(tail)
         grows = node is not self.root and node.value is value and count >= node.usage.count
@@ -125,7 +126,7 @@ class Edges:
         return leaf
 
     def divide(self, node: Node, position: int) -> Node:
-        """Give [start, position) of `node` to a new node above it, which is returned."""
+        """Move [start, position) of `node` to a new node above it; returns that."""
         at = position - node.start
         upper = Node(node.parent, node.tokens[:at].copy(), node.start, node.value, node.used_at)
         upper.locks = node.locks
@@ -141,7 +142,7 @@ class Edges:
         return upper
 
     def compress(self, node: Node) -> None:
-        """Merge `node` into its only child, if they share a value and nothing needs it apart."""
+        """Merge `node` into its only child, if they share a value and the boundary is unneeded."""
         if node is self.root or node.detached or not unneeded(node):
             return
         (child,) = node.children.values()
@@ -163,7 +164,7 @@ class Edges:
         self.leaves.renew(leaf)
 
     def remove(self, leaf: Node) -> None:
-        """Take `leaf`, which has no checkpoint, out of the tree."""
+        """Remove `leaf`, which has no checkpoint, from the tree."""
         parent = leaf.parent
         assert parent is not None
         del parent.children[int(leaf.tokens[0])]
@@ -197,19 +198,19 @@ class Edges:
         return replaced
 
     def settle(self, node: Node) -> None:
-        """Let a node that has just lost its last lock be evicted, or merged into its child."""
+        """Make a node that lost its last lock evictable, or merge it into its child."""
         node.asked = False
         if not node.children:
             self.leaves.add(node)
         self.compress(node)
 
     def _adopt(self, node: Node) -> None:
-        """Make `node` its parent's child, in place of the one that began like it."""
+        """Make `node` its parent's child, in place of the one with the same first token."""
         assert node.parent is not None
         node.parent.children[int(node.tokens[0])] = node
 
     def _detach(self, node: Node) -> None:
-        """Empty a node that left the tree: whoever still refers to it holds no KV by that."""
+        """Clear a node that left the tree, so that references to it keep no KV alive."""
         node.parent = None
         node.children = {}
         node.tokens = NO_TOKENS
@@ -217,36 +218,34 @@ class Edges:
         self.leaves.discard(node)
 
 
-def same_conversation(node: Node, anchor: int | None) -> bool:
-    """Whether what goes on from the end of `node` is of one conversation with it.
+def same_conversation(node: Node, key: int | None) -> bool:
+    """True if what follows the end of `node` belongs to the same conversation.
 
-    The first `anchor` tokens make it that and no other. None: nobody knows, and only what goes on
-    from the very end of a leaf is.
+    The first `key` tokens identify a conversation. Without a key only what follows the very end of
+    a leaf belongs to it.
     """
-    if anchor is None:
+    if key is None:
         return node.end > 0 and not node.children
-    return 0 < anchor <= node.end
+    return 0 < key <= node.end
 
 
 class Uses:
-    """The uses of a tree's segments. Each verb changes them, and so the order of eviction."""
+    """The uses of a tree's segments. Each verb changes them, and so the eviction order."""
 
     def __init__(self, edges: Edges):
         self._edges = edges
 
-    def found(self, match: Match, tokens: int, anchor: int | None = None) -> int:
-        """Count a request for `tokens` tokens that found `match`, made just now.
+    def found(self, match: Match, tokens: int, key: int | None = None) -> int:
+        """Count a request for `tokens` tokens that matched `match`, made just now.
 
-        Returns the uses of its conversation, 0 if nothing is there of that.
-
-        `anchor` as `same_conversation` has it. Where the request goes another way than what its
-        conversation held, that is replaced, if nobody ever came back to it: such leaves go before
-        all others. May split an edge.
+        Returns the uses of its conversation, 0 if none of that is held. `key` as in
+        `same_conversation`. Where the request parts from what its conversation held, that is marked
+        as replaced unless it was reused before: such leaves are evicted first. May split an edge.
         """
         nodes, length = [node for node in match.nodes if node.end <= match.length], match.length
         if match.nodes and length == tokens:
             nodes = list(match.nodes)
-        if anchor is not None and 0 < anchor <= length < tokens:
+        if key is not None and 0 < key <= length < tokens:
             last = match.nodes[-1]
             if length < last.end and last.usage.reach <= length:
                 last = self._edges.divide(last, length)
@@ -258,12 +257,12 @@ class Uses:
         for node in nodes:
             node.usage.count += 1
             node.usage.reach = max(node.usage.reach, min(node.end, length))
-        return nodes[-1].usage.count if nodes and same_conversation(nodes[-1], anchor) else 0
+        return nodes[-1].usage.count if nodes and same_conversation(nodes[-1], key) else 0
 
     def renew(self, nodes: Sequence[Node], least: int = 0) -> None:
-        """Let the path to the last of `nodes` that is there be used just now, and `least` times.
+        """Count a use now, and at least `least` uses, of the path to the last attached of `nodes`.
 
-        For what is expected back without having been asked for.
+        For a conversation that is expected to continue without being asked for now.
         """
         last = next((node for node in reversed(nodes) if not node.detached), None)
         path = last.path()[1:] if last is not None else []
@@ -274,17 +273,19 @@ class Uses:
             self._edges.compress(node)
 
     def keep(self, node: Node, wishes: tuple[tuple[int, float], ...]) -> None:
-        """Note what clients wish of the path to `node`: (position, seconds after each use)."""
+        """Add clients' keep hints, (position, seconds after each use), to the path to `node`."""
         for each in node.path():
             each.usage.keep(tuple(wish for wish in wishes if wish[0] > each.start))
 
     def wished(self, leaf: Node) -> int:
-        """Up to where a client wishes `leaf` kept: where a leaf of more worth would end; its start
-        if there is no such place. Changes nothing."""
+        """Position up to which a client asks to keep `leaf`; its start without a hint.
+
+        Changes nothing.
+        """
         return self._edges.leaves.wished(leaf)
 
     def evicting(self, leaf: Node, position: int) -> None:
-        """Say that `leaf` is about to be evicted from `position` on: what is used then is newer."""
+        """Advance the clock, as `leaf` is about to be evicted from `position` on."""
         leaves, held = self._edges.leaves, self._edges.nbytes
         size = (leaf.end - position) * leaves.worth.bytes_per_token + leaf.checkpoint_bytes
         leaves.advance(leaf, size / max(1, held))
@@ -294,13 +295,13 @@ __all__ = ["Cut", "Match", "Node", "PrefixTree", "Worth"]
 
 
 class PrefixTree:
-    """What is cached, by token prefix: each edge a segment, each shared prefix held once.
+    """Cached values by token prefix: each edge is a segment, each shared prefix is held once.
 
     A value is addressed by absolute position, so all segments of one value lie on one path and
     never overlap; where another value already held some tokens there is a gap between them.
     Values are compared by identity. Token ids are int32, shape (n,); edges own their copies.
     Not thread-safe: one thread calls it. Counts are kept up to date, and cost nothing to read.
-    `uses`: what eviction goes by, weighed by `worth`. `now`: seconds.
+    `uses` counts uses for eviction, scored by `worth`. `now`: seconds.
     """
 
     def __init__(
@@ -351,8 +352,8 @@ class PrefixTree:
     def match(self, tokens: Tokens | Iterable[int], touch: bool = True) -> Match:
         """The longest prefix of `tokens` that is held, to the token.
 
-        Changes nothing but, with `touch`, the last use of every node on the path; not of one in
-        which `tokens` go another way, whose end is of no use to them.
+        Changes nothing but, with `touch`, the last use of every node on the path, except of one in
+        which `tokens` part from it.
         Raises TypeError where `tokens` is an array that is not int32 of shape (n,).
         """
         ids = as_tokens(tokens)
@@ -374,14 +375,14 @@ class PrefixTree:
             tuple((n.value, n.start, min(n.end, length)) for n in nodes),
         )
 
-    def insert(self, tokens: Tokens | Iterable[int], value: Any, anchor: int | None = None) -> Node:
+    def insert(self, tokens: Tokens | Iterable[int], value: Any, key: int | None = None) -> Node:
         """Make `tokens` present and return the node that ends at exactly their number.
 
         Changes the tree: what is held keeps its value, the missing tail becomes a segment of
         `value`, or extends the leaf it follows if that has the same value and no checkpoint. The
-        whole path counts as used. A new segment of a conversation, whose first `anchor` tokens
-        are its own (see `Uses.found`), has its uses from the start. The root is returned for no
-        tokens. Lock the node before anything else may evict it.
+        whole path counts as used. A new segment starts with the uses of its conversation, which its
+        first `key` tokens identify (see `Uses.found`). The root is returned for no tokens. Lock the
+        node before anything else may evict it.
 
         Raises TypeError as `match` does, and ValueError, with nothing changed, where `value`
         already holds other tokens at the tail's positions (cut those first).
@@ -395,7 +396,7 @@ class PrefixTree:
             node = self._edges.divide(node, found.length)
         self._edges.touch(node.path()[1:])
         if found.length < len(ids):
-            count = node.usage.count if same_conversation(node, anchor) else 0
+            count = node.usage.count if same_conversation(node, key) else 0
             return self._edges.append(node, ids[found.length :], value, count)
         node.asked = bool(node.children)
         return node
@@ -514,11 +515,11 @@ class PrefixTree:
         return (nodes[0].start, nodes[-1].end) if nodes else None
 
     def least_leaf(self) -> Node | None:
-        """The unlocked leaf that is missed least, or None. Removes nothing. O(log n)."""
+        """The unlocked leaf with the lowest score, or None. Removes nothing. O(log n)."""
         return self._edges.leaves.first()
 
     def useless(self, node: Node) -> bool:
-        """Whether nothing follows on `node`, nobody uses it, and there is no checkpoint at it."""
+        """True if `node` has no child, no lock and no checkpoint."""
         if node is self.root or node.detached or node.locks:
             return False
         return not node.children and node.checkpoint is None
@@ -564,7 +565,7 @@ class PrefixTree:
             raise ValueError(f"{node} left the tree")
 
     def _require_room(self, value: Any, found: Match) -> None:
-        """A value that lives elsewhere than on the matched path cannot continue it."""
+        """Raise ValueError if `value` holds tokens elsewhere than on the matched path."""
         held = self._edges.holdings.of(value)
         if held and (held[-1] not in found.nodes or held[-1].end > found.length):
             raise ValueError(f"{value!r} holds other tokens up to {held[-1].end} already")
