@@ -27,6 +27,7 @@ from mlxcache.api.sessions import DEFAULT_SESSIONS, require_sessions
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import BadRequest
 from mlxcache.owner import OWNER
+from mlxcache.sessions.tree_view import tree_view
 from mlxcache.types import WARMING, Finished, Job, Prompt
 from mlxcache.wire.chat_bodies import chats_to_warm
 from mlxcache.wire.reply import finished_or_raise
