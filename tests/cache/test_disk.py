@@ -332,7 +332,7 @@ def test_replies_go_on_while_a_request_waits_for_room_that_the_disk_holds_up(
         other = llama.put(prompt(rng, 800), tokens=5)
         began = time.monotonic()
         llama.run(until=lambda: len(task.out) > 10)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 30  # the write would hang until it is freed
         assert not other.out
     finally:
         free.set()
