@@ -13,15 +13,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from mlxcache.config import SETTINGS, Settings, load_settings
-from mlxcache.engine.engine import Engine
-from mlxcache.engine.stream import Stream
 from mlxcache.errors import ConfigError
-from mlxcache.sessions.book import SessionBook
 from mlxcache.store.lock import serving
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
 from mlxcache.wire.decode import decode
@@ -36,6 +33,10 @@ from mlxcache.wire.openai_request import (
 from mlxcache.wire.openai_types import ChatRequest
 from mlxcache.wire.reply import gather_reply
 from mlxcache.wire.titles import title_from_messages
+
+if TYPE_CHECKING:
+    from mlxcache.engine.stream import Stream
+    from mlxcache.sessions.book import SessionBook
 
 URL = "http://127.0.0.1:0"
 """Address in the folder's lock file: this process uses the folder, and serves no requests."""
@@ -73,6 +74,9 @@ class Model:
             raise ConfigError(f"unknown setting {unknown[0]!r}; expected {', '.join(SETTINGS)}")
         no_file = {"MLXCACHE_CONFIG": os.devnull}
         self.settings: Settings = load_settings({"model": model, **settings}, no_file)
+        # mlx_lm and its HTTP client for downloads are loaded with the first model, not on import
+        from mlxcache.engine.engine import Engine  # noqa: PLC0415
+
         self._engine = Engine(self.settings)
         self._folder_lock = ExitStack()
 

@@ -95,7 +95,7 @@ def _round(lives: Lives, visit: Visit) -> Round:
     talk = visit.talk("main")
     warm = talk.ask(visit.words())
     lives.kill()
-    talk.client = lives.server.client
+    talk.reconnect(lives.server.client)
     again = talk.ask(visit.words())
     cached = again.cached_tokens
     return Round(

@@ -34,6 +34,10 @@ class Conversation:
     max_tokens: int
     messages: list[dict[str, Any]]
 
+    def reconnect(self, client: Client) -> None:
+        """Continue with another server's client."""
+        self.client = client
+
     def ask(self, text: str) -> Reply:
         """Send `text` as the user's message, and append the reply. Raises Refused."""
         self.messages.append({"role": "user", "content": text})

@@ -173,7 +173,7 @@ class KVCache:
         if last is not None:
             self.tree.lock(last)
         try:
-            lease = self._lease(match, cached, least, evict)
+            lease: Lease | None = self._lease(match, cached, least, evict)
         finally:
             if last is not None:
                 self.tree.unlock(last)

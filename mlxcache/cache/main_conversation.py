@@ -89,6 +89,11 @@ class MainConversation:
     rival: tuple[ConversationId, int] | None = None
     former: MainConversation | None = None
 
+    def extend(self, node: Node) -> None:
+        """Take a turn that ends at `node`."""
+        self.tokens, self.nodes, self.turns = node.end, node.path()[1:], self.turns + 1
+        self.side_requests, self.rival = 0, None
+
 
 class MainConversations:
     """The main conversation of each session label seen recently; the rule is that of
@@ -123,8 +128,7 @@ class MainConversations:
             return MainConversation(ConversationId.of(ids, hints), node.end, node.path()[1:])
         for one in (main, main.former):
             if one is not None and one.id.includes(ids) and (one is main or one.tokens < node.end):
-                one.tokens, one.nodes, one.turns = node.end, node.path()[1:], one.turns + 1
-                one.side_requests, one.rival = 0, None
+                one.extend(node)
                 return one
         if self._takes_over(main, ids, hints, node.end):
             turns = main.rival[1] if main.rival else 1

@@ -120,7 +120,8 @@ class Pressure:
 
     def step(self) -> None:
         """Look once, and adjust what is withheld."""
-        seen, found, now = self.seen, self._look(), self._clock()
+        seen: Observation = self.seen
+        found, now = self._look(), self._clock()
         if now - self._trimmed_at >= TRIM_S:
             self._trim()
             self._trimmed_at = now

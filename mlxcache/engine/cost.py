@@ -210,7 +210,7 @@ def measure(model: Any, layout: Layout, room: int) -> Cost:
         max(0, probe.peak(size, far) - probe.peak(size, far // 2)) / max(1, far - far // 2)
         for size in (PROBE, FEWEST)
     )
-    cost = _fitted(near, long, wide, narrow)
+    cost: Cost = _fitted(near, long, wide, narrow)
     if cost.per_pair > SCORES and probe.long_is_slow():
         cost.longest = SHORT
     cost.growth = probe.growth(far)

@@ -81,7 +81,7 @@ def _branches(
     known: dict[int, Branch] = {}
     for session, leaf, ram, disk in leaves:
         root.sessions[session] = None
-        at = root
+        at: Branch = root
         for node in tree.match(leaf.ids, touch=False).nodes:
             if id(node) not in known:
                 known[id(node)] = _branch(at, node, leaf.ids, decode, owner)
@@ -118,7 +118,7 @@ def _merge(root: Branch, most: int) -> None:
         tokens, number = heappop(ends)
         one = nodes[number]
         assert one.parent is not None
-        above = one.parent
+        above: Branch = one.parent
         above.below.remove(one)
         above.ends += one.ends
         above.merged = (

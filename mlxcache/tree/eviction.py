@@ -66,7 +66,7 @@ class Worth:
         return max(-1, min(1, int(log2(dear))))
 
 
-class Order:
+class EvictionOrder:
     """Leaves by score, lowest first; of equal scores the least recently used.
 
     A use costs nothing here: an entry's key is a lower bound of its node's key, corrected when the

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxcache.common_prefix import common_length
 from mlxcache.tree.check import audit
-from mlxcache.tree.eviction import Order, Worth
+from mlxcache.tree.eviction import EvictionOrder, Worth
 from mlxcache.tree.node import (
     NO_TOKENS,
     Cut,
@@ -75,7 +75,7 @@ class Edges:
         self.checkpoint_bytes = 0
         self.tick = 0
         self.holdings = Holdings()
-        self.leaves = Order(worth, lambda node: not (node.locks or node.children), now)
+        self.leaves = EvictionOrder(worth, lambda node: not (node.locks or node.children), now)
 
     @property
     def nbytes(self) -> int:

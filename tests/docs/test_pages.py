@@ -130,7 +130,7 @@ def test_the_layers_that_are_shown_are_those_of_the_contract():
     level = {
         name.strip().removeprefix("mlxcache."): at
         for at, layer in enumerate(layers)
-        for name in layer.split("|")
+        for name in re.split(r"[|:]", layer)
     }
     (block,) = (block for block in BLOCKS if block.note == "the layers")
     shown = re.findall(r"^(\w+(?:, \w+)*)", block.code, re.MULTILINE)

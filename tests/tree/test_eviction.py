@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.tree.eviction import Order
+from mlxcache.tree.eviction import EvictionOrder
 from mlxcache.tree.node import NO_TOKENS, Node
 from mlxcache.tree.prefix_tree import PrefixTree, Worth
 
@@ -21,8 +21,8 @@ def node(used_at: int) -> Node:
     return made
 
 
-def order(eligible=lambda _: True) -> Order:
-    return Order(Worth(1), eligible)
+def order(eligible=lambda _: True) -> EvictionOrder:
+    return EvictionOrder(Worth(1), eligible)
 
 
 def test_the_first_stays_until_it_is_used():
