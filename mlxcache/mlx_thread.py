@@ -69,7 +69,7 @@ class MlxThread:
         self._thread.start()
 
     def post(self, action: Callable[[], None]) -> None:
-        """Have `action` run, after what was posted before. Returns at once."""
+        """Run `action` on the thread after all earlier actions. Does not block."""
         self._inbox.put(action)
 
     def wake(self) -> None:
@@ -77,9 +77,9 @@ class MlxThread:
         self._inbox.put(_nothing)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """The result of `action`, which runs on the thread: raises there what it raises.
+        """Run `action` on the thread; the future has its result or its exception.
 
-        After `fail` it raises what that was given.
+        After `fail(error)`, every future has `error`.
         """
         answer: Future[T] = Future()
         with self._lock:
@@ -100,7 +100,7 @@ class MlxThread:
         return answer
 
     async def ask(self, action: Callable[[], T]) -> T:
-        """As `call`, awaited on an event loop.
+        """Run `action` on the thread and await its result; see `call`.
 
         `action` runs even if the waiting task is cancelled.
         """

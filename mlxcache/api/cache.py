@@ -102,7 +102,9 @@ async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, 
 def _common_prefix(one: Prompt, other: Prompt) -> Prompt:
     length = common_length(one.ids, other.ids)
     if not length:
-        raise BadRequest("There is nothing to warm: the prompt has no beginning of its own.")
+        raise BadRequest(
+            "There is nothing to warm: the prompt has no part before the user's message."
+        )
     return Prompt(one.ids[:length], tuple(mark for mark in one.marks if mark < length))
 
 

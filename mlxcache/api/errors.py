@@ -71,7 +71,7 @@ _UNEXPECTED = SHAPES[errors.MlxcacheError]
 
 
 def find_shape(error: Exception) -> Shape:
-    """Return the shape for `error`; an exception outside of the table is an internal error."""
+    """Return status, types and code of the response to `error`; 500 if its class is unknown."""
     if isinstance(error, HTTPException):
         other = Shape(error.status_code, "invalid_request_error", "invalid_request_error")
         return _HTTP.get(error.status_code, other)

@@ -204,7 +204,7 @@ def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 
 
 class EngineCollector(Collector):
-    """An engine's figures and counts as metrics; it counts nothing itself.
+    """Prometheus collector that exports the engine's figures and counts.
 
     Call from the event loop.
     """

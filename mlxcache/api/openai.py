@@ -62,7 +62,7 @@ class _Whole(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How one endpoint names and shapes its replies."""
+    """Reply format of one endpoint: id prefix, object names, and builders of the bodies."""
 
     id_prefix: str
     object: str

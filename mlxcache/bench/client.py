@@ -1,4 +1,4 @@
-"""Timed streaming chats. Only the standard library lies between clock and socket.
+"""Timed streaming chats. Uses only the standard library, so no other client adds delay.
 
 Source: https://platform.openai.com/docs/api-reference/chat/streaming
 """

@@ -164,7 +164,7 @@ class Lives:
 
     @property
     def server(self) -> Server:
-        """The running server, started now if none runs."""
+        """The running server. Starts one if none is running."""
         if self._server is None:
             self._server = self._stack.enter_context(running(*self._start))
         return self._server

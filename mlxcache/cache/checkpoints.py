@@ -1,4 +1,4 @@
-"""Where a prefill stops to leave a checkpoint, and which checkpoints of a path are dropped."""
+"""Positions at which a prefill takes checkpoints, and checkpoints to drop from a path."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ SPACING = 4000
 def stops(
     marks: Sequence[int], cached: int, length: int, *, parted: int = 0, most: int | None = None
 ) -> tuple[int, ...]:
-    """Ascending positions in (cached, length) at which a prefill leaves a checkpoint.
+    """Ascending positions in (cached, length) at which a prefill takes a checkpoint.
 
-    The marks; `parted`, where an earlier prompt left this one; one every `SPACING` tokens between;
-    the last token if there are no marks. Of positions close together only the first. `most`: about
-    how many, the head's, the last mark and `parted` among them.
+    These are the marks (the last token if there are none), `parted`, the position at which an
+    earlier prompt diverged, and one every `SPACING` tokens between. Of positions less than
+    `MARK_DISTANCE` apart, only the first counts. `most`: approximate maximum; the first and the
+    last mark and `parted` are always kept.
     """
     last = length - 1
     wanted = sorted({*(marks or [last]), min(parted, last)})
@@ -39,9 +40,9 @@ def stops(
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """The checkpoints on the path to a node, top down.
+    """The checkpoints on the path from the root to a node, in this order.
 
-    `parted`: positions of those after which another conversation leaves the path.
+    `parted`: positions of the last checkpoints before a branch of another conversation.
     """
 
     nodes: tuple[Node, ...]

@@ -532,7 +532,10 @@ class KVCache:
         return sum(self.ram.remove(node, keep) for node in reversed(below))
 
     def forget_unshared(self, ids: Tokens, keep: int) -> bool:
-        """As `forget`, unless a conversation continues `ids` beyond `keep`; True if removed."""
+        """Remove `ids` beyond `keep` from RAM, unless another conversation continues them there.
+
+        True if tokens were removed; see `forget`.
+        """
         nodes = [n for n in self.tree.match(ids, touch=False).nodes if n.end > keep]
         if not nodes or any(len(n.children) > (n is not nodes[-1]) for n in nodes):
             return False
@@ -622,7 +625,7 @@ class KVCache:
 
 
 def _without_waiting(lease: Lease) -> Literal["no", "idle"]:
-    """How room is made for bytes of a lease that are not worth waiting for the disk."""
+    """Return the eviction mode of a lease, without waiting for writes to disk."""
     return "no" if lease.evict == "no" else "idle"
 
 

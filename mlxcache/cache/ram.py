@@ -74,7 +74,7 @@ class BufferCount:
 
 
 def _count_specs(value: Any) -> int:
-    """How many arrays a layout's states have."""
+    """Count the arrays in a layout's states."""
     if isinstance(value, list | tuple):
         return sum(map(_count_specs, value))
     return int(isinstance(value, ArraySpec))
@@ -169,7 +169,10 @@ class RamTier:
         return self.free_up(size, evict=evict)
 
     def free_up(self, size: int, *, evict: Evict = "idle") -> bool:
-        """As `make_room`, but evicts what it can even where that is not enough."""
+        """Evict until `size` bytes fit, or until nothing more can be evicted; True if they fit.
+
+        Unlike `make_room`, evicts even if that cannot suffice.
+        """
         for lineage in list(self.idle.values()):
             if self.budget.free >= size:
                 return True
@@ -291,9 +294,9 @@ class RamTier:
         return lineage.capacity - (end - start) > max(STEP, lineage.capacity // 8)
 
     def shrink(self, lineage: Lineage, *, force: bool) -> int:
-        """Release what the tree does not refer to; returns the bytes freed.
+        """Release a lineage without segments in the tree; returns the bytes freed.
 
-        Without `force` only a lineage that the tree does not refer to at all is released.
+        With `force`, a lineage that has segments is compacted to their range.
         """
         held = self.tree.live_range(lineage)
         before = lineage.nbytes
@@ -346,9 +349,10 @@ class RamTier:
     def reserve_checkpoint(self, node: Node, size: int, end: int, *, evict: Evict = "idle") -> bool:
         """Reserve `size` bytes for a checkpoint at `node`, on a path that will have `end` tokens.
 
-        Drops others of its path, then of other paths, so that each path and all of them stay within
-        their bounds, however slow the disk is. The caller has locked the path once; what other
-        requests lock stays. False, and nothing reserved, where there is no room.
+        To stay within the limits for one path and for all checkpoints, drops other checkpoints of
+        this path, then of other paths, without waiting for the disk. The caller must hold one lock
+        on the path; checkpoints that other requests lock are not dropped. Returns False and
+        reserves nothing if there is no room.
         """
         for each in self._superseded(node, end, self.max_checkpoints(end)):
             if self._locked_once(each):

@@ -315,7 +315,7 @@ class WriteBehind:
             self._queue.append(PathWrite(node, ids, wanted, reused))
 
     def count_locks(self, node: Node) -> int:
-        """How many of the locks on `node` are held by paths that are being written."""
+        """Count the locks on `node` that are held by paths being written."""
         return sum(node in path.node.path() for path in [*self._queue, *self._handed])
 
     def forget(self, nodes: Sequence[Node]) -> None:
@@ -338,7 +338,7 @@ class WriteBehind:
     # -- handing over ------------------------------------------------------------------------------
 
     def pump(self) -> bool:
-        """Collect answers, and hand at most one job to the writer; True if one was handed over."""
+        """Process results of the writer, and give it at most one new job; True if it got one."""
         self.collect()
         if not self.busy and self.backoff.due and (found := self.backoff.take()) is not None:
             self.add(*found)  # one path at a time, so that little is locked in RAM for it

@@ -82,9 +82,10 @@ class FairQueue:
 
 
 class Admission:
-    """Gives tasks their leases. `prepare` makes an admitted task's parser and sampler.
+    """Admits tasks: acquires a lease for each and plans its checkpoints.
 
-    `on_admitted(task)` is called before the client is told of its admission.
+    `prepare` makes an admitted task's parser and sampler. `on_admitted(task)` is called before the
+    client gets the event of its admission.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class Cost:
         return max(FEWEST, size)
 
     def peak(self, chunk: int, cached: int) -> int:
-        """As `transient`, for a chunk that is fed in passes: the bytes of the last pass."""
+        """Bytes beyond the new KV for the last forward pass of a chunk, which takes the most."""
         step = self.step(chunk)
         return self.transient(step, cached + chunk - step)
 
@@ -245,15 +245,15 @@ LEAST = 128
 class PrefillSpeed:
     """Measured seconds per token of prefill, by ranges of positions. MLX thread only.
 
-    Unlike `Cost`, which plans the next chunk, it is made of requests alone: `paces` begin with the
-    measurements of earlier servers of the same model, or empty.
+    Unlike `Cost`, which plans the next chunk, it counts only chunks of requests. `paces` (seconds
+    per token by range) starts empty; see `resume`.
     """
 
     def __init__(self) -> None:
         self.paces: dict[int, float] = {}
 
     def resume(self, paces: Mapping[int, float]) -> None:
-        """Begin with earlier measurements."""
+        """Add measurements of earlier servers; newer ones of this server are kept."""
         self.paces = {**paces, **self.paces}
 
     def observe(self, tokens: int, seconds: float, cached: int) -> None:

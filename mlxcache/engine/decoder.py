@@ -191,16 +191,13 @@ class Decoder:
 
 
 def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Log-probabilities of `logits`, shape (rows, vocabulary), and whether each row is finite.
-
-    The sum of a row is finite only if every logit in it is.
-    """
+    """Log-probabilities of `logits`, shape (rows, vocabulary), and whether each row is finite."""
     sums = mx.logsumexp(logits, axis=-1, keepdims=True)
     return logits - sums, mx.isfinite(sums[:, 0])
 
 
 def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
-    """`logits` after the row's processors. An error of one of them becomes the row's."""
+    """Apply the row's processors to `logits`. An exception in one fails the row."""
     try:
         for process in row.processors:
             logits = process(context, logits)

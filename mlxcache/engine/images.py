@@ -63,9 +63,10 @@ class ImageCost:
 
 
 def measure(vision: Vision, room: int) -> ImageCost | None:
-    """Measure the memory of ever larger images, while `room` bytes surely suffice.
+    """Measure the memory that images take, with larger and larger ones as long as `room` allows.
 
-    None where the model is fed the same whatever an image shows.
+    An image is tried only if 4 times the memory of the one before fits into `room` bytes. Returns
+    None if the content of an image does not change what the model is fed.
     """
     noise = np.random.default_rng(0)
     points: list[tuple[int, int]] = []

@@ -42,9 +42,10 @@ DRAFTS = 3
 
 @dataclass(slots=True)
 class Lane:
-    """A decoder with its tasks, in the order of its rows.
+    """A decoder and its tasks, one task per row, in the order of the rows.
 
-    For a batch, `bytes` are reserved, and its buffers have room for `capacity` positions.
+    `batched`: the rows share a batch. For a batch, `bytes` are reserved in the budget, and its
+    buffers have room for `capacity` positions.
     """
 
     decoder: Decoder
@@ -251,7 +252,7 @@ class Lanes:
             if len(keep) > 1 and self._narrow(lane, keep):
                 return
         except Exception:
-            log.exception("narrowing a batch failed")
+            log.exception("removing rows from a batch failed; batch split")
         if isinstance(lane.decoder, DraftingDecoder):
             for task in lane.tasks:  # drafted tokens that were fed and not drawn
                 task.held.lineage.truncate(len(task.ids) + len(task.out))

@@ -207,19 +207,21 @@ def open_store(loaded: Loaded, layout: Layout, settings: Settings) -> Store | No
 
 
 def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.Images | None:
-    """The images that the model is fed, with memory set aside; None where it can have none."""
+    """Reserve memory for images; None if the model takes no images or they do not fit."""
     vision = loaded.vision
     if vision is None:
         return None
     found = images.measure(vision, plan.transient)
     if found is None:
-        log.warning("images not served: this model is fed the same whatever an image shows")
+        log.warning(
+            "images disabled: the content of an image does not change what the model is fed"
+        )
         return None
     largest, chunk = found.longest(plan.transient, vision.most_tokens), settings.prefill_chunk
     while largest and found.kept(largest, chunk) > plan.budget.limit // 8:
         largest //= 2
     if not largest or not plan.budget.reserve("images", found.kept(largest, chunk)):
-        log.warning("images not served: --ram %s has no room for them", settings.ram)
+        log.warning("images disabled: --ram %s has no room for them", settings.ram)
         return None
     return images.Images(vision, found, largest)
 

@@ -169,7 +169,7 @@ def harmony_route(header: str) -> str:
 
 
 def may_be_header(text: str) -> bool:
-    """Tell if `text` can begin a header. Replies to a raw prompt have none."""
+    """True if `text` can be the beginning of a message header of gpt-oss."""
     text = text.lstrip()
     return any(text.startswith(b) or b.startswith(text) for b in _HEADER_BEGINNINGS)
 

@@ -119,9 +119,9 @@ _OTHERWISE = {
 class PromptCache:
     """KV of `length` tokens; every array is lazy.
 
-    `arrays`: as a lineage takes them, per linear slot, shape (1, heads, length, dim). None where
-    the file has only the newest positions of a sliding window: enough to continue, too little to
-    be cut at any token, so the tokens have to be computed. `state`: that of the opaque slots.
+    `arrays`: as a lineage takes them, per linear slot, shape (1, heads, length, dim). None if
+    the file has only the newest positions of a sliding window: such KV cannot be truncated, so the
+    tokens have to be computed. `state`: that of the opaque slots.
     `ids`: the tokens, if the file has them. `model`: the tool's name of the model.
     """
 

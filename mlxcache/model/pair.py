@@ -71,7 +71,10 @@ class Pair(nn.Module):  # type: ignore[misc]
 
 
 def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
-    """Join both. Raises ModelError where a layer of either cannot be cut at any token."""
+    """Combine a model and its draft model into one.
+
+    Raises ModelError if the cache of a layer of either cannot be truncated at every token.
+    """
     for name, one in (("model", model), ("draft model", draft)):
         names = unfit(one)
         if names:

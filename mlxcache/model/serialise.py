@@ -132,7 +132,7 @@ def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
 
 
 def late_names(layout: Layout) -> frozenset[str]:
-    """Names of a run's tensors of sliding windows, which only positions soon after it see."""
+    """Names of a run's tensors of sliding-window layers; only positions near its end use them."""
     sliding = [i for i, window in enumerate(layout.windows) if window is not None]
     return frozenset(run_name(i, j) for i in sliding for j in range(len(layout.specs[i])))
 

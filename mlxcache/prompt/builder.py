@@ -145,7 +145,7 @@ class PromptBuilder:
     def _chat(
         self, chat: Chat, session: str | None, stop: Sequence[str], new: Messages = ()
     ) -> Prompt:
-        """As `chat`; the messages `new` are appended after canonicalisation."""
+        """Build the prompt of `chat`; the messages `new` are appended after canonicalisation."""
         try:
             canonical = self._canonicalise(chat, session, stop, new)
             if not set(LENGTHENING).isdisjoint(canonical.rules):

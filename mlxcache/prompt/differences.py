@@ -228,7 +228,7 @@ def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) 
 
 
 def _shifted_and_edited(was: Sequence[Message], now: Sequence[Message], i: int) -> str | None:
-    """As `_shifted`, for a message of another role before one that was edited too."""
+    """Cause of an insertion or a drop at `i` if the message after it was edited too; else None."""
     if was[i].get("role") == now[i].get("role"):
         return None
     if any(_nearly(was[i], later) for later in now[i + 1 : i + 1 + _SHIFTS]):

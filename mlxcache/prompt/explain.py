@@ -190,7 +190,7 @@ class Explainer:
 
 
 def _removed(old: Source, new: Source) -> tuple[tuple[str, Difference], ...]:
-    """Differences as sent that are gone after canonicalisation, each with its rule."""
+    """Differences between the requests as sent that canonicalisation removed, with the rules."""
     rules = {*old.canonical.rules, *new.canonical.rules}
     if not rules:
         return ()

@@ -21,10 +21,10 @@ MARK_DISTANCE = 8
 
 
 def learn_openers(renderer: Renderer, finder: ControlTokenFinder) -> frozenset[int]:
-    """The ids of the control tokens with which the template opens a message.
+    """Find the ids of the control tokens with which the template opens a message.
 
-    Of the control tokens between two neighbouring messages, the opening one is that with which the
-    generation prompt starts; where that is missing, the last one. Empty if there are none.
+    Several control tokens can stand between two messages. The opening one is the first of the
+    generation prompt, or, if that one does not occur, the last. Empty if there are none.
     """
     prompt = renderer.generation_prompt()
     first = next((finder.id_of(match) for match in finder.find_all(prompt)), None)
@@ -101,10 +101,10 @@ def find_marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -
 def keep_positions(
     keeps: Sequence[tuple[int, float]], placed: Sequence[int], breakpoint: int | None
 ) -> tuple[tuple[int, float], ...]:
-    """Convert a client's wishes, (leading messages, seconds), into (token position, seconds).
+    """Convert a client's keep hints (leading messages, seconds) into (token position, seconds).
 
-    0 leading messages end at the first of the `placed` marks, the end of tools and system; any
-    other number at `breakpoint`, or without one at the last mark.
+    0 leading messages stands for tools and system prompt, which end at the first of the `placed`
+    marks. Any other number ends at `breakpoint`, or at the last mark if that is None.
     """
     head = placed[0] if len(placed) > 1 else 0
     rest = breakpoint if breakpoint is not None else next(iter(placed[-1:]), 0)

@@ -35,8 +35,9 @@ _KEPT = 64
 class Rendered:
     """A rendered text with sentinels.
 
-    `generation`: the character at which the generation prompt starts; the text's length where there
-    is none, as when a message is to be continued. `images`: those of the text, in order.
+    `generation`: the character at which the generation prompt starts; the text's length if there is
+    none, for example because the request continues the last message. `images`: those of the text,
+    in order.
     """
 
     text: str

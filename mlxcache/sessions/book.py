@@ -122,8 +122,9 @@ class SessionBook:
         return (await self._measured(lambda: [self._sessions.get(id, OWNER.get())]))[0]
 
     async def rows(self, limit: int | None = None) -> Sequence[Session]:
-        """As `list`, but without what the tiers hold, so without asking the MLX thread or the
-        files.
+        """The owner's sessions, last used first, without their sizes in RAM and on disk.
+
+        Does not wait for the MLX thread and reads no files of KV.
         """
         return await self._writer.read(lambda: self._sessions.all(limit, OWNER.get()))
 
@@ -250,9 +251,9 @@ class SessionBook:
             return await asyncio.to_thread(store.prune, limit)
 
     async def check(self) -> Sequence[Problem]:
-        """Problems of the files on disk, each of which is read as a whole; one check at a time.
+        """List the problems of the files on disk. Reads every file completely.
 
-        Raises StoreError.
+        Calls run one after another. Raises StoreError.
         """
         if (store := self.store) is None:
             return ()

@@ -111,7 +111,9 @@ class PromptCacheReader:
             if self._agrees(found, ids):
                 self._insert(found, own_ids(ids, owner))
             else:
-                log.warning("prompt cache differs from this model's: computing it instead")
+                log.warning(
+                    "imported prompt cache differs from this model's KV: computing it instead"
+                )
         finally:
             del found
             kv.budget.release("import", size)

@@ -88,7 +88,7 @@ class Folder:
     def set_aside(self, path: Path, limit: int | None) -> None:
         """Move a damaged file to quarantine, which then keeps to its part of `limit` bytes.
 
-        Nothing is moved if the file is gone. Raises OSError.
+        Nothing is moved if the file does not exist. Raises OSError.
         """
         with suppress(FileNotFoundError):
             os.rename(path, self.quarantine / f"{time.time_ns()}-{path.name}")

@@ -245,7 +245,7 @@ class StoreReopener:
         self._missed_at: float | None = None
 
     def __call__(self) -> None:
-        """Reopen the folder if needed. Raises StoreError if it is gone and cannot be made again."""
+        """Reopen the folder if it was removed. Raises StoreError if it cannot be created again."""
         if self._context.database.is_there() and not self._reopening:
             self._missed_at = None
             return

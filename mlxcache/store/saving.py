@@ -93,7 +93,7 @@ def save_run(
 
 
 def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tensor]) -> None:
-    """Save the state after the chain's tokens; see `Store.write_checkpoint`."""
+    """Save `tensors`, the state after the tokens of `chain`; see `Store.write_checkpoint`."""
     if not len(chain.ids):
         raise ValueError("a checkpoint needs at least one token before it")
 

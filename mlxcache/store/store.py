@@ -93,7 +93,7 @@ class Store:
         return cls(context, namespace, needs_checkpoints=needs_checkpoints)
 
     def for_namespace(self, namespace: str) -> Store:
-        """Store of another namespace in the same open folder; only this one is to be closed."""
+        """Return a store of another namespace in the same open folder. Close only this one."""
         return self if namespace == self.namespace else Store(self._context, namespace)
 
     def close(self) -> None:
@@ -136,8 +136,8 @@ class Store:
         """Read a file and check it against `piece`, found for ids that begin like `ids`.
 
         Checks header, tokens and checksums. Without `late`, tensors written as such are not read.
-        Raises Corrupt after moving the file to quarantine and removing all that builds on it, Gone
-        if the file was evicted meanwhile, StoreError.
+        Raises Corrupt after moving the file to quarantine and removing the files that continue it,
+        Gone if the file was evicted meanwhile, or StoreError.
         """
         base = self._chains.of(ids[: piece.first]).whole[-1]
         self._verify(piece, lambda fd: check_run(fd, self.namespace, base, piece, ids, late=late))

@@ -175,7 +175,7 @@ class Writer:
 
 
 def _run_logged(what: str, action: Callable[[], None]) -> None:
-    """Run `action` and log what it raises, so that the thread goes on."""
+    """Run `action` and log its exceptions, so that they do not end the thread."""
     try:
         action()
     except StoreError as error:

@@ -67,8 +67,8 @@ class Node:
 
     `tokens`: int32, shape (end - start,), owned. `checkpoint`: the state at `end`, of
     `checkpoint_bytes`. `locks`: those on this node and on all below it. `used_at`: the tree's tick
-    of the last use. `asked`: a caller asked for a boundary here and has neither locked it nor set a
-    checkpoint since, so it is not merged away.
+    of the last use. `asked`: a caller requested a boundary here and has neither locked it nor set a
+    checkpoint since; such a node is not merged with its child.
     """
 
     __slots__ = (

@@ -262,7 +262,7 @@ class Uses:
     def renew(self, nodes: Sequence[Node], least: int = 0) -> None:
         """Count a use now, and at least `least` uses, of the path to the last attached of `nodes`.
 
-        For a conversation that is expected to continue without being asked for now.
+        For a conversation that no request uses now, but that is expected to continue.
         """
         last = next((node for node in reversed(nodes) if not node.detached), None)
         path = last.path()[1:] if last is not None else []

@@ -15,7 +15,7 @@ Calls = LRU[Hashable, tuple[Mapping[str, Any], int]]
 
 
 def remember_call(call: ToolCall, calls: Calls) -> None:
-    """Remember a call as the model wrote it. Arguments that are no JSON object are ignored."""
+    """Remember a call as the model wrote it. Arguments that are not a JSON object are ignored."""
     try:
         arguments = json.loads(call.arguments)
     except ValueError:

@@ -15,7 +15,7 @@ For example `x-anthropic-billing-header: cc_version=2.1.329.0a8; cc_entrypoint=c
 
 
 def apply(draft: Draft) -> bool:
-    """Drop the line at the start of the leading system messages."""
+    """Remove the attribution line from the leading system messages; True if there was one."""
     found = False
     for at in reversed(range(draft.leading())):
         match = LINE.match(draft.text(at))

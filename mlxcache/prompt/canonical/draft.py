@@ -70,11 +70,11 @@ class Draft:
         self.messages.insert(to, self.messages.pop(at))
 
     def end(self) -> int:
-        """The index for a message at the end: before a reply that is to be continued."""
+        """Index for a new last message; a reply that the request continues stays after it."""
         return len(self.messages) - self.continues
 
     def chat(self) -> Chat:
-        """The rewritten chat, with its breakpoint after the same messages as before."""
+        """Return the rewritten chat; its cache breakpoint still follows the same messages."""
         marked = self._chat.breakpoint
         if marked is not None:
             marked = sum(origin < marked for origin in self._origins) if marked else 0

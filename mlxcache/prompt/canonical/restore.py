@@ -52,7 +52,7 @@ class ReplyRestorer:
         self._kind: type[Text | Thinking] = Text
 
     def events(self, event: Event) -> Iterator[Event]:
-        """The events for the client that one event of the model makes."""
+        """Convert one event of the model into events for the client."""
         if isinstance(event, ToolCall) and self._on_call is not None:
             self._on_call(event)
         if self._restored is None:
@@ -74,7 +74,7 @@ class ReplyRestorer:
         yield event
 
     def flush(self) -> Iterator[Event]:
-        """The text that was held back, as an event."""
+        """Return the text held back as a possible part of a name, as an event."""
         held = self._restored.flush() if self._restored is not None else ""
         if held:
             yield self._kind(held)

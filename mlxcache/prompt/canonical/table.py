@@ -1,4 +1,4 @@
-"""The rules as users read them; `docs/canonicalisation.md` shows this table."""
+"""Table of the canonicalisation rules, in words for users; also in `docs/canonicalisation.md`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CLAUDE_CODE = "Claude Code"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule: the shape that it looks for, where that was seen, and what it does."""
+    """One rule: the form of the text it matches, the clients that send it, and the effect."""
 
     name: str
     shape: str

@@ -1,4 +1,4 @@
-"""Rule `tool_order`: render tools in the order in which the same tools first came."""
+"""Rule `tool_order`: render a set of tools in the order of the first request that had it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Orders = LRU[bytes, tuple[bytes, ...]]
 
 
 def apply(draft: Draft, orders: Orders) -> bool:
-    """Reorder the tools as the same set of tools came before, if it did."""
+    """Restore the order in which an earlier request sent the same tools; True if it differs."""
     if len(draft.tools) < 2:
         return False
     digests = [hashlib.blake2b(_text(tool), digest_size=16).digest() for tool in draft.tools]
