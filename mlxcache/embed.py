@@ -113,7 +113,7 @@ class Model:
 
     @property
     def sessions(self) -> SessionBook:
-        """Sessions: list, get, patch, fork, delete; `portable` exports and imports snapshots."""
+        """Sessions: list, get, patch, fork, delete; `files` exports and imports snapshots."""
         return self._engine.sessions
 
     def figures(self) -> dict[str, Any]:

@@ -134,6 +134,11 @@ class MlxThread:
 
         self._inbox.put(stop)
 
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs. Any thread."""
+        return self._thread.is_alive()
+
     def join(self, seconds: float) -> None:
         """Wait for the end of the thread, for at most `seconds`."""
         if self._thread.is_alive():

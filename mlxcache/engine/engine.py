@@ -155,11 +155,12 @@ class Engine:
         Raises BadRequest or GenerationFailed where it cannot be made, ContextLengthExceeded
         where it is far too long to be worth tokenising, NotReady before the model is loaded.
         """
-        builders, owner = self._ready().builders, OWNER.get()
+        runtime, owner = self._ready(), OWNER.get()
 
         def make() -> Prompt:
-            return _rendered(lambda: builders.of(owner).chat(chat, session, stop))
+            return _rendered(lambda: runtime.builders.of(owner).chat(chat, session, stop))
 
+        await runtime.book.refresh_replies()
         return await self._loop.run_in_executor(self._pool, make)
 
     async def render_text(self, text: str) -> Prompt:

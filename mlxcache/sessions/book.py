@@ -67,6 +67,7 @@ class SessionBook:
         self._before_removal = before_removal
         self._writer = SessionWriter(sessions, model, self.store)
         self._checking = asyncio.Lock()
+        self._closed = False
         self._replies = ReplyFeed(sessions, self.store, learn) if self.store is not None else None
         self.files = SessionFiles(
             self,
@@ -79,9 +80,14 @@ class SessionBook:
         )
 
     def open(self) -> None:
-        """Pass on the replies on disk, now and as others write them. Blocks; before any request."""
+        """Pass on the replies on disk. Blocks; before any request."""
         if self._replies is not None:
             self._replies.start()
+
+    async def refresh_replies(self) -> None:
+        """Pass on replies that other servers wrote since. Waits a few milliseconds at most."""
+        if self._replies is not None and not self._closed:
+            await self._replies.refresh()
 
     @property
     def count(self) -> int:
@@ -282,6 +288,7 @@ class SessionBook:
 
     def close(self) -> None:
         """Write the turns that were added, for a bounded time, and end. Any thread; blocks."""
+        self._closed = True
         if self._replies is not None:
             self._replies.close()
         if left := self._writer.close():

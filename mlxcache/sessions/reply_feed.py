@@ -1,14 +1,15 @@
-"""Replies that other servers and earlier runs wrote, passed on in the background.
+"""The reply feed: replies that other servers and earlier runs wrote, passed on for exact replay.
 
-Rendering needs them for exact replay and must not wait for a database: a thread of this module
-reads the table, and what renders only looks into memory.
+Rendering looks into memory alone. A thread of this module reads the table when a prompt is about to
+be rendered, and is waited for only briefly.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from mlxcache.errors import StoreError
 from mlxcache.store.session_rows import ReplyRow
@@ -20,8 +21,8 @@ log = logging.getLogger("mlxcache.engine")
 Learn = Callable[[Mapping[str | None, Sequence[ReplyRow]]], None]
 """Takes new replies by owner, oldest first. Called on a worker thread."""
 
-REFRESH_S = 0.25
-"""Seconds between reads of the table; one without news takes 0.1 ms."""
+WAIT_S = 0.05
+"""Most seconds that a request waits for a read of the table, which usually takes under 1 ms."""
 
 
 class ReplyFeed:
@@ -30,32 +31,36 @@ class ReplyFeed:
     def __init__(self, sessions: Sessions, store: Store, learn: Learn):
         self._sessions, self._store, self._learn = sessions, store, learn
         self._last = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mlxcache-replies", daemon=True)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-replies")
+        self._reading: asyncio.Future[None] | None = None
 
     def start(self) -> None:
-        """Pass on the replies that there are, then start the thread. Blocks on the database."""
-        self._refresh()
-        self._thread.start()
+        """Pass on the replies in the table. Blocks on the database; before any `refresh`."""
+        self._read()
+
+    async def refresh(self) -> None:
+        """Pass on new replies, waiting at most `WAIT_S`; a slower read goes on by itself.
+
+        Use from one event loop, and not after `close`.
+        """
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.wrap_future(self._pool.submit(self._read))
+        await asyncio.wait({self._reading}, timeout=WAIT_S)
 
     def close(self) -> None:
         """Read no more. Returns at once."""
-        self._stop.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self) -> None:
-        while not self._stop.wait(REFRESH_S):
-            try:
-                self._refresh()
-            except Exception:
-                log.exception("reading replies of other servers failed")
-
-    def _refresh(self) -> None:
+    def _read(self) -> None:
         if not self._store.database.is_there():
-            return  # a read would make a removed folder again
+            return  # a read would create a removed folder again
         try:
             rows, self._last = self._sessions.replies(self._store.namespace, self._last)
-        except StoreError as error:  # reported by those who write
-            log.debug("replies on disk cannot be read: %s", error)
+        except StoreError as error:  # reported where the table is written
+            log.debug("cannot read replies on disk: %s", error)
             return
-        if rows and not self._stop.is_set():
+        except Exception:  # a prompt is rendered without them
+            log.exception("reading replies on disk failed")
+            return
+        if rows:
             self._learn(rows)

@@ -55,7 +55,7 @@ class FakeBook:
         self.asked: list[Any] = []
         self.error: Exception | None = None
         self.folder = folder
-        self.portable = self
+        self.files = self
 
     def _note(self, *asked: Any) -> None:
         if self.error:

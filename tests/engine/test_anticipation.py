@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -199,7 +198,7 @@ async def test_a_stop_does_not_wait_for_it(toy: ToyMaker, tmp_path: Path):
         runtime = await engine.call(lambda runtime: runtime)
         await asyncio.to_thread(runtime.next_turns.flush)
         await engine.stop()
-        assert not any(thread.name == "mlxcache-mlx" for thread in threading.enumerate())
+        assert not runtime.scheduler.thread.alive
         assert not runtime.kv.ram.busy
 
 

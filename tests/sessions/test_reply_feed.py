@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,19 +43,12 @@ def write(sessions: Sessions, first: int, namespace: str = "n", owner: str | Non
     sessions.record_turn(Turn(namespace, "m", whole, 50, 20, 10, 1.0, reply=row, owner=owner))
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def test_replies_of_before_are_known_at_the_start_and_others_soon(folder: Path) -> None:
+async def test_replies_of_before_are_known_at_the_start_and_others_soon(folder: Path) -> None:
     """Each once, in order, by owner; those of other models are not passed on."""
     store, sessions = opened(folder, "n")
     other, others = opened(folder, "n")
@@ -66,21 +61,46 @@ def test_replies_of_before_are_known_at_the_start_and_others_soon(folder: Path) 
     assert learned.ids == {None: [1], "alice": [2]}
     write(others, 4)
     write(others, 5, owner="bob")
-    until(lambda: "bob" in learned.ids)
+    await feed.refresh()
     assert learned.ids == {None: [1, 4], "alice": [2], "bob": [5]}
     feed.close()
     other.close()
     store.close()
 
 
-def test_a_removed_folder_is_not_made_again_by_looking(folder: Path) -> None:
+async def test_a_removed_folder_is_not_made_again_by_looking(folder: Path) -> None:
     """Who removes it finds it gone, until a request writes."""
     store, sessions = opened(folder, "n")
     write(sessions, 1)
     feed = ReplyFeed(sessions, store, Learned())
     feed.start()
     shutil.rmtree(folder)
-    time.sleep(2)
-    assert not folder.exists()
+    await feed.refresh()
+    assert not await asyncio.to_thread(folder.exists)
+    feed.close()
+    store.close()
+
+
+async def test_a_request_does_not_wait_for_a_slow_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read goes on by itself, and its replies are passed on then."""
+    store, sessions = opened(folder, "n")
+    learned, free = Learned(), threading.Event()
+    feed = ReplyFeed(sessions, store, learned)
+    feed.start()
+    write(sessions, 1)
+    read = sessions.replies
+
+    def slow(*args: Any) -> Any:
+        assert free.wait(30)
+        return read(*args)
+
+    monkeypatch.setattr(sessions, "replies", slow)
+    await feed.refresh()
+    assert learned.ids == {}
+    free.set()
+    while learned.ids != {None: [1]}:  # noqa: ASYNC110 - another thread fills it
+        await asyncio.sleep(0.01)
     feed.close()
     store.close()
