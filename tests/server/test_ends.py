@@ -70,7 +70,7 @@ def test_a_second_signal_does_not_wait_for_the_model(toy: ToyMaker, tmp_path: Pa
         with api.raw(request(MESSAGES, body, "X-Session-Id: long")):
             api.wait("long", "prefill")
             running.process.terminate()
-            running.wait_for("once more")
+            running.wait_for("Send the signal again")
             began = time.monotonic()
             running.process.terminate()
             assert running.process.wait(5) == 1
