@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlxcache.lru import LRU
-from mlxcache.store.leaves import SETTLED_TURNS, TINY_SHARE, conversation_key_tokens, digest_of
+from mlxcache.store.leaves import SETTLED_TURNS, becomes_main, conversation_key_tokens, digest_of
 from mlxcache.tree.node import Node
 from mlxcache.types import WARMING, Job, Tokens
 
@@ -89,6 +89,12 @@ class MainConversation:
     rival: tuple[ConversationId, int] | None = None
     former: MainConversation | None = None
 
+    def count_rival(self, rival: ConversationId) -> int:
+        """Count a turn of another conversation under the same head; returns its turns in a row."""
+        before = self.rival[1] if self.rival and self.rival[0] == rival else 0
+        self.rival = (rival, before + 1)
+        return before + 1
+
     def extend(self, node: Node) -> None:
         """Take a turn that ends at `node`."""
         self.tokens, self.nodes, self.turns = node.end, node.path()[1:], self.turns + 1
@@ -142,11 +148,12 @@ class MainConversations:
         self, main: MainConversation, ids: Tokens, hints: CacheHints, tokens: int
     ) -> bool:
         """True if a request begins the main conversation, after a title request or a compaction."""
-        if main.turns <= 1 and main.tokens * TINY_SHARE < tokens:
-            return True
         now = ConversationId.of(ids, hints)
-        if not now.head or now.head != main.id.head:
-            return False
-        before = main.rival[1] if main.rival and main.rival[0] == now else 0
-        main.rival = (now, before + 1)
-        return before + 1 >= SETTLED_TURNS
+        same_head = bool(now.head) and now.head == main.id.head
+        return becomes_main(
+            main_turns=main.turns,
+            main_tokens=main.tokens,
+            tokens=tokens,
+            same_head=same_head,
+            settled=same_head and main.count_rival(now) >= SETTLED_TURNS,
+        )

@@ -84,6 +84,21 @@ def find_continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:
     return best
 
 
+def becomes_main(
+    *, main_turns: int, main_tokens: int, tokens: int, same_head: bool, settled: bool
+) -> bool:
+    """True if a conversation of `tokens` tokens becomes its session's main one.
+
+    The one rule for the table of sessions and for eviction in RAM. A main conversation of one turn
+    and far fewer tokens was a side request, such as a title. Else the other must share its head
+    (tools and system prompt), as an agent's does after a compaction, and be `settled`: have enough
+    turns.
+    """
+    if main_turns <= 1 and main_tokens * TINY_SHARE < tokens:
+        return True
+    return same_head and settled
+
+
 def replaces_main(leaf: Leaf, main: Leaf, head: int, *, first: bool = False) -> bool:
     """Decide if `leaf`, just used, replaces `main` as the main conversation of its session.
 
@@ -94,8 +109,11 @@ def replaces_main(leaf: Leaf, main: Leaf, head: int, *, first: bool = False) -> 
     """
     if first:
         return True
-    if main.turns <= 1 and len(main.ids) * TINY_SHARE < len(leaf.ids):
-        return True
-    if not head or common_length(leaf.ids, main.ids) < head:
-        return False
-    return leaf.id < main.id or (leaf.turns >= SETTLED_TURNS and leaf.turns > main.turns)
+    settled = leaf.turns >= SETTLED_TURNS and leaf.turns > main.turns
+    return becomes_main(
+        main_turns=main.turns,
+        main_tokens=len(main.ids),
+        tokens=len(leaf.ids),
+        same_head=bool(head) and common_length(leaf.ids, main.ids) >= head,
+        settled=leaf.id < main.id or settled,
+    )
