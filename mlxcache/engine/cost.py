@@ -128,15 +128,21 @@ class Cost:
         """
         if tokens < FEWEST or seconds <= 0:
             return
-        pace, where = seconds / tokens, range_of(cached)
-        before = self.paces.get(where, pace)
-        self.paces[where] = before + NEWEST * (pace - before)
+        pace = average_pace(self.paces, tokens, seconds, cached)
         self.rate = 1 / (1 / self.rate + NEWEST * (pace - 1 / self.rate))
 
 
 def range_of(cached: int) -> int:
     """Range of positions after `cached` tokens: 0 up to `NEAR`, 1 up to twice that, and so on."""
     return (cached // NEAR).bit_length()
+
+
+def average_pace(paces: dict[int, float], tokens: int, seconds: float, cached: int) -> float:
+    """Take a measured chunk into the moving average of its range; returns its seconds per token."""
+    pace, where = seconds / tokens, range_of(cached)
+    before = paces.get(where, pace)
+    paces[where] = before + NEWEST * (pace - before)
+    return pace
 
 
 def peak(run: Callable[[], object]) -> int:
@@ -260,9 +266,7 @@ class PrefillSpeed:
         """Take a chunk of `tokens`, fed after `cached` others, into the moving averages."""
         if tokens < LEAST or seconds <= 0:
             return
-        where, pace = range_of(cached), seconds / tokens
-        before = self.paces.get(where, pace)
-        self.paces[where] = before + NEWEST * (pace - before)
+        average_pace(self.paces, tokens, seconds, cached)
 
     def seconds(self, tokens: int) -> float | None:
         """Seconds for computing a prompt's first `tokens`; None without any measurement.
