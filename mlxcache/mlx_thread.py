@@ -35,7 +35,7 @@ class Heartbeat:
         self._began_at = self._clock()
 
     def rest(self) -> None:
-        """Note that there is nothing to do, so silence is no sign of trouble."""
+        """Mark the thread as idle: `silent_s` is 0 until the next `beat`."""
         self._began_at = None
 
     @property
@@ -73,7 +73,7 @@ class MlxThread:
         self._inbox.put(action)
 
     def wake(self) -> None:
-        """Have a waiting loop look again."""
+        """Wake the loop if it waits for an action."""
         self._inbox.put(_nothing)
 
     def call(self, action: Callable[[], T]) -> Future[T]:

@@ -264,7 +264,7 @@ class LiveReaders:
         self._readers: Counter[str | None] = Counter()
 
     def enter(self) -> Callable[[], None]:
-        """Count one more reader of the current owner, and return the function that uncounts it.
+        """Count one more reader of the current owner; return a function to call when it leaves.
 
         Raises TooMany if the owner has `MAX_READERS` already; other owners do not count.
         """

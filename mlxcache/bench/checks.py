@@ -59,6 +59,6 @@ def _by_itself(results: Results) -> Iterator[Check]:
 
 
 def answered(results: Results) -> list[Check]:
-    """The bound on failed scenarios of this server: none."""
+    """Bound on failed scenarios of this server: there must be none."""
     failed = sum(failure.startswith(f"{OURS},") for failure in results.failures)
     return [Check("scenarios that failed here", failed, 0)]

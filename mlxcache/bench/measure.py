@@ -83,7 +83,7 @@ def middle(values: Iterable[float | None]) -> float | None:
 
 
 def by(mine: float | None, other: float | None) -> float | None:
-    """Ratio `mine` / `other`; None where one is missing, or `other` is 0."""
+    """Ratio `mine` / `other`; None if one is missing, or `other` is 0."""
     return mine / other if mine is not None and other else None
 
 

@@ -88,10 +88,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A model within budgets of `ram` and `disk` bytes; `disk` 0 is none.
+    """A model within budgets of `ram` and `disk` bytes; `disk` 0: no disk tier.
 
-    `room`: bytes of `ram` for conversations, all else set aside. `longest`: tokens of the longest
-    prompt that fits, unless forward passes need more.
+    `room`: bytes of `ram` that remain for conversations. `longest`: tokens of the longest prompt
+    that fits, unless forward passes need more memory.
     """
 
     ram: int
@@ -115,9 +115,9 @@ def fit(
 
 
 def warnings(layout: Layout, *, context: int, weights: int, ram: int, machine: int) -> list[str]:
-    """Warnings for the start, with figures, where model and memory do not fit together.
+    """Warnings to log at the start if the model and its budgets exceed the machine's memory.
 
-    `machine`: bytes for both on this machine. `context` is in tokens, the rest in bytes.
+    `machine`: bytes of memory for model and cache. `context` is in tokens, the rest in bytes.
     """
     found = []
     one = context * layout.bytes_per_token + layout.running_bytes + layout.checkpoint_bytes

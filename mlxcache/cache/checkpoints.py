@@ -68,10 +68,9 @@ class Trail:
     def checkpoints_to_drop(
         self, end: int, most: int, *, coming: Sequence[int] = (), worth: float = float("inf")
     ) -> list[Node]:
-        """Nodes whose checkpoints to drop, in order, on a path of `end` tokens; see
-        `tree.thinning`.
+        """Nodes whose checkpoints to drop, in order, on a path of `end` tokens.
 
-        `coming`: positions at which there will be more.
+        `coming`: positions of checkpoints that are about to be added. See `tree.thinning`.
         """
         at = {node.end: node for node in self.nodes}
         positions = sorted({*at, *coming})

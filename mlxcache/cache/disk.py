@@ -24,10 +24,11 @@ FIGURES_S = 0.5
 
 
 class DiskTier:
-    """One namespace's store and what goes in and out of it. MLX thread, except where noted.
+    """The disk tier of one namespace: its store, pending writes and restores.
 
-    `pending_limit`: bytes of copies that may be on their way to disk. `wake()` has the MLX thread
-    look again; it is called from other threads. Owns the store and closes it.
+    MLX thread, except where noted. `pending_limit`: maximum bytes of copies waiting to be written.
+    `wake()` is called from other threads when there is work for the MLX thread. Owns the store and
+    closes it.
     """
 
     def __init__(
@@ -83,7 +84,10 @@ class DiskTier:
         }
 
     def close(self, seconds: float) -> int:
-        """Write what is left, blocking for at most `seconds`; the most tokens left unwritten."""
+        """Write pending data, blocking for at most `seconds`.
+
+        Returns an upper bound of the tokens left unwritten.
+        """
         deadline = time.monotonic() + seconds
         left = self.write_behind.drain(seconds - min(END_S, seconds / 2))
         self.restorer.close()

@@ -78,10 +78,10 @@ class Lease:
 
 
 class KVCache:
-    """The verbs by which requests use KV bytes. Each keeps the budget: bytes are reserved first.
+    """Operations by which requests use KV bytes. Each reserves bytes before it allocates them.
 
-    A result is safe to use until the next verb that mutates, except that what a lease has locked
-    stays until its `release`. Make one with `KVCache.open`; it owns `ram` and `disk`.
+    A result is valid until the next operation that mutates; what a lease has locked stays until its
+    `release`. Make one with `KVCache.open`; it owns `ram` and `disk`.
     """
 
     def __init__(self, ram: RamTier, disk: DiskTier | None = None):
@@ -104,12 +104,11 @@ class KVCache:
         worth: Worth | None = None,
         device_buffers: int | None = None,
     ) -> KVCache:
-        """A cache for models of `layout`, with a disk tier if there is a `store`, which it then
-        owns.
+        """Open a cache for models of `layout`, with a disk tier if `store` is given.
 
-        `pending_limit`: bytes of copies on their way to disk. `wake()` has the MLX thread look
-        again; called from other threads. `worth`: how segments are scored; by default from the
-        layout.
+        It owns the store. `pending_limit`: maximum bytes of copies waiting to be written. `wake()`
+        is called from other threads when there is work for the MLX thread. `worth`: scores segments
+        for eviction; by default made from the layout.
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
         tree = PrefixTree(layout.bytes_per_token, worth)
@@ -154,13 +153,14 @@ class KVCache:
         hints: CacheHints = NO_HINTS,
         evict: Evict = "wait",
     ) -> Lease | None:
-        """A lineage that holds the longest reusable prefix of `ids`, for one request.
+        """Lease a lineage that holds the longest reusable prefix of `ids`.
 
-        Reserves room for all of `ids` and one growth step of `reply` tokens. `planned`: KV and
-        state up to there will be restored from disk, so all KV in RAM below it is used, with or
-        without a state. None where there is no room; with `wait` it blocks for writes that make
-        room. Mutates the tree (uses, splits, evictions) and lineages. Counts as a request for the
-        prefix, as `hints` say. Raises what MLX raises where a copy fails; nothing is leaked then.
+        Reserves room for all of `ids` and one growth step of `reply` tokens; None if there is no
+        room. `planned`: position up to which KV and state will be restored from disk; all KV in RAM
+        below it is then used, even without a state. `evict` "wait" blocks for writes to disk that
+        make room. Counts as a use of the prefix, as `hints` say. Mutates the tree (uses, splits,
+        evictions) and lineages. Raises MLX's error if a copy fails, after releasing what was
+        reserved.
         """
         match, main = self.tree.match(ids), self._mains.main_beside(ids, hints)
         self.tree.uses.renew(main)
@@ -195,7 +195,7 @@ class KVCache:
         return lease
 
     def _set_state(self, lease: Lease, state: State | None, evict: Evict) -> bool:
-        """Reserve and set the state of opaque layers; without room, release the lease: False."""
+        """Reserve and set the state of opaque layers. Without room, release the lease; False."""
         if not self.ram.reserve("states", self.layout.running_bytes, evict=evict):
             self.release(lease)
             return False
@@ -418,9 +418,10 @@ class KVCache:
                 self.ram.shrink(other, force=True)
 
     def persist(self, lease: Lease, ids: Tokens, *, whole: bool = False) -> None:
-        """Hand what was committed to the disk tier: whole blocks once many are new, or the `whole`.
+        """Queue committed tokens for writing to disk, once `PERSIST_TOKENS` are new.
 
-        Returns at once. The path is locked in RAM until it is on disk.
+        Only whole blocks, except with `whole`, which queues all. Does not block. The path is locked
+        in RAM until it is on disk.
         """
         if self.disk is None or lease.node is None:
             return
@@ -551,8 +552,7 @@ class KVCache:
         self.ram.clear()
 
     def free_after_oom(self, lease: Lease) -> bool:
-        """After MLX failed to allocate: evict some idle KV, and cut the lease back to its
-        positions.
+        """Evict some idle KV after MLX failed to allocate, and truncate the lease to its length.
 
         True if the lease is intact, so that the same pass may be tried again.
         """
@@ -563,7 +563,7 @@ class KVCache:
         return lease.lineage.sound()
 
     def end_pressure(self) -> None:
-        """Put the withheld part of the budget back into use: a request needs it."""
+        """Return the withheld part of the budget to use, because a request needs it."""
         self.ram.withhold(0)
 
     # -- the disk tier's part in the loop ----------------------------------------------------------
@@ -590,7 +590,7 @@ class KVCache:
     def close(self, seconds: float) -> int:
         """Write what is not on disk yet, blocking for at most `seconds`, and release everything.
 
-        Returns the most tokens that may not have been written.
+        Returns an upper bound of the tokens that were not written.
         """
         left = self.disk.close(seconds) if self.disk is not None else 0
         self.clear()

@@ -96,7 +96,7 @@ class MainConversation:
         return before + 1
 
     def extend(self, node: Node) -> None:
-        """Take a turn that ends at `node`."""
+        """Set the newest turn to the one that ends at `node`."""
         self.tokens, self.nodes, self.turns = node.end, node.path()[1:], self.turns + 1
         self.side_requests, self.rival = 0, None
 
@@ -113,14 +113,14 @@ class MainConversations:
         return len(self._by_label)
 
     def main_beside(self, ids: Tokens, hints: CacheHints) -> Sequence[Node]:
-        """Nodes of the main conversation that the request `ids` is a side request of; else none."""
+        """Nodes of the session's main conversation if `ids` is a side request, else empty."""
         main = self._by_label.peek(hints.label) if hints.label else None
         if main is None or main.side_requests >= MAX_SIDE_REQUESTS or main.id.includes(ids):
             return ()
         return main.nodes
 
     def note_end(self, ids: Tokens, hints: CacheHints, node: Node) -> None:
-        """Note a request for `ids` that is over, and whose last node in the tree is `node`."""
+        """Record the end of the request `ids`; `node` is its last node in the tree."""
         if hints.label is None:
             return
         main = self._by_label.peek(hints.label)

@@ -39,7 +39,7 @@ share of weights and budget, at least so many bytes.
 
 
 class Brake:
-    """The number of parts to withhold: a step at once, more while pressure lasts, back in steps."""
+    """Number of budget parts to withhold: rises while pressure lasts, falls one by one after it."""
 
     def __init__(self) -> None:
         self.parts = 0
@@ -60,9 +60,9 @@ class Brake:
 
 @dataclass(slots=True)
 class Observation:
-    """The last look at the machine.
+    """The result of the latest memory check.
 
-    Sizes in bytes; `expected` is the process's size by the budget.
+    Sizes in bytes; `expected` is the size of the process that weights and budget account for.
     """
 
     level: PressureLevel = PressureLevel.NORMAL
@@ -102,11 +102,11 @@ class Pressure:
         self._thread = threading.Thread(target=self._watch, name="mlxcache-pressure", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread that checks the memory."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch; returns at once."""
+        """Stop the checks; does not block."""
         self._stopped.set()
 
     def _watch(self) -> None:
@@ -119,7 +119,7 @@ class Pressure:
                 log.exception("memory pressure check failed")
 
     def step(self) -> None:
-        """Look once, and adjust what is withheld."""
+        """Check the memory once, and adjust the withheld part of the budget."""
         seen: Observation = self.seen
         found, now = self._look(), self._clock()
         if now - self._trimmed_at >= TRIM_S:

@@ -81,9 +81,9 @@ def _count_specs(value: Any) -> int:
 
 
 class RamTier:
-    """Every lineage of a model, idle or busy, charged to one budget. The tree refers to its parts.
+    """All lineages of a model, idle or in use, charged to one budget; the tree refers to them.
 
-    `dropped` and `spilled` count evictions of bytes that are lost, and of bytes that are on disk.
+    `dropped` counts evictions of bytes that are lost, `spilled` of bytes that are on disk too.
     `write_behind` None: there is no disk tier.
     """
 
@@ -107,12 +107,12 @@ class RamTier:
     # -- lineages ----------------------------------------------------------------------------------
 
     def set_busy(self, lineage: Lineage) -> None:
-        """Note that a request uses `lineage`, new or idle before: it is not evicted."""
+        """Mark `lineage` as in use by a request, so that it is not evicted."""
         self.idle.pop(id(lineage), None)
         self.busy[id(lineage)] = lineage
 
     def set_idle(self, lineage: Lineage) -> None:
-        """Note that no request uses `lineage`; the latest of the idle ones."""
+        """Mark `lineage` as idle and as the most recently used of the idle ones."""
         self.busy.pop(id(lineage), None)
         self.idle[id(lineage)] = lineage
 
@@ -136,15 +136,15 @@ class RamTier:
         return None
 
     def reserve_kv(self, tokens: int, held: int = 0, *, evict: Evict) -> bool:
-        """Reserve `tokens` positions; each array is copied beside one of `held` positions."""
+        """Reserve `tokens` positions, with temporary room to copy one array of `held` positions."""
         size = tokens * self.layout.bytes_per_token
         return self.reserve("kv", size, held * self.layout.widest, evict=evict)
 
     def reserve(self, kind: str, size: int, passing: int = 0, *, evict: Evict = "idle") -> bool:
-        """Charge `size` more bytes of `kind` (negative: release them), making room as `evict` says.
+        """Charge `size` bytes of `kind` (negative: release them), making room as `evict` says.
 
-        `passing` bytes are needed meanwhile; the bytes set aside for forward passes serve for them.
-        False, and nothing charged, where there is no room. May block with `wait`.
+        `passing` bytes are needed only during the operation and may use the bytes set aside for
+        forward passes. False, and nothing charged, if there is no room. May block with `wait`.
         """
         needed = max(0, size) + max(0, passing - self._bytes_of("transient"))
         if not self.make_room(needed, evict=evict):
@@ -153,13 +153,13 @@ class RamTier:
         return True
 
     def has_passing(self, size: int) -> bool:
-        """True if `size` bytes are there for a moment without any eviction."""
+        """True if `size` temporary bytes are available without any eviction."""
         return size <= self.budget.free + self._bytes_of("transient")
 
     def make_room(self, size: int, *, evict: Evict = "idle") -> bool:
         """Free budget until `size` bytes fit: spare copies first, then the lowest score.
 
-        Nothing is dropped where all that is idle would not be enough. May block with `wait`.
+        Evicts nothing if all idle entries together would not suffice. May block with `wait`.
         """
         if evict == "no":
             return self.budget.free >= size
@@ -252,10 +252,10 @@ class RamTier:
         self.evict(self.budget.limit)
 
     def withhold(self, size: int) -> None:
-        """Take `size` bytes of the budget out of use, evicting for them; fewer put some back into
-        use.
+        """Withhold `size` bytes of the budget in total, evicting as needed.
 
-        What requests use, or what is not on disk yet, stays: call again to withhold the rest later.
+        A smaller size than before returns the difference. Entries that requests use, or that are
+        not on disk yet, are not evicted: call again to withhold the rest later.
         """
         withheld = self._bytes_of(WITHHELD)
         if size <= withheld:
@@ -281,7 +281,7 @@ class RamTier:
     # -- compacting --------------------------------------------------------------------------------
 
     def compact_idle(self, *, evict: Evict = "idle") -> None:
-        """Let only the latest few whole lineages hold more than the tree refers to."""
+        """Compact idle lineages, except the newest few whole ones, to the range that the tree uses."""
         self._bound_buffers(evict=evict)
         spare = [x for x in self.idle.values() if self._has_spare(x)]
         for i, lineage in enumerate(reversed(spare)):
@@ -289,7 +289,7 @@ class RamTier:
                 self.shrink(lineage, force=True)
 
     def _has_spare(self, lineage: Lineage) -> bool:
-        """True if a lineage holds well more than the tree refers to, padding aside."""
+        """True if a lineage holds many more positions than the tree uses, apart from padding."""
         start, end = self.tree.live_range(lineage) or (0, 0)
         return lineage.capacity - (end - start) > max(STEP, lineage.capacity // 8)
 
@@ -371,7 +371,7 @@ class RamTier:
         return self.reserve("checkpoints", size, evict=evict)
 
     def _locked_once(self, node: Node) -> bool:
-        """True if no request but the one that holds a single lock uses `node`."""
+        """True if `node` is used by one request at most, the one that holds a single lock on it."""
         if node.locks <= 1:
             return True
         writing = self._write_behind.count_locks(node) if self._write_behind is not None else 0

@@ -286,7 +286,7 @@ class WriteBehind:
 
     @property
     def works(self) -> bool:
-        """True unless the disk is failing: what is evicted from RAM is then on disk."""
+        """True unless the disk is failing. While true, everything evicted from RAM is on disk."""
         return not self.backoff.failing
 
     def _next_bytes(self) -> int:
@@ -462,7 +462,7 @@ class WriteBehind:
         self._unlock_if_done(path)
 
     def _suspend(self, error: StoreError, *, least: float = FIRST_RETRY_S) -> None:
-        """Write nothing for a while: everything is served from RAM, and written later."""
+        """Pause writing after a disk error; requests are served from RAM meanwhile."""
         if not self.backoff.failing:
             log.warning("disk tier suspended, serving from RAM: %s", error)
         self.backoff.note_failure(least)

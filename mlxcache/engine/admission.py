@@ -38,17 +38,18 @@ Looking for fewer costs a short prompt one of their chunks, or two on a busy mac
 
 
 def asker_of(job: Job) -> Asker:
-    """The party that a job counts for."""
+    """Return the session, or the client program without one, that counts as the sender of a job."""
     if job.session is None:
         return job.owner, "client", job.client
     return job.owner, "session", job.session
 
 
 class FairQueue:
-    """Rotation over askers: the one that started a task longest ago comes first.
+    """Fair order of waiting tasks: the sender that started a task longest ago comes first.
 
-    The order depends only on arrivals and starts. Beside `places` tasks in progress, one more may
-    start (unless there is a single place) while one asker has several and the new one has none.
+    A sender is a session, or a client program; see `asker_of`. The order depends only on arrivals
+    and starts. Beside `places` tasks in progress, one more may start (unless there is a single
+    place) if one sender has several and the new one has none.
     """
 
     def __init__(self, places: int):
@@ -58,7 +59,7 @@ class FairQueue:
         self._count = 0
 
     def order(self, waiting: Iterable[Task]) -> list[Task]:
-        """Tasks in the order in which they may start: each asker's first, then each second."""
+        """Tasks in the order in which they may start: each sender's first, then each second."""
         rounds: Counter[Asker] = Counter()
         keyed = []
         for place, task in enumerate(waiting):
@@ -68,7 +69,7 @@ class FairQueue:
         return [task for _, task in sorted(keyed, key=lambda pair: pair[0])]
 
     def note_start(self, task: Task) -> None:
-        """Move the asker of `task` to the end of the rotation."""
+        """Move the sender of `task` to the end of the rotation."""
         self._count += 1
         self._started.put(asker_of(task.job), self._count)
 
@@ -103,9 +104,9 @@ class Admission:
         self._on_admitted = on_admitted
 
     def should_wait(self, task: Task, prefilling: list[Task]) -> bool:
-        """True if `task` is better started later, as its prefix is about to be in RAM.
+        """True if `task` should start later, because its prefix is being computed or looked up.
 
-        Begins a lookup on disk where RAM lacks enough of the prompt.
+        Starts a lookup on disk if RAM lacks much of the prompt.
         """
         if task.lookup is not None and not task.lookup.found:
             return True
@@ -124,9 +125,7 @@ class Admission:
         return task.lookup is not None
 
     def _stop_near(self, other: Task, shared: int) -> int:
-        """The last stop of a running prefill before another prompt parts from it; added there if
-        far.
-        """
+        """The last stop of a running prefill before another prompt diverges; adds one if it is far."""
         before = max((at for at in other.stops if at <= shared), default=0)
         if shared - max(before, other.held.length) < MIN_SHARED or other.restoring:
             return before
@@ -136,9 +135,9 @@ class Admission:
     def start(self, task: Task, began: float, *, alone: bool) -> bool:
         """Acquire a lease for `task`; False if other requests hold the bytes it needs.
 
-        `began` is when its admission did. `alone`: nothing is computed, so no bytes will be
-        released by waiting, except by a write to disk. Without a prefix to restore the task is
-        admitted at once. Raises ContextLengthExceeded where the prompt can never fit.
+        `began`: time at which its admission began. `alone`: no other request is computed, so bytes
+        are released only by writes to disk. Without a prefix to restore the task is admitted at
+        once. Raises ContextLengthExceeded if the prompt can never fit.
         """
         kv, planned = self._kv, task.lookup.target if task.lookup else 0
         hints = CacheHints.of(task.job)
@@ -165,7 +164,7 @@ class Admission:
         return True
 
     def admit(self, task: Task) -> None:
-        """Tell the client of a started task that its prefix is there."""
+        """Complete the admission of a started task: plan its checkpoints and notify its client."""
         matched = task.held.cached
         self._on_admitted(task)
         if self._kv.layout.opaque:

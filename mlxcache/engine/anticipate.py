@@ -62,20 +62,20 @@ class NextTurn:
     blocked: bool = False
 
     def unblock(self) -> bool:
-        """Try again; returns whether it was blocked."""
+        """Clear `blocked`; returns its value before."""
         blocked, self.blocked = self.blocked, False
         return blocked
 
     def block(self, blocked: bool) -> bool:
-        """Note whether room may come by waiting; returns `blocked`."""
+        """Set `blocked`: True if waiting may make room. Returns it."""
         self.blocked = blocked
         return blocked
 
 
 class IdlePrefill:
-    """Computes anticipated turns, the newest first, into free memory alone. MLX thread only.
+    """Computes anticipated turns, the newest first, in free memory only. MLX thread only.
 
-    `tokens`: fed for turns that had not come; `used`: those of them that a request reused later.
+    `tokens`: tokens computed so far; `used`: those of them that a request reused later.
     """
 
     def __init__(self, kv: KVCache, prefill: Prefill):
@@ -98,7 +98,7 @@ class IdlePrefill:
         return bool(self._turns) and not (self._turns[-1].blocked and self._kv.writing)
 
     def step(self) -> None:
-        """Feed one chunk, or drop a turn that leaves nothing to feed."""
+        """Feed one chunk, or drop a turn of which nothing is left to feed."""
         if not self.ready:
             return
         turn = self._turns[-1]
@@ -169,7 +169,7 @@ class IdlePrefill:
     # -- requests ----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Release the lineage that is held: a request has come. What was computed is kept."""
+        """Release the lineage because a request has come. Computed tokens are kept."""
         for turn in self._turns:
             if turn.task.lease is not None:
                 self._release(turn.task)

@@ -111,9 +111,10 @@ class Cost:
         return max(STOPS, int(seconds / self.per_pass)) if self.per_pass else tokens
 
     def pace(self, cached: int) -> float:
-        """Seconds of a prompt's token after `cached` others.
+        """Seconds per prompt token after `cached` others.
 
-        A range without measurements counts twice the one before it, as if all were attention.
+        A range without measurements counts twice the one before it, as if all layers were
+        attention.
         """
         wanted = range_of(cached)
         known = max((one for one in self.paces if one <= wanted), default=None)
@@ -122,7 +123,7 @@ class Cost:
         return float(self.paces[known] * 2 ** (wanted - known))
 
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
-        """Take a measured chunk, fed after `cached` tokens, into the moving averages.
+        """Add a measured chunk, fed after `cached` tokens, to the moving averages.
 
         Averages seconds and not rates, so that one slow chunk counts at once.
         """
@@ -263,7 +264,7 @@ class PrefillSpeed:
         self.paces = {**paces, **self.paces}
 
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
-        """Take a chunk of `tokens`, fed after `cached` others, into the moving averages."""
+        """Add a chunk of `tokens`, fed after `cached` others, to the moving averages."""
         if tokens < LEAST or seconds <= 0:
             return
         average_pace(self.paces, tokens, seconds, cached)

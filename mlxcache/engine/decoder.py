@@ -61,7 +61,7 @@ class Row:
         self.context = context
 
     def set_draws(self, sampler: Sampler, context: mx.array | None) -> None:
-        """Go back to an earlier state of the draws."""
+        """Restore an earlier sampler and context."""
         self.sampler, self.context = sampler, context
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
@@ -130,7 +130,7 @@ class Decoder:
         return own
 
     def keep(self, rows: list[int]) -> None:
-        """Keep these rows alone; the caller filters the caches."""
+        """Drop all rows but these; the caller filters the caches."""
         self._take(self, mx.array(rows))
         self.rows = [self.rows[i] for i in rows]
 

@@ -127,7 +127,7 @@ class Engine:
     async def stop(self, seconds: float = 8.0) -> None:
         """End every request and the MLX thread, waiting at most `seconds`.
 
-        Readers hear of it at once: the thread may be inside a long forward pass.
+        Readers get the error at once, because the thread may be inside a long forward pass.
         """
         if self.state == "ready":
             self.state = "stopped"
@@ -174,7 +174,7 @@ class Engine:
         return self._runtime
 
     async def submit(self, job: Job) -> Stream:
-        """Queue `job`, or join the same request where it is computed already.
+        """Queue `job`, or join an identical request that is being computed.
 
         Raises NotReady, QueueFull, TooMany, BadRequest or ContextLengthExceeded at once.
         """
@@ -207,7 +207,7 @@ class Engine:
         return live.shared
 
     def _receive(self, live: LiveRequest, event: Event | BaseException) -> None:
-        """Take one event of a request: its readers get it, its end is accounted for before."""
+        """Process one event of a request: account for its end, then pass it to the readers."""
         if isinstance(event, Finished | BaseException):
             self._end(live)
         live.shared.put(event)

@@ -111,7 +111,7 @@ class Lanes:
         self._changed = True
 
     def gather(self) -> None:
-        """Join lone rows of similar length into batches; all at once, as each join copies."""
+        """Join lanes of one row and similar length into batches, all at once: each join copies."""
         if not (self.can_batch and self._changed):
             return
         self._changed = False
@@ -171,9 +171,9 @@ class Lanes:
         return drawn
 
     def make_ready(self, lane: Lane) -> bool:
-        """Make room for one more step; False where a lone row cannot have it.
+        """Make room for one more step; False if a lane of one row gets none.
 
-        A batch that cannot have it is split into lanes of one row, and is no lane any more.
+        A batch without room is split into lanes of one row, and removed.
         """
         if lane.batched:
             if not self._has_room(lane):

@@ -89,9 +89,9 @@ def _by_kind() -> dict[Reuse, Times]:
 class Tally:
     """Counts of requests that are over, refused and joined ones included. Event loop only.
 
-    `outcomes` are by API and status. `first_token` and `whole` are times from a request's arrival,
-    to its first token and to its end, of requests of clients. `stages` are seconds. `losses` are by
-    reason and cause, `lost_tokens` by reason.
+    `outcomes` are by API and status. `first_token` and `whole`: times from a client's request to
+    its first token and to its end. `stages` are seconds. `losses` are by reason and cause,
+    `lost_tokens` by reason.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)

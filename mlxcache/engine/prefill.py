@@ -1,4 +1,4 @@
-"""Prefill: whose prompt the next chunk is of, its length, and its balance with decoding.
+"""Prefill: choice of the next prompt, length of its chunk, and balance with decoding.
 
 MLX thread only.
 """
@@ -66,7 +66,7 @@ class PrefillDecodeBalance:
         self._bound = BURST_S if decoding else ARRIVAL_S
 
     def prefill(self, chunk: Callable[[], None], *, owing: bool = True) -> None:
-        """Run one chunk; if a reply waits meanwhile (`owing`), owe decoding its share."""
+        """Run one chunk; with `owing` (a reply waits), add its share of the time to `owed`."""
         if not owing:
             self.owed = 0.0
         began = self._clock()
@@ -75,7 +75,7 @@ class PrefillDecodeBalance:
             self.owed += DECODE_SHARE * (self._clock() - began)
 
     def note_reply(self, chunk_s: float) -> None:
-        """Note that a reply begins: it decodes before the next chunk of about `chunk_s` seconds."""
+        """Record that a reply begins: it decodes before the next chunk, about `chunk_s` long."""
         self.owed = max(self.owed, DECODE_SHARE * chunk_s)
 
     def due(self, left_s: float) -> float:
@@ -131,10 +131,10 @@ class Prefill:
         self._images = images
 
     def choose(self, tasks: list[Task]) -> Task:
-        """The task of the next chunk: the shortest, where one that was passed over gains two
-        chunks.
+        """Choose the task of the next chunk: the one with the fewest remaining tokens.
 
-        A task in the middle of an image continues until the image's end.
+        Each time that a task is skipped, it counts as two chunks shorter. A task in the middle of
+        an image continues until the image's end.
         """
         if self._images is not None and (holder := self._images.holder(tasks)) is not None:
             return holder

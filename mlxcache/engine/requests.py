@@ -56,7 +56,7 @@ class Forecast:
         self._reply = FIRST_REPLY
 
     def note_end(self, record: RequestRecord) -> None:
-        """Take a finished reply into the average length."""
+        """Add a finished reply to the average length."""
         if record.status == "done":
             self._reply = 0.8 * self._reply + 0.2 * record.generated_tokens
 

@@ -128,10 +128,10 @@ class PromptBuilders:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The division of `--ram` before anything is served, in bytes.
+    """The division of `--ram` before the first request, in bytes.
 
-    `machine`: memory that weights and cache may have here; `transient`: set aside for forward
-    passes, `pending` for copies on their way to disk; both are charged to `budget`.
+    `machine`: memory available to weights and cache. `transient` is set aside for forward passes,
+    `pending` for copies waiting to be written; both are charged to `budget`.
     """
 
     budget: Budget

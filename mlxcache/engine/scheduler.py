@@ -122,15 +122,18 @@ class Scheduler:
         return not self.kv.can_pump and (looking or blocked)
 
     def stop(self) -> None:
-        """End the loop after this tick. Post it."""
+        """End the loop after this tick. Call by `MlxThread.post`."""
         self._stopping = True
 
     def submit(self, task: Task) -> None:
-        """Queue a task. Post it."""
+        """Queue a task. Call by `MlxThread.post`."""
         self.waiting.append(task)
 
     def cancel(self, task: Task, why: MlxcacheError | None = None) -> None:
-        """End a task early, with `why` if given; what it computed is committed. Post it."""
+        """End a task early, with `why` if given; what it computed is committed.
+
+        Call by `MlxThread.post`.
+        """
         if why is not None and not task.over:
             self._fail(task, why, pass_failed=False)
         elif not task.over:

@@ -123,7 +123,7 @@ class Task:
 
     @property
     def spaced(self) -> bool:
-        """True where a long reply gets a checkpoint, in case it is lost later."""
+        """True if a reply of this length gets a checkpoint, in case the request fails later."""
         return len(self.out) % SPACING == 0
 
     def tokens(self) -> Tokens:
@@ -162,18 +162,18 @@ class Task:
         self.record.timing["restore_s"] = 0.0
 
     def lend(self, lease: Lease) -> None:
-        """Begin with `lease` for a prompt that no client has sent yet."""
+        """Attach `lease` to a prompt that is computed before any client sends it."""
         self.lease = lease
         self.record.cached_tokens = lease.cached
 
     def give_up_lease(self) -> Lease:
-        """The lease, which is the caller's to release from now on."""
+        """Detach and return the lease; the caller must release it."""
         lease = self.held
         self.lease = None
         return lease
 
     def stop_restore(self) -> Lease:
-        """The lease of a failed restore, the caller's to release; nothing is looked up again."""
+        """Detach and return the lease of a failed restore; the disk is not looked up again."""
         assert self.lookup is not None
         self.lookup.disable()
         return self.give_up_lease()
@@ -183,11 +183,11 @@ class Task:
         self.restored += tokens
 
     def plan_stops(self, stops: Sequence[int]) -> None:
-        """Leave checkpoints at these positions."""
+        """Set the positions at which the prefill leaves checkpoints."""
         self.stops = tuple(sorted(set(stops)))
 
     def admit(self, output: Output, matched: int) -> None:
-        """Tell the client that its prefix is there: all counts are exact from now on."""
+        """Send the client its admission: all counts are exact from now on."""
         lease, record = self.held, self.record
         record.cached_tokens, record.restored_tokens = lease.cached, self.restored
         self.output, self.matched = output, matched
@@ -196,11 +196,11 @@ class Task:
     # -- its course --------------------------------------------------------------------------------
 
     def pass_over(self, chosen: Task) -> None:
-        """Note whose prompt the next chunk is of."""
+        """Count a skip, or reset the count if this task is `chosen` for the next chunk."""
         self.skipped = 0 if self is chosen else self.skipped + 1
 
     def note_oom(self) -> bool:
-        """Note that MLX had no memory for the next pass; False if it had none here before."""
+        """Record that MLX had no memory for the next pass; False if that happened here before."""
         repeated = self._oom_at == self.held.length
         self._oom_at = self.held.length
         return not repeated
@@ -286,7 +286,7 @@ class Task:
         )
 
     def generated(self) -> GeneratedReply | None:
-        """The reply, for the prompts in which it comes back; None where it cannot be put in."""
+        """Return the reply in the form kept for replay; None if it cannot be replayed."""
         if self.output is None:
             return None
         calls, stopped = bool(self.job.tools), self.output.parser.stop_sequence
@@ -319,7 +319,7 @@ def _with_logprob(pieces: list[Piece], entry: TokenLogprob) -> list[Piece]:
 
 
 def as_failure(error: Exception) -> MlxcacheError:
-    """The error for the client; any other error than ours is logged with its traceback."""
+    """Return the error for the client; an error of another class is logged with its traceback."""
     if isinstance(error, MlxcacheError):
         return error
     log.error("request failed", exc_info=error)
@@ -327,7 +327,7 @@ def as_failure(error: Exception) -> MlxcacheError:
 
 
 def for_owner(job: Job, owner: str | None) -> Job:
-    """The job as one owner's: the cache knows its prompt by ids that only the owner has."""
+    """Copy a job for an owner, with its prompt's ids converted by `own_ids`."""
     prompt = job.prompt
     if owner is None:
         return job

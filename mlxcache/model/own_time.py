@@ -91,7 +91,7 @@ class OwnTime:
 
 
 def answer(own: OwnTime, line: str) -> dict[str, float]:
-    """Measure once. Raises ValueError or KeyError where `line` is no question."""
+    """Measure once. Raises ValueError or KeyError if `line` is not a valid question."""
     question = json.loads(line)
     seconds = own.seconds(int(question["prefix"]), int(question["fed"]))
     return {"seconds": seconds, "kv_bytes_per_token": own.kv_bytes_per_token()}

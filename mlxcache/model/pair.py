@@ -1,7 +1,7 @@
 """A model and its draft model as one model with one list of caches.
 
-Both are fed every token, so that their KV is one lineage of one length: what is kept, committed,
-written or restored is always of both.
+Both are fed every token, so that their KV is one lineage of one length and is always kept,
+committed, written and restored together.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _WHY = {"window": " (a sliding window)", "checkpoint": " (a state of one positio
 
 
 def unfit(model: nn.Module) -> list[str]:
-    """Names of a model's cache classes that cannot be cut at any token, each with its reason."""
+    """Names of a model's cache classes that cannot be truncated at every token, with the reason."""
     found = set()
     for slot in kv.flatten(kv.make_caches(model)):
         adapter = adapter_of(slot)

@@ -80,7 +80,7 @@ class SessionBook:
         )
 
     def open(self) -> None:
-        """Pass on the replies on disk. Blocks; before any request."""
+        """Load the replies on disk. Blocks. Call before the first request."""
         if self._replies is not None:
             self._replies.start()
 

@@ -156,9 +156,10 @@ class PromptCacheReader:
 
 
 async def compute(submit: Submit, ids: Tokens) -> None:
-    """Have all of `ids` in RAM, with the state after them. Raises what `submit` raises.
+    """Compute the part of `ids` that RAM lacks, and the state after them.
 
-    One more token is fed, so that there is a position to stop at before it.
+    One more token is fed, so that there is a position to stop at before it. Raises what `submit`
+    raises.
     """
     if not len(ids) or int(ids.min()) < 0:
         raise Unsupported("mlx-lm's prompt caches are of text alone; this session has images.")

@@ -38,10 +38,10 @@ PLACE = 0.4
 class Worth:
     """The worth of a segment: GreedyDual-Size-Frequency's frequency x cost / size, as a logarithm.
 
-    The logarithm keeps a hundred uses of yesterday from outweighing a hundred turns of today. Cost
-    / size counts at most one doubling, and one use weighs more than that: a segment that was reused
-    outlasts one that was not, at the same clock, and of equal ones the oldest goes first. `growth`:
-    share by which a token takes longer to compute for each one before it, as measured.
+    The logarithm keeps frequent use in the past from outweighing current use. Cost / size counts at
+    most one doubling, and one use weighs more than that: a reused segment outlasts one that was not
+    reused, at the same clock, and of equal ones the oldest is evicted first. `growth`: measured
+    share by which a token takes longer to compute for each one before it.
     """
 
     bytes_per_token: int
@@ -54,10 +54,10 @@ class Worth:
         return frequency + KEPT_MORE * kept + PLACE * self.place(tokens, end, nbytes)
 
     def place(self, tokens: int, end: int, nbytes: int) -> int:
-        """The cost of computing the tokens again, per byte freed, against this model's first
-        tokens.
+        """Rank the cost of computing the tokens again, per byte freed.
 
-        0 for about as long, 1 for at least twice as long, -1 for at most half.
+        Compared with the first tokens of a prompt: 0 for about the same, 1 for at least twice as
+        much, -1 for at most half.
         """
         usual = self.bytes_per_token + self.checkpoint_bytes / CHECKPOINT_TOKENS
         if nbytes <= 0 or usual <= 0 or tokens <= 0:
@@ -141,11 +141,10 @@ class EvictionOrder:
         return usage.clock + worth
 
     def advance(self, node: Node, share: float) -> None:
-        """Advance the clock, as `node` is about to be evicted with `share` of all bytes.
+        """Advance the clock before `node`, which holds `share` of all bytes, is evicted.
 
-        To the score of a node that was reused: every lower score is old then. By `share` for
-        others: prompts that are used once may pass through a small budget without aging the rest
-        much.
+        If the node was reused, the clock advances to its score, otherwise only by `share`: prompts
+        that are used once can then pass through a small budget without aging other entries much.
         """
         if node.usage.count and not node.usage.replaced:
             self.clock = max(self.clock, self.value(node))

@@ -19,9 +19,9 @@ class Usage:
 
     `clock`: the eviction order's clock at the last use. `count`: requests that reused it; a new
     segment of a conversation starts with the conversation's count. `reach`: position up to which
-    any request reused it. `replaced`: never reused, and a later request of its conversation parted
-    before it. `keeps`: (position, seconds) up to where, and for how long after a use, clients ask
-    to keep it. `seen`: time of the last use, in seconds.
+    any request reused it. `replaced`: never reused, and a later request of its conversation
+    diverged before it. `keeps`: (position, seconds) up to where, and for how long after a use,
+    clients ask to keep it. `seen`: time of the last use, in seconds.
     """
 
     clock: float = 0.0
@@ -125,7 +125,7 @@ class Match:
     `length` tokens match. `nodes` are those on the path, top down and without the root; the last
     may be matched only in part. `checkpoints` are `(position, node)`, ascending, of fully matched
     nodes that hold one. `segments` are the same nodes as `(value, start, end)`, matched part only.
-    Later changes of the tree show in none of these but in the nodes themselves.
+    Later changes of the tree change the nodes, but no other field.
     """
 
     length: int

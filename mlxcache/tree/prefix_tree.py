@@ -92,9 +92,9 @@ class Edges:
             node.usage.replaced = False
 
     def pass_by(self, node: Node) -> None:
-        """Note that a conversation parted from what follows `node`.
+        """Mark segments after `node` as replaced: their conversation continues elsewhere now.
 
-        Marks that as replaced, as far as it was never reused. O(1), amortised over inserts.
+        Only segments that were never reused are marked. O(1), amortised over inserts.
         """
         pending = list(node.children.values())
         while pending:
@@ -239,8 +239,8 @@ class Uses:
         """Count a request for `tokens` tokens that matched `match`, made just now.
 
         Returns the uses of its conversation, 0 if none of that is held. `key` as in
-        `same_conversation`. Where the request parts from what its conversation held, that is marked
-        as replaced unless it was reused before: such leaves are evicted first. May split an edge.
+        `same_conversation`. Segments of its conversation after the point where the request diverges
+        are marked as replaced unless they were reused: they are evicted first. May split an edge.
         """
         nodes, length = [node for node in match.nodes if node.end <= match.length], match.length
         if match.nodes and length == tokens:
@@ -352,9 +352,9 @@ class PrefixTree:
     def match(self, tokens: Tokens | Iterable[int], touch: bool = True) -> Match:
         """The longest prefix of `tokens` that is held, to the token.
 
-        Changes nothing but, with `touch`, the last use of every node on the path, except of one in
-        which `tokens` part from it.
-        Raises TypeError where `tokens` is an array that is not int32 of shape (n,).
+        Changes nothing, except with `touch` the last use of the nodes on the path; a node inside
+        which `tokens` diverge is not touched. Raises TypeError if `tokens` is an array that is not
+        int32 of shape (n,).
         """
         ids = as_tokens(tokens)
         nodes: list[Node] = []
