@@ -52,7 +52,7 @@ class Tensor:
     def __post_init__(self) -> None:
         view = memoryview(self.data)
         if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"{self.name}: safetensors knows no dtype {self.dtype!r}")
+            raise ValueError(f"{self.name}: safetensors does not support the dtype {self.dtype!r}")
         if not view.c_contiguous:
             raise ValueError(f"{self.name}: its bytes are not contiguous")
         if view.nbytes != self.nbytes:
@@ -172,7 +172,7 @@ def read_foreign_header(fd: int, *, own: bool) -> Header:
         raise Malformed("its header does not fit into it")
     text = _pread(fd, length, _LENGTH)
     if text.count(b",") + text.count(b":") > _MOST_VALUES:
-        raise Malformed("its header holds too much")
+        raise Malformed("its header has too many entries")
     return read_header(fd, own=own)
 
 
@@ -181,12 +181,12 @@ def parse(text: bytes, size: int) -> Header:
     try:
         table = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"its header is no JSON: {error}") from error
+        raise Malformed(f"its header is not valid JSON: {error}") from error
     if not isinstance(table, dict):
-        raise Malformed("its header is no table")
+        raise Malformed("its header is not a JSON object")
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise Malformed("its metadata is no table of texts")
+        raise Malformed("its metadata is not an object of strings")
     payload = _LENGTH + len(text)
     places = sorted(
         (_place(name, entry, payload) for name, entry in table.items()),
@@ -198,21 +198,21 @@ def parse(text: bytes, size: int) -> Header:
             raise Malformed(f"tensor {place.name!r} does not begin where the one before ends")
         end += place.nbytes
     if end != size:
-        raise Malformed(f"it has {size} bytes, not the {end} that its header promises")
+        raise Malformed(f"it has {size} bytes, but its header describes {end}")
     return Header(metadata, tuple(places), size)
 
 
 def _place(name: str, entry: object, payload: int) -> Place:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise Malformed(f"tensor {name!r} is not described")
+        raise Malformed(f"tensor {name!r} has an invalid description")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (isinstance(dtype, str) and dtype in ITEM_BYTES):
         raise Malformed(f"tensor {name!r} has an unknown dtype")
     if not (_numbers(shape) and _numbers(offsets) and len(offsets) == 2):
-        raise Malformed(f"tensor {name!r} has no valid shape or place")
+        raise Malformed(f"tensor {name!r} has an invalid shape or offset")
     begin, end = offsets
     if end - begin != prod(shape) * ITEM_BYTES[dtype]:
-        raise Malformed(f"tensor {name!r} has not the bytes of its shape")
+        raise Malformed(f"tensor {name!r} has the wrong number of bytes for its shape")
     return Place(name, dtype, tuple(shape), payload + begin, end - begin)
 
 
@@ -224,7 +224,7 @@ def _numbers(value: object) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("duplicate key")
     return table
 
 

@@ -281,7 +281,7 @@ class RamTier:
     # -- compacting --------------------------------------------------------------------------------
 
     def compact_idle(self, *, evict: Evict = "idle") -> None:
-        """Compact idle lineages, except the newest few whole ones, to the range that the tree uses."""
+        """Compact idle lineages, except the newest few whole ones, to the range in the tree."""
         self._bound_buffers(evict=evict)
         spare = [x for x in self.idle.values() if self._has_spare(x)]
         for i, lineage in enumerate(reversed(spare)):

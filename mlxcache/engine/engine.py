@@ -298,7 +298,7 @@ def _rendered(make: Callable[[], T]) -> T:
     except BaseException as error:
         log.exception("rendering a prompt failed")
         raise GenerationFailed(
-            f"The prompt could not be made: {type(error).__name__}: {error}"
+            f"Rendering the prompt failed: {type(error).__name__}: {error}"
         ) from error
 
 

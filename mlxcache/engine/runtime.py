@@ -168,7 +168,7 @@ def plan_memory(loaded: Loaded, layout: Layout, settings: Settings) -> MemoryPla
     budget = Budget(limit)
     kinds = {"pool": pool, "transient": transient, "pending": pending}
     if not all(budget.reserve(kind, size) for kind, size in kinds.items()):
-        raise ModelError(f"--ram {settings.ram} is too little to run this model at all")
+        raise ModelError(f"--ram {settings.ram} is too small to run this model: set a larger size")
     return MemoryPlan(budget, measured, whole, transient, pending)
 
 

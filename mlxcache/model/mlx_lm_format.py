@@ -277,7 +277,7 @@ class _Reader:
             return self._array(key, like)
         if like is None:
             if key not in self._places or self._places[key].nbytes:
-                raise SnapshotRefused(f"The prompt cache holds something at {key}.")
+                raise SnapshotRefused(f"The prompt cache has an unexpected value at {key}.")
             return None
         return self._number(key)
 

@@ -89,7 +89,7 @@ def _arguments(value: Any) -> str:
     if value is None or value == "":
         value = {}
     if not isinstance(value, dict):
-        raise ValueError("the arguments are no JSON object")
+        raise ValueError("the arguments are not a JSON object")
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if any("\ud800" <= c <= "\udfff" for c in text):
         return json.dumps(value, allow_nan=False)

@@ -98,7 +98,9 @@ class Vision:
         try:
             text, (values,) = self._processor(self.image_token, images=[rgb])
         except (AssertionError, ValueError) as error:
-            raise BadRequest(f"The model takes no such image: {error}", param="messages") from error
+            raise BadRequest(
+                f"The model does not accept this image: {error}", param="messages"
+            ) from error
         # a NumPy array, which any thread may read
         pixels = np.array(values)
         self._texts[image.digest], self._pixels[image.digest] = text, pixels
@@ -123,13 +125,13 @@ def decode(data: bytes) -> npt.NDArray[np.uint8]:
             if width * height > MAX_PIXELS:
                 raise BadRequest(
                     f"An image of {width} x {height} pixels is too large: "
-                    f"at most {MAX_PIXELS:,} are taken.",
+                    f"at most {MAX_PIXELS:,} are accepted.",
                     param="messages",
                 )
             return np.asarray(picture.convert("RGB"))
     except (Pillow.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise BadRequest(
-            "An image cannot be read: it must be a whole PNG, JPEG, GIF or WebP file.",
+            "An image cannot be read: it must be a complete PNG, JPEG, GIF or WebP file.",
             param="messages",
         ) from error
 

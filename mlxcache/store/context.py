@@ -101,7 +101,7 @@ class StoreContext:
         """Raise Vanished if the folder, or the index in it, is not the one that was opened."""
         if not self.database.is_there():
             raise Vanished(
-                f"{self.folder.path} has vanished, or was replaced by another folder. "
+                f"{self.folder.path} was removed, or replaced by another folder. "
                 "It is reopened within seconds."
             )
 

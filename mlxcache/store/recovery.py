@@ -269,7 +269,7 @@ class StoreReopener:
         with store_errors(folder.path):
             context.database.check_open()
             if not folder.may_be_made_again():
-                raise Vanished(f"{folder.path} has vanished with the disk that it was on.")
+                raise Vanished(f"{folder.path} is missing, and so is the disk that it was on.")
             folder.make()
             with opening_lock(folder):
                 context.renew_lock()

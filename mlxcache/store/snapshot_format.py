@@ -239,7 +239,7 @@ def check_model(description: Description, namespace: str | None, model: str | No
     raise SnapshotRefused(
         f"The snapshot was made with the model {description.model} ({description.namespace[:8]}), "
         f"and the one here is {here}. The digests stand for weights, configuration, adapter, "
-        "KV's dtype and mlx-lm's version: KV is of use only where all of these are the same.",
+        "KV's dtype and mlx-lm's version: KV can be used only if all of these are equal.",
         code="wrong_model",
     )
 

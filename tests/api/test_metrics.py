@@ -69,7 +69,7 @@ async def test_a_folder_that_is_being_made_again_is_no_fault_of_the_servers(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     """503 with Retry-After."""
-    engine.submit_error = Vanished("/x has vanished.")
+    engine.submit_error = Vanished("/x was removed.")
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     response = await client.post("/v1/chat/completions", json=chat)
     assert (response.status_code, response.headers["retry-after"]) == (503, "2")

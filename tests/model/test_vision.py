@@ -152,7 +152,7 @@ def test_an_image_that_the_processor_refuses_is_a_bad_request(vision: Vision) ->
     vision._processor = lambda text, images: vision._fail()  # type: ignore[attr-defined]
     vision._fail = lambda: (_ for _ in ()).throw(ValueError("no grid"))  # type: ignore[attr-defined]
     data = picture(77)
-    with pytest.raises(BadRequest, match="takes no such image: no grid"):
+    with pytest.raises(BadRequest, match="does not accept this image: no grid"):
         vision.text(Image(data, hashlib.sha256(data).digest()))
 
 

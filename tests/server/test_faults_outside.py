@@ -81,8 +81,8 @@ def test_a_disk_that_takes_nothing_costs_no_reply(
 @pytest.mark.parametrize(
     "case",
     [
-        ("template", "", "The prompt could not be made: OSError: no such macro"),
-        ("tokenizer", "", "The prompt could not be made: Panic: no such byte"),
+        ("template", "", "Rendering the prompt failed: OSError: no such macro"),
+        ("tokenizer", "", "Rendering the prompt failed: Panic: no such byte"),
         ("nan", 3, "The model produced NaN"),
         ("malloc", 4, "Unable to allocate"),
     ],

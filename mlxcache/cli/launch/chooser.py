@@ -37,7 +37,9 @@ def choose_client(found: Service | None, model: str | None, context: int | None)
     """
     names = " or ".join(name.value for name in CLIENTS)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ConfigError(f"which client? mlxcache launch CLIENT, which is {names}")
+        raise ConfigError(
+            f"no client is given: run mlxcache launch CLIENT, where CLIENT is {names}"
+        )
     console = Console(stderr=True, highlight=False, markup=False)
     print_menu(console, found, model, context)
     numbers = {str(number): name for number, name in enumerate(CLIENTS, start=1)}
@@ -47,7 +49,7 @@ def choose_client(found: Service | None, model: str | None, context: int | None)
             "Which one", console=console, choices=choices, show_choices=False, default="1"
         )
     except EOFError as error:
-        raise ConfigError("nothing was chosen") from error
+        raise ConfigError("no client was chosen") from error
     return numbers.get(answer) or ClientName(answer)
 
 

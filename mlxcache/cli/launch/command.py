@@ -53,7 +53,9 @@ def launch(
     """
     with reporting():
         if as_json and not print_env:
-            raise ConfigError("--json needs --print-env: otherwise the client has the output")
+            raise ConfigError(
+                "--json needs --print-env: without it the client runs and uses the output"
+            )
         # Here and not above: httpx takes a while to import, and --help needs none of it.
         from mlxcache.cli.launch.launching import Launch  # noqa: PLC0415
 

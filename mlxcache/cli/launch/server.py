@@ -68,7 +68,7 @@ def query_server(url: str, key: str | None) -> Service | None:
         return None
     if response.status_code == 401:
         raise MlxcacheError(
-            f"The server at {url} asks for a key: give it with --api-key, or in MLXCACHE_API_KEY."
+            f"The server at {url} requires a key: give it with --api-key, or in MLXCACHE_API_KEY."
         )
     if response.is_error:
         raise MlxcacheError(f"The server at {url} cannot serve: {_message(response)}")

@@ -308,7 +308,7 @@ def test_a_server_is_started_if_none_runs_and_found_again(
             "claude", "--url", url, "--model", "./other", "--api-key", "k y", status=1
         )
         assert "serves toy" in wrong.stderr
-        assert "asks for a key" in here.launch("claude", status=1).stderr
+        assert "requires a key" in here.launch("claude", status=1).stderr
     finally:
         os.kill(pid, signal.SIGTERM)
         until_gone(pid)
@@ -401,5 +401,5 @@ def test_the_menu_takes_a_number_or_a_name(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(sys, "stderr", Terminal())
         assert chooser.choose_client(None, "m", None) is name
     monkeypatch.setattr(sys, "stdin", Terminal(""))
-    with pytest.raises(ConfigError, match="nothing was chosen"):
+    with pytest.raises(ConfigError, match="no client was chosen"):
         chooser.choose_client(None, "m", None)
