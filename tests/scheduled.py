@@ -42,6 +42,7 @@ from mlxcache.types import (
     Sampling,
     Text,
 )
+from tests.tree.check import check_tree
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -194,7 +195,7 @@ class Bench:
     def check(self) -> None:
         """The budget is what the lineages and the tree really hold, and is kept."""
         memory, kinds = self.kv, self.kv.budget.by_kind()
-        memory.tree.check()
+        check_tree(memory.tree)
         lineages = [*memory.ram.idle.values(), *memory.ram.busy.values()]
         assert kinds.get("kv", 0) == sum(x.nbytes for x in lineages)
         assert kinds.get("checkpoints", 0) == memory.tree.checkpoint_bytes

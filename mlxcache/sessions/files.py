@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import DiskFull, SnapshotRefused, Unsupported
@@ -22,17 +22,13 @@ from mlxcache.sessions.mlx_lm_files import (
     compute,
 )
 from mlxcache.store.database import store_errors
+from mlxcache.store.listing import Listed
 from mlxcache.store.lock import is_running
 from mlxcache.store.sessions import new_id
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
 from mlxcache.store.snapshot_read import Snapshot, import_snapshot, read_snapshot, with_owner
 from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import FREE_FLOOR, Store
-
-if TYPE_CHECKING:
-    from mlxcache.sessions.book import SessionBook
-    from mlxcache.store.listing import Listed
-
 
 INCOMING = re.compile(r"restore-(\d+)-.*")
 """Names of files that are being received: the process id, and random characters."""
@@ -46,12 +42,24 @@ def remove_stale(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+class Book(Protocol):
+    """The part of `SessionBook` that files need."""
+
+    store: Store | None
+
+    async def info(self, id: str) -> SessionInfo: ...
+
+    async def settled(self) -> bool: ...
+
+    async def adopt(self, info: SessionInfo, name: str | None) -> Listed: ...
+
+
 class SessionFiles:
     """Sessions that leave a book as files, or enter it from files. Use on the event loop."""
 
     def __init__(
         self,
-        book: SessionBook,
+        book: Book,
         model: Served,
         kv: KVCache,
         thread: MlxThread,

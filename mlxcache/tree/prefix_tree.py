@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mlxcache.common_prefix import common_length
-from mlxcache.tree.check import audit
 from mlxcache.tree.eviction import EvictionOrder, Worth
 from mlxcache.tree.node import (
     NO_TOKENS,
@@ -552,13 +551,6 @@ class PrefixTree:
         while (leaf := self.least_leaf()) is not None:
             cuts.append(self.cut(leaf, leaf.start))
         return cuts
-
-    def check(self) -> None:
-        """Verify every invariant; raise AssertionError that says which is broken.
-
-        Changes nothing. O(tokens): for tests.
-        """
-        audit(self._edges)
 
     def _require_attached(self, node: Node) -> None:
         if node.detached:

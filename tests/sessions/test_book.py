@@ -20,6 +20,7 @@ from mlxcache.errors import BadRequest, NotFound, NotReady, SnapshotRefused, Uns
 from mlxcache.sessions import journal as booking
 from mlxcache.store.store import MOST_LEAVES_READ
 from mlxcache.types import WARMING, Finished, Job, Prompt
+from tests.tree.check import check_tree
 
 HEAD = 40
 Make = Callable[..., Awaitable[Engine]]
@@ -158,7 +159,7 @@ async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine, mo
     assert most == 0 or store.stats().runs == store.stats().checkpoints == 0
     with pytest.raises(NotFound):
         await engine.sessions.delete(first)
-    await engine.call(lambda core: core.kv.tree.check())
+    await engine.call(lambda core: check_tree(core.kv.tree))
 
 
 async def test_what_was_removed_is_written_again_when_it_comes_again(engine: Engine):
@@ -239,7 +240,7 @@ async def test_mlx_lm_continues_a_session_from_its_prompt_cache(toy, tmp_path, f
         newest = (await engine.sessions.list())[0]
         ours = newest.leaves[0].ids.tolist()[len(ids + more) :]
         assert await engine.call(lambda core: len(core.kv.ram.busy)) == 0
-        await engine.call(lambda core: core.kv.tree.check())
+        await engine.call(lambda core: check_tree(core.kv.tree))
     loaded, _ = load(str(model))
     steps = generate_step(
         mx.array(more), loaded, max_tokens=10, prompt_cache=load_prompt_cache(str(file))
@@ -276,7 +277,7 @@ async def test_a_prompt_cache_of_mlx_lm_is_gone_on_with(toy, tmp_path, family):
         reply = now.leaves[0].ids.tolist()[310:]
         wrong = await restore(file, "other", json.dumps(other))
         assert wrong.ram.tokens == (300,)
-        await engine.call(lambda core: core.kv.tree.check())
+        await engine.call(lambda core: check_tree(core.kv.tree))
     async with started(model, tmp_path / "b", disk="off") as engine:
         await ask(engine, Prompt(np.array(ids + text(3, 10), np.int32), (100,)))
         [cold] = await engine.sessions.list()

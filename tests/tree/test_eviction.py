@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mlxcache.tree.eviction import EvictionOrder
 from mlxcache.tree.node import NO_TOKENS, Node
 from mlxcache.tree.prefix_tree import PrefixTree, Worth
+from tests.tree.check import check_tree
 
 HEAD = 20
 """Tokens of tools and system in these conversations, and 10 more are their first message."""
@@ -102,7 +103,7 @@ class Traffic:
             self.tree.uses.evicting(first, first.start)
             self.tree.cut(first, first.start)
         self.tree.unlock(leaf)
-        self.tree.check()
+        check_tree(self.tree)
         return length - found.length
 
     def turn(self, number: int, new: int = 10) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mlxcache.tree.prefix_tree import Cut, PrefixTree
+from tests.tree.check import check_tree
 
 
 class Buffer:
@@ -31,7 +32,7 @@ def tree():
     """An empty tree that is checked again after the test."""
     tree = PrefixTree(bytes_per_token=10)
     yield tree
-    tree.check()
+    check_tree(tree)
 
 
 def test_an_empty_tree_matches_nothing(tree):
@@ -169,7 +170,7 @@ def test_a_boundary_lasts_until_its_lock_is_released(tree):
     """Then it serves nothing and is merged away."""
     node = tree.insert(ids(1, 2, 3, 4), A)
     upper = tree.split_at(node, 2)
-    tree.check()
+    check_tree(tree)
     tree.lock(upper)
     tree.unlock(upper)
     assert upper.detached
@@ -393,8 +394,8 @@ def test_check_finds_damage(breakage):
     tree = PrefixTree(bytes_per_token=1)
     tree.insert(ids(1, 2), A)
     leaf = tree.insert(ids(1, 3), B)
-    tree.check()
+    check_tree(tree)
     damaged = {"start": 0, "locks": 1, "tokens": ids(4), "checkpoint_bytes": 3, "used_at": 99}
     setattr(leaf, breakage, damaged[breakage])
     with pytest.raises(AssertionError):
-        tree.check()
+        check_tree(tree)

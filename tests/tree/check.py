@@ -1,19 +1,19 @@
-"""The invariants of a prefix tree, verified from scratch. For tests."""
+"""The invariants of a prefix tree, verified from scratch."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mlxcache.tree.node import Node, unneeded
-
-if TYPE_CHECKING:
-    from mlxcache.tree.prefix_tree import Edges
+from mlxcache.tree.prefix_tree import Edges, PrefixTree
 
 
-def audit(edges: Edges) -> None:
+def check_tree(tree: PrefixTree) -> None:
     """Raise AssertionError, naming the node, unless every invariant holds. O(tokens)."""
+    _check_edges(tree._edges)
+
+
+def _check_edges(edges: Edges) -> None:
     root = edges.root
     assert root.parent is None, "the root has a parent"
     assert root.start == root.end == len(root.tokens) == 0, "the root has tokens"
