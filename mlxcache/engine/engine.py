@@ -208,9 +208,11 @@ class Engine:
 
     def _receive(self, live: LiveRequest, event: Event | BaseException) -> None:
         """Process one event of a request: account for its end, then pass it to the readers."""
-        if isinstance(event, Finished | BaseException):
-            self._end(live)
-        live.shared.put(event)
+        try:
+            if isinstance(event, Finished | BaseException):
+                self._end(live)
+        finally:  # readers wait for the event, even if the accounting failed
+            live.shared.put(event)
         runtime = self._runtime
         if runtime is None:
             return

@@ -1,0 +1,30 @@
+"""The engine's part in a request: its readers, and the accounts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mlxcache.config import Settings
+from mlxcache.engine.engine import Engine
+from mlxcache.types import Finished, Job, Prompt, RequestRecord
+
+
+async def test_a_reply_ends_though_accounting_for_it_fails(toy, tmp_path: Path) -> None:
+    seen = []
+
+    def fail(record: RequestRecord) -> None:
+        seen.append(record.id)
+        raise OSError("no space left on device")
+
+    settings = Settings(model=str(toy("llama")), cache_dir=tmp_path, ram="100MB", disk="off")
+    engine = Engine(settings, on_request=fail)
+    await engine.start()
+    try:
+        prompt = Prompt(np.arange(10, 50, dtype=np.int32))
+        events = [event async for event in await engine.submit(Job("r", prompt, max_tokens=2))]
+    finally:
+        await engine.stop()
+    assert isinstance(events[-1], Finished)
+    assert seen == ["r"]
