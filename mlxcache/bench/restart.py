@@ -74,7 +74,7 @@ def play(
     visit: Callable[[Client, int], Visit],
     on_step: Callable[[str], None],
 ) -> Rounds:
-    """Play `runs` rounds at each server, in turn; one that fails is left out from then on."""
+    """Play `runs` rounds at each server, in turn; a server that fails plays no further round."""
     rounds = Rounds({one.name: [] for one in lives})
     out: set[str] = set()
     for run in range(runs):

@@ -52,11 +52,12 @@ OOM_SHARE = 4
 class Lease:
     """A lineage in use by one request.
 
-    `cached`: prompt tokens that were reused, `restored` of them from disk. `matched`: tokens that
+    `cached`: reused prompt tokens; `restored`: those of them read from disk. `matched`: tokens that
     earlier prompts in RAM share, reusable or not. `node`: the tree's node that the lease has
-    locked, None before the first commit of a new lineage. `awaiting_state`: it holds KV, and the
-    state after it is still to be restored. `written`: tokens handed to the disk tier. `evict`: how
-    room is made for it. `state_bytes`: reserved for the states of opaque layers.
+    locked, None before the first commit of a new lineage. `awaiting_state`: KV is there, but the
+    state after it must still be restored. `written`: tokens handed to the disk tier. `evict`:
+    eviction mode of its reservations. `state_bytes`: bytes reserved for the states of opaque
+    layers.
     """
 
     lineage: Lineage
@@ -401,11 +402,10 @@ class KVCache:
                 self.tree.set_checkpoint(node, lineage.capture(), size)
 
     def _take_over_path(self, lease: Lease, node: Node) -> None:
-        """Let a whole lineage hold the segments of its path that others lost, or that were fed
-        again.
+        """Let a whole lineage hold segments of its path that others lost, or that were fed again.
 
-        Tokens are fed again where there was no state to continue from. A lineage that holds what
-        comes before them holds all of them anyway; the other lineage keeps what follows.
+        Tokens are fed again if there was no state to continue from. The lineage then holds them
+        anyway; the segments after them stay with the other lineage.
         """
         lineage, path = lease.lineage, node.path()[1:]
         holds = any(n.value is lineage and n.end <= lease.cached for n in path)
@@ -492,11 +492,10 @@ class KVCache:
         self.forget(ids, kept)
 
     def _finite_prefix(self, ids: Tokens, reused: int) -> int:
-        """Leading tokens of `ids` in the tree to keep, where the request had reused `reused` of
-        them.
+        """Leading tokens of `ids` in the tree to keep; the request had reused `reused` of them.
 
-        Where another conversation parts from `ids` later, it computed the tokens up to there as
-        well.
+        Where another conversation diverges from `ids` later, it computed the tokens up to there
+        too.
         """
         match = self.tree.match(ids, touch=False)
         parted = [node.end for node in match.nodes if len(node.children) > 1]

@@ -58,7 +58,7 @@ class DiskLookup:
     shared: int = 0
 
     def drop(self) -> None:
-        """Tell the lookup's thread that no request waits any more."""
+        """Cancel the lookup: no request waits for it any more."""
         self.dropped = True
 
     def disable(self) -> None:

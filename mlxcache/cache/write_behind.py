@@ -98,9 +98,8 @@ def _address(view: memoryview) -> int:
 class RetryBackoff:
     """Pauses after disk errors, and the paths to write once the disk works again.
 
-    The paths are not kept in RAM for it: one that is evicted, or merged into a longer one, is
-    dropped from the list. `wake_in(seconds)` is called to have the MLX thread look again after a
-    pause.
+    The paths are not locked in RAM: one that is evicted, or merged into a longer one, is dropped
+    from the list. `wake_in(seconds)` wakes the MLX thread after a pause.
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class PathWrite:
         return Job(ids, None, serialise.state_tensors(state), layout.checkpoint_bytes, self)
 
     def stop(self, *, lost: bool = False) -> None:
-        """Hand over nothing more. If `lost`, the path restarts once its jobs in flight are done."""
+        """Stop giving jobs to the writer. If `lost`, restart once its jobs in flight are done."""
         self.asked, self.at, self.states, self.lost = True, len(self.ids), [], lost
 
     def drop_checkpoint(self, state: State) -> None:
@@ -324,7 +323,7 @@ class WriteBehind:
         self._drop([path for path in held if any(node in nodes for node in path.node.path())])
 
     def drop_checkpoint(self, node: Node) -> None:
-        """Write the checkpoint at `node` no more; RAM is about to release it."""
+        """Do not write the checkpoint at `node`: RAM is about to release it."""
         for path in [*self._queue, *self._handed]:
             path.drop_checkpoint(node.checkpoint)
 

@@ -70,7 +70,7 @@ async def run(settings: Settings, console: Console) -> None:
     """Serve until a signal.
 
     Raises CannotListen, ConfigError, InUse, or ModelError: the last one also if the MLX thread
-    died, so that the process can be started again by whatever supervises it.
+    died, so that a supervisor can restart the process.
     """
     sys.setswitchinterval(SWITCH_S)
     _raise_descriptor_limit()
@@ -236,9 +236,9 @@ async def warm_files(engine: Engine, files: Sequence[Path], keys: Sequence[str] 
         try:
             done = await warm(engine, await asyncio.to_thread(file.read_bytes))
         except MlxcacheError as error:
-            log.warning("%s is not warm: %s", file, error)
+            log.warning("%s not warmed: %s", file, error)
         except OSError as error:
-            log.warning("%s is not warm: it cannot be read: %s", file, error.strerror)
+            log.warning("%s not warmed: cannot be read: %s", file, error.strerror)
         else:
             log.info(
                 "%s is warm: %d tokens, %d of them computed in %.1f s",

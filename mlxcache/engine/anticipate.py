@@ -1,8 +1,8 @@
-"""Anticipation: the prefix that the next turn will render is rendered and prefilled while idle.
+"""Anticipation: while the server is idle, the prefix of the next turn is rendered and computed.
 
-A template may drop or move thinking, and close a turn otherwise than the model did. The next prompt
-then parts from what was computed. Rendering the next turn early finds that out before it is sent:
-see `prompt.next_turn`.
+A template may drop or move thinking, or close a turn differently from the model. The next prompt
+then diverges from the KV that exists. To compute the difference before the client sends the turn,
+it is rendered in advance: see `prompt.next_turn`.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class _Probe:
 
 
 def measure(model: Any, layout: Layout, room: int) -> Cost:
-    """Measure a model with a few short chunks; also warms up its kernels. MLX thread.
+    """Measure a model with a few short chunks, which also warms up its kernels. MLX thread only.
 
     `room`: bytes that cached positions may take.
     """

@@ -53,7 +53,7 @@ class Row:
     accepted: int = 0
 
     def fail(self, error: Exception) -> None:
-        """Note that this row has no next token."""
+        """Record `error`: this row gets no further token."""
         self.error = error
 
     def set_context(self, context: mx.array) -> None:
@@ -167,7 +167,7 @@ class Decoder:
         self.pending, self.logprobs, self.finite = drawn, logprobs, finite
 
     def _draw(self, i: int, logprobs: mx.array) -> mx.array:
-        """Row `i`'s token, shape (1,). An error of its sampler becomes the row's."""
+        """Row `i`'s token, shape (1,). An exception in its sampler fails the row."""
         row = self.rows[i]
         try:
             return row.sampler(logprobs[i : i + 1])

@@ -106,8 +106,8 @@ class DraftingDecoder(Decoder):
     def settle(self) -> int:
         """Wait for the pass in flight; returns how many of its drafted tokens were accepted.
 
-        The caller cuts the caches back to so many positions beyond the newest token handed out; the
-        next `step` hands out their tokens, and one more. Raises NonFiniteOutput where one of these
+        The caller truncates the caches to that many positions beyond the newest token handed out;
+        the next `step` hands out their tokens, and one more. Raises NonFiniteOutput if one of these
         was drawn from logits that are not finite.
         """
         if self._flight is None:

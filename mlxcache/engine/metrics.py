@@ -228,7 +228,7 @@ class Figures:
         self._idle_prefill = idle_prefill
 
     def publish(self) -> None:
-        """Let other threads see the figures as they are now. MLX thread only."""
+        """Make the current figures visible to other threads. MLX thread only."""
         totals, ahead = self._totals, self._idle_prefill
         self.latest = self._kv.figures() | {
             "disk": {"used_bytes": 0, "limit_bytes": 0},

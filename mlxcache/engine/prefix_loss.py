@@ -96,9 +96,7 @@ class PrefixLossReporter:
             _set_cost(record, record.timing.get("prefill_s"))
 
     def note_end(self, task: Task, then: Callable[[], None]) -> None:
-        """Keep what a request computed, to compare later ones with; call `then` once it is
-        explained.
-        """
+        """Keep the computed prompt to compare later ones with; call `then` once it is explained."""
         record, source = task.record, task.job.prompt.source
         if is_explained(task.job) and task.lease is not None:
             ids = np.concatenate([task.ids, np.asarray(task.out, np.int32)])
@@ -154,7 +152,7 @@ class PrefixLossReporter:
         return self._parted(explanation, reuse)
 
     def _unknown(self, job: Job, side: Side, reuse: Found) -> dict[str, Any]:
-        """The loss of a prompt unlike any since the start, by the sessions on disk."""
+        """Explain the loss of a prompt unlike any since the start, by the sessions on disk."""
         cached, label = reuse.cached, job.session
         known = self._shared_with_sessions(label, side.ids) if label else []
         own, most = max(known, key=lambda found: (found[1], found[0]), default=(True, 0))

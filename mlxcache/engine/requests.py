@@ -79,11 +79,11 @@ class Forecast:
 
 
 class SharedReply:
-    """One computation and the streams of all who read it. Use on the event loop.
+    """One computation and the streams of all its readers. Use on the event loop.
 
     Each reader gets the whole reply, whenever it joined. `cancel` is called once, when the last
-    reader has left; `expire` instead, with the error, where that reader's time was over. `stall_s`:
-    seconds after which a reader that takes nothing is cancelled.
+    reader has left; if its time limit had passed, `expire` is called instead, with the error.
+    `stall_s`: seconds without reading after which a reader is cancelled.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class SharedReply:
             stream.put(event)
 
     def accepts(self, job: Job) -> bool:
-        """True if `job` asks for the same reply and may have this one.
+        """True if `job` asks for the same reply and may share this one.
 
-        Where the reply is drawn at random, only a request marked as a retry may: another one that
-        asks the same wants a draw of its own.
+        If the reply is sampled without a seed, only a request marked as a retry may: any other
+        client expects a sample of its own.
         """
         if self.left or self.over:
             return False
@@ -148,7 +148,7 @@ class SharedReply:
         self._leave(stream, error)
 
     def _leave(self, stream: Stream, error: MlxcacheError | None = None) -> None:
-        """Let a reader go. The last one stays until the end of the computation, which it causes."""
+        """Remove a reader. The last one cancels the computation and stays until that has ended."""
         if self.left or stream not in self._streams:
             return
         if len(self._streams) == 1:

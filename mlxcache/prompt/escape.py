@@ -76,7 +76,7 @@ class Escape:
         return escaped
 
     def has_sentinel(self, rendered: str) -> bool:
-        """True if a rendered text holds a sentinel."""
+        """True if a rendered text contains a sentinel."""
         return self._nonce in rendered
 
     def without_nonce(self, rendered: str) -> str:

@@ -55,7 +55,7 @@ class Book(Protocol):
 
 
 class SessionFiles:
-    """Sessions that leave a book as files, or enter it from files. Use on the event loop."""
+    """Exports sessions to files, and imports them. Use on the event loop."""
 
     def __init__(
         self,

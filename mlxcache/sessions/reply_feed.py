@@ -39,7 +39,7 @@ class ReplyFeed:
         self._read()
 
     async def refresh(self) -> None:
-        """Pass on new replies, waiting at most `WAIT_S`; a slower read goes on by itself.
+        """Pass on new replies, waiting at most `WAIT_S`; a slower read continues in its thread.
 
         Use from one event loop, and not after `close`.
         """

@@ -34,7 +34,7 @@ _PRAGMAS = (
 
 
 class ReadOnly(sqlite3.Connection):
-    """A connection for one transaction: the next one may be able to write again."""
+    """A read-only connection, used for one transaction: the disk may become writable later."""
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -47,7 +47,7 @@ class Space:
     def estimate(self, nbytes: int, tokens: int) -> int:
         """Upper bound of the bytes that a file of `nbytes` takes on disk, with its row.
 
-        Whole blocks of the file system, their metadata, and the growth of folders by the name.
+        Includes unused space in its last block, file-system metadata, and the growth of folders.
         """
         size = self.folder.block_size()
         whole = (nbytes + size - 1) // size * size

@@ -1,4 +1,4 @@
-"""Recovery of a folder: at opening_lock, after a kill, a damaged index, or a removed folder."""
+"""Recovery of a folder: after a kill, a damaged index, or the removal of the folder."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class Cut:
 def unneeded(node: Node) -> bool:
     """True if the boundary at the end of `node`, which is not the root, can be merged away.
 
-    A head that is used more often than the only conversation left below it stays apart.
+    A shared head that is used more often than the only conversation left below it is not merged.
     """
     if node.asked or node.locks or node.checkpoint is not None or len(node.children) != 1:
         return False
