@@ -173,7 +173,7 @@ class Admission:
         task.admit(self._prepare(task), matched)
 
     def _stops(self, task: Task) -> tuple[int, ...]:
-        """Positions at which its prefill leaves checkpoints, limited by time and by their number."""
+        """Positions at which its prefill leaves checkpoints, within limits of time and number."""
         lease, length = task.held, len(task.ids)
         parted = max(lease.matched, task.lookup.shared if task.lookup else 0)
         most = min(self._kv.ram.max_checkpoints(length), self._cost.stops(task.remaining))

@@ -162,7 +162,7 @@ def is_listening(host: str, port: int) -> bool:
 def start_server(
     settings: Settings, flags: Sequence[str], environ: Mapping[str, str]
 ) -> StartedServer:
-    """Start `mlxcache serve` with `flags` in a process session of its own, which Ctrl-C does not reach.
+    """Start `mlxcache serve` with `flags` in a session of its own, which Ctrl-C does not reach.
 
     Does not wait until it listens. Raises MlxcacheError if its log cannot be written.
     """
