@@ -384,8 +384,3 @@ class RamTier:
 
     def _bytes_of(self, kind: str) -> int:
         return self.budget.by_kind().get(kind, 0)
-
-    def max_request_bytes(self) -> int:
-        """Bytes that a single request could have if nothing else were held."""
-        fixed = ("transient", "pool", "pending", "images")
-        return self.budget.limit - sum(map(self._bytes_of, fixed))

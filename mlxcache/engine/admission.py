@@ -166,6 +166,7 @@ class Admission:
     def admit(self, task: Task) -> None:
         """Complete the admission of a started task: plan its checkpoints and notify its client."""
         matched = task.held.cached
+        task.note_reuse()
         self._on_admitted(task)
         if self._kv.layout.opaque:
             task.plan_stops(self._stops(task))

@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -249,30 +250,33 @@ class ModelRuntime:
             log.warning("cache class %s is unknown: the model is served, nothing is cached", name)
         self._plan = plan = plan_memory(loaded, self.layout, settings)
         self.cost = plan.cost
-        self.kv = self._open_cache(thread, on_progress)
         self.images = open_images(loaded, plan, settings)
         context = self._max_context()
-        limits = Limits(settings.concurrency, settings.prefill_chunk, context, plan.transient)
-        self.scheduler = Scheduler(
-            loaded.model,
-            self.kv,
-            self.cost,
-            limits,
-            prepare=self.prepare_output,
-            on_end=self._end_request,
-            thread=thread,
-            on_tick=self._publish,
-            images=self.images,
-            drafts=settings.num_draft_tokens,
-        )
-        self._totals = Totals()
-        self.figures = Figures(self.kv, self._totals, self.scheduler.idle_prefill)
-        self.builders = PromptBuilders(partial(self._make_builder, context))
-        builder = self.builders.of(None)
-        self.info: ModelInfo = replace(
-            loaded.info, context_length=context, has_images=builder.takes_images
-        )
-        self.book = self._open_book(thread, submit)
+        with ExitStack() as on_failure:
+            self.kv = self._open_cache(thread, on_progress)
+            on_failure.callback(self.kv.close, 0.0)
+            limits = Limits(settings.concurrency, settings.prefill_chunk, context, plan.transient)
+            self.scheduler = Scheduler(
+                loaded.model,
+                self.kv,
+                self.cost,
+                limits,
+                prepare=self.prepare_output,
+                on_end=self._end_request,
+                thread=thread,
+                on_tick=self._publish,
+                images=self.images,
+                drafts=settings.num_draft_tokens,
+            )
+            self._totals = Totals()
+            self.figures = Figures(self.kv, self._totals, self.scheduler.idle_prefill)
+            self.builders = PromptBuilders(partial(self._make_builder, context))
+            builder = self.builders.of(None)
+            self.info: ModelInfo = replace(
+                loaded.info, context_length=context, has_images=builder.takes_images
+            )
+            self.book = self._open_book(thread, submit)
+            on_failure.pop_all()
         self.prefix_loss = PrefixLossReporter(
             builder, lambda: self.cost.rate, self.book.shared_with_sessions
         )
@@ -362,7 +366,7 @@ class ModelRuntime:
         Raises ModelError for too few.
         """
         ram, context = self.settings.ram, self.loaded.info.context_length
-        longest = bisect_left(range(1, context + 1), True, key=lambda n: not self.fits(n))
+        longest = bisect_left(range(1, context + 1), True, key=lambda n: not self._fits(n))
         if longest < min(context, MIN_CONTEXT):
             raise ModelError(
                 f"--ram {ram} has room for {longest} tokens of this model: give it more, "
@@ -377,13 +381,13 @@ class ModelRuntime:
             log.warning("%s", line)
         return longest
 
-    def fits(self, tokens: int) -> bool:
-        """True if a prompt of so many tokens could be served with nothing else in RAM."""
+    def _fits(self, tokens: int) -> bool:
+        """True if a prompt of so many tokens could be served; call while nothing is cached."""
         layout = self.layout
         states = layout.running_bytes + layout.checkpoint_bytes
         needed = (tokens + 64) * layout.bytes_per_token + states
         passes = self.cost.transient(cost.FEWEST, tokens)
-        return needed <= self.kv.ram.max_request_bytes() and passes <= self._plan.transient
+        return needed <= self._plan.budget.free and passes <= self._plan.transient
 
     # -- requests ----------------------------------------------------------------------------------
 

@@ -186,12 +186,14 @@ class Task:
         """Set the positions at which the prefill leaves checkpoints."""
         self.stops = tuple(sorted(set(stops)))
 
+    def note_reuse(self) -> None:
+        """Record what was reused and restored: these counts are exact from now on."""
+        self.record.cached_tokens, self.record.restored_tokens = self.held.cached, self.restored
+
     def admit(self, output: Output, matched: int) -> None:
-        """Send the client its admission: all counts are exact from now on."""
-        lease, record = self.held, self.record
-        record.cached_tokens, record.restored_tokens = lease.cached, self.restored
+        """Send the client its admission."""
         self.output, self.matched = output, matched
-        self.push(Admitted(len(self.ids), lease.cached, self.restored))
+        self.push(Admitted(len(self.ids), self.held.cached, self.restored))
 
     # -- its course --------------------------------------------------------------------------------
 

@@ -98,8 +98,8 @@ def test_the_room_is_what_a_server_has_for_conversations(toy, tmp_path: Path) ->
     settings = Settings(model=path, cache_dir=tmp_path, ram=RAM, disk=DISK)
     core = ModelRuntime(load(ModelSpec(path)), settings, MlxThread(), unasked)
     found = fit(core.layout, ram=RAM, disk=DISK, tokens=[])
-    assert found.room >= core.kv.ram.max_request_bytes()
-    assert found.room == pytest.approx(core.kv.ram.max_request_bytes(), rel=0.3)
+    assert found.room >= core.kv.budget.free
+    assert found.room == pytest.approx(core.kv.budget.free, rel=0.3)
     without = fit(core.layout, ram=RAM, disk=0, tokens=[])
     assert without.room > found.room
     core.close(died=False)

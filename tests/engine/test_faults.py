@@ -218,6 +218,8 @@ def test_a_request_that_cannot_be_dressed_fails_before_it_computes(
         patch.setattr(bench, "prepare_output", _undressable)
         task = _failed(bench, ids + prompt(rng, 20))
     assert isinstance(error(task), GenerationFailed)
+    assert task.record.cached_tokens >= len(ids) - 1
+    assert task.record.fed_tokens == 0
     assert bench.ask(ids, tokens=20).out == bench.cold(ids, 20)
     at_rest(bench)
 

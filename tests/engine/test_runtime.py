@@ -1,0 +1,63 @@
+"""A runtime that cannot be made leaves nothing open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxcache.config import Settings
+from mlxcache.engine.runtime import ModelRuntime
+from mlxcache.errors import ModelError, StoreError
+from mlxcache.mlx_thread import MlxThread
+from mlxcache.model.load import ModelSpec, load
+from mlxcache.store.sessions import Sessions
+from mlxcache.store.store import Store
+from mlxcache.types import Job
+
+
+async def unasked(job: Job) -> None:
+    raise AssertionError(job)
+
+
+def make(path: Path, cache_dir: Path, ram: int = 400_000_000) -> ModelRuntime:
+    settings = Settings(model=str(path), cache_dir=cache_dir, ram=ram, disk=1_000_000_000)
+    return ModelRuntime(load(ModelSpec(str(path))), settings, MlxThread(), unasked)
+
+
+def test_too_little_memory_is_found_before_the_disk_is_touched(
+    toy_llama: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="give it more"):
+        make(toy_llama, tmp_path, ram=4_000_000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_context_does_not_depend_on_whether_the_disk_can_be_used(
+    toy_llama: Path, tmp_path: Path
+) -> None:
+    """A folder that cannot be made leaves the budget for copies unused."""
+    (tmp_path / "file").touch()
+    without = make(toy_llama, tmp_path / "file", ram=80_000_000)
+    with_disk = make(toy_llama, tmp_path / "folder", ram=80_000_000)
+    contexts = [each.info.context_length for each in (without, with_disk)]
+    for each in (without, with_disk):
+        each.close(died=False)
+    assert contexts[0] == contexts[1]
+
+
+def test_sessions_that_cannot_be_read_leave_no_store_open(
+    toy_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[Store] = []
+
+    def refuse(sessions: Sessions, namespace: str) -> None:
+        stores.append(Store.open(tmp_path / "store", namespace, None))
+        raise StoreError("locked")
+
+    monkeypatch.setattr(Sessions, "paces", refuse)
+    with pytest.raises(StoreError, match="locked"):
+        make(toy_llama, tmp_path)
+    (own,) = stores
+    assert len(list((tmp_path / "store" / "locks").iterdir())) == 1
+    own.close()
