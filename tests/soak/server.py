@@ -28,7 +28,7 @@ WORDS = {
     "template": "no such macro",
     "tokenizer": "no such byte",
     "die": "MLX thread failed",
-    "remove": "vanished",
+    "remove": "was removed",
 }
 """Text in the error of a request that met a fault, by the name of the fault."""
 
