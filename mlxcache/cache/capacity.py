@@ -38,7 +38,10 @@ def pending_bytes(limit: int, layout: Layout) -> int:
 
 
 def transient_bytes(limit: int, least: int = 0) -> int:
-    """Bytes of forward passes: an eighth of `limit`, or `least` for the longest ones."""
+    """Bytes set aside for forward passes: an eighth of `limit`, or `least` if that is more.
+
+    At most a third of `limit`. `least`: bytes that the longest passes need.
+    """
     return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
 
 

@@ -485,7 +485,8 @@ class WriteBehind:
     def wait_for_one(self, seconds: float = BLOCKED_S) -> bool:
         """Block until a path is on disk, and so may be evicted; False if no path is being written.
 
-        After `seconds` without any progress every path is unlocked: replies come before the disk.
+        After `seconds` without any progress every path is unlocked, so that replies do not wait for
+        the disk.
         """
         before, deadline = len(self._queue) + len(self._handed), self._clock() + seconds
         while before and len(self._queue) + len(self._handed) >= before:

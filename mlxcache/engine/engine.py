@@ -1,6 +1,6 @@
-"""The engine as asyncio code sees it: start, render, submit, figures, stop.
+"""The asyncio facade of the engine: start, render, submit, figures, stop.
 
-Never touches MLX itself.
+Never calls MLX itself.
 """
 
 from __future__ import annotations

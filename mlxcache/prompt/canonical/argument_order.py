@@ -1,4 +1,5 @@
-"""Rule `argument_order`: render the arguments of a call as they first came."""
+"""Rule `argument_order`: render a call's arguments as the model, or the first request, wrote them.
+"""
 
 from __future__ import annotations
 
