@@ -1,5 +1,4 @@
-"""Rule `argument_order`: render a call's arguments as the model, or the first request, wrote them.
-"""
+"""Rule `argument_order`: render a call's arguments as the model, or the first request, wrote them."""
 
 from __future__ import annotations
 
