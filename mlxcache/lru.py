@@ -97,7 +97,8 @@ class LRU(Generic[K, V]):
 class LatestByGroup(Generic[K, V]):
     """The latest values by group: `each` per group, in all `count` values and `limit` by `size`.
 
-    Adding evicts the oldest value: first of the same group, then of all. Reading is no use.
+    Adding evicts the oldest value: first of the same group, then of all. Reading does not affect
+    the order.
     """
 
     def __init__(self, *, each: int, count: int, limit: int, size: Callable[[V], int]):

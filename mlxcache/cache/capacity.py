@@ -107,7 +107,7 @@ class Fit:
 def fit(
     layout: Layout, *, ram: int, disk: int, tokens: Sequence[int], talk: Talk | None = None
 ) -> Fit:
-    """Capacity for conversations of so many `tokens` within `ram` and `disk` bytes."""
+    """Capacity for conversations of `tokens` tokens within `ram` and `disk` bytes."""
     pending = pending_bytes(ram, layout) if disk else 0
     room = max(0, ram - pool_bytes(ram) - transient_bytes(ram) - pending)
     per_token = layout.bytes_per_token
@@ -178,7 +178,7 @@ def _kept(layout: Layout, positions: set[int], tokens: int, limit: int) -> set[i
 
 
 def _run_bytes(layout: Layout, tokens: int) -> int:
-    """Bytes of the files of so many new tokens."""
+    """Bytes of the files of `tokens` new tokens."""
     per_token = layout.bytes_per_token
     if not per_token:
         return 0

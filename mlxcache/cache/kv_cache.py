@@ -437,7 +437,7 @@ class KVCache:
     def finish(self, lease: Lease, ids: Tokens) -> None:
         """Commit and persist all that a request computed. The lease stays until `release`.
 
-        Nothing is committed of a restore that is not complete, nor of a pass that produced NaN.
+        An incomplete restore, or a pass that produced NaN, is not committed.
         """
         if lease.awaiting_state:
             return

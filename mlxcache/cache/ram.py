@@ -65,7 +65,7 @@ class BufferCount:
         self.limit = None if device_limit is None else int(BUFFER_SHARE * device_limit)
 
     def count(self, lineages: int, checkpoints: int) -> int:
-        """Buffers of so many lineages and checkpoints."""
+        """Number of buffers of the given numbers of lineages and checkpoints."""
         return lineages * self.per_lineage + checkpoints * self.per_checkpoint
 
     def allows(self, count: int) -> bool:
@@ -341,7 +341,7 @@ class RamTier:
         return int(limit * BUDGET_SHARE) if self.layout.specs else limit
 
     def max_checkpoints(self, tokens: int) -> int:
-        """Checkpoints that a path of so many tokens may have."""
+        """Checkpoints that a path of `tokens` tokens may have."""
         size = self.layout.checkpoint_bytes
         kv_bytes = tokens * self.layout.bytes_per_token
         return allowed(kv_bytes, size, self.budget.limit) // max(1, size)

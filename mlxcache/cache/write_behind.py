@@ -208,7 +208,7 @@ class PathWrite:
         self.asked, self.at, self.states, self.lost = True, len(self.ids), [], lost
 
     def drop_checkpoint(self, state: State) -> None:
-        """Leave one checkpoint out, and release it."""
+        """Do not write the checkpoint `state`, and release it."""
         self.wanted = [one for one in self.wanted if one[1] is not state]
         self.states = [one for one in self.states if one[1] is not state]
 

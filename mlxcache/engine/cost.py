@@ -79,11 +79,11 @@ class Cost:
     paces: dict[int, float] = field(default_factory=dict)
 
     def for_drafts(self, drafts: int) -> Cost:
-        """The costs where a pass also computes the logits of so many drafted tokens."""
+        """The costs if each pass also computes the logits of `drafts` drafted tokens."""
         return replace(self, fixed=self.fixed * (1 + drafts))
 
     def transient(self, chunk: int, cached: int, rows: int = 1) -> int:
-        """Bytes beyond the new KV for feeding `chunk` tokens after `cached`, in so many rows."""
+        """Bytes beyond the new KV for feeding `chunk` tokens after `cached`, in `rows` rows."""
         seen = cached + chunk
         size = self.per_token * chunk + self.per_pair * chunk * seen
         size += self.per_key * seen + self.per_square * chunk * chunk

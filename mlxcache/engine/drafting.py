@@ -127,7 +127,7 @@ class DraftingDecoder(Decoder):
         return right
 
     def propose(self, drafts: int) -> None:
-        """Draft so many tokens for the next pass; the caches must have room for them."""
+        """Draft `drafts` tokens for the next pass; the caches must have room for them."""
         self._drafts = drafts
 
     @property
@@ -142,7 +142,7 @@ class DraftingDecoder(Decoder):
         return [ready]
 
     def _launch(self, newest: int, drafts: int) -> None:
-        """Feed `newest` and so many drafted tokens, and draw at each position."""
+        """Feed `newest` and `drafts` drafted tokens, and draw at each position."""
         fed = mx.array([newest], mx.uint32)
         states = [self._draws.seen(fed)]
         if self._unseen:

@@ -41,7 +41,7 @@ class ImageCost:
     pixel_bytes: int
 
     def transient(self, tokens: int) -> int:
-        """Bytes that an image of so many tokens takes while its rows are computed."""
+        """Bytes that an image of `tokens` tokens takes while its rows are computed."""
         times = tokens / self.tokens
         # what grows faster than by the number of tokens is, below a measured point, under a line
         return int(SAFETY * self.peak * times ** (self.growth if times > 1 else 1.0))
@@ -91,9 +91,9 @@ def measure(vision: Vision, room: int) -> ImageCost | None:
 
 
 class Images:
-    """The rows of the images of one task; memory is set aside for one task's at a time.
+    """The embedding rows of the images of one task; memory is set aside for one task at a time.
 
-    `largest`: tokens of the longest image that the memory suffices for.
+    `largest`: tokens of the largest image for which the memory suffices.
     """
 
     def __init__(self, vision: Vision, cost: ImageCost, largest: int):

@@ -143,9 +143,9 @@ class MemoryPlan:
 
 
 def plan_memory(loaded: Loaded, layout: Layout, settings: Settings) -> MemoryPlan:
-    """Set aside MLX's pool, forward passes and copies; measures forward passes. MLX thread.
+    """Set aside memory for MLX's pool, forward passes and copies; measures forward passes.
 
-    Raises ModelError where `--ram` is too little for that.
+    MLX thread. Raises ModelError if `--ram` is too small for that.
     """
     info = loaded.info
     machine, working_set = machine_bytes(), device.working_set_bytes()
@@ -382,7 +382,7 @@ class ModelRuntime:
         return longest
 
     def _fits(self, tokens: int) -> bool:
-        """True if a prompt of so many tokens could be served; call while nothing is cached."""
+        """True if a prompt of `tokens` tokens could be served; call while nothing is cached."""
         layout = self.layout
         states = layout.running_bytes + layout.checkpoint_bytes
         needed = (tokens + 64) * layout.bytes_per_token + states

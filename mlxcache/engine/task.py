@@ -146,7 +146,7 @@ class Task:
         return deferred
 
     def await_lookup(self, lookup: DiskLookup | None) -> None:
-        """Wait for what a lookup on disk finds; None: look again later."""
+        """Wait for the result of a disk lookup; None: start a new lookup later."""
         self.lookup = lookup
 
     def limit_reply(self, most: int) -> None:

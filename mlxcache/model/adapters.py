@@ -1,10 +1,10 @@
-"""mlx-lm's cache classes, told apart by what can be done with each. MLX thread only.
+"""mlx-lm's cache classes, by the way in which their content can be reused. MLX thread only.
 
-A model's cache is a list with one object per layer. Composites are opened, and their members are
-*slots*. A slot is one of
+A model's cache is a list with one object per layer. A composite cache is replaced by its members.
+These objects are called *slots*. A slot is one of
 
-- sliced: arrays with a row for every position, token axis -2; any token can be cut out;
-- a window: sliced too, and only the positions shortly before one are needed to go on from it;
+- sliced: arrays with a row for every position, token axis -2; any range can be sliced out;
+- a window: sliced too, but continuing at a position needs only the positions shortly before it;
 - checkpointed: its state stands for exactly one position.
 
 Only this module and `rows` name the classes. A class that is not named here is unknown, and is
@@ -65,7 +65,7 @@ class Sliced:
         return None
 
     def numbers(self, slot: Any) -> dict[str, int]:
-        """Numbers in the slot's state that the model fixes, by their places in it."""
+        """Integers in the slot's state that the model determines, by their keys in the state."""
         return {}
 
     def plain(self, slot: Any) -> Any:
@@ -83,7 +83,7 @@ class Sliced:
         return type(slot)()
 
     def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """Convert arrays of such a slot to numbers that differ little where KV differs little."""
+        """Convert arrays of such a slot to a form in which similar KV has similar numbers."""
         return list(arrays)
 
 

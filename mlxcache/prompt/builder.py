@@ -129,8 +129,9 @@ class PromptBuilder:
         """The common prefix of all prompts that may continue a conversation.
 
         `chat` ends with the reply. The prefix ends where the text of the next message begins, and
-        has one arbitrary token more, as at least one token must be fed. A mark is added where a
-        client that strips the reply would differ. Raises as `chat` does.
+        has one arbitrary token more, as at least one token must be fed. A mark is added at the
+        position where the prompt diverges if the client strips white space from the reply. Raises
+        as `chat` does.
         """
         one, *others = (self._chat(turn, session, stop, new) for turn, new in next_turns(chat))
         shared = [common_length(one.ids, other.ids) for other in others]

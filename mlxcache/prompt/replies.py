@@ -191,7 +191,7 @@ class GeneratedReply:
         return self.ids.nbytes * 6 + _OVERHEAD
 
     def same(self, other: GeneratedReply) -> bool:
-        """True if both are the same ids to one prompt, parsed alike."""
+        """True if both have the same ids, prompt and parsing options."""
         mine, theirs = (
             (r.key, r.calls, r.thinking_open, r.generic_tools, r.stopped) for r in (self, other)
         )

@@ -185,7 +185,7 @@ class SessionBook:
     async def fork(self, id: str, *, name: str | None = None, tokens: int | None = None) -> Listed:
         """A new session with the main leaf of `id`, or its first `tokens`.
 
-        Raises NotFound, StoreError, and BadRequest where there are not so many tokens.
+        Raises NotFound, StoreError, and BadRequest if the leaf is shorter.
         """
         info, writer = await self.info(id), self._writer
         size = len(info.leaves[0].ids) if info.leaves else 0

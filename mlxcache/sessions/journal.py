@@ -160,7 +160,7 @@ class SessionWriter:
         self._write_with_late()
 
     def _later(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
-        """Submit `action` in so many seconds."""
+        """Submit `action` after `seconds`."""
         timer = threading.Timer(seconds, lambda: self._submit(action))
         timer.daemon = True
         timer.start()
@@ -184,9 +184,9 @@ class SessionWriter:
             self._store.pin_session(self._sessions, id, pinned=pinned)
 
     def with_room(self, tokens: int, action: Callable[[], T]) -> T:
-        """The result of `action`, which writes rows of so many tokens, within the disk's limit.
+        """The result of `action`, which writes rows of `tokens` tokens, within the disk's limit.
 
-        On the thread. Raises DiskFull where nothing can be evicted for them.
+        On the thread. Raises DiskFull if no room can be made for them.
         """
         if self._store is None:
             return action()

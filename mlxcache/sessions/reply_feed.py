@@ -35,7 +35,7 @@ class ReplyFeed:
         self._reading: asyncio.Future[None] | None = None
 
     def start(self) -> None:
-        """Pass on the replies in the table. Blocks on the database; before any `refresh`."""
+        """Pass on the replies in the table. Blocks on the database. Call before `refresh`."""
         self._read()
 
     async def refresh(self) -> None:

@@ -86,7 +86,7 @@ class Folder:
         return total
 
     def set_aside(self, path: Path, limit: int | None) -> None:
-        """Move a damaged file to quarantine, which then keeps to its part of `limit` bytes.
+        """Move a damaged file to quarantine, which is then trimmed to its share of `limit` bytes.
 
         Nothing is moved if the file does not exist. Raises OSError.
         """

@@ -1,4 +1,4 @@
-"""Write runs and checkpoints: a row that reserves room, then the file, then the durable row."""
+"""Write runs and checkpoints: a row that reserves space, then the file, then the durable row."""
 
 from __future__ import annotations
 

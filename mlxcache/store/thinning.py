@@ -1,4 +1,4 @@
-"""Choice of checkpoints on disk to remove, so that their bytes stay linear and within a share."""
+"""Choice of checkpoints to remove from disk: their bytes stay linear and within a share."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Budget:
 
     @property
     def used(self) -> int:
-        """The bytes of all kinds; above `limit` only by what `charge` put there."""
+        """The bytes of all kinds; more than `limit` only after `charge`."""
         return self._used
 
     @property

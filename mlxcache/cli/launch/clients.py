@@ -1,4 +1,4 @@
-"""The coding agents that can be launched, and what points each of them at a server.
+"""The coding agents that can be launched, and the settings that connect each to a server.
 
 Nothing here starts a client or changes its user's settings.
 """
