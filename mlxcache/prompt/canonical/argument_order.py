@@ -1,4 +1,4 @@
-"""Rule `argument_order`: render a call's arguments as the model, or the first request, wrote them."""
+"""Rule `argument_order`: render a call's arguments in the form that the server saw first."""
 
 from __future__ import annotations
 
