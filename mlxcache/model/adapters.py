@@ -7,7 +7,7 @@ These objects are called *slots*. A slot is one of
 - a window: sliced too, but continuing at a position needs only the positions shortly before it;
 - checkpointed: its state stands for exactly one position.
 
-Only this module and `rows` name the classes. A class that is not named here is unknown, and is
+Only this module, `rows` and `quantise` name the classes. A class that is not named here is unknown, and is
 never guessed.
 """
 
