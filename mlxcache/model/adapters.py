@@ -7,8 +7,8 @@ These objects are called *slots*. A slot is one of
 - a window: sliced too, but continuing at a position needs only the positions shortly before it;
 - checkpointed: its state stands for exactly one position.
 
-Only this module, `rows` and `quantise` name the classes. A class that is not named here is unknown, and is
-never guessed.
+Only this module, `rows` and `quantise` name the classes. A class that is not named here is unknown,
+and is never guessed.
 """
 
 from __future__ import annotations
