@@ -399,7 +399,16 @@ class KVCache:
             size = lineage.state_bytes
             evict = _without_waiting(lease)
             if self.ram.reserve_checkpoint(node, size, len(ids), evict=evict):
-                self.tree.set_checkpoint(node, lineage.capture(), size)
+                self._set_checkpoint(node, lineage, size)
+
+    def _set_checkpoint(self, node: Node, lineage: Lineage, size: int) -> None:
+        """Copy the state of `lineage` to `node`; releases the reserved `size` if MLX fails."""
+        try:
+            state = lineage.capture()
+        except BaseException:
+            self.budget.release("checkpoints", size)
+            raise
+        self.tree.set_checkpoint(node, state, size)
 
     def _take_over_path(self, lease: Lease, node: Node) -> None:
         """Let a whole lineage hold segments of its path that others lost, or that were fed again.

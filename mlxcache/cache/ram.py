@@ -310,6 +310,7 @@ class RamTier:
                 lineage.compact(*held)
             except RuntimeError:
                 log.exception("compacting a buffer failed for lack of memory; buffer released")
+                self.budget.release("kv", before - lineage.nbytes)  # gone with the failed copy
                 self.discard(lineage)
                 return before
         freed = before - lineage.nbytes

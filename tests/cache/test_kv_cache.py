@@ -9,6 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxcache.errors import GenerationFailed
+from mlxcache.model.lineage import Lineage
 from tests.scheduled import Bench, admitted
 
 
@@ -74,6 +76,39 @@ def test_a_compacted_session_is_made_whole_again(dense: Bench, rng: np.random.Ge
     task = dense.ask(ids)
     assert admitted(task).cached_tokens == len(ids) - 10
     assert task.out == dense.cold(ids)
+
+
+NO_MEMORY = RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
+
+
+def fail(*_: object) -> None:
+    raise NO_MEMORY
+
+
+def test_a_buffer_that_cannot_be_compacted_leaves_the_budget_with_its_bytes(
+    dense: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = prompt(rng, 2000)
+    dense.ask(ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lineage, "_refill", fail)
+        dense.kv.ram.evict(600 * dense.kv.layout.bytes_per_token)
+    dense.check()
+    assert dense.kv.budget.by_kind()["kv"] == 0
+    assert dense.ask(ids).out == dense.cold(ids)
+
+
+def test_a_state_that_cannot_be_copied_leaves_the_budget_with_its_bytes(
+    toy_qwen3_5: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, ids = Bench(toy_qwen3_5), prompt(rng, 200)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lineage, "capture", fail)
+        task = bench.put(ids, marks=[100])
+        bench.run()
+    assert isinstance(task.events[-1], GenerationFailed)  # type: ignore[attr-defined]
+    bench.check()
+    assert bench.ask(ids, marks=[100]).out == bench.cold(ids)
 
 
 def test_what_mlx_holds_is_what_is_accounted_for(bench: Bench, rng: np.random.Generator) -> None:
