@@ -45,7 +45,7 @@ PERSIST_TOKENS = 1024
 """New tokens of a running request after which `persist` writes them."""
 
 OOM_SHARE = 4
-"""After an allocation failed, one part in so many of the idle KV is evicted."""
+"""Divisor: after a failed allocation, 1/OOM_SHARE of the idle KV is evicted."""
 
 
 @dataclass(slots=True)

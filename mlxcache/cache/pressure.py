@@ -30,11 +30,11 @@ TRIM_S = 30.0
 
 PARTS = 8
 MAX_PARTS = {PressureLevel.WARNING: 4, PressureLevel.CRITICAL: 7}
-"""Parts of the budget, out of `PARTS`, that are withheld at most."""
+"""Maximum number of parts of the budget, out of `PARTS`, that are withheld."""
 
 TOLERANCE, MIN_TOLERANCE = 0.05, 256 << 20
-"""Growth of the process beyond weights, budget and its size at the start that is no pressure: a
-share of weights and budget, at least so many bytes.
+"""Accepted growth of the process beyond weights, budget and initial size: a share of weights and
+budget, and a minimum in bytes.
 """
 
 

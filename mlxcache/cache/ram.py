@@ -24,8 +24,8 @@ from mlxcache.tree.thinning import BUDGET_SHARE, allowed
 log = logging.getLogger("mlxcache.engine")
 
 Evict = Literal["no", "idle", "wait"]
-"""How room is made: `no`, only free bytes serve; `idle`, what no request uses is evicted; `wait`,
-and where that is not enough, the write of what is not on disk yet is waited for.
+"""Mode of making room. `no`: use free bytes only; `idle`: evict what no request uses; `wait`: also
+wait for writes to disk, after which more can be evicted.
 """
 
 STEP = 256
@@ -41,7 +41,7 @@ One stays for each halving of the distance to the end.
 """
 
 WITHHELD = "withheld"
-"""The budget's kind of bytes that are not to be used while the machine is short of memory."""
+"""The budget's kind of bytes that stay unused while the machine is short of memory."""
 
 BUFFER_SHARE = 0.75
 """Share of the device's buffers for lineages and checkpoints; weights and passes have the rest."""

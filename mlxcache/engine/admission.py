@@ -22,7 +22,7 @@ from mlxcache.lru import LRU
 from mlxcache.types import Job
 
 Asker = tuple[str | None, str, str | None]
-"""A party with a fair share: owner, then a session's label, or the client's name without one."""
+"""Unit of fair scheduling: owner, and session label, or client program if there is no label."""
 
 MAX_ASKERS = 1024
 """Askers whose last start is remembered, the most recent."""
@@ -38,18 +38,18 @@ Looking for fewer costs a short prompt one of their chunks, or two on a busy mac
 
 
 def asker_of(job: Job) -> Asker:
-    """Return the session, or the client program without one, that counts as the sender of a job."""
+    """Return the asker of a job: its session, or its client program without one."""
     if job.session is None:
         return job.owner, "client", job.client
     return job.owner, "session", job.session
 
 
 class FairQueue:
-    """Fair order of waiting tasks: the sender that started a task longest ago comes first.
+    """Fair order of waiting tasks: the asker that started a task longest ago comes first.
 
-    A sender is a session, or a client program; see `asker_of`. The order depends only on arrivals
-    and starts. Beside `places` tasks in progress, one more may start (unless there is a single
-    place) if one sender has several and the new one has none.
+    An asker is a session, or a client program; see `Asker`. The order depends only on arrivals and
+    starts. Beside `places` tasks in progress, one more may start (unless there is a single place)
+    if one asker has several and the new one has none.
     """
 
     def __init__(self, places: int):
@@ -59,7 +59,7 @@ class FairQueue:
         self._count = 0
 
     def order(self, waiting: Iterable[Task]) -> list[Task]:
-        """Tasks in the order in which they may start: each sender's first, then each second."""
+        """Tasks in the order in which they may start: each asker's first, then each second."""
         rounds: Counter[Asker] = Counter()
         keyed = []
         for place, task in enumerate(waiting):
@@ -69,7 +69,7 @@ class FairQueue:
         return [task for _, task in sorted(keyed, key=lambda pair: pair[0])]
 
     def note_start(self, task: Task) -> None:
-        """Move the sender of `task` to the end of the rotation."""
+        """Move the asker of `task` to the end of the rotation."""
         self._count += 1
         self._started.put(asker_of(task.job), self._count)
 

@@ -28,7 +28,7 @@ from mlxcache.types import WARMING, Job, Piece, Prompt, RequestRecord, Tokens
 log = logging.getLogger("mlxcache.engine")
 
 CHUNK_S = 0.25
-"""Length of a chunk of idle prefill in seconds: the most that a request which comes then waits."""
+"""Length of a chunk of idle prefill, in seconds: the longest that a new request waits for it."""
 
 MIN_GAIN = 32
 """Tokens that must be left to feed for a turn to be anticipated."""
@@ -44,10 +44,11 @@ MAX_TURNS, MAX_COMPUTED = 4, 32
 """Turns that wait to be computed, and computed ones that are remembered for the figures."""
 
 MAX_UNUSED = 8
-"""Replies in a row that no client continues, after which none is anticipated until one is."""
+"""Replies in a row without a continuation, after which anticipation stops until one is continued.
+"""
 
 MAX_ENDED = 64
-"""Conversations, the latest, whose continuation is noticed."""
+"""Number of the latest conversations whose continuation is recognised."""
 
 
 @dataclass(slots=True)

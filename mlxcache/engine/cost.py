@@ -28,10 +28,9 @@ FEWEST = 16
 """Tokens of the shortest chunk that a prompt is fed in."""
 
 SHORT = 192
-"""Tokens of the passes that a chunk is fed in, on machines where longer passes are slower.
-
-That holds where attention materialises its scores: those above the diagonal are computed in vain,
-and all of them outgrow the processor's caches.
+"""Tokens of the passes that a chunk is fed in, on machines where longer passes are slower. That is
+the case if attention materialises its scores: those above the diagonal are computed needlessly, and
+all of them exceed the processor's caches.
 """
 
 SCORES = 4.0

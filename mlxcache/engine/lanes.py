@@ -34,7 +34,7 @@ CATCH_UP = 16
 """Tokens per pass for a row that left a batch without its newest positions."""
 
 EVICTION_SHARE = 8
-"""A batch may evict while it takes at most one part in so many of the budget."""
+"""Divisor: a batch may evict while it takes at most 1/EVICTION_SHARE of the budget."""
 
 DRAFTS = 3
 """Default of the tokens that a draft model proposes at once."""

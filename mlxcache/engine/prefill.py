@@ -24,9 +24,9 @@ from mlxcache.model.kv import Caches
 from mlxcache.types import Tokens
 
 BURST_S, ARRIVAL_S = 2.0, 8.0
-"""Prefill that ends within so many seconds goes before decoding: its replies then form one batch.
-
-The second bound holds where nothing was decoded when the prefill began: all arrived together.
+"""Prefill that ends within BURST_S seconds goes before decoding: its replies then form one batch.
+ARRIVAL_S applies if nothing was decoded when the prefill began, that is, if all requests arrived
+together.
 """
 
 STALL_S = 1.0

@@ -24,7 +24,7 @@ FIRST_REPLY = 200.0
 """Tokens of an average reply before one has ended."""
 
 QUEUE_SHARE = 2
-"""One session may have one in so many of the places in the queue."""
+"""Divisor: one session may have 1/QUEUE_SHARE of the places in the queue."""
 
 OWN_FIELDS = ("id", "owner", "session", "api", "client", "created_at", "joined", "error", "timing")
 """Fields of a record that a request keeps for itself when it joins another."""

@@ -62,10 +62,10 @@ from mlxcache.types import WARMING, ModelInfo, Prompt, TokenLogprob
 log = logging.getLogger("mlxcache.engine")
 
 MIN_CONTEXT = 512
-"""Tokens that the budget must have room for; fewer are of no use to an agent."""
+"""Fewest tokens that the budget must have room for; with fewer an agent cannot work."""
 
 FLUSH_S = 5.0
-"""Seconds at the end for which what is not on disk yet is written."""
+"""Longest time, in seconds, for writing to disk when the server stops."""
 
 
 def fetch_model(

@@ -30,7 +30,7 @@ from mlxcache.types import FinishReason
 log = logging.getLogger("mlxcache.engine")
 
 COMMIT_EVERY = 1000
-"""Tokens of a reply after which it is committed while it goes on."""
+"""Tokens of a running reply between two commits."""
 
 OUT_OF_MEMORY = ("allocate", "out of memory", "insufficient memory", "malloc", "resource limit")
 """Words of MLX's errors, on any device, where an allocation failed."""

@@ -26,7 +26,7 @@ _PROBES = (
 
 _CHARS_PER_TOKEN = 8
 _LEAST_PIECE = 1 << 16
-"""Text that is likely too long is counted in pieces of at least so many characters."""
+"""Fewest characters per piece when a text that is likely too long is counted in pieces."""
 
 
 class Codec:

@@ -49,7 +49,7 @@ class Splice:
 
 
 def first_difference(a: Sequence[Splice], b: Sequence[Splice]) -> int:
-    """The character at which the first splice of only one list starts; `sys.maxsize` if equal."""
+    """Offset of the first splice that only one list has; `sys.maxsize` if they are equal."""
     for mine, theirs in zip(a, b, strict=False):
         if not mine.same(theirs):
             return min(mine.start, theirs.start)

@@ -36,7 +36,7 @@ from mlxcache.types import Tokens
 
 _LEAST_REACH = 4096
 _REACH = 4
-"""A rewritten reply takes at most so many times the characters of the generated one."""
+"""Largest ratio of the characters of a rewritten reply to those of the generated one."""
 
 _MOST_ENDS = 16
 """Possible ends of a reply that are tried."""

@@ -29,7 +29,7 @@ from mlxcache.types import Job, Tokens
 log = logging.getLogger("mlxcache.engine")
 
 SETTLE_S = 10.0
-"""Seconds that a session is waited for which is still being written to disk."""
+"""Longest wait, in seconds, for a session that is still being written to disk."""
 
 
 class SessionBook:

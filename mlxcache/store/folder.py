@@ -22,7 +22,8 @@ MOST_QUARANTINED = 8
 """Files that quarantine holds at most."""
 
 QUARANTINE_PART = 8
-"""Quarantine takes at most one part in so many of the byte limit, besides its newest file."""
+"""Divisor: quarantine takes at most 1/QUARANTINE_PART of the byte limit, besides its newest file.
+"""
 
 
 class Folder:

@@ -30,7 +30,7 @@ from mlxcache.config.settings import is_loopback
 from mlxcache.errors import MlxcacheError
 
 KEY_VARIABLE = "MLXCACHE_API_KEY"
-"""The variable from which OpenCode and Codex are told to read the key."""
+"""The variable from which OpenCode and Codex read the key."""
 
 
 @dataclass(frozen=True, slots=True)
