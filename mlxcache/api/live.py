@@ -270,7 +270,9 @@ class LiveReaders:
         """
         owner = OWNER.get()
         if self._readers[owner] >= MAX_READERS:
-            raise TooMany(f"{MAX_READERS} readers watch already.", retry_after=30.0)
+            raise TooMany(
+                f"{MAX_READERS} live streams are open already: close one.", retry_after=30.0
+            )
         self._readers[owner] += 1
         return partial(self._readers.subtract, (owner,))
 
@@ -291,7 +293,7 @@ async def live(deps: Deps, readers: LiveReaders, request: Request) -> Response:
     """
     parts = request.query_params.get("parts", ",".join(PARTS)).split(",")
     if not set(parts) <= set(PARTS):
-        raise BadRequest(f"`parts` are some of {', '.join(PARTS)}.", param="parts")
+        raise BadRequest(f"`parts` must be one or more of {', '.join(PARTS)}.", param="parts")
     # Counted here, not when the stream begins: many requests may arrive before the first begins.
     leave = readers.enter()
     events = readers.stream_events(list(dict.fromkeys(parts)))

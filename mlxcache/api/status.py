@@ -86,7 +86,7 @@ async def lm_studio_model(deps: Deps, request: Request) -> Response:
 def _name(request: Request) -> str:
     name = str(request.path_params["id"])
     if not name:
-        raise NotFound("The path ends in a model's name, and none was given.")
+        raise NotFound("The path must end in a model's name.")
     return name
 
 

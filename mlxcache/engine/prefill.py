@@ -157,7 +157,7 @@ class Prefill:
         if task.remaining > 0:
             self._feed(task, self._size(task, seconds))
         if not task.held.lineage.aligned():
-            raise GenerationFailed("The model's cache does not hold what it was fed.")
+            raise GenerationFailed("The model's cache did not grow by the number of tokens fed.")
 
     def _size(self, task: Task, seconds: float) -> int:
         at = task.held.length

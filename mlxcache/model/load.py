@@ -270,7 +270,7 @@ def checked_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} has no config.json, so it is not a model's folder.")
     config = _read_json(file)
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{file} does not say its model_type.")
+        raise ModelError(f"{file} has no model_type.")
     return config
 
 

@@ -101,4 +101,4 @@ def _refuse_guess(text: str, calls: list[ToolCall], tools: list[dict[str, Any]])
     names = {tool["function"].get("name") for tool in tools}
     for call in calls:
         if call.name not in names and list(json.loads(call.arguments)) == ["raw"]:
-            raise ValueError(f"no call could be read from {text[:80]!r}")
+            raise ValueError(f"no tool call found in {text[:80]!r}")

@@ -120,7 +120,9 @@ class ImageTemplate:
             count = self._processor.text(image).count(self._processor.image_token)
             own = at[done : done + count]
             if not count or len(own) < count or own[-1] - own[0] != count - 1:
-                raise GenerationFailed("the tokens of an image are not in its place")
+                raise GenerationFailed(
+                    "the tokens of an image are not at its position in the prompt"
+                )
             spans.append(ImageSpan(int(own[0]), int(own[-1]) + 1, image))
             done += count
         if done != len(at) or (spans and spans[-1].end == len(ids)):

@@ -195,7 +195,7 @@ class Sessions:
             source = rows.read_session(db, id)
             main = next(iter(rows.read_leaves(db, "session = ? AND kind = 'main'", (id,))), None)
             if main is None:
-                raise NotFound(f"The session {id} has nothing to fork from.")
+                raise NotFound(f"The session {id} has no tokens to fork from.")
             end = len(main.ids) if tokens is None else tokens
             if not 1 <= end <= len(main.ids):
                 raise BadRequest(

@@ -143,7 +143,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         for index, leaf in enumerate(found.leaves):
             lengths.append(_checked_length(index, leaf, lengths))
         if sum(lengths) > MOST_TOKENS:
-            raise SnapshotRefused(f"The snapshot claims more than {MOST_TOKENS} tokens.")
+            raise SnapshotRefused(f"The snapshot has more than {MOST_TOKENS} tokens.")
         for checkpoint in found.checkpoints:
             if checkpoint.leaf >= len(lengths) or checkpoint.position > lengths[checkpoint.leaf]:
                 raise SnapshotRefused("A checkpoint of the snapshot lies outside its leaf.")

@@ -156,7 +156,7 @@ def spoil_remote(folder: Path) -> None:
         (spoil_nothing_left, "no config.json"),
         (spoil_config, "config.json cannot be read"),
         (spoil_config_list, "config.json is not a JSON object"),
-        (spoil_type, "config.json does not say its model_type"),
+        (spoil_type, "config.json has no model_type"),
         (spoil_package, "mlx-lm lacks a package"),
         (spoil_unknown, "config.json.*no_such_type.*mlx-lm 0"),
         (spoil_weights, r"no weights.*mlx_lm\.convert"),
