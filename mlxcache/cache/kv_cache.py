@@ -355,11 +355,11 @@ class KVCache:
         return complete
 
     def cancel_restore(self, lease: Lease) -> None:
-        """Release a lease whose restore failed; loaded files stay where they are usable."""
-        if self.layout.opaque:
-            self.abandon(lease)
-        else:
-            self.release(lease)
+        """Release a lease whose restore failed; what was committed is kept if it can be computed.
+
+        A file may fail only while its arrays are evaluated, which leaves the buffers unusable.
+        """
+        self.abandon(lease)
 
     # -- growing and committing --------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -16,8 +17,10 @@ from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.write_behind import PathWrite
 from mlxcache.engine.task import Task
 from mlxcache.errors import DiskFull, PrefixNotStored
+from mlxcache.model import serialise
 from mlxcache.store.store import Store
 from tests.engine.drafts import make_draft
+from tests.engine.faults import uncomputable
 from tests.scheduled import Bench
 from tests.toys.toy import make_toy
 
@@ -218,6 +221,31 @@ def test_a_request_that_is_cancelled_while_it_is_restored_harms_nothing(
 
 
 @pytest.mark.slow
+def test_a_file_that_fails_while_it_is_read_is_computed_again(
+    llama: Bench, start, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second file of a prefix, whose first one is in the lineage by then."""
+    ids = prompt(rng, 5000)
+    disk = start(llama)
+    llama.ask(ids)
+    settled(disk)
+    start(llama)
+    load, loads = serialise.load_run, 0
+
+    def fail_second(*args: Any) -> list[list[mx.array]]:
+        nonlocal loads
+        loads += 1
+        found = load(*args)
+        if loads == 2:
+            found[-1][-1] = found[-1][-1] + uncomputable().astype(found[-1][-1].dtype)
+        return found
+
+    monkeypatch.setattr(serialise, "load_run", fail_second)
+    task = llama.ask(ids)
+    assert loads == 2
+    assert task.out == llama.cold(ids)
+
+
 def test_a_long_prompt_is_on_disk_before_its_reply_ends(
     llama: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
 ) -> None:
