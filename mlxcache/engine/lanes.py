@@ -275,7 +275,7 @@ class Lanes:
         return True
 
     def split(self, lane: Lane) -> None:
-        """Split a batch into lanes of one row each, from where their own lineages are."""
+        """Split a batch into lanes of one row; each continues from the end of its own lineage."""
         self.all.remove(lane)
         for i, task in enumerate(lane.tasks):
             own = lane.decoder.alone(i, task.held.lineage.caches)

@@ -341,7 +341,7 @@ class PrefixTree:
 
     @property
     def kv_bytes(self) -> int:
-        """The KV of all segments, in bytes, as `bytes_per_token` has it."""
+        """Bytes of the KV of all segments, computed with `bytes_per_token`."""
         return self.tokens * self.bytes_per_token
 
     def values(self) -> list[Any]:
