@@ -157,7 +157,7 @@ async def test_a_loss_costs_no_more_than_the_prompt_took(talk: Talk, monkeypatch
 async def test_what_was_cut_short_lost_no_more_than_it_took(talk: Talk, monkeypatch):
     """A client that leaves while its prompt is computed has waited so long, and no longer."""
     core = await talk.engine.call(lambda runtime: runtime)
-    await talk.say(talk.system(), user(text(60, "ask")))
+    await talk.say(talk.system(), user(text(400, "ask")))
     monkeypatch.setattr(core.cost, "rate", 0.5)
     chat = Chat([talk.system("Today's date is 2026-11-22."), *talk.messages[1:]], TOOLS)
     prompt = await talk.engine.render(chat, session=talk.session)
