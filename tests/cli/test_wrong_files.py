@@ -126,4 +126,4 @@ def test_a_file_that_is_not_a_snapshot_is_described(
 def test_a_truncated_snapshot_is_refused_by_its_size(tmp_path: Path) -> None:
     cut(tmp_path / "x")
     error = run("restore", tmp_path / "x").stderr
-    assert "bytes, not the " in error
+    assert "bytes, but its header describes " in error
