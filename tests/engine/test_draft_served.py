@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,28 +18,17 @@ from mlxcache.types import Finished, Prompt, RequestRecord
 from tests.cache.test_ram_limit import LIMIT, held
 from tests.conftest import ToyMaker
 from tests.engine.drafts import make_draft
+from tests.engine.running import started
 from tests.sampler import Sampler
 from tests.sessions.test_book import ask, prompt, text
 
 
-@asynccontextmanager
-async def started(
+def served(
     model: Path, folder: Path, draft: Path | None, ram: str = "300MB"
-) -> AsyncIterator[Engine]:
+) -> AbstractAsyncContextManager[Engine]:
     """An engine that keeps its files in `folder`."""
-    settings = Settings(
-        model=str(model),
-        draft_model=str(draft) if draft else None,
-        cache_dir=folder,
-        ram=ram,
-        disk="1GB",
-    )
-    engine = Engine(settings)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
+    named = str(draft) if draft else None
+    return started(model, folder, draft_model=named, ram=ram, disk="1GB")
 
 
 async def turn(engine: Engine, *parts: list[int]) -> tuple[Finished, RequestRecord]:
@@ -55,13 +43,13 @@ async def test_both_caches_outlive_the_process_together(toy: ToyMaker, tmp_path:
     model = toy("llama")
     same = make_draft(model, tmp_path / "same", "same")
     parts = [text(1, 300), text(2, 40), text(3, 40)]
-    async with started(model, tmp_path / "cache", same) as engine:
+    async with served(model, tmp_path / "cache", same) as engine:
         first, record = await turn(engine, *parts[:2])
         assert (first.cached_tokens, first.generated_tokens) == (0, 20)
         assert record.accepted_tokens == record.drafted_tokens > 10
-    async with started(model, tmp_path / "cache", None) as engine:
+    async with served(model, tmp_path / "cache", None) as engine:
         assert (await turn(engine, *parts[:2]))[0].cached_tokens == 0
-    async with started(model, tmp_path / "cache", same) as engine:
+    async with served(model, tmp_path / "cache", same) as engine:
         next_, record = await turn(engine, *parts)
         assert next_.restored_tokens == next_.cached_tokens >= 380
         assert record.accepted_tokens == record.drafted_tokens > 10
@@ -97,7 +85,7 @@ async def test_a_snapshot_holds_both_and_is_the_pairs_alone(toy: ToyMaker, tmp_p
     same = make_draft(model, tmp_path / "same", "same")
     parts = [text(1, 300), text(2, 40)]
     file = tmp_path / "snapshot"
-    async with started(model, tmp_path / "a", same) as engine:
+    async with served(model, tmp_path / "a", same) as engine:
         await turn(engine, *parts)
         (session,) = await engine.sessions.list()
         made = await engine.sessions.files.snapshot(session.session.id)
@@ -107,12 +95,12 @@ async def test_a_snapshot_holds_both_and_is_the_pairs_alone(toy: ToyMaker, tmp_p
         assert mlx_lm_goes_on(model, same, tmp_path / "cache.safetensors", text(3, 20)) == (
             await said(engine, [*session.leaves[0].ids.tolist(), *text(3, 20)])
         )
-    async with started(model, tmp_path / "b", same) as engine:
+    async with served(model, tmp_path / "b", same) as engine:
         await engine.sessions.files.restore(file)
         done, record = await turn(engine, *parts, text(3, 20))
         assert done.restored_tokens >= 320
         assert record.accepted_tokens == record.drafted_tokens > 10
-    async with started(model, tmp_path / "c", None) as engine:
+    async with served(model, tmp_path / "c", None) as engine:
         with pytest.raises(SnapshotRefused):
             await engine.sessions.files.restore(file)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import NotFound
 from mlxcache.owner import OWNER, own_ids, owner_of
 from mlxcache.store.sessions import Sessions
 from mlxcache.types import Chat, Finished, Job, Prompt
 from tests.conftest import ToyMaker
+from tests.engine.running import started
 
 ALICE, BOB = owner_of("alice"), owner_of("bob")
 OWNERS = [ALICE, BOB, None]
@@ -32,16 +32,6 @@ def acting(owner: str | None) -> Iterator[None]:
         yield
     finally:
         OWNER.reset(token)
-
-
-@asynccontextmanager
-async def started(model: Path, folder: Path, disk: str = "1GB") -> AsyncIterator[Engine]:
-    engine = Engine(Settings(model=str(model), cache_dir=folder, ram="300MB", disk=disk))
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
 
 
 async def ask(engine: Engine, owner: str | None, id: str, label: str | None = None) -> Finished:
@@ -66,13 +56,13 @@ async def test_no_owner_finds_anothers_prefix_in_ram_or_on_disk(
 ) -> None:
     """A count of cached tokens would say that somebody else has sent these very words."""
     model = toy(kind)
-    async with started(model, tmp_path) as engine:
+    async with started(model, tmp_path, disk="1GB") as engine:
         for owner in OWNERS:
             assert (await ask(engine, owner, f"first-{owner}")).cached_tokens == 0
         for owner in OWNERS:
             assert (await ask(engine, owner, f"again-{owner}")).cached_tokens > 0
         await engine.sessions.settled()
-    async with started(model, tmp_path) as engine:
+    async with started(model, tmp_path, disk="1GB") as engine:
         stranger = await ask(engine, owner_of("carol"), "carol")
         assert (stranger.cached_tokens, stranger.restored_tokens) == (0, 0)
         for owner in OWNERS:
@@ -86,7 +76,7 @@ async def shared(
     toy: ToyMaker, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[tuple[Engine, dict[str | None, str]]]:
     """An engine on which each owner has one session, and the ids of these."""
-    async with started(toy("llama"), tmp_path_factory.mktemp("owners")) as engine:
+    async with started(toy("llama"), tmp_path_factory.mktemp("owners"), disk="1GB") as engine:
         for owner in OWNERS:
             await ask(engine, owner, f"shared-{owner}", "work")
         found = {owner: await ids_of(engine, owner) for owner in OWNERS}

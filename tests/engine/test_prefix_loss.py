@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ import pytest
 import pytest_asyncio
 
 from mlxcache.cli.output import log_line
-from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.prompt.explain import LEAST_LOSS
 from mlxcache.types import Chat, Job, Progress, RequestRecord, Text, Thinking, ToolCall
+from tests.engine.running import started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -83,21 +82,12 @@ def lost(record: RequestRecord) -> Lost:
     return record.lost
 
 
-@asynccontextmanager
-async def started(model: Path, folder: Path, **more: Any) -> AsyncIterator[Engine]:
-    more = {"ram": "300MB", "disk": "off", "no_anticipate": True, **more}
-    engine = Engine(Settings(model=str(model), cache_dir=folder, **more))
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(toy, tmp_path_factory):
     """One for all; each test has conversations of its own."""
-    async with started(toy("llama"), tmp_path_factory.mktemp("cache")) as running:
+    async with started(
+        toy("llama"), tmp_path_factory.mktemp("cache"), no_anticipate=True
+    ) as running:
         yield running
 
 
@@ -256,7 +246,7 @@ async def test_what_was_evicted_is_told(talk: Talk):
 
 async def test_a_checkpoint_that_went_is_told(toy, tmp_path):
     """The KV is there and cannot be used without the state."""
-    async with started(toy("qwen3_5"), tmp_path) as engine:
+    async with started(toy("qwen3_5"), tmp_path, no_anticipate=True) as engine:
         talk = Talk(engine, "opaque")
         await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
         assert (await talk.say(user("And the lexer?"))).lost is None
@@ -278,7 +268,7 @@ async def test_a_checkpoint_that_went_is_told(toy, tmp_path):
 async def test_thinking_that_the_template_drops_is_told(toy, tmp_path):
     """The reply is rendered differently than it was generated."""
     model = toy("llama", thinking=True, emits={"</think>": 5})
-    async with started(model, tmp_path) as engine:
+    async with started(model, tmp_path, no_anticipate=True) as engine:
         talk = Talk(engine, "thinking")
         await talk.say(talk.system(), user("Fix the parser."), tokens=200)
         record = await talk.say(user("And the lexer?"))
@@ -315,7 +305,7 @@ def damage(folder: Path) -> None:
 
 async def test_what_was_damaged_on_disk_is_told(toy, tmp_path):
     """It is computed again, and not taken for evicted."""
-    async with started(toy("llama"), tmp_path, disk="1GB") as engine:
+    async with started(toy("llama"), tmp_path, disk="1GB", no_anticipate=True) as engine:
         talk = Talk(engine, "damaged")
         first = await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
         assert await engine.sessions.settled()
@@ -335,7 +325,7 @@ async def test_what_was_damaged_on_disk_is_told(toy, tmp_path):
 async def test_after_a_restart_the_sessions_leaves_are_compared(toy, tmp_path, reason: str):
     """By another model nothing can be used; what the disk evicted, or damaged, is told as that."""
     head = [system("", "restart"), user("Fix the parser. " + text(9, "ask"))]
-    async with started(toy("llama"), tmp_path, disk="1GB") as engine:
+    async with started(toy("llama"), tmp_path, disk="1GB", no_anticipate=True) as engine:
         await Talk(engine, "main").say(*head)
         assert await engine.sessions.settled()
         if reason == "evicted":
@@ -343,7 +333,7 @@ async def test_after_a_restart_the_sessions_leaves_are_compared(toy, tmp_path, r
     if reason == "corrupt":
         damage(tmp_path)
     model = toy("qwen3_5") if reason == "namespace" else toy("llama")
-    async with started(model, tmp_path, disk="1GB") as engine:
+    async with started(model, tmp_path, disk="1GB", no_anticipate=True) as engine:
         record = await Talk(engine, "main").say(*head)
         found = lost(record)
         assert found["reason"] == reason

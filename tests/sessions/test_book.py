@@ -6,20 +6,18 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import BadRequest, NotFound, NotReady, SnapshotRefused, Unsupported
 from mlxcache.sessions import journal as booking
 from mlxcache.store.store import MOST_LEAVES_READ
 from mlxcache.types import WARMING, Finished, Job, Prompt
+from tests.engine.running import started
 from tests.tree.check import check_tree
 
 HEAD = 40
@@ -50,21 +48,10 @@ async def ask(engine: Engine, given: Prompt, tokens: int = 8, **more: object) ->
     raise AssertionError("it did not finish")
 
 
-@asynccontextmanager
-async def started(model: Path, folder: Path, disk: str = "1GB") -> AsyncIterator[Engine]:
-    """An engine on a toy."""
-    engine = Engine(Settings(model=str(model), cache_dir=folder, ram="300MB", disk=disk))
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
 @pytest.fixture(params=["llama", "qwen3_5"])
 async def engine(request, toy, tmp_path):
     """One with and one without layers that cannot be sliced."""
-    async with started(toy(request.param), tmp_path) as running:
+    async with started(toy(request.param), tmp_path, disk="1GB") as running:
         yield running
 
 
@@ -110,11 +97,11 @@ async def test_a_cancelled_request_is_a_turn_of_its_session(engine: Engine):
 async def test_sessions_outlive_the_process(toy, tmp_path):
     """Under the same id, on disk and not in RAM; the next turn belongs to it."""
     model, given = toy("llama"), prompt(text(1, 300), text(2, 10))
-    async with started(model, tmp_path) as engine:
+    async with started(model, tmp_path, disk="1GB") as engine:
         await ask(engine, given, session="mine")
         [before] = await engine.sessions.list()
         await engine.sessions.patch(before.session.id, name="kept", pinned=True)
-    async with started(model, tmp_path) as engine:
+    async with started(model, tmp_path, disk="1GB") as engine:
         [after] = await engine.sessions.list()
         assert after.session.id == before.session.id
         assert (after.session.name, after.session.pinned) == ("kept", True)
@@ -194,7 +181,7 @@ async def test_a_snapshot_goes_on_in_another_folder(toy, tmp_path):
     """Under its own id, and under a new one where that is taken; other models refuse it."""
     model, given = toy("llama"), prompt(text(1, 300), text(2, 10))
     file = tmp_path / "snapshot"
-    async with started(model, tmp_path / "a") as engine:
+    async with started(model, tmp_path / "a", disk="1GB") as engine:
         await ask(engine, given, session="mine", title="T")
         [listed] = await engine.sessions.list()
         made = await engine.sessions.files.snapshot(listed.session.id)
@@ -203,14 +190,14 @@ async def test_a_snapshot_goes_on_in_another_folder(toy, tmp_path):
         again = await engine.sessions.files.restore(file, "copy")
         assert again.session.id != listed.session.id
         assert (again.session.name, again.session.label) == ("copy", None)
-    async with started(model, tmp_path / "b") as engine:
+    async with started(model, tmp_path / "b", disk="1GB") as engine:
         there = await engine.sessions.files.restore(file)
         assert there.session.id == listed.session.id
         assert (there.session.label, there.session.title) == ("mine", "T")
         last = await ask(engine, prompt(text(1, 300), text(2, 10), text(3, 9)), session="mine")
         assert last.restored_tokens >= 300
         assert (await engine.sessions.get(there.session.id)).session.turns == 2
-    async with started(toy("qwen3_5"), tmp_path / "b") as engine:
+    async with started(toy("qwen3_5"), tmp_path / "b", disk="1GB") as engine:
         assert [x.session.id for x in await engine.sessions.list()] == [listed.session.id]
         with pytest.raises(SnapshotRefused):
             await engine.sessions.files.restore(file)
@@ -225,7 +212,7 @@ async def test_mlx_lm_continues_a_session_from_its_prompt_cache(toy, tmp_path, f
 
     model, file = toy(family), tmp_path / "cache.safetensors"
     more = text(3, 20)
-    async with started(model, tmp_path / "a") as engine:
+    async with started(model, tmp_path / "a", disk="1GB") as engine:
         await ask(engine, prompt(text(1, 200), text(2, 10)), session="mine")
         [listed] = await engine.sessions.list()
         made = await engine.sessions.files.prompt_cache(listed.session.id)
@@ -287,7 +274,7 @@ async def test_a_prompt_cache_of_mlx_lm_is_gone_on_with(toy, tmp_path, family):
 
 async def test_a_prompt_cache_that_nobody_reads_holds_nothing(toy, tmp_path):
     """Also where the reader leaves in the middle."""
-    async with started(toy("llama"), tmp_path) as engine:
+    async with started(toy("llama"), tmp_path, disk="1GB") as engine:
         await ask(engine, prompt(text(1, 200)), session="mine")
         [listed] = await engine.sessions.list()
         for parts in (0, 1):
@@ -330,7 +317,7 @@ async def test_a_pinned_session_stays_pinned_as_it_grows(toy, tmp_path, monkeypa
     """Also after a restart."""
     monkeypatch.setattr(booking, "PIN_S", 0.05)
     model = toy("llama")
-    async with started(model, tmp_path) as engine:
+    async with started(model, tmp_path, disk="1GB") as engine:
         await ask(engine, prompt(text(1, 256)), session="mine")
         [listed] = await engine.sessions.list()
         await durable(engine, listed.session.id)
@@ -346,7 +333,7 @@ async def test_a_pinned_session_stays_pinned_as_it_grows(toy, tmp_path, monkeypa
         while store.stats().pinned_bytes <= before:
             assert time.monotonic() < end
             await asyncio.sleep(0.02)
-    async with started(model, tmp_path) as engine:
+    async with started(model, tmp_path, disk="1GB") as engine:
         store = engine.sessions.store
         assert store is not None
         assert store.stats().pinned_bytes > before
@@ -375,5 +362,5 @@ async def test_what_a_killed_server_was_receiving_is_swept_away(toy, tmp_path):
     incoming.mkdir()
     for name in (f"restore-{2**22 + 1}-x", f"restore-{os.getpid()}-x", "else"):
         (incoming / name).write_bytes(b"x")
-    async with started(toy("llama"), tmp_path):
+    async with started(toy("llama"), tmp_path, disk="1GB"):
         assert sorted(os.listdir(incoming)) == ["else", f"restore-{os.getpid()}-x"]
