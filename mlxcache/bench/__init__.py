@@ -1,5 +1,6 @@
-"""`mlxcache bench`: measures this server, and others beside it, as a client sees them.
+"""`mlxcache bench` and `mlxcache prove`: this server, and others beside it, as clients see them.
 
-Servers run as child processes and are asked over HTTP. This package knows the command line and the
-answers of the API; it knows no module of the engine, the cache or the store.
+Servers run as child processes and are asked over HTTP. Only `inside`, and what imports it, knows
+the engine, the cache and the store: it runs an engine in its own process, for figures that no
+client can see (memory, the disk tier, log-probabilities).
 """

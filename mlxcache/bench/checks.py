@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mlxcache.bench.measure import Results, by, middle
 from mlxcache.bench.process import OURS, THEIRS
@@ -28,6 +29,14 @@ class Check:
     def ok(self) -> bool:
         """True if the bound holds."""
         return self.measured >= self.bound if self.least else self.measured <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Figures of one measurement by names that end in their units, and bounds on them."""
+
+    figures: dict[str, Any]
+    checks: Sequence[Check]
 
 
 def speed(results: Results, others: Sequence[str]) -> list[Check]:

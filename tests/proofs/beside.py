@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 from statistics import median
 from typing import Any
 
-from mlxcache.bench.checks import Check
+from mlxcache.bench.checks import Check, Measured
 from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.process import Server
 from mlxcache.bench.text import Filler
-from tests.proofs.memory import SAMPLE_S, Held
+from tests.proofs.memory import SAMPLE_S
 
 LONG_TOKENS, SHORT_TOKENS, TALK_TOKENS = 60_000, 200, 300
 REPLY, TIMES = 200, 4
@@ -69,7 +69,7 @@ class Progress:
 
 def long_prefill(
     server: Server, filler: Filler, kv_bytes: float, tokens: int = LONG_TOKENS
-) -> Held:
+) -> Measured:
     """Measure replies and short prompts while a prompt of 60,000 tokens is computed.
 
     Once enough is measured, the long prompt ends with the server.
@@ -96,7 +96,7 @@ def long_prefill(
         "fed_of_long": progress.fed,
     }
     share = median(beside) / median(alone) if beside else 0.0
-    return Held(
+    return Measured(
         figures,
         [
             Check("speed of a reply beside a long prompt, by alone", share, PACE, least=True),

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxcache.bench.checks import Check
+from mlxcache.bench.checks import Check, Measured
 from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.process import Server
 from mlxcache.bench.text import Filler
-from tests.proofs.memory import Held, Watch, watching
+from tests.proofs.memory import Watch, watching
 
 RAM = "200MB"
 RAM_BYTES = 200_000_000
@@ -44,7 +44,7 @@ class Tally:
         self.wrong += other.wrong
 
 
-def observed(server: Server, filler: Filler, kv_bytes: float) -> Held:
+def observed(server: Server, filler: Filler, kv_bytes: float) -> Measured:
     """Play twenty conversations under --ram 1GB, and measure the process's memory.
 
     Allowed are weights, budget, and the memory of the idle server without MLX's part. The operating
@@ -56,7 +56,7 @@ def observed(server: Server, filler: Filler, kv_bytes: float) -> Held:
     tally, watch = _play(server, filler, kv_bytes, OBSERVED_BYTES)
     limit = server.client.get("/v1/cache")["ram"]["limit_bytes"]
     over = server.peak_bytes - base - weights - limit
-    return Held(
+    return Measured(
         {
             "base_bytes": base,
             "weights_bytes": weights,
@@ -87,7 +87,7 @@ def _play(server: Server, filler: Filler, kv_bytes: float, ram: int) -> tuple[Ta
     return tally, watch
 
 
-def crowded(server: Server, filler: Filler, kv_bytes: float) -> Held:
+def crowded(server: Server, filler: Filler, kv_bytes: float) -> Measured:
     """Play twenty conversations, four turns each, at once, under --ram 200MB.
 
     Every request must be answered, or refused with a Retry-After, after which it is sent again.
@@ -95,7 +95,7 @@ def crowded(server: Server, filler: Filler, kv_bytes: float) -> Held:
     tally, watch = _play(server, filler, kv_bytes, RAM_BYTES)
     grown = server.peak_bytes - server.idle_bytes
     limit = server.client.get("/v1/cache")["ram"]["limit_bytes"]
-    return Held(
+    return Measured(
         {
             "taken_bytes": watch.taken,
             "resident_growth_bytes": grown,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxcache.bench.checks import Check
+from mlxcache.bench.checks import Check, Measured
 from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.process import Server
 from mlxcache.bench.text import Filler
@@ -73,15 +73,7 @@ def watching(client: Client) -> Iterator[Watch]:
         thread.join()
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Result of a check of memory or of the disk tier: figures, and bounds."""
-
-    figures: dict[str, Any]
-    checks: Sequence[Check]
-
-
-def shared_system(server: Server, filler: Filler, kv_bytes: float) -> Held:
+def shared_system(server: Server, filler: Filler, kv_bytes: float) -> Measured:
     """Check that eight conversations share one system prompt's KV. Raises Refused."""
     system = {"role": "system", "content": filler.text(SHARED_TOKENS, "shared")}
     replies = [
@@ -93,7 +85,7 @@ def shared_system(server: Server, filler: Filler, kv_bytes: float) -> Held:
     apart = sum(reply.conversation_tokens for reply in replies)
     apart -= SHARED_TOKENS * (len(replies) - 1)
     reused = min((reply.cached_tokens or 0) for reply in replies[1:])
-    return Held(
+    return Measured(
         {"used_bytes": used, "segments": figures["segments"], "reused_tokens": reused},
         [
             Check(
@@ -104,7 +96,9 @@ def shared_system(server: Server, filler: Filler, kv_bytes: float) -> Held:
     )
 
 
-def joined(server: Server, filler: Filler, kv_bytes: float, tokens: int = JOINED_TOKENS) -> Held:
+def joined(
+    server: Server, filler: Filler, kv_bytes: float, tokens: int = JOINED_TOKENS
+) -> Measured:
     """Check the KV of one long and seven short conversations decoding at once. Raises Refused."""
     client = server.client
     long: list[Any] = [_user(filler.text(tokens, "long"))]
@@ -119,7 +113,7 @@ def joined(server: Server, filler: Filler, kv_bytes: float, tokens: int = JOINED
         beside = not host.done()
         replies.append(host.result())
     total = sum(reply.conversation_tokens for reply in replies) * kv_bytes
-    return Held(
+    return Measured(
         {
             "held_bytes": watch.held,
             "kv_bytes": total,

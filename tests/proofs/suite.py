@@ -11,19 +11,20 @@ from typing import Any
 from rich.console import Console
 
 from mlxcache.bench import report
+from mlxcache.bench.checks import Measured
 from mlxcache.bench.own import NoOwnTime, measuring
 from mlxcache.bench.process import Server, running
+from mlxcache.bench.restore_speed import restore_speed
 from mlxcache.bench.run import Bench
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
 from mlxcache.bench.text import Filler
+from mlxcache.bench.write_beside import write_beside
 from mlxcache.model.hub import resolve
 from tests.proofs import beside, budget, memory, models
-from tests.proofs.restore_speed import restore_speed
-from tests.proofs.write_beside import write_beside
 
 ModelMaker = Callable[[Path], Path]
-MemoryCheck = Callable[[Server, Filler, float], memory.Held]
-DiskCheck = Callable[[Path, Path, int, Callable[[str], None]], memory.Held]
+MemoryCheck = Callable[[Server, Filler, float], Measured]
+DiskCheck = Callable[[Path, Path, int, Callable[[str], None]], Measured]
 
 MEMORY: dict[str, tuple[MemoryCheck, ModelMaker, tuple[str, ...]]] = {
     "shared_system": (memory.shared_system, models.light, ()),

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxcache.bench.checks import Check
+from mlxcache.bench import pagecache
+from mlxcache.bench.checks import Check, Measured
+from mlxcache.bench.inside import Inside, drained, running_inside
 from mlxcache.bench.measure import middle
 from mlxcache.types import Tokens
-from tests.proofs import pagecache
-from tests.proofs.inside import Inside, drained, running_inside
-from tests.proofs.memory import Held
 
 TOTAL_BYTES = 1_100_000_000
 """Bytes of all files together."""
@@ -22,12 +21,15 @@ TOTAL_BYTES = 1_100_000_000
 LEAST = 0.70
 """Least rate of restoring, checksums and look-up included, relative to plain reading."""
 
+CACHED_BYTES_S = 10e9
+"""Plain reading on a Mac faster than this, in bytes/s, came from its page cache."""
+
 PATIENCE_S = 120.0
 
 
 def restore_speed(
     model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int = TOTAL_BYTES
-) -> Held:
+) -> Measured:
     """Restore `total` bytes of KV `runs` times, each beside a plain reading of the same files.
 
     Restoring is timed from a request's submission to its admission: by then its prefix is looked
@@ -38,7 +40,7 @@ def restore_speed(
 
 async def _play(
     model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int
-) -> Held:
+) -> Measured:
     async with running_inside(model, folder, ram=f"{4 * total + (2 << 30)}") as inside:
         ids = inside.tokens(total, 1)
         await inside.put(ids)
@@ -83,16 +85,19 @@ def _read(files: Sequence[Path]) -> float:
 
 def _held(
     nbytes: int, files: int, plain: list[float], restored: list[float], how: str | None
-) -> Held:
+) -> Measured:
     ratio = middle(a / b for a, b in zip(plain, restored, strict=True))
     plain_s, restored_s = middle(plain), middle(restored)
     assert ratio is not None
     assert plain_s is not None
     assert restored_s is not None
+    plain_rate = nbytes / plain_s
+    if how == pagecache.BY_MSYNC and plain_rate > CACHED_BYTES_S:
+        how = None
     figures = {
         "bytes": nbytes,
         "files": files,
-        "plain_bytes_s": nbytes / plain_s,
+        "plain_bytes_s": plain_rate,
         "restored_bytes_s": nbytes / restored_s,
         "ratio": ratio,
         "page_cache": f"dropped by {how}" if how else "not dropped: no bound",
@@ -100,4 +105,4 @@ def _held(
         "restored_s": restored,
     }
     bound = Check("restoring, by plain reading of the same files", ratio, LEAST, least=True)
-    return Held(figures, [bound] if how else [])
+    return Measured(figures, [bound] if how else [])

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxcache.bench.checks import Check
+from mlxcache.bench.checks import Check, Measured
+from mlxcache.bench.inside import Inside, running_inside
 from mlxcache.bench.measure import middle
 from mlxcache.store.folder import write
-from tests.proofs.inside import Inside, running_inside
-from tests.proofs.memory import Held
 
 TOTAL_BYTES = 1_000_000_000
 LEAST = 0.9
@@ -41,7 +40,7 @@ class Paces:
 
 def write_beside(
     model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int = TOTAL_BYTES
-) -> Held:
+) -> Measured:
     """Write a new session of `total` bytes `runs` times beside a reply, by store and plain thread.
 
     The plain thread writes files of the same sizes in the same way: fsync, then rename. Raises
@@ -52,7 +51,7 @@ def write_beside(
 
 async def _play(
     model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int
-) -> Held:
+) -> Measured:
     paces, beside = Paces(), folder / "plain"
     beside.mkdir(parents=True)
     async with running_inside(model, folder, ram=f"{4 * total + (2 << 30)}") as inside:
@@ -130,7 +129,7 @@ async def _pace(inside: Inside, work: Work) -> tuple[float, float]:
     return (inside.generated() - before) / seconds, seconds
 
 
-def _held(nbytes: int, files: int, paces: Paces) -> Held:
+def _held(nbytes: int, files: int, paces: Paces) -> Measured:
     ratio = middle(a / b for a, b in zip(paces.store, paces.plain, strict=True))
     assert ratio is not None
     figures = {
@@ -146,4 +145,4 @@ def _held(nbytes: int, files: int, paces: Paces) -> Held:
         "plain": paces.plain,
     }
     name = "tokens/s beside a session being written, by those beside a plain writer"
-    return Held(figures, [Check(name, ratio, LEAST, least=True)])
+    return Measured(figures, [Check(name, ratio, LEAST, least=True)])

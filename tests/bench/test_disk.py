@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.proofs import pagecache, restore_speed, write_beside
+from mlxcache.bench import pagecache, restore_speed, write_beside
+from mlxcache.bench.pagecache import drop, read
 from tests.proofs.models import light, recurrent
-from tests.proofs.pagecache import drop, read
 
 TOTAL = 12_000_000
 
@@ -34,6 +34,29 @@ def test_a_file_is_forgotten_and_read_as_a_whole(
         assert drop(files) == "posix_fadvise"
         monkeypatch.delattr(os, "posix_fadvise")
     assert drop(files) is None
+
+
+def test_on_a_mac_files_are_invalidated_and_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an empty one, which cannot be mapped."""
+    files = [tmp_path / "a", tmp_path / "empty"]
+    files[0].write_bytes(b"x" * 100_000)
+    files[1].touch()
+    monkeypatch.setattr(pagecache, "EVERYTHING", tmp_path / "absent" / "drop_caches")
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert drop(files) == pagecache.BY_MSYNC
+    assert files[0].read_bytes() == b"x" * 100_000
+
+
+def test_a_speed_of_the_page_cache_is_no_bound_on_the_disk() -> None:
+    """Where the pages were to be dropped by msync, and were not."""
+    from mlxcache.bench.restore_speed import CACHED_BYTES_S, _held
+
+    nbytes = int(2 * CACHED_BYTES_S)
+    assert _held(nbytes, 1, [1.0], [2.0], pagecache.BY_MSYNC).checks == []
+    (check,) = _held(nbytes, 1, [4.0], [5.0], pagecache.BY_MSYNC).checks
+    assert (check.measured, check.ok) == (0.8, True)
 
 
 def test_restoring_is_timed_beside_reading(model: Path, tmp_path: Path) -> None:
