@@ -62,16 +62,24 @@ class Remote:
         return f"of the server at {self.url}"
 
     def answers(self) -> bool:
-        """Return True if an mlxcache server answers, also one that is loading its model.
+        """Return True if an mlxcache server answers, also one that is loading its model."""
+        return self.health() is not None
+
+    def health(self) -> dict[str, Any] | None:
+        """Return the body of `GET /health`; None if no mlxcache server answers.
 
         The key is not sent, because another program may listen at the address.
         """
         try:
             request = self._http.build_request("GET", "/health", timeout=ANSWER_S)
             request.headers.pop("Authorization", None)
-            return _HEADER in self._http.send(request).headers
+            response = self._http.send(request)
+            found = response.json() if _HEADER in response.headers else None
         except (httpx.HTTPError, httpx.InvalidURL):
-            return False
+            return None
+        except ValueError:  # answered, with something else than JSON
+            return {}
+        return found if found is None or isinstance(found, dict) else {}
 
     # -- sessions ----------------------------------------------------------------------------
 

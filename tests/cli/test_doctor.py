@@ -323,12 +323,12 @@ def test_a_port_in_use_is_a_failure_that_names_the_program() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = serving.examine_port(Settings(port=port), f"http://127.0.0.1:{port}")
+        found = serving.examine_port(Settings(port=port))
         assert found.status == "fail"
         if sys.platform == "linux":  # on a Mac only root may list connections
             assert str(os.getpid()) in found.value
-    assert serving.examine_port(Settings(port=free_port()), URL).status == "ok"
-    assert serving.examine_port(Settings(port=0), URL).status == "ok"
+    assert serving.examine_port(Settings(port=free_port())).status == "ok"
+    assert serving.examine_port(Settings(port=0)).status == "ok"
 
 
 def doctor(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -119,7 +119,7 @@ def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
         *of_machine,
         machine.examine_files(),
         *_examine_disk(settings, quick=quick, shown=shown),
-        serving.examine_port(settings, url),
+        serving.examine_port(settings),
         *serving.examine_servers(settings, url),
         *clients.examine_clients(os.environ, Path.home(), url, settings.rules),
     )

@@ -29,13 +29,12 @@ from mlxcache.cli.launch.server import (
     OtherServerStarted,
     StartedServer,
     find_free_port,
-    is_listening,
     query_server,
     server_answers,
     start_server,
     wait_until_ready,
 )
-from mlxcache.cli.listen import IN_USE
+from mlxcache.cli.listen import PortTaken, is_taken
 from mlxcache.cli.output import console
 from mlxcache.cli.show import print_json
 from mlxcache.cli.target import URL_VARIABLE
@@ -151,13 +150,10 @@ class Launch:
             flags["port"] = str(find_free_port(settings.host))
             settings = replace(settings, port=int(flags["port"]))
             self.url = base_url(settings.host, settings.port)
-        elif is_listening(str(urlsplit(self.url).hostname), settings.port):
+        elif is_taken(settings.host, settings.port):
             if server_answers(self.url):
                 raise OtherServerStarted(self.url)
-            raise MlxcacheError(
-                f"Port {settings.port} of {settings.host} {IN_USE}: choose "
-                "another one with --port N (0 picks a free one)."
-            )
+            raise PortTaken(settings.host, settings.port)
         environ = dict(os.environ)
         if keys:  # as a variable: `ps` shows flags to all users of the machine
             environ[SETTINGS["api_key"].variable] = keys[0]

@@ -150,15 +150,6 @@ def find_free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def is_listening(host: str, port: int) -> bool:
-    """Return true if a program listens there."""
-    try:
-        with socket.create_connection((host, port), ANSWER_S):
-            return True
-    except OSError:
-        return False
-
-
 def start_server(
     settings: Settings, flags: Sequence[str], environ: Mapping[str, str]
 ) -> StartedServer:

@@ -340,7 +340,7 @@ def test_a_port_used_by_another_program_is_an_error(here: Here) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         result = here.launch("claude", "--port", port, status=1)
-    assert f"Port {port} of 127.0.0.1 is in use" in result.stderr
+    assert f"port {port} of 127.0.0.1 is in use by" in result.stderr
     result = here.launch("claude", "--url", "https://127.0.0.1:9", status=1)
     assert "Nothing answers" in result.stderr
     assert "must be an address" in here.launch("claude", "--url", "nonsense", status=2).stderr
