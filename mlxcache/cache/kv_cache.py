@@ -311,7 +311,7 @@ class KVCache:
         capacity = self.ram.reserve_buffer(0, least, evict)
         if capacity is None:
             return None
-        lineage = Lineage(self.layout)
+        lineage = Lineage(self.layout, self.ram.copy_bytes)
         with self._charged(lineage, capacity):
             lineage.fill(spans, capacity)
         if not self.layout.specs:

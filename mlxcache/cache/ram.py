@@ -47,6 +47,10 @@ BUFFER_SHARE = 0.75
 """Share of the device's buffers for lineages and checkpoints; weights and passes have the rest."""
 
 
+COPY_BYTES = 256 << 20
+"""Most bytes that copying a lineage takes at once; waiting for the device is nothing beside it."""
+
+
 def with_slack(tokens: int) -> int:
     """Capacity for `tokens` positions and some growth: a 24th more, at least 64, in steps of 64."""
     return (tokens + max(64, tokens // 24) + 63) // 64 * 64
@@ -151,6 +155,11 @@ class RamTier:
             return False
         self.budget.charge(kind, size)
         return True
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that copying a lineage may take: half of those set aside for forward passes."""
+        return min(COPY_BYTES, self._bytes_of("transient") // 2)
 
     def has_passing(self, size: int) -> bool:
         """True if `size` temporary bytes are available without any eviction."""

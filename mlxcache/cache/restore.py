@@ -174,7 +174,7 @@ class Restorer:
             first, last = lineage.length - piece.first, end - piece.first
             late = piece.end > lookup.windows_from
             slots = self._slots(arrays, first, last, late)
-            lineage.append(slots, last - first, windows=late)
+            lineage.append(slots, last - first, windows=late, held=arrays[0][0].shape[0])
         if not self._layout.specs:
             lineage.advance(lookup.target - lineage.length)
         if lineage.length < lookup.target:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
 
@@ -21,8 +21,10 @@ class Lineage:
     """KV for positions [base, length) of one token sequence, in buffers of `capacity` positions.
 
     With `base` 0 it is *whole*: the model can be fed with `caches`, which appends in place. With
-    `base` above 0 it is *compact*: its own range alone, to be sliced from. Every method evaluates
-    its result, one array at a time, so that the peak is one array above the result.
+    `base` above 0 it is *compact*: its own range alone, to be sliced from.
+
+    Every method evaluates its result, several arrays at once: a device is waited for after each
+    evaluation. The peak above the result is `copy_bytes`, or one array if that is more.
 
     Below `window_valid_from` the arrays of sliding windows may hold no values. Positions a window
     or more beyond it see none of those, so feeding may go on there.
@@ -32,6 +34,7 @@ class Lineage:
         "base",
         "caches",
         "capacity",
+        "copy_bytes",
         "layout",
         "length",
         "linear",
@@ -39,8 +42,9 @@ class Lineage:
         "window_valid_from",
     )
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, copy_bytes: int = 0):
         self.layout = layout
+        self.copy_bytes = copy_bytes
         self.caches: Caches = layout.make()
         self.slots = kv.flatten(self.caches)
         self.linear = [self.slots[i] for i in layout.linear]
@@ -79,19 +83,44 @@ class Lineage:
     def _refill(self, sources: Sequence[Span], capacity: int) -> None:
         base, end = (sources[0][1], sources[-1][2]) if sources else (0, 0)
         valid_from = max(map(_window_valid_from, sources), default=0)
-        for i, slot in enumerate(self.linear):
-            for j, (heads, dim, dtype) in enumerate(self.layout.specs[i]):
-                parts = [owner.view(i, j, start, stop) for owner, start, stop in sources]
-                if capacity > end - base:
-                    parts.append(mx.zeros((1, heads, capacity - end + base, dim), dtype))
-                out = joined(parts) if sources else parts[0]  # zeros own their buffer
-                del parts  # a view held during the next write to its buffer costs a copy
-                mx.eval(out)
-                kv.sliced(slot).put(slot, j, out)
-                mx.clear_cache()  # freed buffers of this size are not reused
+        padding = capacity - (end - base)
+        for group in self._groups(self.capacity + padding):
+            # a view held during the next write to its buffer costs a copy: none outlives `_copy`
+            made = [self._copy(sources, i, j, padding) for i, j in group]
+            mx.eval(made)
+            for (i, j), out in zip(group, made, strict=True):
+                kv.sliced(self.linear[i]).put(self.linear[i], j, out)
+        mx.clear_cache()  # freed buffers of this size are not reused
+        for slot in self.linear:
             kv.set_offset(slot, end)
         self.base, self.length, self.capacity = base, end, capacity
         self.window_valid_from = valid_from
+
+    def _groups(self, positions: int) -> Iterator[list[tuple[int, int]]]:
+        """Slot and index of every array, grouped: `positions` of a group take `copy_bytes` at most.
+
+        A larger array is a group of its own.
+        """
+        group: list[tuple[int, int]] = []
+        size = 0
+        for i, spec in enumerate(self.layout.specs):
+            for j, (heads, dim, dtype) in enumerate(spec):
+                one = positions * heads * dim * dtype.size
+                if group and size + one > self.copy_bytes:
+                    yield group
+                    group, size = [], 0
+                group.append((i, j))
+                size += one
+        if group:
+            yield group
+
+    def _copy(self, sources: Sequence[Span], slot: int, array: int, padding: int) -> mx.array:
+        """One array of all `sources` and `padding` zeros, in a buffer of its own. Lazy."""
+        heads, dim, dtype = self.layout.specs[slot][array]
+        parts = [owner.view(slot, array, start, stop) for owner, start, stop in sources]
+        if padding:
+            parts.append(mx.zeros((1, heads, padding, dim), dtype))
+        return joined(parts) if sources else parts[0]  # zeros own their buffer
 
     def view(self, slot: int, array: int, start: int, stop: int) -> mx.array:
         """Positions [start, stop) of one array, as a lazy slice; drop it before the next write."""
@@ -123,7 +152,7 @@ class Lineage:
 
     def detach(self, start: int, end: int) -> Lineage:
         """Copy [start, end) into a new compact lineage."""
-        twin = Lineage(self.layout)
+        twin = Lineage(self.layout, self.copy_bytes)
         twin.fill([(self, start, end)], end - start)
         return twin
 
@@ -132,18 +161,33 @@ class Lineage:
         self.length += count
 
     def append(
-        self, tail: Iterable[Sequence[mx.array]], count: int, *, windows: bool = True
+        self,
+        tail: Iterable[Sequence[mx.array]],
+        count: int,
+        *,
+        windows: bool = True,
+        held: int | None = None,
     ) -> None:
         """Append `count` positions, arrays per linear slot, shape (1, heads, count, dim).
 
-        Evaluated slot by slot: an iterator need hold no more than one slot's arrays at a time.
-        Without `windows`, the arrays of sliding windows hold no values.
+        `held`: positions that computing `tail` takes memory for, by default `count`. An iterator
+        makes the arrays of as many slots at a time as fit `copy_bytes`, one at least. Without
+        `windows`, the arrays of sliding windows hold no values.
         """
-        end = self.length + count
-        for slot, new in zip(self.linear, tail, strict=True):
-            for array, part in zip(kv.arrays_of(slot), new, strict=True):
+        end, held = self.length + count, count if held is None else held
+        written: list[mx.array] = []
+        size = 0
+        for slot, spec, new in zip(self.linear, self.layout.specs, tail, strict=True):
+            one = sum(held * heads * dim * dtype.size for heads, dim, dtype in spec)
+            if written and size + one > self.copy_bytes:
+                mx.eval(written)
+                written, size = [], 0
+            arrays = kv.arrays_of(slot)
+            for array, part in zip(arrays, new, strict=True):
                 array[..., self.length : end, :] = part
-            mx.eval(kv.arrays_of(slot))
+            written += arrays
+            size += one
+        mx.eval(written)
         self.truncate(end)
         if not windows:
             self.window_valid_from = end
@@ -156,6 +200,7 @@ class Lineage:
         self.append(
             [[owner.view(i, j, start, end) for j in arrays] for i, arrays in enumerate(sizes)],
             end - start,
+            held=0,
         )
         self.window_valid_from = valid_from
 

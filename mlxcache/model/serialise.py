@@ -63,19 +63,22 @@ def to_tensors(named: Iterable[tuple[str, mx.array]]) -> list[Tensor]:
 
     Raises ValueError for an array that is not row-contiguous, or of a dtype that has no name.
     """
-    return [_tensor(name, array) for name, array in named]
+    held = [(name, array, _readable(array)) for name, array in named]
+    mx.eval([view for _, _, view in held])
+    return [
+        Tensor(name, dtype_name(array.dtype), tuple(array.shape), _bytes_of(view))
+        for name, array, view in held
+    ]
 
 
-def _tensor(name: str, array: mx.array) -> Tensor:
-    return Tensor(name, dtype_name(array.dtype), tuple(array.shape), _bytes_of(array))
+def _readable(array: mx.array) -> mx.array:
+    """`array` in a dtype that the buffer protocol and NumPy know: bfloat16 as uint16. Lazy."""
+    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
 
 
 def _bytes_of(array: mx.array) -> memoryview:
     if not array.size:
         return memoryview(b"")
-    if array.dtype == mx.bfloat16:
-        array = array.view(mx.uint16)  # the buffer protocol knows no bfloat16
-        mx.eval(array)
     view = memoryview(array)  # type: ignore[arg-type] # it has the buffer protocol
     if not view.c_contiguous:
         raise ValueError(f"an array of shape {array.shape} is not row-contiguous")
@@ -91,17 +94,34 @@ def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[T
     """Copy `spans` into `out`, of `run_bytes` bytes; return the run's tensors.
 
     `out` should be memory used before: the first touch of a fresh page costs more than the copy.
+    Blocks until the device has computed the spans.
     """
+    readable = _all_readable(spans)
     tensors: list[Tensor] = []
     tokens, done = spans[-1][2] - spans[0][1], 0
     for i, spec in enumerate(layout.specs):
         for j, (heads, dim, dtype) in enumerate(spec):
             size = tokens * heads * dim * dtype.size
             data = out[done : done + size]
-            _copy(np.frombuffer(data, np.uint8), [_rows(span, i, j) for span in spans])
+            rows = [_rows(span, readable[id(span[0])][i][j]) for span in spans]
+            _copy(np.frombuffer(data, np.uint8), rows)
             tensors.append(Tensor(run_name(i, j), _NAMES[dtype], (tokens, heads, dim), data))
             done += size
     return tensors
+
+
+def _all_readable(spans: Sequence[Span]) -> dict[int, list[list[mx.array]]]:
+    """Views of all arrays of each lineage in `spans`, by its id: waited for once, all together.
+
+    Drop them before the next write to the lineages.
+    """
+    owners = {id(owner): owner for owner, _, _ in spans}
+    views = {
+        key: [[_readable(array) for array in arrays_of(slot)] for slot in owner.linear]
+        for key, owner in owners.items()
+    }
+    mx.eval(list(views.values()))
+    return views
 
 
 def _copy(out: npt.NDArray[np.uint8], parts: Sequence[npt.NDArray[Any]]) -> None:
@@ -112,13 +132,10 @@ def _copy(out: npt.NDArray[np.uint8], parts: Sequence[npt.NDArray[Any]]) -> None
         at += len(part)
 
 
-def _rows(span: Span, slot: int, array: int) -> npt.NDArray[Any]:
-    """One array of a span as a view, shape (tokens, heads, dim); drop it before a write."""
+def _rows(span: Span, readable: mx.array) -> npt.NDArray[Any]:
+    """A span's part of one array as a view, shape (tokens, heads, dim); drop it before a write."""
     owner, start, end = span
-    whole = arrays_of(owner.linear[slot])[array]
-    if whole.dtype == mx.bfloat16:
-        whole = whole.view(mx.uint16)  # NumPy knows no bfloat16
-    seen: npt.NDArray[Any] = np.asarray(whole)[0, :, start - owner.base : end - owner.base]
+    seen: npt.NDArray[Any] = np.asarray(readable)[0, :, start - owner.base : end - owner.base]
     return seen.swapaxes(0, 1)
 
 
