@@ -13,6 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 from platformdirs import user_cache_path
 
+from mlxcache.disk_calls import sync
 from mlxcache.errors import ModelError
 from mlxcache.private import make_folder
 
@@ -87,7 +88,7 @@ def _write(parent: Path, target: Path) -> None:
         write_tokenizer(draft, tokenizer, context=CONTEXT, thinking=False)
         for path in draft.iterdir():
             with path.open("rb") as file:
-                os.fsync(file.fileno())  # a crash must not leave the name on an empty file
+                sync(file.fileno())  # a crash must not leave the name on an empty file
         os.rename(draft, target)
     except OSError:
         if not target.is_dir():  # else another process wrote it first

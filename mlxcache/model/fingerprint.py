@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from mlxcache.disk_calls import sync
 from mlxcache.errors import ModelError
 from mlxcache.model.hub import Progress
 from mlxcache.private import make_folder
@@ -220,7 +221,7 @@ def _replace(file: Path, text: str) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)
             out.flush()
-            os.fsync(out.fileno())
+            sync(out.fileno())
         os.replace(name, file)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mlxcache.disk_calls import sync
 from mlxcache.private import make_folder
 from mlxcache.store.database import NAME
 
@@ -161,7 +162,7 @@ def write(temp: Path, final: Path, buffers: Sequence[bytes | memoryview]) -> int
             os.ftruncate(fd, sum(len(buffer) for buffer in buffers))
             for buffer in buffers:
                 _write_all(fd, memoryview(buffer))
-            os.fsync(fd)
+            sync(fd)
             size = os.fstat(fd).st_blocks * 512
         finally:
             os.close(fd)
@@ -184,7 +185,7 @@ def sync_folder(path: Path) -> None:
     """Sync a folder, which makes new names in it durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        sync(fd)
     finally:
         os.close(fd)
 

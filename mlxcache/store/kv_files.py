@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64
 
+from mlxcache import disk_calls
 from mlxcache.safetensors import Header, Malformed, Place, Tensor, compose, read_header
 from mlxcache.store.digests import BLOCK, DIGEST_BYTES, block_digests, partial_digest
 from mlxcache.store.folder import CHECKPOINT, RUN
@@ -283,8 +284,8 @@ def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, m
     file = io.FileIO(fd, closefd=False)
     file.seek(start)
     while start < stop:
-        if hasattr(os, "posix_fadvise"):  # the disk reads on while this part is hashed
-            os.posix_fadvise(fd, start, min(_READ_AHEAD, ahead - start), os.POSIX_FADV_WILLNEED)
+        # the disk reads on while this part is hashed
+        disk_calls.read_ahead(fd, start, min(_READ_AHEAD, ahead - start))
         view = buffer[: min(READ_BYTES, stop - start)]
         count = file.readinto(view)
         if not count:
@@ -358,10 +359,9 @@ def _check_blocks(fd: int, content: RunHeader, blocks: range, late: bool) -> Non
 
 
 def read_ahead(path: Path) -> None:
-    """Ask the system to begin reading a file, on platforms that support it."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError), open_file(path) as fd:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+    """Ask the system to begin reading a file; one that cannot be opened is no error."""
+    with suppress(OSError), open_file(path) as fd:
+        disk_calls.read_ahead(fd)
 
 
 @contextmanager

@@ -198,7 +198,7 @@ def test_a_slow_disk_is_a_warning_and_a_failing_disk_a_failure(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(disk, "sync", full)
     found = disk.examine_speed(tmp_path, lambda *_: None, 8 << 20)
     assert (found.status, "No space left" in found.value) == ("fail", True)
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 import sys
 import time
@@ -248,7 +247,7 @@ def test_the_floor_of_free_space_is_kept(folder, monkeypatch):
     ("number", "wanted"),
     [(errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EROFS, StoreError)],
 )
-@pytest.mark.parametrize("call", ["write", "fsync", "rename", "ftruncate"])
+@pytest.mark.parametrize("call", ["os.write", "sync", "os.rename", "os.ftruncate"])
 def test_a_disk_that_refuses_leaves_nothing_behind(folder, monkeypatch, number, wanted, call):
     """A failure at any step is a StoreError without file or row, and the next save works."""
     ids = tokens(500)
@@ -258,7 +257,7 @@ def test_a_disk_that_refuses_leaves_nothing_behind(folder, monkeypatch, number, 
             raise OSError(number, "refused")
 
         with monkeypatch.context() as patched:
-            patched.setattr(os, call, refuse)
+            patched.setattr(f"mlxcache.store.folder.{call}", refuse)
             with pytest.raises(wanted):
                 put(store, ids)
         assert not files(folder)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.config import disk_limit, format_size
+from mlxcache.disk_calls import sync
 from mlxcache.private import make_folder
 
 TEST_BYTES = 256 << 20
@@ -115,7 +116,7 @@ def _write(path: Path, size: int, step: Step) -> float:
         for done in range(0, size, PART_BYTES):
             os.write(fd, part)
             step(done, 2 * size)
-        os.fsync(fd)
+        sync(fd)
     finally:
         os.close(fd)
     return time.perf_counter() - began

@@ -1,0 +1,62 @@
+"""Calls that macOS and Linux make in different ways: sync to the disk, and read-ahead."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import sys
+from contextlib import suppress
+
+SYSTEM = sys.platform
+
+F_RDADVISE, F_FULLFSYNC = 44, 51
+"""Commands of fcntl(2) on macOS, from its <sys/fcntl.h>; not every Python names both."""
+
+_RADVISORY = struct.Struct("@qi0q")
+"""`struct radvisory` of macOS: offset and number of bytes, as off_t and int."""
+
+_MOST_ADVISED = 2**31 - 1
+
+_NOT_SUPPORTED = {
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.EINVAL,
+    errno.ENOTTY,
+    errno.ENOSYS,
+    errno.ENODEV,
+}
+"""Errors of a file system, such as that of a network share, that has no F_FULLFSYNC."""
+
+
+def sync(fd: int) -> None:
+    """Write an open file or folder to permanent storage; durable on return.
+
+    On macOS fsync leaves the bytes in the drive's own cache, which a power failure empties in any
+    order (fsync(2) there); F_FULLFSYNC empties it first. A file system without that call gets
+    fsync. Blocks, on a Mac often for tens of milliseconds. Raises OSError.
+    """
+    if SYSTEM == "darwin":
+        try:
+            fcntl.fcntl(fd, F_FULLFSYNC)
+            return
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+    os.fsync(fd)
+
+
+def read_ahead(fd: int, start: int = 0, length: int = 0) -> None:
+    """Ask the system to begin reading bytes [start, start + length) of a file; does not block.
+
+    `length` 0 means up to the file's end. A hint: a system that refuses it is no error. Sources:
+    posix_fadvise(2) on Linux, F_RDADVISE in fcntl(2) on macOS.
+    """
+    with suppress(OSError):
+        if SYSTEM == "darwin":
+            count = min(length or os.fstat(fd).st_size - start, _MOST_ADVISED)
+            if count > 0:
+                fcntl.fcntl(fd, F_RDADVISE, _RADVISORY.pack(start, count))
+        elif hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)

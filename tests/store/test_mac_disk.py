@@ -1,0 +1,64 @@
+"""Durability and read-ahead of the store, with the calls of macOS."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from mlxcache.store import Database, saving
+from tests.mac_disk import MacDisk
+from tests.store.content import opened, put, tokens
+
+
+def test_a_run_is_on_the_disk_before_the_index_names_it(folder, monkeypatch):
+    """The file with its content, then its name: each leaves the drive's cache."""
+    with opened(folder) as store:
+        mac = MacDisk(monkeypatch)
+        make_durable = saving._make_durable
+
+        def name(*call):
+            mac.steps.append("row")
+            make_durable(*call)
+
+        monkeypatch.setattr(saving, "_make_durable", name)
+        put(store, tokens(100))
+    assert mac.steps[-4:] == ["F_FULLFSYNC file", "rename", "F_FULLFSYNC folder", "row"]
+
+
+def test_a_share_without_full_sync_is_written(folder, monkeypatch):
+    """Each sync is an fsync then."""
+    mac = MacDisk(monkeypatch)
+    mac.refuses = errno.ENOTSUP
+    ids = tokens(200)
+    with opened(folder) as store:
+        put(store, ids)
+        assert store.find(ids).length == 200
+    assert {"fsync file", "fsync folder"} <= set(mac.steps)
+
+
+@pytest.mark.parametrize("pragma", ["fullfsync", "checkpoint_fullfsync"])
+def test_the_index_empties_the_drives_cache(folder, pragma):
+    """Set on each connection; SQLite uses F_FULLFSYNC on macOS only."""
+    folder.mkdir()
+    database = Database.open(folder)
+    with database.read() as first, database.read() as second:
+        for connection in (first, second):
+            assert connection.execute(f"PRAGMA {pragma}").fetchone() == (1,)
+    database.close()
+
+
+def test_a_restore_on_a_mac_is_read_ahead(folder, monkeypatch):
+    """A whole file before its turn, and further parts of the file that is verified."""
+    ids = tokens(3000)
+    with opened(folder) as store:
+        put(store, ids)
+        (piece,) = store.find(ids).pieces
+        mac = MacDisk(monkeypatch)
+        store.read_ahead(piece)
+        assert mac.advised == [(0, piece.path.stat().st_size)]
+        store.verify(piece, ids)
+    starts = [start for start, _ in mac.advised[1:]]
+    assert starts == sorted(starts)
+    assert len(starts) >= 2  # the keys and the values
+    assert all(0 < start + count <= piece.path.stat().st_size for start, count in mac.advised)
