@@ -24,6 +24,7 @@ from mlxcache.config.values import (
     read_kv_bits,
     read_level,
     read_number,
+    read_on_off,
     read_origins,
     read_path,
     read_seconds,
@@ -270,6 +271,14 @@ class Settings:
         read_level,
         "LEVEL",
         "debug, info, warning or error; requests are logged at info.",
+    )
+    keep_awake: bool = _setting(
+        _OTHER,
+        True,
+        read_on_off,
+        "on|off",
+        "Keep a Mac from idle sleep while requests run.",
+        shown="on",
     )
     record: Path | None = _setting(
         _OTHER,

@@ -121,6 +121,16 @@ def read_switch(value: object) -> bool:
     return known
 
 
+def read_on_off(value: object) -> bool:
+    """Read on or off, or a boolean as `read_switch` does."""
+    words = {"on": True, "off": False}
+    known = words.get(value.strip().lower()) if isinstance(value, str) else None
+    try:
+        return read_switch(value) if known is None else known
+    except ValueError as error:
+        raise ValueError(f"must be on or off, not {value!r}") from error
+
+
 def check_size(value: object) -> str | int:
     """Return a size as it was written, after `read_size` accepted it."""
     if not isinstance(value, str | int):

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 from mlxcache.config import Settings
+from mlxcache.engine.keep_awake import KeepAwake, Timer
 from mlxcache.engine.metrics import Records, Tally, with_disk
 from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply
 from mlxcache.engine.runtime import ModelRuntime, demo_spec, fetch_model
@@ -47,13 +48,18 @@ def _ignore(*_: Any) -> None:
     """The default of callbacks."""
 
 
+def _call_later(seconds: float, action: Callable[[], None]) -> Timer:
+    return asyncio.get_running_loop().call_later(seconds, action)
+
+
 class Engine:
     """One model, served. Use from one event loop.
 
     `failure`: why the MLX thread died; `dead` is set then, and what was committed is being written.
     `on_progress(what, share)` is called from other threads while the model loads (`share` from 0 to
     1, or None), `on_request(record)` on the event loop when a request is over. `stall_s`: seconds
-    after which a reader that takes nothing loses its request.
+    after which a reader that takes nothing loses its request. `awake`: keeps a Mac from sleep while
+    requests run; by default made from the settings.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class Engine:
         on_request: Callable[[RequestRecord], None] = _ignore,
         *,
         stall_s: float = 30.0,
+        awake: KeepAwake | None = None,
     ):
         self.settings = settings
         self.state: State = "loading"
@@ -71,7 +78,8 @@ class Engine:
         self.stall_s = stall_s
         self._on_progress = on_progress
         self._records = Records(on_request)
-        self._requests = RequestTable(settings.queue, self._receive)
+        self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
+        self._requests = RequestTable(settings.queue, self._receive, self._awake.note_running)
         self._thread = MlxThread(self._on_death)
         self._runtime: ModelRuntime | None = None
         self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
@@ -143,6 +151,7 @@ class Engine:
             await self._loop.run_in_executor(None, self._thread.join, seconds)
             runtime.prefix_loss.close()
             runtime.next_turns.close()
+        self._awake.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # -- requests ----------------------------------------------------------------------------------

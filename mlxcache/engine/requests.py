@@ -225,12 +225,22 @@ class LiveRequest:
 
 
 class RequestTable:
-    """All requests that are not over, by id. Use on the event loop. `places`: how many may wait."""
+    """All requests that are not over, by id. Use on the event loop.
 
-    def __init__(self, places: int, on_event: Callable[[LiveRequest, Event | BaseException], None]):
+    `places`: how many may wait. `note_running` is called with the number of requests, when it
+    changes.
+    """
+
+    def __init__(
+        self,
+        places: int,
+        on_event: Callable[[LiveRequest, Event | BaseException], None],
+        note_running: Callable[[int], None],
+    ):
         self.forecast = Forecast()
         self._places = places
         self._on_event = on_event
+        self._note_running = note_running
         self._live: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
@@ -283,12 +293,14 @@ class RequestTable:
         )
         live = LiveRequest(job, record, shared, self._on_event, keep_pieces=keep_pieces)
         self._live[job.id] = live
+        self._note_running(len(self._live))
         return live
 
     def remove(self, live: LiveRequest) -> bool:
         """Remove a request that is over; False if it was removed before."""
         if self._live.pop(live.task.job.id, None) is None:
             return False
+        self._note_running(len(self._live))
         self.forecast.note_end(live.task.record)
         return True
 
@@ -314,6 +326,7 @@ class RequestTable:
             one.shared.fail(error)
             records += [one.task.record, *one.shared.close()]
         self._live.clear()
+        self._note_running(0)
         return records
 
 

@@ -69,6 +69,7 @@ VALUES = {
     "no_anticipate": ("true", True),
     "trust_remote_code": ("1", True),
     "log_level": ("DEBUG", "debug"),
+    "keep_awake": ("off", False),
     "warm": (__file__, (Path(__file__),)),
 }
 

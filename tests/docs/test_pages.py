@@ -13,7 +13,7 @@ import typer
 
 from mlxcache.api.app import create_app
 from mlxcache.cli.main import app
-from mlxcache.config import Settings
+from mlxcache.config import SETTINGS, Settings
 from tests.docs.blocks import BLOCKS, PAGES, ROOT
 
 PICTURES = sorted((ROOT / "docs" / "images").glob("*.svg"))
@@ -86,6 +86,8 @@ def test_the_documented_settings_are_the_real_ones():
         if default.startswith("`"):
             value = getattr(Settings(), name)
             shown = "{}" if value == {} else str(value)
+            if name in SETTINGS and SETTINGS[name].metavar == "on|off":
+                shown = "on" if value else "off"
             assert default.strip("`").lower() == shown.lower(), name
 
 
