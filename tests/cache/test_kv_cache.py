@@ -11,6 +11,7 @@ import pytest
 
 from mlxcache.errors import GenerationFailed
 from mlxcache.model.lineage import Lineage
+from tests.memory import rounding_bytes
 from tests.scheduled import Bench, admitted
 
 
@@ -122,7 +123,8 @@ def test_what_mlx_holds_is_what_is_accounted_for(bench: Bench, rng: np.random.Ge
     for i in range(12):
         bench.ask(head[: 600 - 20 * (i % 3)] + prompt(rng, 80), marks=[500, 560], tokens=4)
     held = sum(bench.kv.budget.by_kind().values())
-    assert abs(mx.get_active_memory() - before - held) < 64_000
+    pages = rounding_bytes(bench.kv.ram.count_buffers())
+    assert abs(mx.get_active_memory() - before - held) < 64_000 + pages
 
 
 def test_two_branches_in_turn_copy_only_where_they_differ(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,7 @@ from mlxcache.config.memory import (
     read_linux_pressure,
     read_mac_pressure,
     read_physical_footprint,
+    read_pressure,
     trim_heap,
 )
 
@@ -189,6 +193,69 @@ def test_free_pages_below_one_in_use_are_returned() -> None:
     command = [sys.executable, "-c", HOLES]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert int(done.stdout) > 48 << 20
+
+
+class MacLibrary:
+    """What `libc` and `libproc` of macOS have of what is asked of them."""
+
+    def __init__(self, level: int = 1, footprint: int = 0):
+        self.level, self.footprint = level, footprint
+        self.relieved: list[tuple[Any, int]] = []
+
+        def relieve(zone: Any, goal: ctypes.c_size_t) -> int:
+            self.relieved.append((zone, goal.value))
+            return 8192
+
+        self.malloc_zone_pressure_relief = relieve
+
+    def sysctlbyname(self, name: bytes, value: Any, size: Any, new: Any, length: Any) -> int:
+        if name != b"kern.memorystatus_vm_pressure_level":
+            return -1
+        value._obj.value = self.level
+        assert size._obj.value == 4
+        assert new is None
+        assert length.value == 0
+        return 0
+
+    def proc_pid_rusage(self, pid: int, flavour: int, buffer: Any) -> int:
+        if not self.footprint:
+            return -1
+        buffer[72:80] = self.footprint.to_bytes(8, sys.byteorder)
+        return 0
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> Iterator[MacLibrary]:
+    """A Mac, as far as its libraries are asked."""
+    library = MacLibrary()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ctypes.util, "find_library", "/usr/lib/lib{}.dylib".format)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, **_: library)
+    heap_trimmer.cache_clear()
+    yield library
+    heap_trimmer.cache_clear()
+
+
+def test_on_a_mac_pressure_is_the_kernel_s(mac: MacLibrary) -> None:
+    """It is asked each time."""
+    assert read_pressure() == NO_PRESSURE
+    mac.level = 4
+    assert read_pressure().level is PressureLevel.CRITICAL
+    assert "macOS reports memory pressure 4" in read_pressure().why
+
+
+def test_on_a_mac_a_footprint_is_the_physical_one(mac: MacLibrary) -> None:
+    """With Metal's buffers; without it, the resident set."""
+    mac.footprint = 9 * GB
+    assert read_footprint() == 9 * GB
+    mac.footprint = 0
+    assert 10**6 < read_footprint() < 9 * GB
+
+
+def test_on_a_mac_unused_heap_is_given_back(mac: MacLibrary) -> None:
+    """Of all zones, as much as there is."""
+    assert trim_heap()
+    assert mac.relieved == [(None, 0)]
 
 
 def test_a_library_that_cannot_trim_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

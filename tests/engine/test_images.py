@@ -25,6 +25,7 @@ from mlxcache.errors import BadRequest
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.vision import decode
 from mlxcache.types import Admitted, Chat, Image, Job, Progress, Prompt, Sampling, Text
+from tests.memory import rounding_bytes
 from tests.muse.toy import image
 
 Message = dict[str, Any]
@@ -280,7 +281,7 @@ async def test_memory_stays_within_the_budget(client: Client) -> None:
     for seed, (width, height) in enumerate([(side, side), (140, 900), (56, 56), (side, side)]):
         await client.ask(user(image(seed, width, height), "?"))
     weights = client.engine.info.weights_bytes  # type: ignore[union-attr]
-    assert mx.get_peak_memory() - weights <= core.kv.budget.limit
+    assert mx.get_peak_memory() - weights <= core.kv.budget.limit + rounding_bytes(100)
     kinds = core.kv.budget.by_kind()
     assert core.images.cost.transient(core.images.largest) <= kinds["transient"]
 
@@ -305,7 +306,7 @@ def test_no_image_takes_more_than_it_is_taken_to(toy_muse: Path, room: int) -> N
         taken = peak(lambda shown=shown: vision.rows(shown))  # type: ignore[misc]
         mx.clear_cache()
         tokens = vision.text(shown).count(vision.image_token)
-        assert taken <= cost.transient(tokens) + (1 << 18), size
+        assert taken <= cost.transient(tokens) + (1 << 18) + rounding_bytes(16), size
 
 
 def test_the_longest_image_is_the_longest_that_fits() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.server.api import CHAT, END_IDS, MESSAGES, Api, read_all, request, until, user
@@ -70,8 +71,10 @@ def test_what_is_not_http(llama: Api, data: bytes) -> None:
         try:
             sock.sendall(data)
             got = sock.recv(65536)
-        except ConnectionError:
-            return  # it closed before all was sent
+        except TimeoutError:
+            raise
+        except OSError:
+            return  # it closed before all was sent, for which macOS has EPROTOTYPE, too
         assert got.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
         said = json.loads(got.partition(b"\r\n\r\n")[2])
         assert said["type"] == "error"
@@ -119,7 +122,5 @@ def test_a_reader_that_stalls_holds_up_nobody(llama: Api) -> None:
 
 def test_connections_are_given_back(llama: Api) -> None:
     """No broken connection is kept."""
-    descriptors = f"/proc/{llama.served.process.pid}/fd"
-    if not os.path.isdir(descriptors):
-        pytest.skip("this system does not list a process's files")
-    until(lambda: len(os.listdir(descriptors)) < 60, 10, lambda: str(os.listdir(descriptors)))
+    process = psutil.Process(llama.served.process.pid)
+    until(lambda: process.num_fds() < 60, 10, lambda: str(process.num_fds()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from mlxcache.store import snapshot_format, snapshot_read, snapshot_write
 from mlxcache.store.snapshot_format import detect_format
 from mlxcache.store.snapshot_read import Snapshot, import_snapshot, read_snapshot
 from mlxcache.store.snapshot_write import SnapshotExport
+from tests.memory import peak_bytes
 from tests.store.session_of import (
     NAMESPACE,
     SPEC,
@@ -280,11 +280,11 @@ def test_a_large_session_is_never_in_ram(tmp_path: Path) -> None:
         start = (end - 100_000) // 64 * 64
         a.write_run(ids[:end], start, kv(ids, start, end))
     info = session(ids)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_bytes()
     path = snapshot_in(tmp_path / "s", a, info)
     snapshot = read_snapshot(path)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    grown = peak_bytes() - before
     assert snapshot.nbytes == len(ids) * 92
-    assert grown * 1024 < 60e6
+    assert grown < 60e6
     import_snapshot(store_in(tmp_path / "b"), snapshot)
     assert store_in(tmp_path / "b").find(ids).length == len(ids)
