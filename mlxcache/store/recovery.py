@@ -69,7 +69,8 @@ def open_database(folder: Folder, limit: int | None) -> Database:
     except StoreError as error:
         if not isinstance(error.__cause__, sqlite3.Error):
             raise
-        if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in _NOT_DAMAGED:
+        code = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
+        if code in _NOT_DAMAGED and not _of_no_version(folder.index):
             raise
         log.warning("index %s is damaged, rebuilding it from the files: %s", folder.index, error)
     with store_errors(folder.index):
@@ -115,6 +116,20 @@ def _open(folder: Folder) -> Database:
         database.close()
         raise
     return database
+
+
+def _of_no_version(path: Path) -> bool:
+    """Return True if the file's header has a format that no version of SQLite writes.
+
+    SQLite takes such a file for one of a later version and reads it only, or not at all.
+    Source: https://sqlite.org/fileformat.html#file_format_version_numbers
+    """
+    try:
+        with path.open("rb") as file:
+            header = file.read(20)
+    except OSError:
+        return False  # the caller raises what SQLite said
+    return any(version not in (1, 2) for version in header[18:])
 
 
 def _remove_logs(folder: Folder) -> None:

@@ -313,6 +313,21 @@ def test_a_damaged_index_never_serves_wrong_content(tmp_path_factory, data):
         store.close()
 
 
+@pytest.mark.parametrize("at", [18, 19])
+def test_an_index_of_a_format_that_nobody_writes_is_rebuilt(folder, at):
+    """SQLite would only read it: its header's versions for writing and reading."""
+    every = history(folder)
+    raw = bytearray((folder / "index.sqlite").read_bytes())
+    raw[at] = 3
+    (folder / "index.sqlite").write_bytes(bytes(raw))
+    with opened(folder) as store:
+        for ids in every:
+            assert length_right(store, ids) > 0
+            put(store, ids, store.find(ids).length // 64 * 64)
+            assert assert_right(store, ids).length == len(ids)
+        assert store.check() == []
+
+
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_header_or_malformed(raw):
     """Random bytes raise Malformed and no other error."""
