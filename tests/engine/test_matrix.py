@@ -17,7 +17,7 @@ from tests.engine.matrix import (
     shared,
 )
 from tests.toys.configs import CHUNKED, FAMILIES
-from tests.toys.toy import make_toy
+from tests.toys.toy import FUSED, make_toy
 
 LAYERS = {"gemma4": 4, "llama4": 4}
 """Layers of families that need more than two to have each of their kinds."""
@@ -27,7 +27,7 @@ LAYERS = {"gemma4": 4, "llama4": 4}
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     name = str(request.param)
     path = tmp_path_factory.mktemp(name) / "toy"
-    return Family(name, make_toy(path, name, layers=LAYERS.get(name, 2), window=32))
+    return Family(name, make_toy(path, name, layers=LAYERS.get(name, 2), window=32, **FUSED))
 
 
 @pytest.fixture

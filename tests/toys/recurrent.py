@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from tests.toys.shape import Config, Shape, dense, experts
 
+STATE = 32
+"""Size of the states that Metal's kernel steps: its threads take whole groups of 32 of them.
+
+Source: `ssm_update_kernel` of https://github.com/ml-explore/mlx-lm/blob/main/mlx_lm/models/ssm.py
+"""
+
 
 def _gated_delta(shape: Shape) -> Config:
     return {
@@ -91,7 +97,8 @@ def mamba2(shape: Shape) -> Config:
         "intermediate_size": shape.heads * shape.head_dim,
         "num_heads": shape.heads,
         "head_dim": shape.head_dim,
-        "state_size": 16,
+        "expand": shape.heads * shape.head_dim // shape.hidden,
+        "state_size": STATE,
         "n_groups": 1,
         "conv_kernel": 4,
         "layer_norm_epsilon": 1e-5,
@@ -130,7 +137,7 @@ def nemotron_h(shape: Shape) -> Config:
         "mamba_num_heads": shape.heads,
         "mamba_head_dim": shape.head_dim,
         "mamba_proj_bias": False,
-        "ssm_state_size": 16,
+        "ssm_state_size": STATE,
         "conv_kernel": 4,
         "n_groups": 1,
         "mlp_bias": False,
@@ -154,7 +161,7 @@ def falcon_h1(shape: Shape) -> Config:
         "mamba_d_conv": 4,
         "mamba_d_head": shape.head_dim,
         "mamba_d_ssm": shape.heads * shape.head_dim,
-        "mamba_d_state": 16,
+        "mamba_d_state": STATE,
         "mamba_n_groups": 1,
         "mamba_n_heads": shape.heads,
         "mamba_rms_norm": True,
@@ -176,8 +183,9 @@ def granitemoehybrid(shape: Shape) -> Config:
         "shared_intermediate_size": shape.intermediate,
         "mamba_n_heads": shape.heads,
         "mamba_d_head": shape.head_dim,
+        "mamba_expand": shape.heads * shape.head_dim // shape.hidden,
         "mamba_proj_bias": False,
-        "mamba_d_state": 16,
+        "mamba_d_state": STATE,
         "mamba_d_conv": 4,
         "mamba_n_groups": 1,
         "mamba_conv_bias": True,

@@ -62,7 +62,7 @@ _VALUES: Mapping[str, Any] = {
         (HEAD_DIM, "kv_channels hidden_size_per_head global_head_dim"),
         (HEAD_DIM, "linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim"),
         (HEAD_DIM, "qk_rope_head_dim rotary_dim"),
-        (8, "mamba_d_state state_size ssm_state_size"),
+        (32, "mamba_d_state state_size ssm_state_size"),
         (8, "hidden_size_per_layer_input laurel_rank dim_model_base"),
         (16, "a_low_rank_dim v_low_rank_dim gate_low_rank_dim decay_low_rank_dim time_step_rank"),
         (64, "kv_lora_rank q_lora_rank index_head_dim o_lora_rank"),

@@ -25,6 +25,8 @@ from tests.toys.tokenizer import CONTROL, MARKS, THINK_MARKS, toy_tokenizer
 from tests.toys.weights import random_model
 
 FIRST_CANDIDATE, CANDIDATES = 8, 240  # ids of single bytes, which every vocabulary has
+FUSED: dict[str, Any] = {"hidden": 256, "head_dim": 64, "intermediate": 128}
+"""Sizes for `make_toy` at which Metal's fused attention takes the heads of each family."""
 TIED = 0.2
 """Scale of an embedding that is also a row of the head and must not win."""
 
