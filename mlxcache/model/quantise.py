@@ -20,6 +20,12 @@ from mlxcache.model.adapters import Recurrent, adapter_of, class_name, composed,
 GROUPS = (64, 128, 32)
 """Numbers that share a scale: the first of these that divides the size of a head."""
 
+LONG = 1100
+"""Tokens at which MLX's GPU sums the products of scores and values in parts: more than 1,024."""
+
+ROWS = (1, 32)
+"""Queries of a decode step and of a prefill, for which MLX's GPU has different kernels."""
+
 _ALIKE = 0.5  # relative to the logits; wrong attention differs by more than 1
 _REASONS = {
     "CacheList": "layers with an indexer or several attentions",
@@ -34,9 +40,10 @@ def quantised(
     """Make a function that returns empty caches with KV of `bits` bits, from `make` for plain ones.
 
     Recurrent layers stay as they are. `model` is fed a few tokens, plain and quantised, and the
-    logits are compared; without `compare` nothing is computed.
+    logits are compared, then MLX's products with long KV; without `compare` nothing is computed.
 
-    Raises ModelError, naming the class, where mlx-lm cannot run this model on such caches.
+    Raises ModelError, naming the class, where mlx-lm cannot run this model on such caches, and
+    where MLX multiplies them wrongly on this device.
     """
     plain = make()
     check_classes(plain, bits)
@@ -48,6 +55,8 @@ def quantised(
         return [_replaced(*pair, bits) for pair in zip(make(), groups, strict=True)]
 
     _try(model, tokens, expected if compare else None, caches(8), bits)
+    if compare:
+        _check_products(plain, groups, bits)
     return caches
 
 
@@ -119,6 +128,36 @@ def _try(
     if latent:
         why = f"keeps latents (MLA, {', '.join(latent)}), which cannot be quantised"
     raise ModelError(f"--kv-bits {bits}: the attention of {_name(model)} {why}.")
+
+
+def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: int) -> None:
+    """Raise ModelError unless MLX multiplies long KV of these sizes as this device should.
+
+    A few tokens do not show it: beyond 1,024, a GPU may leave a part of each head unwritten whose
+    size is no multiple of 64. Source: https://github.com/ml-explore/mlx/issues/4250
+    """
+    sizes = {
+        (found.values.shape[-1], group)
+        for cache, group in zip(plain, groups, strict=True)
+        if group is not None and (found := _kv(cache)) is not None
+    }
+    for size, group in sorted(sizes):
+        kinds: dict[str, Any] = {"group_size": group, "bits": bits}
+        packed = mx.quantize(_noise(LONG, size), **kinds)
+        values = mx.dequantize(*packed, **kinds)
+        for rows in ROWS:
+            scores = _noise(rows, LONG)
+            made = mx.quantized_matmul(scores, *packed, transpose=False, **kinds)
+            if not _alike(made, scores @ values):
+                raise ModelError(
+                    f"--kv-bits {bits}: on this device MLX {mx.__version__} multiplies KV wrongly "
+                    f"for heads of size {size}: update mlx, or serve without --kv-bits."
+                )
+
+
+def _noise(rows: int, size: int) -> mx.array:
+    """Numbers of a normal distribution, the same each time, shape (1, 1, rows, size)."""
+    return mx.random.normal((1, 1, rows, size), key=mx.random.key(rows))
 
 
 def _alike(made: mx.array, expected: mx.array) -> bool:

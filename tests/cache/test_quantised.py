@@ -10,6 +10,7 @@ import pytest
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.tree.budget import Budget
+from tests.conftest import ToyMaker
 from tests.engine.drafts import make_draft
 from tests.scheduled import Bench
 from tests.toys.toy import make_toy
@@ -20,7 +21,9 @@ ROOM = 1 << 20
 @pytest.fixture(scope="module", params=[("llama", 4), ("qwen3_5", 8)], ids=lambda p: p[0])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     family, bits = request.param
-    return Bench(make_toy(tmp_path_factory.mktemp(family) / "model", family), kv_bits=bits)
+    return Bench(
+        make_toy(tmp_path_factory.mktemp(family) / "model", family, head_dim=64), kv_bits=bits
+    )
 
 
 def start(bench: Bench, folder: Path, ram: int = 1 << 30) -> DiskTier:
@@ -82,12 +85,11 @@ def test_what_left_ram_comes_back_from_disk(
     disk.close(5.0)
 
 
-def test_a_draft_changes_no_token(
-    toy_llama: Path, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_a_draft_changes_no_token(toy: ToyMaker, tmp_path: Path, rng: np.random.Generator) -> None:
     """The KV of both is quantised, cut back and kept together."""
-    draft = make_draft(toy_llama, tmp_path / "draft", "alike")
-    plain, drafted = (Bench(toy_llama, kv_bits=8, draft=d) for d in (None, draft))
+    model = toy("llama", head_dim=64)
+    draft = make_draft(model, tmp_path / "draft", "alike")
+    plain, drafted = (Bench(model, kv_bits=8, draft=d) for d in (None, draft))
     assert drafted.kv.layout.bytes_per_token == 2 * plain.kv.layout.bytes_per_token
     ids = text(rng, 200)
     for _ in range(2):

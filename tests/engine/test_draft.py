@@ -282,12 +282,11 @@ def test_a_budget_without_room_for_drafts_still_serves(
     check_kv(bench, task, ids + task.out)
 
 
-def test_quantised_keys_and_values_go_with_a_draft(
-    toy_llama: Path, drafts: dict[str, Path], rng: np.random.Generator
-) -> None:
+def test_quantised_keys_and_values_go_with_a_draft(toy: ToyMaker, rng: np.random.Generator) -> None:
     """Both models' are: the reply is that of the quantised model, and so is the next turn's."""
-    bench = Bench(toy_llama, draft=drafts["same"], kv_bits=8)
-    alone = Bench(toy_llama, kv_bits=8)
+    model = toy("llama", head_dim=64)
+    bench = Bench(model, draft=model, kv_bits=8)
+    alone = Bench(model, kv_bits=8)
     ids = prompt(rng, 150)
     for n in range(2):
         task = bench.ask(ids, tokens=40)

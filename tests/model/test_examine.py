@@ -114,7 +114,7 @@ def test_what_a_model_cannot_do_is_named(
     family: str, kv_bits: str | None, draft: str | None, tmp_path: Path
 ) -> None:
     """As the server refuses it, which has seen what the model computes."""
-    path = make_toy(tmp_path, family)
+    path = make_toy(tmp_path, family, head_dim=64)
     found = examine(ModelSpec(str(path)))
     model = load(ModelSpec(str(path))).model
     assert _raises(lambda: make_pair(model, model)) == (draft is not None)
@@ -134,8 +134,8 @@ def _raises(action: Callable[[], object]) -> bool:
 
 def test_fewer_bits_and_a_draft_are_in_the_figures(tmp_path: Path) -> None:
     """As a server that is started so has them; what it would refuse is refused."""
-    path = str(make_toy(tmp_path / "model"))
-    draft = str(make_toy(tmp_path / "draft", layers=2))
+    path = str(make_toy(tmp_path / "model", head_dim=64))
+    draft = str(make_toy(tmp_path / "draft", layers=2, head_dim=64))
     plain = examine(ModelSpec(path)).layout.bytes_per_token
     served = load(ModelSpec(path)).model
     for bits in (4, 8):

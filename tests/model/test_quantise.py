@@ -28,6 +28,8 @@ from tests.rounding import rounding
 from tests.toys import tiny
 
 IDS = np.random.default_rng(5).integers(8, 240, 200, np.int32)
+HEAD = 64
+"""Size of heads: MLX's GPU kernels take whole groups of 64 numbers of them."""
 MORE = np.array([70, 90, 110, 75, 33], np.int32)
 
 
@@ -82,7 +84,7 @@ def test_logits_do_not_depend_on_the_chunks(toy: ToyMaker, family: str, bits: in
     changes each key by up to half a step, its mean square is a twelfth of a step's: a part `m` of
     them that differ by a step may change the logits by sqrt(12 m) of what quantising changes.
     """
-    model = mlx_lm.load(str(toy(family)))[0]
+    model = mlx_lm.load(str(toy(family, head_dim=HEAD)))[0]
     layout = kv.survey(model, kv_bits=bits)
     caches = layout.make()
     assert {c.bits for c in kv.flatten(caches) if isinstance(c, QuantizedKVCache)} == {bits}
@@ -103,7 +105,7 @@ def test_a_quantised_lineage_rebuilt_from_parts_goes_on_like_the_whole(
     toy: ToyMaker, family: str, bits: int, tmp_path: Path
 ) -> None:
     """Six arrays a layer, detached, compacted and read from a file."""
-    model = mlx_lm.load(str(toy(family)))[0]
+    model = mlx_lm.load(str(toy(family, head_dim=HEAD)))[0]
     layout = kv.survey(model, kv_bits=bits)
     assert {len(spec) for spec in layout.specs} == {6}
     line = lineage(layout)
@@ -132,12 +134,12 @@ def test_a_quantised_lineage_rebuilt_from_parts_goes_on_like_the_whole(
     assert mx.allclose(made, expected, rtol=0, atol=rounding(expected)).item()
 
 
-def test_bytes_shrink_and_namespaces_differ(toy_llama: Path) -> None:
-    """Toy heads of 32 float32 are 128 bytes; packed, they take a scale and a bias of 4 beside."""
-    model = mlx_lm.load(str(toy_llama))[0]
+def test_bytes_shrink_and_namespaces_differ(toy: ToyMaker) -> None:
+    """Heads of 64 float32 are 256 bytes; packed, they take a scale and a bias of 4 beside."""
+    model = mlx_lm.load(str(toy("llama", head_dim=HEAD)))[0]
     layouts = [kv.survey(model, kv_bits=bits) for bits in (None, 8, 4)]
     arrays = 4 * 2 * 2  # layers, heads, keys and values
-    assert [x.bytes_per_token for x in layouts] == [arrays * n for n in (128, 32 + 8, 16 + 8)]
+    assert [x.bytes_per_token for x in layouts] == [arrays * n for n in (256, 64 + 8, 32 + 8)]
     assert len({wire.layout_key(x) for x in layouts}) == 3
     assert [x.batchable for x in layouts] == [True, False, False]
     assert all(x.cacheable and not x.opaque for x in layouts)
@@ -146,7 +148,7 @@ def test_bytes_shrink_and_namespaces_differ(toy_llama: Path) -> None:
 @pytest.mark.parametrize(("size", "group"), [(64, 64), (96, 32), (128, 64), (32, 32)])
 def test_the_group_divides_the_heads(toy: ToyMaker, size: int, group: int) -> None:
     model = mlx_lm.load(str(toy("llama", layers=2, head_dim=size)))[0]
-    caches = kv.survey(model, kv_bits=8).make()
+    caches = kv.survey(model, kv_bits=8, evaluate=False).make()
     assert [cache.group_size for cache in caches] == [group] * 2
 
 
@@ -192,9 +194,35 @@ def test_a_model_that_is_silently_wrong_on_quantised_kv_is_refused(toy_llama: Pa
         kv.survey(Model(), kv_bits=8)
 
 
-def test_what_mlx_lm_quantised_is_refused(toy_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "rows", "refused"), [(32, 1, True), (96, 1, True), (64, 1, False), (64, 32, True)]
+)
+def test_a_gpu_that_multiplies_long_kv_wrongly_is_refused(
+    toy: ToyMaker, monkeypatch: pytest.MonkeyPatch, size: int, rows: int, refused: bool
+) -> None:
+    """In a decode step, which leaves what is beyond a multiple of 64 unwritten, or in a prefill."""
+    model = mlx_lm.load(str(toy("llama", layers=2, head_dim=size)))[0]
+    real = mx.quantized_matmul
+
+    def on_gpu(x: mx.array, *packed: mx.array, transpose: bool, **kinds: Any) -> mx.array:
+        out = real(x, *packed, transpose=transpose, **kinds)
+        if transpose or x.shape[-2] != rows or (rows == 1 and x.shape[-1] < 1024):
+            return out
+        whole = out.shape[-1] // 64 * 64 if rows == 1 else 0
+        return mx.where(mx.arange(out.shape[-1]) < whole, out, 0.0)
+
+    monkeypatch.setattr(mx, "quantized_matmul", on_gpu)
+    assert kv.survey(model, kv_bits=8, evaluate=False).cacheable
+    if refused:
+        with pytest.raises(ModelError, match=rf"--kv-bits 8: .* heads of size {size}: update mlx"):
+            kv.survey(model, kv_bits=8)
+    else:
+        kv.survey(model, kv_bits=8)
+
+
+def test_what_mlx_lm_quantised_is_refused(toy: ToyMaker, tmp_path: Path) -> None:
     """It quantises after the first chunk, so that this was computed on plain KV."""
-    model = mlx_lm.load(str(toy_llama))[0]
+    model = mlx_lm.load(str(toy("llama", head_dim=HEAD)))[0]
     caches = make_prompt_cache(model)
     model(mx.array(IDS)[None], cache=caches)
     path = tmp_path / "p.safetensors"
@@ -214,7 +242,7 @@ def test_mlx_lm_goes_on_from_our_file_and_we_too(
     toy: ToyMaker, family: str, tmp_path: Path
 ) -> None:
     """A prompt cache with --kv-bits is of this model's namespace only with the same --kv-bits."""
-    model = mlx_lm.load(str(toy(family)))[0]
+    model = mlx_lm.load(str(toy(family, head_dim=HEAD)))[0]
     layout = kv.survey(model, kv_bits=8)
     line = lineage(layout)
     fed(model, line, IDS, 64)
