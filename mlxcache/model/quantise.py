@@ -8,6 +8,7 @@ that quantising from the first token on avoids that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -150,7 +151,7 @@ def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: in
             made = mx.quantized_matmul(scores, *packed, transpose=False, **kinds)
             if not _alike(made, scores @ values):
                 raise ModelError(
-                    f"--kv-bits {bits}: on this device MLX {mx.__version__} multiplies KV wrongly "
+                    f"--kv-bits {bits}: on this device MLX {version('mlx')} multiplies KV wrongly "
                     f"for heads of size {size}: update mlx, or serve without --kv-bits."
                 )
 

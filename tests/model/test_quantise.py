@@ -204,9 +204,9 @@ def test_a_gpu_that_multiplies_long_kv_wrongly_is_refused(
     model = mlx_lm.load(str(toy("llama", layers=2, head_dim=size)))[0]
     real = mx.quantized_matmul
 
-    def on_gpu(x: mx.array, *packed: mx.array, transpose: bool, **kinds: Any) -> mx.array:
-        out = real(x, *packed, transpose=transpose, **kinds)
-        if transpose or x.shape[-2] != rows or (rows == 1 and x.shape[-1] < 1024):
+    def on_gpu(x: mx.array, *packed: Any, **kinds: Any) -> mx.array:
+        out = real(x, *packed, **kinds)
+        if kinds["transpose"] or x.shape[-2] != rows or (rows == 1 and x.shape[-1] < 1024):
             return out
         whole = out.shape[-1] // 64 * 64 if rows == 1 else 0
         return mx.where(mx.arange(out.shape[-1]) < whole, out, 0.0)
