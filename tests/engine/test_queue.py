@@ -47,7 +47,9 @@ def test_only_so_many_sessions_are_remembered() -> None:
     turns = FairQueue(8)
     for i in range(3 * MAX_ASKERS):
         turns.note_start(task(f"s{i}"))
-    assert len(turns._started) == MAX_ASKERS
+    new = task("new", "n")
+    for i, order in ((0, "sn"), (2 * MAX_ASKERS - 1, "sn"), (2 * MAX_ASKERS, "ns")):
+        assert "".join(t.job.id for t in turns.order([task(f"s{i}", "s"), new])) == order
 
 
 def test_one_place_more_for_who_computes_nothing() -> None:

@@ -39,8 +39,8 @@ async def test_an_unread_stream_joins_texts_and_loses_none() -> None:
     stream.push(Thinking("x"))
     stream.push(DONE)
     await asyncio.sleep(0)
-    assert len(stream._queue) <= BACKLOG + 2
     read = [e async for e in stream]
+    assert len(read) <= BACKLOG + 2
     assert "".join(e.text for e in read if isinstance(e, Text)) == "".join(texts)
     assert read[-2:] == [Thinking("x"), DONE]
 
