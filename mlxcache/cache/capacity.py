@@ -13,6 +13,7 @@ from mlxcache.cache.checkpoints import stops
 from mlxcache.cache.ram import with_slack
 from mlxcache.cache.write_behind import RUN_BYTES, RUN_TOKENS
 from mlxcache.config import format_size
+from mlxcache.model.device import DeviceKind
 from mlxcache.model.kv import Layout
 from mlxcache.store.digests import BLOCK
 from mlxcache.tree.thinning import BUDGET_SHARE, allowed, checkpoints_to_drop
@@ -43,6 +44,20 @@ def transient_bytes(limit: int, least: int = 0) -> int:
     At most a third of `limit`. `least`: bytes that the longest passes need.
     """
     return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
+
+
+MOST_COPIED = 256 << 20
+"""Most bytes copied in one evaluation; beside such a copy the wait for the device is short."""
+
+
+def copy_bytes(transient: int, kind: DeviceKind) -> int:
+    """Bytes of a lineage that are copied in one evaluation; 0 for one array at a time.
+
+    Each evaluation waits for a GPU, so several arrays are copied at once there, in memory set aside
+    for forward passes. A CPU is faster with one at a time: the next copy goes to the memory that
+    the array before it has left, while fresh memory costs page faults.
+    """
+    return min(MOST_COPIED, transient // 2) if kind == "gpu" else 0
 
 
 HEADER_BYTES, TOKEN_BYTES = 900, 6

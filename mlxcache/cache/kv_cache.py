@@ -104,18 +104,27 @@ class KVCache:
         wake: Callable[[], None] = lambda: None,
         worth: Worth | None = None,
         device_buffers: int | None = None,
+        copy_bytes: int = 0,
     ) -> KVCache:
         """Open a cache for models of `layout`, with a disk tier if `store` is given.
 
         It owns the store. `pending_limit`: maximum bytes of copies waiting to be written. `wake()`
         is called from other threads when there is work for the MLX thread. `worth`: scores segments
-        for eviction; by default made from the layout.
+        for eviction; by default made from the layout. `copy_bytes`: see `capacity.copy_bytes`.
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
         tree = PrefixTree(layout.bytes_per_token, worth)
         disk = DiskTier(store, layout, tree, pending_limit, wake) if store is not None else None
         write_behind = disk.write_behind if disk is not None else None
-        return cls(RamTier(layout, budget, tree, write_behind, device_buffers), disk)
+        ram = RamTier(
+            layout,
+            budget,
+            tree,
+            write_behind,
+            device_buffers=device_buffers,
+            copy_bytes=copy_bytes,
+        )
+        return cls(ram, disk)
 
     # -- matching ----------------------------------------------------------------------------------
 

@@ -47,10 +47,6 @@ BUFFER_SHARE = 0.75
 """Share of the device's buffers for lineages and checkpoints; weights and passes have the rest."""
 
 
-COPY_BYTES = 256 << 20
-"""Most bytes that copying a lineage takes at once; waiting for the device is nothing beside it."""
-
-
 def with_slack(tokens: int) -> int:
     """Capacity for `tokens` positions and some growth: a 24th more, at least 64, in steps of 64."""
     return (tokens + max(64, tokens // 24) + 63) // 64 * 64
@@ -88,7 +84,7 @@ class RamTier:
     """All lineages of a model, idle or in use, charged to one budget; the tree refers to them.
 
     `dropped` counts evictions of bytes that are lost, `spilled` of bytes that are on disk too.
-    `write_behind` None: there is no disk tier.
+    `write_behind` None: there is no disk tier. `copy_bytes`: what new lineages copy at once.
     """
 
     def __init__(
@@ -97,12 +93,15 @@ class RamTier:
         budget: Budget,
         tree: PrefixTree,
         write_behind: WriteBehind | None = None,
+        *,
         device_buffers: int | None = None,
+        copy_bytes: int = 0,
     ):
         self.layout = layout
         self.budget = budget
         self.tree = tree
         self.buffers = BufferCount(layout, device_buffers)
+        self.copy_bytes = copy_bytes
         self.idle: dict[int, Lineage] = {}
         self.busy: dict[int, Lineage] = {}
         self.dropped = self.spilled = 0
@@ -155,11 +154,6 @@ class RamTier:
             return False
         self.budget.charge(kind, size)
         return True
-
-    @property
-    def copy_bytes(self) -> int:
-        """Bytes that copying a lineage may take: half of those set aside for forward passes."""
-        return min(COPY_BYTES, self._bytes_of("transient") // 2)
 
     def has_passing(self, size: int) -> bool:
         """True if `size` temporary bytes are available without any eviction."""

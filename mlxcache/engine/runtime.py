@@ -15,7 +15,13 @@ from threading import Lock
 import mlx.core as mx
 import numpy as np
 
-from mlxcache.cache.capacity import pending_bytes, pool_bytes, transient_bytes, warnings
+from mlxcache.cache.capacity import (
+    copy_bytes,
+    pending_bytes,
+    pool_bytes,
+    transient_bytes,
+    warnings,
+)
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.pressure import Pressure
 from mlxcache.config import (
@@ -316,6 +322,7 @@ class ModelRuntime:
             wake=thread.wake,
             worth=worth,
             device_buffers=device.buffer_limit(),
+            copy_bytes=copy_bytes(plan.transient, device.kind()),
         )
 
     def _make_builder(self, context: int, replies: Replies) -> PromptBuilder:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import mlx.core as mx
+
+DeviceKind = Literal["cpu", "gpu"]
+
+
+def kind() -> DeviceKind:
+    """The kind of MLX's default device."""
+    return "cpu" if mx.default_device() == mx.cpu else "gpu"
 
 
 def working_set_bytes() -> int | None:

@@ -23,8 +23,8 @@ class Lineage:
     With `base` 0 it is *whole*: the model can be fed with `caches`, which appends in place. With
     `base` above 0 it is *compact*: its own range alone, to be sliced from.
 
-    Every method evaluates its result, several arrays at once: a device is waited for after each
-    evaluation. The peak above the result is `copy_bytes`, or one array if that is more.
+    Every method evaluates its result, `copy_bytes` of it at a time, at least one array. That is
+    also the peak above the result.
 
     Below `window_valid_from` the arrays of sliding windows may hold no values. Positions a window
     or more beyond it see none of those, so feeding may go on there.

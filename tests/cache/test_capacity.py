@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.cache.capacity import Fit, Talk, fit, warnings
+from mlxcache.cache.capacity import MOST_COPIED, Fit, Talk, copy_bytes, fit, warnings
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.runtime import ModelRuntime
@@ -146,3 +146,10 @@ def test_model_and_one_full_context_that_do_not_fit_are_warned_of(
     assert len(found) == 1
     assert "one full context of 100000000 tokens" in found[0]
     assert "8 GB" in found[0]
+
+
+def test_only_for_a_gpu_several_arrays_are_copied_at_once() -> None:
+    """In half of the memory of forward passes at most."""
+    assert copy_bytes(100 << 20, "cpu") == 0
+    assert copy_bytes(100 << 20, "gpu") == 50 << 20
+    assert copy_bytes(100 << 30, "gpu") == MOST_COPIED

@@ -60,7 +60,9 @@ class History:
         self.ram_tokens = ram_tokens or 1 << 20
         passing = self._measure(3 * longest)
         ram = self.ram_tokens * layout.bytes_per_token + 24 * layout.checkpoint_bytes + passing
-        memory = KVCache.open(layout, Budget(ram))
+        # where there is little room, buffers are copied as for a GPU: that takes more of it
+        copied = passing // 2 if ram_tokens else 0
+        memory = KVCache.open(layout, Budget(ram), copy_bytes=copied)
         assert memory.budget.reserve("transient", passing)
         # how many decode steps a chunk of prefill takes is drawn too, so that a seed is a history
         pace = np.random.default_rng(seed)

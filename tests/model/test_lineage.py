@@ -12,8 +12,10 @@ import mlx_lm
 import numpy as np
 import pytest
 
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.model import kv, serialise
 from mlxcache.model.lineage import Lineage
+from mlxcache.tree.budget import Budget
 from tests.model.test_serialise import save
 from tests.toys.toy import make_toy
 
@@ -99,6 +101,15 @@ def test_growing_copying_and_appending_wait_for_few_evaluations(
     assert waits.during(lambda: line.compact(20, 70)) == 1
     assert same(line, expected, 20, 70)
     assert waits.during(lambda: twin.detach(10, 60)) == 1
+
+
+def test_the_lineages_of_a_cache_copy_as_much_at_once_as_it_was_given(layout: kv.Layout) -> None:
+    cache = KVCache.open(layout, Budget(1 << 30), copy_bytes=12345)
+    lease = cache.acquire(np.arange(50, dtype=np.int32), 10)
+    assert lease is not None
+    lease.lineage.advance(50)
+    assert lease.lineage.copy_bytes == lease.lineage.detach(10, 20).copy_bytes == 12345
+    cache.release(lease)
 
 
 def test_a_copy_for_the_disk_and_its_restore_wait_for_few_evaluations(
