@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlxcache.config import Settings
@@ -14,6 +15,7 @@ from mlxcache.model.load import ModelSpec, load
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from mlxcache.types import Job
+from tests.engine.running import started
 
 
 async def unasked(job: Job) -> None:
@@ -61,3 +63,23 @@ def test_sessions_that_cannot_be_read_leave_no_store_open(
     (own,) = stores
     assert len(list((tmp_path / "store" / "locks").iterdir())) == 1
     own.close()
+
+
+async def test_on_metal_the_device_s_limits_bound_the_budget_and_the_buffers(
+    toy_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Three quarters of the working set that the weights leave, three quarters of the buffers."""
+    working, buffers = 400_000_000, 499_000
+    metal = {"max_recommended_working_set_size": working, "resource_limit": buffers}
+    monkeypatch.setattr(mx, "device_info", lambda *_: metal)
+    caplog.set_level("INFO", "mlxcache")
+    async with started(toy_llama, tmp_path, ram="auto") as engine:
+        assert engine.info is not None
+        ram = engine.figures()["ram"]
+        assert ram["limit_bytes"] == (working - engine.info.weights_bytes) * 3 // 4
+        assert ram["buffer_limit"] == buffers * 3 // 4
+    assert "three quarters" in caplog.text
+    assert "Metal's recommended" in caplog.text
