@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,6 +20,7 @@ import msgspec
 from mlxcache.config import SETTINGS, Settings, load_settings
 from mlxcache.errors import ConfigError
 from mlxcache.store.lock import serving
+from mlxcache.store.mac_folder import prepare_cache_dir
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
 from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_request import (
@@ -65,7 +66,8 @@ class Model:
     `model` is a folder or a Hub id; None is the built-in demo. `settings` are keys of config.toml,
     with the same meaning; that file and environment variables are not read. Raises ConfigError for
     an unknown setting. Entering raises ModelError or ConfigError if the model cannot be loaded,
-    InUse while a command changes the cache folder.
+    InUse while a command changes the cache folder. On a Mac, the default cache folder of earlier
+    versions is moved first.
     """
 
     def __init__(self, model: str | None = None, **settings: Any):
@@ -73,7 +75,9 @@ class Model:
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}; expected {', '.join(SETTINGS)}")
         no_file = {"MLXCACHE_CONFIG": os.devnull}
-        self.settings: Settings = load_settings({"model": model, **settings}, no_file)
+        wanted = load_settings({"model": model, **settings}, no_file)
+        folder = prepare_cache_dir(wanted.cache_dir)
+        self.settings: Settings = replace(wanted, cache_dir=folder)
         # mlx_lm and its HTTP client for downloads are loaded with the first model, not on import
         from mlxcache.engine.engine import Engine  # noqa: PLC0415
 

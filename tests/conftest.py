@@ -17,6 +17,7 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLXCACHE_CACHE_DIR", str(folder))  # for servers that tests start
         patch.setattr(platformdirs, "user_cache_path", lambda *_, **__: folder)
+        patch.setattr(platformdirs, "user_data_path", lambda *_, **__: folder)  # on a Mac
         yield folder
 
 

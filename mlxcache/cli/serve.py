@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 
 from mlxcache.cli.options import Config, Flags, with_settings
 from mlxcache.cli.output import configure_logging, console, reporting
@@ -23,5 +24,7 @@ def serve(*, flags: Flags, config: Config = None) -> None:
         configure_logging(out, settings.log_level)
         # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
         from mlxcache.cli.server import run  # noqa: PLC0415
+        from mlxcache.store.mac_folder import prepare_cache_dir  # noqa: PLC0415
 
-        asyncio.run(run(settings, out))
+        folder = prepare_cache_dir(settings.cache_dir)
+        asyncio.run(run(replace(settings, cache_dir=folder), out))

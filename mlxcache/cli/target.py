@@ -52,7 +52,7 @@ CacheDir = Annotated[
         rich_help_panel=_PANEL,
         show_default=False,
         help="The cache folder, if no server runs; also MLXCACHE_CACHE_DIR. "
-        "Default: the user's cache folder.",
+        "Default: the one of `serve`.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")]
@@ -67,12 +67,14 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
     """
     from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - httpx takes a while
     from mlxcache.store.lock import servers  # noqa: PLC0415
+    from mlxcache.store.mac_folder import locate_cache_dir  # noqa: PLC0415
 
     settings = load_settings({"cache_dir": cache_dir, "api_key": api_key}, os.environ)
+    folder = locate_cache_dir(settings.cache_dir)
     asked = _named_url(url, cache_dir)
     if asked and "://" not in asked:
         raise ConfigError(f"--url must be an address such as http://127.0.0.1:8081, not {asked!r}")
-    urls = [asked] if asked else [one.url for one in servers(settings.cache_dir)]
+    urls = [asked] if asked else [one.url for one in servers(folder)]
     if not asked and cache_dir is None:
         urls.append(base_url(settings.host, settings.port))
     for one in urls:
@@ -85,7 +87,7 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
             f"No mlxcache server answers at {asked}, set by {named}: start one there, or "
             f"remove {named}."
         )
-    where = f"at {urls[-1]}" if urls else f"from {settings.cache_dir}"
+    where = f"at {urls[-1]}" if urls else f"from {folder}"
     raise NoServer(f"No server runs {where}: start one with `mlxcache serve`, or set --url.")
 
 
@@ -101,13 +103,15 @@ def find_target(url: str | None, api_key: str | None, cache_dir: Path | None) ->
     """
     from mlxcache.cli.offline import Offline  # noqa: PLC0415
     from mlxcache.cli.remote import NoServer  # noqa: PLC0415
+    from mlxcache.store.mac_folder import locate_cache_dir  # noqa: PLC0415
 
     try:
         return find_server(url, api_key, cache_dir)
     except NoServer:
         if _named_url(url, cache_dir):
             raise
-    return Offline(load_settings({"cache_dir": cache_dir}, os.environ).cache_dir)
+    settings = load_settings({"cache_dir": cache_dir}, os.environ)
+    return Offline(locate_cache_dir(settings.cache_dir))
 
 
 Where = Any

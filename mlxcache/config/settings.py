@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import platformdirs
-
+from mlxcache.config.folder import default_cache_dir
 from mlxcache.config.rules import RULES, read_rules
 from mlxcache.config.sizes import read_size
 from mlxcache.config.values import (
@@ -105,10 +104,6 @@ def _setting(
 def _switch(panel: str, help: str) -> Any:
     """Make the field of a setting that is off by default and has a flag without a value."""
     return _setting(panel, False, read_switch, "", help)
-
-
-def _cache_dir() -> Path:
-    return platformdirs.user_cache_path("mlxcache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,11 +254,11 @@ class Settings:
     insecure: bool = _switch(_SERVER, "Allow other machines to connect without a key.")
     cache_dir: Path = _setting(
         _OTHER,
-        _cache_dir,
+        default_cache_dir,
         read_path,
         "DIR",
         "The folder of the server's files.",
-        shown="the user's cache folder",
+        shown="mlxcache in the user's cache folder, on a Mac in Application Support",
     )
     log_level: LogLevel = _setting(
         _OTHER,

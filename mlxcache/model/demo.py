@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-from platformdirs import user_cache_path
 
+from mlxcache.config.folder import default_cache_dir
 from mlxcache.disk_calls import sync
 from mlxcache.errors import ModelError
 from mlxcache.private import make_folder
@@ -48,14 +48,14 @@ CONFIG: dict[str, Any] = {
 def materialise(directory: Path | None = None) -> Path:
     """Write the demo model's directory, as `mlx_lm.load` takes it, if missing; return its path.
 
-    It lies inside `directory`, by default the user's cache directory. Its name is a digest of the
+    It lies inside `directory`, by default in the default cache folder. Its name is a digest of the
     shipped files, so that a new version never uses an old one's. Weights are shipped as float16 and
     written as float32, because float16 is slow on a CPU. Safe to call from several processes at
     once: whole directories are renamed into place. MLX thread only.
 
     Raises ModelError where the package lacks its data or the directory cannot be written.
     """
-    parent = directory or user_cache_path("mlxcache") / "demo"
+    parent = directory or default_cache_dir() / "demo"
     try:
         target = parent / f"{DEMO_ID}-{_fingerprint()}"
         if not target.is_dir():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ from mlxcache.cli.show import print_json
 from mlxcache.cli.target import CacheDir, Json
 from mlxcache.config import Settings, disk_limit, format_size, load_settings, ram_limit
 from mlxcache.errors import ModelError
+from mlxcache.store.mac_folder import locate_cache_dir
 
 if TYPE_CHECKING:
     from mlxcache.cache.capacity import Fit
@@ -61,7 +62,8 @@ def doctor(
     """
     with reporting():
         given = {"model": model, "cache_dir": cache_dir, **flags}
-        settings = load_settings(given, os.environ, config)
+        wanted = load_settings(given, os.environ, config)
+        settings = replace(wanted, cache_dir=locate_cache_dir(wanted.cache_dir))
         report = run_checks(settings, quick=quick, shown=not as_json)
     if as_json:
         print_json(report.as_object())

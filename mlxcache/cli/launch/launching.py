@@ -42,6 +42,7 @@ from mlxcache.config import SETTINGS, load_settings, read_keys
 from mlxcache.config.settings import is_loopback
 from mlxcache.errors import ConfigError, MlxcacheError
 from mlxcache.store.lock import servers
+from mlxcache.store.mac_folder import locate_cache_dir
 
 _USED = ("host", "port", "cache_dir", "api_key", "api_keys_file", "model")
 """Flags that have an effect on a server that runs already, or on finding it."""
@@ -116,7 +117,7 @@ class Launch:
         self.running = bool(self.settings.port) and server_answers(self.url)
         fixed = self._elsewhere or any(self._flags.get(one) for one in ("host", "port", "model"))
         if not self.running and not fixed:
-            for one in servers(self.settings.cache_dir):
+            for one in servers(locate_cache_dir(self.settings.cache_dir)):
                 if server_answers(one.url):
                     self.url, self.running = one.url, True
                     break

@@ -30,6 +30,7 @@ from mlxcache.config import Settings
 from mlxcache.errors import MlxcacheError
 from mlxcache.private import create, make_folder
 from mlxcache.store.lock import servers
+from mlxcache.store.mac_folder import locate_cache_dir
 
 STOP_S = 15.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -103,7 +104,8 @@ class StartedServer:
     def listens(self) -> bool:
         """Return true once this process has the port; before that, another program may have it."""
         pid, url = self.process.pid, self.url
-        noted = any((one.pid, one.url) == (pid, url) for one in servers(self.cache_dir))
+        folder = locate_cache_dir(self.cache_dir)
+        noted = any((one.pid, one.url) == (pid, url) for one in servers(folder))
         return noted or _listens(pid, urlsplit(url).port)  # the folder may not be writable
 
     def lost_its_port(self) -> bool:

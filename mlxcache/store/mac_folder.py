@@ -1,0 +1,160 @@
+"""The default cache folder of a Mac: moved from ~/Library/Caches, and left out of backups.
+
+On other systems, and for any other folder, these functions do nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import logging
+import os
+import plistlib
+import time
+from pathlib import Path
+
+from mlxcache.config.folder import default_cache_dir, former_cache_dir
+from mlxcache.errors import StoreError
+from mlxcache.private import make_folder
+from mlxcache.store.lock import NAME, InUse, exclusive_lock, servers
+
+STORE = "store"
+"""Name of the disk tier's folder, in the cache folder."""
+
+WAIT_S = 5.0
+"""Seconds to wait for another process that moves the folder, or changes it."""
+
+_POLL_S = 0.05
+
+EXCLUDED = "com.apple.metadata:com_apple_backup_excludeItem"
+"""Extended attribute of what Time Machine leaves out."""
+
+log = logging.getLogger(__name__)
+
+
+def locate_cache_dir(cache_dir: Path) -> Path:
+    """Return the folder that commands use for `cache_dir`: the former one until it is moved."""
+    former = _former(cache_dir)
+    if former is None or _has_store(cache_dir) or not _has_store(former):
+        return cache_dir
+    return former
+
+
+def prepare_cache_dir(cache_dir: Path) -> Path:
+    """Move the former folder to `cache_dir`; returns the folder that a server uses.
+
+    That is the former one while it cannot be moved: a server uses it, or it is on another disk. A
+    new folder is excluded from Time Machine. Each is logged. Blocks for at most `WAIT_S`.
+    """
+    former = _former(cache_dir)
+    if former is None:
+        return cache_dir
+    if _has_store(cache_dir):
+        if _has_store(former):
+            log.warning(
+                "sessions in %s are not used, because %s has its own: name the first with "
+                "--cache-dir to use it, or remove it",
+                *(former, cache_dir),
+            )
+        return cache_dir
+    if _has_store(former) and not _take_over(former, cache_dir):
+        return former
+    try:
+        make_folder(cache_dir)
+        exclude_from_backups(cache_dir)
+    except OSError as error:
+        log.warning("%s is not excluded from Time Machine: %s", cache_dir, error.strerror)
+    return cache_dir
+
+
+def exclude_from_backups(folder: Path) -> None:
+    """Mark a folder as left out of Time Machine's backups. Raises OSError.
+
+    Sets the attribute that `tmutil addexclusion FOLDER` sets, and `tmutil removeexclusion` removes
+    (tmutil(8), setxattr(2)). tmutil itself would be another program to run, and asks for access to
+    the whole disk on some versions of macOS. The attribute and its value are described in
+    https://eclecticlight.co/2017/12/13/xattr-com-apple-metadatacom_apple_backup_excludeitem-exclude-from-backups/.
+    """
+    value = plistlib.dumps("com.apple.backupd", fmt=plistlib.FMT_BINARY)
+    library = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+    library.setxattr.argtypes = (
+        *(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t),
+        *(ctypes.c_uint32, ctypes.c_int),  # position and options, which Linux does not have
+    )
+    if library.setxattr(os.fsencode(folder), EXCLUDED.encode(), value, len(value), 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(folder))
+
+
+def _former(cache_dir: Path) -> Path | None:
+    """The folder of earlier versions, if `cache_dir` is the default that replaced it."""
+    former = former_cache_dir()
+    return former if former != cache_dir == default_cache_dir() else None
+
+
+def _has_store(folder: Path) -> bool:
+    return (folder / STORE).is_dir()
+
+
+def _take_over(former: Path, cache_dir: Path) -> bool:
+    """Move the former folder, unless another process uses it; false: it stays in use."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            with exclusive_lock(former):
+                if _has_store(former):  # else another process that starts has moved it
+                    _move(former, cache_dir)
+                _remove_empty(former)
+            return True
+        except InUse:
+            users = servers(former)
+            if not users and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+            names = ", ".join(f"{one.url}, process {one.pid}" for one in users)
+            log.warning(
+                "cache folder stays in %s while it is in use by %s; a start at another time moves "
+                "it to %s",
+                *(former, names or "another mlxcache command", cache_dir),
+            )
+        except (OSError, StoreError) as error:
+            log.warning(
+                "cache folder stays in %s: cannot be moved to %s: %s. Move it while no server "
+                "runs, or name it with --cache-dir",
+                *(former, cache_dir, str(error).rstrip(".")),
+            )
+        return False
+
+
+def _move(former: Path, cache_dir: Path) -> None:
+    """Rename what is in `former` into `cache_dir`, the store first. Raises OSError for that one.
+
+    What `cache_dir` has already stays where it is.
+    """
+    make_folder(cache_dir)
+    os.rename(former / STORE, cache_dir / STORE)
+    log.info("cache folder moved from %s to %s", former, cache_dir)
+    _move_rest(former, cache_dir)
+
+
+def _move_rest(source: Path, target: Path) -> None:
+    """Rename the entries that `target` lacks, also inside folders that both have."""
+    for entry in list(source.iterdir()):
+        if entry.name == NAME:
+            continue  # held by this process; the new folder has its own
+        new = target / entry.name
+        try:
+            if not os.path.lexists(new):
+                os.rename(entry, new)
+            elif entry.is_dir() and new.is_dir():
+                _move_rest(entry, new)
+                entry.rmdir()
+        except OSError as error:
+            log.warning("%s stays where it is: %s", entry, error.strerror)
+
+
+def _remove_empty(former: Path) -> None:
+    """Remove the former folder if only its lock is left in it."""
+    if [entry.name for entry in former.iterdir()] == [NAME]:
+        (former / NAME).unlink()
+        former.rmdir()
