@@ -25,9 +25,11 @@ def test_every_file_is_documented() -> None:
 
 def installed(tmp_path: Path) -> bytes:
     """The plist as the documented line makes it."""
-    code = re.search(r"sed -e .*? \\\n.*?\.plist\n", (ROOT / "docs" / "service.md").read_text())
+    code = re.search(
+        r"mkdir -p ~/Library.*\n(sed -e .*? \\\n.*?\.plist\n)",
+        (ROOT / "docs" / "service.md").read_text(),
+    )
     assert code is not None
-    (tmp_path / "Library" / "LaunchAgents").mkdir(parents=True)
     (tmp_path / "mlxcache").write_text("#!/bin/sh\n")
     (tmp_path / "mlxcache").chmod(0o755)
     environ = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/bin:/usr/bin"}
@@ -51,6 +53,17 @@ def test_the_plist_starts_the_server_again_where_it_failed(tmp_path: Path) -> No
 
 def installed_text(tmp_path: Path) -> bytes:
     return (tmp_path / "Library" / "LaunchAgents" / "mlxcache.plist").read_bytes()
+
+
+@pytest.mark.skipif(shutil.which("plutil") is None, reason="plutil is a command of macOS")
+def test_a_mac_understands_the_plist(tmp_path: Path) -> None:
+    """As launchd reads it."""
+    installed(tmp_path)
+    plist = tmp_path / "Library" / "LaunchAgents" / "mlxcache.plist"
+    done = subprocess.run(
+        ["plutil", "-lint", str(plist)], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip().endswith("OK")) == (0, True), done.stdout
 
 
 def test_the_unit_starts_the_server_again_where_it_failed_but_for_wrong_settings() -> None:
