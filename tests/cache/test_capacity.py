@@ -116,11 +116,11 @@ def paper(toy, family: str) -> Fit:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "mamba2", "deepseek_v3"])
 def test_costs_grow_with_the_tokens_and_no_faster(family: str, toy) -> None:
-    """Five times as long is at most about five times as much, in both tiers."""
+    """Five times as long is at most about five times as much, in both tiers; so many more fit."""
     _, short, long = paper(toy, family).held
     for name in ("ram_bytes", "disk_bytes"):
         assert 1 < getattr(long, name) / getattr(short, name) < 7.5
-    assert short.fit_ram >= 4 * long.fit_ram
+    assert short.fit_ram >= long.ram_bytes // short.ram_bytes * long.fit_ram
 
 
 def test_a_model_that_is_not_cached_costs_nothing(toy) -> None:
