@@ -54,6 +54,8 @@ class MacHome:
 
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("HOME", str(home))
+        for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+            monkeypatch.delenv(name, raising=False)
         dirs = MacOS("mlxcache")
         monkeypatch.setattr(folder, "SYSTEM", "darwin")
         monkeypatch.setattr(platformdirs, "user_cache_path", lambda _: dirs.user_cache_path)

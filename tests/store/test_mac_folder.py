@@ -129,6 +129,28 @@ def test_two_servers_that_start_at_once_move_it_once(mac, caplog):
     assert not mac.former.exists()
 
 
+def test_a_server_that_waited_finds_the_folder_moved(mac, monkeypatch, caplog):
+    """By the other server that started; nothing is left to move."""
+    mac.fill(mac.former)
+    waits = threading.Event()
+
+    def note(_: Path) -> list[object]:
+        waits.set()
+        return []
+
+    monkeypatch.setattr(mac_folder, "servers", note)
+    used: list[Path] = []
+    second = threading.Thread(target=lambda: used.append(prepare_cache_dir(mac.new)))
+    with exclusive_lock(mac.former):
+        second.start()
+        assert waits.wait(10)
+        mac.new.mkdir(parents=True)
+        os.rename(mac.former / "store", mac.new / "store")
+    second.join()
+    assert used == [mac.new]
+    assert not caplog.messages
+
+
 def test_a_command_that_changes_the_former_folder_is_waited_for(mac, monkeypatch, caplog):
     """For some seconds; then the folder is used where it is."""
     monkeypatch.setattr(mac_folder, "WAIT_S", 0.2)
