@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +12,8 @@ from rich.text import Text
 from mlxcache.cli import show
 from mlxcache.cli.output import console
 from mlxcache.cli.progress import count_bar
-from mlxcache.cli.target import Json, Where, located
+from mlxcache.cli.show import Result
+from mlxcache.cli.target import Where, located
 from mlxcache.config import format_size, parse_size
 from mlxcache.errors import ConfigError
 
@@ -53,44 +55,33 @@ Line = tuple[str, str]
 
 @app.command()
 @located
-def stats(
-    where: Where,
-    *,
-    as_json: Json = False,
-) -> None:
+def stats(where: Where) -> Result:
     """Show what the cache holds and how much it was reused."""
     found = where.stats()
-    if as_json:
-        show.print_json(found)
-    else:
-        print_figures(found)
+    return Result(found, partial(print_figures, found))
 
 
 @app.command()
 @located
-def check(
-    where: Where,
-    *,
-    as_json: Json = False,
-) -> None:
+def check(where: Where) -> Result:
     """Read every file on disk and verify it; exit status 1 if one is damaged.
 
     Changes nothing; a server may run at the same time.
     """
     with count_bar("reading the files") as progress:
         problems = where.check(progress)
-    if as_json:
-        show.print_json({"object": "list", "data": problems})
-    elif problems:
-        rows = ((one["path"], one["what"]) for one in problems)
-        show.print_table((("file", "left"), ("problem", "left")), rows)
-        console().print(
-            "Remove them with `mlxcache cache prune`; their tokens are computed again when needed."
-        )
-    else:
-        console().print(f"All files {where} are intact.")
-    if problems:
-        raise typer.Exit(1)
+    listed = {"object": "list", "data": problems}
+    if not problems:
+        return Result(listed, f"All files {where} are intact.")
+    return Result(listed, partial(_print_problems, problems), status=1)
+
+
+def _print_problems(problems: Sequence[Mapping[str, str]]) -> None:
+    rows = ((one["path"], one["what"]) for one in problems)
+    show.print_table((("file", "left"), ("problem", "left")), rows)
+    console().print(
+        "Remove them with `mlxcache cache prune`; their tokens are computed again when needed."
+    )
 
 
 @app.command()
@@ -102,16 +93,12 @@ def prune(
         str | None,
         typer.Option("--to", metavar="SIZE", help="Then evict down to SIZE, such as 5GB."),
     ] = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Verify every file, remove damaged ones and, with --to, those used least recently."""
     limit = None if to is None else _parse_limit(to)
     with count_bar("reading the files") as progress:
         found = where.prune(limit, progress)
-    if as_json:
-        show.print_json(found)
-    else:
-        console().print(f"Freed {format_size(found['freed_bytes'])}")
+    return Result(found, f"Freed {format_size(found['freed_bytes'])}")
 
 
 @app.command()
@@ -122,16 +109,12 @@ def clear(
     pinned: Annotated[
         bool, typer.Option("--pinned", metavar="", help="Remove pinned sessions too.")
     ] = False,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Remove all sessions and cached tokens, in RAM and on disk; pinned sessions stay on disk."""
     found = where.clear(pinned=pinned)
-    if as_json:
-        show.print_json(found)
-    else:
-        count, freed = found["sessions"], format_size(found["freed_bytes"])
-        sessions = "1 session" if count == 1 else f"{count} sessions"
-        console().print(f"Removed {sessions}, freed {freed} on disk")
+    count, freed = found["sessions"], format_size(found["freed_bytes"])
+    sessions = "1 session" if count == 1 else f"{count} sessions"
+    return Result(found, f"Removed {sessions}, freed {freed} on disk")
 
 
 def _parse_limit(text: str) -> int:

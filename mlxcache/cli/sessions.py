@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from mlxcache.cli import show
-from mlxcache.cli.output import console
+from mlxcache.cli.show import Result
 from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, Where, located
 from mlxcache.errors import MlxcacheError, NotFound
 
@@ -57,59 +58,35 @@ def sessions(
 
 @app.command("list")
 @located
-def list_sessions(
-    where: Where,
-    *,
-    as_json: Json = False,
-) -> None:
+def list_sessions(where: Where) -> Result:
     """List all sessions, most recently used first."""
     found = where.sessions()
-    if as_json:
-        show.print_json({"object": "list", "data": found})
-    elif found:
-        print_sessions(found)
-    else:
-        console().print(show.no_sessions_text(where.computing(), str(where)))
+    listed = {"object": "list", "data": found}
+    if found:
+        return Result(listed, partial(print_sessions, found))
+    return Result(listed, show.no_sessions_text(where.computing(), str(where)))
 
 
 @app.command("show")
 @located
-def show_session(
-    where: Where,
-    id: Id,
-    *,
-    as_json: Json = False,
-) -> None:
+def show_session(where: Where, id: Id) -> Result:
     """Show one session with its leaves: the main conversation and its agents'."""
     found = where.session(find_session(where.sessions(), id))
-    if as_json:
-        show.print_json(found)
-    else:
-        _print_session(found)
+    return Result(found, partial(_print_session, found))
 
 
 @app.command()
 @located
-def pin(
-    where: Where,
-    id: Id,
-    *,
-    as_json: Json = False,
-) -> None:
+def pin(where: Where, id: Id) -> Result:
     """Pin a session, so that it is evicted last."""
-    _patch_session(where, id, "Pinned", as_json=as_json, pinned=True)
+    return _patch_session(where, id, "Pinned", pinned=True)
 
 
 @app.command()
 @located
-def unpin(
-    where: Where,
-    id: Id,
-    *,
-    as_json: Json = False,
-) -> None:
+def unpin(where: Where, id: Id) -> Result:
     """Unpin a session, so that it is evicted like any other."""
-    _patch_session(where, id, "Unpinned", as_json=as_json, pinned=False)
+    return _patch_session(where, id, "Unpinned", pinned=False)
 
 
 @app.command()
@@ -118,11 +95,9 @@ def rename(
     where: Where,
     id: Id,
     name: Annotated[str, typer.Argument(metavar="NAME", help='The new name; "" removes it.')],
-    *,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Give a session a name."""
-    _patch_session(where, id, "Renamed", as_json=as_json, name=name)
+    return _patch_session(where, id, "Renamed", name=name)
 
 
 @app.command()
@@ -138,8 +113,7 @@ def fork(
         int | None,
         typer.Option(metavar="TOKENS", min=1, help="Number of tokens to keep. Default: all."),
     ] = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Make a new session that continues this one. Send its id as X-Session-Id."""
     sessions = where.sessions()
     found = find_session(sessions, id)
@@ -147,27 +121,16 @@ def fork(
     if at is not None and at > tokens:
         raise MlxcacheError(f"--at must be from 1 to {tokens}, the tokens of {found}, not {at}.")
     made = where.fork(found, name, at)
-    if as_json:
-        show.print_json(made)
-    else:
-        console().print(f"Forked at {made['tokens']} tokens: {made['id']}")
+    return Result(made, f"Forked at {made['tokens']} tokens: {made['id']}")
 
 
 @app.command()
 @located
-def rm(
-    where: Where,
-    id: Id,
-    *,
-    as_json: Json = False,
-) -> None:
+def rm(where: Where, id: Id) -> Result:
     """Remove a session and its cached tokens, except those that other sessions share."""
     found = find_session(where.sessions(), id)
     where.delete(found)
-    if as_json:
-        show.print_json({"id": found, "deleted": True})
-    else:
-        console().print(f"Removed: {found}")
+    return Result({"id": found, "deleted": True}, f"Removed: {found}")
 
 
 def find_session(sessions: list[dict[str, Any]], text: str) -> str:
@@ -201,12 +164,9 @@ def _join_some(ids: list[str], most: int = 5) -> str:
     return ", ".join(ids[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def _patch_session(where: Where, id: str, done: str, *, as_json: bool, **changes: Any) -> None:
+def _patch_session(where: Where, id: str, done: str, **changes: Any) -> Result:
     changed = where.patch(find_session(where.sessions(), id), **changes)
-    if as_json:
-        show.print_json(changed)
-        return
-    console().print(f"{done}: {changed['id']} {show.session_name(changed)}".rstrip())
+    return Result(changed, f"{done}: {changed['id']} {show.session_name(changed)}".rstrip())
 
 
 def _session_row(one: dict[str, Any]) -> tuple[str, ...]:

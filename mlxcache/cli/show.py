@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mlxcache.cli.output import UNSEEN, visible
+from mlxcache.cli.output import UNSEEN, console, visible
 from mlxcache.config import format_size
 
 if TYPE_CHECKING:
@@ -34,6 +36,29 @@ def print_json(value: Any) -> None:
     """Print `value` as JSON on the standard output; control characters are escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     print(UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of a command: the object for --json, and for people a line or what prints it.
+
+    `status`: exit status of the command.
+    """
+
+    value: Any
+    text: str | Callable[[], None]
+    status: int = 0
+
+    def print(self, *, as_json: bool) -> None:
+        """Print the result. Raises typer.Exit if the status is not 0."""
+        if as_json:
+            print_json(self.value)
+        elif isinstance(self.text, str):
+            console().print(self.text)
+        else:
+            self.text()
+        if self.status:
+            raise typer.Exit(self.status)
 
 
 def print_table(

@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 
-from mlxcache.cli import show
-from mlxcache.cli.output import console
 from mlxcache.cli.progress import byte_bar
 from mlxcache.cli.sessions import Id, find_session
-from mlxcache.cli.target import Json, Where, located
+from mlxcache.cli.show import Result
+from mlxcache.cli.target import Where, located
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError, MlxcacheError, SnapshotRefused
 
@@ -55,8 +54,7 @@ def snapshot(
         Format,
         typer.Option(help="mlx-lm writes a file for mlx_lm.generate --prompt-cache-file."),
     ] = Format.MLXCACHE,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Write a session to one file, to continue it on another machine or server."""
     if str(output) == "-":
         raise ConfigError("--output must be a file: a snapshot cannot go to standard output")
@@ -70,10 +68,8 @@ def snapshot(
         raise MlxcacheError(f"{output} cannot be written: {error.strerror}.") from error
     finally:
         part.unlink(missing_ok=True)
-    if as_json:
-        show.print_json({"id": found, "path": str(output), "bytes": size})
-    else:
-        console().print(f"Wrote {output}: {format_size(size)}")
+    written = {"id": found, "path": str(output), "bytes": size}
+    return Result(written, f"Wrote {output}: {format_size(size)}")
 
 
 @located
@@ -97,18 +93,14 @@ def restore(
             "- reads standard input. Needs a server.",
         ),
     ] = None,
-    as_json: Json = False,
-) -> None:
+) -> Result:
     """Import a session from a snapshot or a prompt cache of mlx-lm; its next turn is warm."""
     check_snapshot(file)
     if prompt == "-":
         prompt = typer.get_text_stream("stdin").read()
     with byte_bar("reading") as progress:
         made = where.restore(file, name, prompt, progress)
-    if as_json:
-        show.print_json(made)
-    else:
-        console().print(f"Imported {made['tokens']:,} tokens: {made['id']}")
+    return Result(made, f"Imported {made['tokens']:,} tokens: {made['id']}")
 
 
 def check_snapshot(file: Path) -> None:

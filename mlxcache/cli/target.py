@@ -16,6 +16,7 @@ import typer
 
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.output import reporting
+from mlxcache.cli.show import Result
 from mlxcache.config import load_settings
 from mlxcache.errors import ConfigError
 
@@ -118,11 +119,11 @@ Where = Any
 """A `Remote` or an `Offline`: they have the same methods."""
 
 
-def located(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command: replace its parameter `where` by --url, --api-key and --cache-dir.
+def located(command: Callable[..., Result]) -> Callable[..., None]:
+    """Decorate a command: replace its `where` by --json, --url, --api-key and --cache-dir.
 
-    The wrapper calls `command` with the target that `find_target` finds. Options of the command
-    win over those of its group. Errors are reported by `reporting`.
+    The wrapper calls `command` with the target that `find_target` finds, and prints its result.
+    Options of the command win over those of its group. Errors are reported by `reporting`.
     """
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)
@@ -132,15 +133,23 @@ def located(command: Callable[..., None]) -> Callable[..., None]:
         if name != "where"
     ]
     kind = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("ctx", kind, annotation=typer.Context)
     added = [
-        inspect.Parameter(name, kind, default=None, annotation=type)
-        for name, type in (("url", Url), ("api_key", ApiKey), ("cache_dir", CacheDir))
+        inspect.Parameter("as_json", kind, default=False, annotation=Json),
+        inspect.Parameter("ctx", kind, annotation=typer.Context),
+        *(
+            inspect.Parameter(name, kind, default=None, annotation=type)
+            for name, type in (("url", Url), ("api_key", ApiKey), ("cache_dir", CacheDir))
+        ),
     ]
 
     @functools.wraps(command)
     def run(
-        ctx: typer.Context, url: Any = None, api_key: Any = None, cache_dir: Any = None, **own: Any
+        ctx: typer.Context,
+        as_json: bool = False,
+        url: Any = None,
+        api_key: Any = None,
+        cache_dir: Any = None,
+        **own: Any,
     ) -> None:
         group = ctx.obj or (None, None, None)
         chosen = (
@@ -148,8 +157,8 @@ def located(command: Callable[..., None]) -> Callable[..., None]:
             for mine, theirs in zip((url, api_key, cache_dir), group, strict=True)
         )
         with reporting():
-            command(find_target(*chosen), **own)
+            command(find_target(*chosen), **own).print(as_json=as_json)
 
-    run.__signature__ = signature.replace(parameters=[*parameters, context, *added])  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in (*parameters, context, *added)}
+    run.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in (*parameters, *added)}
     return run

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from mlxcache.cli import show
-from mlxcache.cli.output import console, reporting
+from mlxcache.cli.output import reporting
 from mlxcache.cli.progress import count_bar
+from mlxcache.cli.show import Result
 from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, find_server
 from mlxcache.errors import MlxcacheError
 
@@ -39,13 +39,11 @@ def warm(
         target, body = find_server(url, api_key, cache_dir), read_warm(file)
         with count_bar("computing, in tokens") as progress:
             found = target.warm(body, progress)
-        if as_json:
-            show.print_json(found)
-            return
-        console().print(
+        text = (
             f"Warm: {found['prompt_tokens']:,} tokens, of which {found['fed_tokens']:,} were "
             f"computed in {found['seconds']:.1f} s"
         )
+        Result(found, text).print(as_json=as_json)
 
 
 def read_warm(file: Path) -> bytes:

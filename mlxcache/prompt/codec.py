@@ -53,11 +53,6 @@ class Codec:
         if self.direct:
             self._plain = _Plain.of(self._backend, added, controls, texts)
 
-    @property
-    def escapes_whole(self) -> bool:
-        """True if escaped tokens are encoded like any text; otherwise they are cut in two."""
-        return self._plain is not None
-
     def encode(self, text: str) -> Tokens:
         """The ids of a rendered text, shape (n,), without tokens added at its ends.
 

@@ -53,10 +53,6 @@ class Escape:
         self.end = f"{OPEN}{self._nonce}{CLOSE}"
         """A sentinel of an empty text, to find a position in a rendered conversation."""
 
-    def escape_text(self, text: str) -> str:
-        """Escape a text, including control tokens that are cut off at its ends."""
-        return self._replace(text, self._all)
-
     def escape_value(self, value: Any) -> Any:
         """A copy of a JSON value with every string and key escaped."""
         if isinstance(value, str):

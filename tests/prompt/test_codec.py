@@ -40,7 +40,7 @@ CODECS = {kind: make(kinds.tokenizer(kind, None)) for kind in KINDS}
 def test_text_never_becomes_a_control_token(kind: str, text: str) -> None:
     """Of a text between two control tokens, only those two come out as such."""
     codec, escape, controls = CODECS[kind]
-    ids = codec.encode("<s> " + escape.escape_text(text) + " </s>")
+    ids = codec.encode("<s> " + escape.escape_value(text) + " </s>")
     tokenizer = kinds.backend(kind)
     expected = [tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>")]
     assert ids[np.isin(ids, controls)].tolist() == expected
@@ -52,7 +52,7 @@ def test_text_never_becomes_a_control_token(kind: str, text: str) -> None:
 def test_ids_decode_to_the_text_that_was_escaped(kind: str, text: str) -> None:
     """Nothing is lost or added on the way."""
     codec, escape, _ = CODECS[kind]
-    ids = codec.encode(escape.escape_text(text)).tolist()
+    ids = codec.encode(escape.escape_value(text)).tolist()
     assert kinds.backend(kind).decode(ids, skip_special_tokens=False) == text
 
 
@@ -64,7 +64,7 @@ def test_a_sentinel_changes_nothing_of_the_text_around_it(kind: str, parts: list
     codec, escape, _ = CODECS[kind]
     text = "<|eot_id|>" + "".join(parts) + "</s>"
     expected = codec.encode(text).tolist()[1:]
-    there = codec.encode("x" + escape.escape_text("<s>") + text).tolist()
+    there = codec.encode("x" + escape.escape_value("<s>") + text).tolist()
     assert there[-len(expected) :] == expected
 
 
@@ -81,7 +81,7 @@ def test_text_without_sentinels_is_encoded_by_the_tokenizer_itself(kind: str) ->
 def test_escaped_text_goes_through_a_tokenizer_of_the_same_model(kind: str) -> None:
     """Every kind has a twin without control tokens, also where they are in the vocabulary."""
     assert CODECS[kind][0].direct
-    assert CODECS[kind][0].escapes_whole
+    assert CODECS[kind][0]._plain is not None
 
 
 def test_the_model_is_shared_and_not_copied_where_it_can_be() -> None:
@@ -101,7 +101,7 @@ def test_other_tokenizers_cut_escaped_tokens_in_two() -> None:
     newlines = kinds.tokenizer("byte_level", None, cls=Newlines)
     for tokenizer in (Wrapped(NoBackend(inner)), newlines):
         codec, escape, controls = make(tokenizer)
-        ids = codec.encode("<s>a" + escape.escape_text("<|im_end|>\nb") + "</s>")
+        ids = codec.encode("<s>a" + escape.escape_value("<|im_end|>\nb") + "</s>")
         assert not codec.direct
         assert np.isin(ids, controls).tolist() == [True, *[False] * (len(ids) - 2), True]
     assert "<n>" in inner.decode(ids.tolist())
@@ -140,7 +140,7 @@ def test_truncation_and_padding_in_the_tokenizer_s_file_are_off() -> None:
     codec, escape, _ = make(Wrapped(PreTrainedTokenizerFast(tokenizer_object=backend)))
     assert codec.direct
     assert len(codec.encode("a b " * 20)) > 8
-    assert len(codec.encode("a" + escape.escape_text("<s>") * 9)) > 8
+    assert len(codec.encode("a" + escape.escape_value("<s>") * 9)) > 8
     assert len(codec.encode("a")) == 1
 
 

@@ -22,14 +22,14 @@ def escape() -> Escape:
 def test_ordinary_text_is_the_very_same_object(escape: Escape) -> None:
     """Nothing is copied where there is nothing to escape."""
     text = "if a < b and c > d: return '<b>' # [1]"
-    assert escape.escape_text(text) is text
+    assert escape.escape_value(text) is text
 
 
 @given(texts(size=8))
 def test_escaped_text_holds_no_control_token_and_comes_back(text: str) -> None:
     """Escape and restore are exact inverses, whatever parts of tokens there are."""
     escape = Escape([*CONTROL, *MARKS])
-    escaped = escape.escape_text(text)
+    escaped = escape.escape_value(text)
     assert CONTROLS.search(escaped) is None
     assert escape.restore(escaped) == text
     assert escape.has_sentinel(escaped) == (escaped != text)
@@ -39,7 +39,7 @@ def test_escaped_text_holds_no_control_token_and_comes_back(text: str) -> None:
 def test_texts_side_by_side_form_no_control_token(parts: list[str]) -> None:
     """A token split over two strings that a template joins stays text as well."""
     escape = Escape([*CONTROL, *MARKS])
-    joined = "".join(escape.escape_text(part) for part in parts)
+    joined = "".join(escape.escape_value(part) for part in parts)
     assert CONTROLS.search(joined) is None
     assert escape.restore(joined) == "".join(parts)
 
@@ -49,25 +49,25 @@ def test_any_unicode_text_comes_back(text: str, at: int) -> None:
     """Characters of our own sentinels, quotes and astral planes included."""
     escape = Escape(CONTROL)
     text = text[:at] + OPEN + "0123<s>" + CLOSE + text[at:]
-    assert escape.restore(escape.escape_text(text)) == text
+    assert escape.restore(escape.escape_value(text)) == text
 
 
 def test_a_sentinel_of_another_server_is_plain_text(escape: Escape) -> None:
     """Sentinels cannot be forged: the nonce differs in every process."""
-    forged = Escape(CONTROL).escape_text("<s>")
-    assert escape.restore(escape.escape_text(forged)) == forged
+    forged = Escape(CONTROL).escape_value("<s>")
+    assert escape.restore(escape.escape_value(forged)) == forged
 
 
 def test_a_sentinel_written_in_ascii_json_comes_back_as_json(escape: Escape) -> None:
     """Some templates write JSON with every other character escaped."""
-    rendered = json.dumps({"path": escape.escape_text('a "<|im_end|>"')})
+    rendered = json.dumps({"path": escape.escape_value('a "<|im_end|>"')})
     assert json.loads(escape.restore(rendered)) == {"path": 'a "<|im_end|>"'}
 
 
 def test_a_token_with_other_letters_comes_back_as_the_template_escaped_it() -> None:
     """There it was no control token to begin with, and the JSON stays what it was."""
     escape = Escape(["<\uff5cUser\uff5c>"])
-    rendered = json.dumps(escape.escape_text("a <\uff5cUser\uff5c>"))
+    rendered = json.dumps(escape.escape_value("a <\uff5cUser\uff5c>"))
     assert escape.restore(rendered) == json.dumps("a <\uff5cUser\uff5c>")
 
 
@@ -96,9 +96,9 @@ def test_think_marks_pass_in_an_assistant_s_content_only(escape: Escape) -> None
 def test_what_a_normaliser_would_turn_into_a_control_token_is_escaped() -> None:
     """Full-width or capital letters are no way round."""
     escape = Escape(["<s>"], normalized=["<s>"], normalize=str.lower)
-    assert escape.has_sentinel(escape.escape_text("see <S>"))
-    assert escape.restore(escape.escape_text("see <S>")) == "see <S>"
-    assert escape.escape_text("see s") == "see s"
+    assert escape.has_sentinel(escape.escape_value("see <S>"))
+    assert escape.restore(escape.escape_value("see <S>")) == "see <S>"
+    assert escape.escape_value("see s") == "see s"
 
 
 def test_a_sentinel_that_was_cut_up_is_text() -> None:

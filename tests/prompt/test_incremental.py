@@ -52,7 +52,7 @@ def test_incremental_is_full(
     tokeniser.encode(now, "s")
     for where, new, plain in edits:
         cut = where[0] % (len(now) + 1)
-        piece = escape.escape_text("".join(new)) if plain else "".join(new)
+        piece = escape.escape_value("".join(new)) if plain else "".join(new)
         now = now[:cut] + piece + now[cut + (where[-1] if len(where) > 1 else 0) :]
         got, expected = tokeniser.encode(now, "s"), tokeniser.encode_whole(now)
         assert got.ids.tolist() == expected.ids.tolist()

@@ -38,7 +38,7 @@ MOST_CHARACTERS = 16 << 20
 class Canonical:
     """A canonicalised conversation.
 
-    `rules`: those that changed something, in the order of the table. `names`: texts that the model
+    `rules`: those that changed something, in the order of `RULES`. `names`: texts that the model
     may write, each with the text that the client reads instead. `history`: the digest of the
     messages, or empty where thinking is not restored.
     """
