@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections import Counter
 
     from mlxcache.engine.engine import Engine
-    from mlxcache.engine.metrics import Tally, Times
+    from mlxcache.engine.metrics import Times
 
 
 PREFIX = "mlxcache_"
@@ -41,60 +41,60 @@ Kind = Literal["counter", "gauge"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a family's values in the figures.
-
-    `path` leads to a number, or to a mapping of label value to number. `labels`: values of the
-    labels before that one.
-    """
-
-    path: tuple[str, ...]
-    labels: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
     """A metric taken from the figures.
 
     `name` is without the prefix, and without the `_total` of a counter; `labels` are label names.
+    `path` leads to a number, or to a mapping of label values to numbers.
     """
 
     kind: Kind
     name: str
     help: str
-    places: tuple[Place, ...]
+    path: str
     labels: tuple[str, ...] = ()
 
     def iterate_samples(
         self, figures: Mapping[str, Any]
     ) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yield (label values, number) for each value that `figures` have."""
-        for place in self.places:
-            value: Any = figures
-            for key in place.path:
-                value = value.get(key) if isinstance(value, Mapping) else None
-            if isinstance(value, Mapping):
-                for label, number in value.items():
-                    yield (*place.labels, label), float(number)
-            elif value is not None:
-                yield place.labels, float(value)
+        value: Any = figures
+        for key in self.path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping):
+            for label, number in value.items():
+                yield label if isinstance(label, tuple) else (str(label),), float(number)
+        elif value is not None:
+            yield (), float(value)
 
 
 LEVELS = ("normal", "warning", "critical")
 
 
 def _gauge(name: str, help: str, path: str, *labels: str) -> Family:
-    return Family("gauge", name, help, (_place(path),), labels)
+    return Family("gauge", name, help, path, labels)
 
 
 def _counter(name: str, help: str, path: str, *labels: str) -> Family:
-    return Family("counter", name, help, (_place(path),), labels)
+    return Family("counter", name, help, path, labels)
 
 
-def _place(path: str, *labels: str) -> Place:
-    return Place(tuple(path.split(".")), labels)
-
-
+_COUNTS = (
+    _gauge("build_info", "The version, and the model served.", "build", "version", "model"),
+    _counter("http_errors", "Answers over HTTP that were errors.", "http_errors", "status"),
+    _counter("requests", "Requests that are over.", "tally.outcomes", "api", "outcome"),
+    _counter("joined_requests", "Requests that shared another's reply.", "tally.joined"),
+    _counter("stage_seconds", "Time that requests spent in each stage.", "tally.stages", "stage"),
+    _counter(
+        "prefix_losses",
+        "Requests that found less cached than they might, by why.",
+        "tally.losses",
+        *("reason", "cause"),
+    ),
+    _counter(
+        "prefix_lost_tokens", "Tokens that were computed again for it.", "tally.lost", "reason"
+    ),
+)
 _REQUESTS = (
     _counter("admitted_requests", "Requests that were computed.", "admitted", "reuse"),
     _gauge("queued_requests", "Requests that wait for their turn.", "queue.waiting"),
@@ -121,19 +121,9 @@ _MEMORY = (
     _gauge("tree_tokens", "Tokens in the prefix tree.", "tree_tokens"),
     _gauge("tree_segments", "Segments of the prefix tree.", "segments"),
     _gauge("tree_checkpoints", "Checkpoints in the prefix tree.", "checkpoints"),
-    Family(
-        "gauge",
-        "cache_bytes",
-        "Bytes in use, by what they are for.",
-        (_place("ram.kinds", "ram"), _place("disk.kinds", "disk")),
-        ("tier", "kind"),
-    ),
-    Family(
-        "gauge",
-        "cache_limit_bytes",
-        "The memory budget, and the cap of the disk tier.",
-        (_place("ram.limit_bytes", "ram"), _place("disk.limit_bytes", "disk")),
-        ("tier",),
+    _gauge("cache_bytes", "Bytes in use, by what they are for.", "bytes", "tier", "kind"),
+    _gauge(
+        "cache_limit_bytes", "The memory budget, and the cap of the disk tier.", "limits", "tier"
     ),
     _gauge("ram_high_water_bytes", "Most of the budget ever in use.", "ram.high_water_bytes"),
     _gauge("ram_buffers", "Arrays that the cache holds.", "ram.buffers"),
@@ -165,12 +155,15 @@ FAMILIES = (*_REQUESTS, *_MEMORY, *_DISK, *_SERVER)
 
 def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Add the mappings that `FAMILIES` need: states as 0 or 1, tables without their totals."""
-    disk, queue = figures.get("disk", {}), figures.get("queue", {})
+    tiers = {tier: figures.get(tier, {}) for tier in ("ram", "disk")}
+    disk, queue = tiers["disk"], figures.get("queue", {})
     level = figures.get("pressure", {}).get("level")
     made: dict[str, Any] = {
         "admitted": {k: n for k, n in figures.get("requests", {}).items() if k != "total"},
         "running": {phase: n for phase, n in queue.items() if phase in ("prefill", "decode")},
         "levels": {one: one == level for one in LEVELS if level is not None},
+        "bytes": {(t, kind): n for t, x in tiers.items() for kind, n in x.get("kinds", {}).items()},
+        "limits": {t: n for t, x in tiers.items() if (n := x.get("limit_bytes")) is not None},
     }
     if "state" in disk:
         made["disk"] = {**disk, "suspended": disk["state"] != "ok"}
@@ -223,22 +216,25 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric once, also those without a value."""
-        engine = self._engine
-        ready = engine.state == "ready" and engine.failure is None
-        now = arrange_figures({**self._figures, "ready": ready, "silent_s": engine.silent_s})
-        yield _build(engine)
-        yield _http_errors(self._error_counts)
-        yield from _tally_metrics(engine.tally)
-        yield from (_figure(family, now) for family in FAMILIES)
-
-
-def _build(engine: Engine) -> Metric:
-    info = engine.info
-    made = GaugeMetricFamily(
-        f"{PREFIX}build_info", "The version, and the model served.", labels=("version", "model")
-    )
-    made.add_metric((__version__, info.id if info else ""), 1)
-    return made
+        engine, tally = self._engine, self._engine.tally
+        counts = {
+            "build": {(__version__, engine.info.id if engine.info else ""): 1},
+            "http_errors": self._error_counts,  # of all paths, also those before the engine
+            "tally": {
+                "outcomes": tally.outcomes,
+                "joined": tally.joined,
+                "stages": {stage.removesuffix("_s"): s for stage, s in tally.stages.items()},
+                "losses": tally.losses,
+                "lost": tally.lost_tokens,
+            },
+            "ready": engine.state == "ready" and engine.failure is None,
+            "silent_s": engine.silent_s,
+        }
+        now = arrange_figures({**self._figures, **counts})
+        yield from (_figure(family, now) for family in (*_COUNTS, *FAMILIES))
+        first, whole = tally.first_token, tally.whole
+        yield _histogram("first_token_seconds", "From arrival to the first token.", first)
+        yield _histogram("request_duration_seconds", "From arrival to the end.", whole)
 
 
 def _figure(family: Family, now: dict[str, Any]) -> Metric:
@@ -247,51 +243,6 @@ def _figure(family: Family, now: dict[str, Any]) -> Metric:
     for labels, value in family.iterate_samples(now):
         made.add_metric(labels, value)
     return made
-
-
-def _http_errors(error_counts: Counter[int]) -> Metric:
-    """Count error responses of all paths, also those that never reach the engine."""
-    made = CounterMetricFamily(
-        f"{PREFIX}http_errors", "Answers over HTTP that were errors.", labels=("status",)
-    )
-    for status, count in error_counts.items():
-        made.add_metric((str(status),), count)
-    return made
-
-
-def _tally_metrics(tally: Tally) -> Iterator[Metric]:
-    """Yield the metrics that are counted at the end of a request."""
-    requests = CounterMetricFamily(
-        f"{PREFIX}requests", "Requests that are over.", labels=("api", "outcome")
-    )
-    for (api, outcome), count in tally.outcomes.items():
-        requests.add_metric((api, outcome), count)
-    yield requests
-    yield CounterMetricFamily(
-        f"{PREFIX}joined_requests", "Requests that shared another's reply.", value=tally.joined
-    )
-    yield _histogram("first_token_seconds", "From arrival to the first token.", tally.first_token)
-    yield _histogram("request_duration_seconds", "From arrival to the end.", tally.whole)
-    stages = CounterMetricFamily(
-        f"{PREFIX}stage_seconds", "Time that requests spent in each stage.", labels=("stage",)
-    )
-    for stage, seconds in tally.stages.items():
-        stages.add_metric((stage.removesuffix("_s"),), seconds)
-    yield stages
-    losses = CounterMetricFamily(
-        f"{PREFIX}prefix_losses",
-        "Requests that found less cached than they might, by why.",
-        labels=("reason", "cause"),
-    )
-    for (reason, cause), count in tally.losses.items():
-        losses.add_metric((reason, cause), count)
-    yield losses
-    tokens = CounterMetricFamily(
-        f"{PREFIX}prefix_lost_tokens", "Tokens that were computed again for it.", labels=("reason",)
-    )
-    for reason, count in tally.lost_tokens.items():
-        tokens.add_metric((reason,), count)
-    yield tokens
 
 
 def _histogram(name: str, help: str, times: dict[Any, Times]) -> Metric:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +18,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mlxcache.cli import show
 from mlxcache.cli.output import reporting
 from mlxcache.cli.progress import count_bar
+from mlxcache.cli.show import Result
 from mlxcache.cli.target import Json
+from mlxcache.cli.warm import read_input
 from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
 from mlxcache.errors import BadRequest, MlxcacheError
@@ -93,10 +95,8 @@ def explain(
         one, other = read_request(first), second and read_request(second)
         with count_bar("rendering"):
             found = explain_pair(one, other, settings) if other else audit_one(one, settings)
-        if as_json:
-            show.print_json(found)
-            return
-        (print_audit if second is None else print_pair)(found)
+        text = partial(print_audit if second is None else print_pair, found)
+        Result(found, text).print(as_json=as_json)
 
 
 def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -116,23 +116,10 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
         "new_tokens": new - max(explained.at_token, explained.new_from),
         "lost": _lost_object(explained),
         "later": [
-            {
-                "where": one.where,
-                "reason": one.reason,
-                "cause": one.cause,
-                "before": one.before,
-                "after": one.after,
-            }
-            for one in explained.later
+            _members(one, "where", "reason", "cause", "before", "after") for one in explained.later
         ],
         "removed": [
-            {
-                "rule": rule,
-                "where": one.where,
-                "cause": one.cause,
-                "before": one.before,
-                "after": one.after,
-            }
+            {"rule": rule, **_members(one, "where", "cause", "before", "after")}
             for rule, one in explained.removed
         ],
         "without_effect": differences_without_effect(one, other),
@@ -142,16 +129,15 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
 def _lost_object(explained: Explanation) -> dict[str, Any] | None:
     if explained.reason is None:
         return None
-    return {
-        "at_token": explained.at_token,
-        "reason": explained.reason,
-        "cause": explained.cause,
-        "where": explained.where,
-        "lost_tokens": explained.lost_tokens,
-        "before": explained.before,
-        "after": explained.after,
-        "advice": explained.advice,
-    }
+    return _members(
+        explained,
+        *("at_token", "reason", "cause", "where", "lost_tokens", "before", "after", "advice"),
+    )
+
+
+def _members(found: object, *names: str) -> dict[str, Any]:
+    """Select attributes of a result, as members of its JSON object."""
+    return {name: getattr(found, name) for name in names}
 
 
 def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
@@ -172,14 +158,8 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
         "prompt_tokens": len(side.ids),
         "data": [
             {
-                "cause": one.cause,
-                "where": one.where,
-                "line": one.line,
-                "at_token": one.at_token,
-                "tokens_behind": one.tokens_behind,
-                "text": one.text,
-                "excerpt": one.excerpt,
-                "rule": one.rule,
+                **_members(one, "cause", "where", "line", "at_token", "tokens_behind"),
+                **_members(one, "text", "excerpt", "rule"),
                 "advice": None if one.rule else one.advice,
             }
             for one in found
@@ -217,10 +197,7 @@ def read_request(file: Path) -> dict[str, Any]:
     from mlxcache.wire.chat_bodies import parse_chat_request, request_to_chat  # noqa: PLC0415
 
     name = "Standard input" if str(file) == "-" else str(file)
-    try:
-        raw = typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
-    except OSError as error:
-        raise MlxcacheError(f"{file} cannot be read: {error.strerror}.") from error
+    raw = read_input(file)
     try:
         request = parse_chat_request(raw)
     except BadRequest as error:
@@ -352,9 +329,15 @@ def print_audit(found: Mapping[str, Any]) -> None:
     if not data:
         out.print(Text("Nothing was found that is likely to change.", "bold green"))
         out.print(f"{total:,} tokens; tools, system text and reminders were checked.")
-        _print_removed(out, removed)
-        _print_estimated(out, found)
-        return
+    else:
+        _print_findings(out, data, total)
+    for one in removed:
+        text = Text.assemble(f"{one['where']}, line {one['line']}, by rule ", (one["rule"], "bold"))
+        _row(out, "removed", text)
+    _print_estimated(out, found)
+
+
+def _print_findings(out: Console, data: Sequence[Mapping[str, Any]], total: int) -> None:
     things = "1 thing" if len(data) == 1 else f"{len(data)} things"
     out.print(Text.assemble((things, "bold yellow"), f" likely to change in {total:,} tokens:"))
     for one in data[:_MAX_FINDINGS]:
@@ -372,14 +355,6 @@ def print_audit(found: Mapping[str, Any]) -> None:
     for cause in dict.fromkeys(one["cause"] for one in data[:_MAX_FINDINGS]):
         advice = next(one["advice"] for one in data if one["cause"] == cause)
         _row(out, "to do", Text.assemble((f"{cause}: ", "bold"), advice))
-    _print_removed(out, removed)
-    _print_estimated(out, found)
-
-
-def _print_removed(out: Console, removed: Sequence[Mapping[str, Any]]) -> None:
-    for one in removed:
-        text = Text.assemble(f"{one['where']}, line {one['line']}, by rule ", (one["rule"], "bold"))
-        _row(out, "removed", text)
 
 
 def _console() -> Console:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -46,7 +44,7 @@ def count_bar(what: str) -> Iterator[Step]:
 def _bar(what: str, *columns: ProgressColumn) -> Iterator[Step]:
     out = console(stderr=True)
     shown = (SpinnerColumn(), TextColumn(what), *columns)
-    with Progress(*shown, console=out, transient=True, disable=not out.is_terminal) as bar:
+    with _progress(out, *shown) as bar:
         task = bar.add_task("", total=None, count="")
 
         def step(done: int, total: int) -> None:
@@ -56,46 +54,31 @@ def _bar(what: str, *columns: ProgressColumn) -> Iterator[Step]:
         yield step
 
 
-class Loading:
-    """A bar over the steps of loading a model: call it with a step's name and the part done.
+@contextmanager
+def loading_bar(console: Console) -> Iterator[Callable[[str, float | None], None]]:
+    """Show a bar over the steps of loading a model; yields what reports a step and the part done.
 
-    The part is from 0 to 1, or None if unknown. May be called from any thread.
+    The part is from 0 to 1, or None if unknown. May be called from any thread. Without a terminal a
+    step is a line, at most one per tenth.
     """
+    shown: tuple[str, int] | None = None
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with _progress(console, *columns) as bar:
+        task = bar.add_task("starting", total=None)
 
-    def __init__(self, console: Console):
-        self._console = console
-        self._shown: tuple[str, int] | None = None
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("starting", total=None)
+        def step(what: str, share: float | None) -> None:
+            nonlocal shown
+            if console.is_terminal:
+                total = None if share is None else 1.0
+                bar.update(task, description=what, total=total, completed=share or 0.0)
+                return
+            now = (what, 0 if share is None else int(share / _TENTH))
+            if now != shown:
+                shown = now
+                console.print(what if share is None else f"{what} {share:.0%}")
 
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
+        yield step
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
 
-    def __call__(self, what: str, share: float | None) -> None:
-        """Show one step; without a terminal as a line, at most one per tenth."""
-        if self._console.is_terminal:
-            total = None if share is None else 1.0
-            self._bar.update(self._task, description=what, total=total, completed=share or 0.0)
-            return
-        step = (what, 0 if share is None else int(share / _TENTH))
-        if step != self._shown:
-            self._shown = step
-            percent = "" if share is None else f" {share:.0%}"
-            self._console.print(f"{what}{percent}")
+def _progress(console: Console, *columns: ProgressColumn) -> Progress:
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

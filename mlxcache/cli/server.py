@@ -31,7 +31,7 @@ from mlxcache.api.record import Recorder
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.listen import listen
 from mlxcache.cli.output import log_line
-from mlxcache.cli.progress import Loading
+from mlxcache.cli.progress import loading_bar
 from mlxcache.cli.protocol import Protocol
 from mlxcache.cli.show import print_run_summary
 from mlxcache.cli.welcome import print_welcome
@@ -88,7 +88,7 @@ async def _serve(
     stop = asyncio.Event()
     recorder = Recorder(settings.record) if settings.record is not None else None
     _on_signals(stop, console)
-    with Loading(console) as progress:
+    with loading_bar(console) as progress:
         engine = Engine(settings, progress, _log_request)
         api = _api_settings(settings, keys, recorder)
         server = _HttpServer(_http_config(create_app(engine, api)))

@@ -36,7 +36,7 @@ def warm(
     Needs a running server.
     """
     with reporting():
-        target, body = find_server(url, api_key, cache_dir), read_warm(file)
+        target, body = find_server(url, api_key, cache_dir), read_input(file)
         with count_bar("computing, in tokens") as progress:
             found = target.warm(body, progress)
         text = (
@@ -46,8 +46,8 @@ def warm(
         Result(found, text).print(as_json=as_json)
 
 
-def read_warm(file: Path) -> bytes:
-    """Read a file to warm; `-` is standard input. Raises MlxcacheError."""
+def read_input(file: Path) -> bytes:
+    """Read a file; `-` is standard input. Blocks. Raises MlxcacheError."""
     try:
         return typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
     except OSError as error:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from mlxcache.cli.output import ConsoleHandler, log_line, reporting
-from mlxcache.cli.progress import Loading
+from mlxcache.cli.progress import loading_bar
 from mlxcache.errors import ConfigError, ModelError
 from mlxcache.types import RequestRecord
 
@@ -70,7 +70,7 @@ def test_one_token_has_no_speed():
 def test_progress_on_a_pipe_is_a_line_per_tenth():
     """A download of 1,000 steps prints 11 lines."""
     console = plain()
-    with Loading(console) as progress:
+    with loading_bar(console) as progress:
         for n in range(1001):
             progress("downloading org/model", n / 1000)
         progress("loading the weights", None)
@@ -83,7 +83,7 @@ def test_progress_on_a_pipe_is_a_line_per_tenth():
 def test_progress_on_a_terminal_is_a_bar():
     """It shows the current step."""
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with Loading(console) as progress:
+    with loading_bar(console) as progress:
         progress("downloading org/model", 0.5)
         progress("loading the weights", None)
     assert isinstance(console.file, io.StringIO)

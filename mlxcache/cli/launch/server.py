@@ -24,7 +24,7 @@ from mlxcache.cli.connect import base_url
 from mlxcache.cli.launch.clients import Service
 from mlxcache.cli.listen import IN_USE
 from mlxcache.cli.output import console
-from mlxcache.cli.progress import Loading
+from mlxcache.cli.progress import loading_bar
 from mlxcache.cli.remote import ANSWER_S, NoServer, Remote, proxied
 from mlxcache.config import Settings
 from mlxcache.errors import MlxcacheError
@@ -225,7 +225,7 @@ def wait_until_ready(
     """
     served = None
     try:
-        with Loading(console(stderr=True)) as progress:
+        with loading_bar(console(stderr=True)) as progress:
             while served is None:
                 _exit_on_signal(signals)
                 served = query_server(url, key) if started is None else _query_started(key, started)
