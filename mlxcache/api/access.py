@@ -118,51 +118,29 @@ def _address(url: str, like: str = "") -> tuple[str, int] | None:
         return None
 
 
-class PageMiddleware:
-    """Refuse requests of foreign pages (403), and requests with too many headers (431).
+def check_page(settings: ApiSettings, request: Request) -> None:
+    """Raise HTTPException for a foreign page (403), and for too many headers (431).
 
     Where there are keys, or with `any_host`, every host name is accepted: a page cannot know a key.
     """
-
-    def __init__(self, app: ASGIApp, settings: ApiSettings, refusals: RefusalLog):
-        self._app = app
-        self._origins = settings.origins
-        self._any_host = settings.any_host or bool(Keyring(settings.api_key, settings.owned_keys))
-        self._refusals = refusals
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on, or refuse it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope)
-        try:
-            self._check(request)
-        except HTTPException as error:
-            self._refusals.log_refusal(request, error)
-            await error_response(request, error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _check(self, request: Request) -> None:
-        raw = request.scope["headers"]
-        if len(raw) > MAX_HEADERS or sum(len(k) + len(v) for k, v in raw) > MAX_HEADER_BYTES:
-            raise HTTPException(
-                431, f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them"
-            )
-        page = foreign_origin(
-            request.headers,
-            self._origins,
-            any_host=self._any_host,
-            linkable=request.method == "GET" and request.scope["path"] in LINKABLE_PATHS,
+    raw = request.scope["headers"]
+    if len(raw) > MAX_HEADERS or sum(len(k) + len(v) for k, v in raw) > MAX_HEADER_BYTES:
+        raise HTTPException(
+            431, f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them"
         )
-        if page is not None:
-            raise HTTPException(
-                403,
-                f"{page[:100]!r} is not a name of this machine, or it is a web page of another "
-                "origin; both are refused. Use an IP address or localhost, allow the page with "
-                "--allow-origin, or start the server with an API key to use other names",
-            )
+    page = foreign_origin(
+        request.headers,
+        settings.origins,
+        any_host=settings.any_host or settings.api_key is not None or bool(settings.owned_keys),
+        linkable=request.method == "GET" and request.scope["path"] in LINKABLE_PATHS,
+    )
+    if page is not None:
+        raise HTTPException(
+            403,
+            f"{page[:100]!r} is not a name of this machine, or it is a web page of another "
+            "origin; both are refused. Use an IP address or localhost, allow the page with "
+            "--allow-origin, or start the server with an API key to use other names",
+        )
 
 
 # -- CORS ------------------------------------------------------------------------------------
@@ -230,22 +208,28 @@ class Keyring:
         return matching[0]
 
 
-class KeyMiddleware:
-    """Require a key where there are keys (401), and set `OWNER` to the key's owner."""
+def check_key(keys: Keyring, request: Request) -> None:
+    """Set `OWNER` to the owner of a request's key. Raises Unauthorized without a valid one."""
+    needs_key = keys and request.scope["path"] not in KEYLESS_PATHS
+    OWNER.set(keys.find_owner(request.headers) if needs_key else None)
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings, refusals: RefusalLog):
-        self._app = app
-        self._keys = Keyring(settings.api_key, settings.owned_keys)
-        self._refusals = refusals
+
+# -- refusals --------------------------------------------------------------------------------
+
+
+class CheckMiddleware:
+    """Refuse the requests for which `check` raises HTTPException or Unauthorized."""
+
+    def __init__(self, app: ASGIApp, check: Callable[[Request], None], refusals: RefusalLog):
+        self._app, self._check, self._refusals = app, check, refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on, or refuse it."""
+        """Pass one request on, or refuse it; other types than HTTP pass through."""
         if scope["type"] == "http":
             request = Request(scope)
-            needs_key = self._keys and scope["path"] not in KEYLESS_PATHS
             try:
-                OWNER.set(self._keys.find_owner(request.headers) if needs_key else None)
-            except Unauthorized as error:
+                self._check(request)
+            except (HTTPException, Unauthorized) as error:
                 self._refusals.log_refusal(request, error)
                 await error_response(request, error)(scope, receive, send)
                 return

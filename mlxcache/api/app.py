@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from mlxcache.api import anthropic, cache, dashboard, live, metrics, openai, sessions, status
-from mlxcache.api.access import KeyMiddleware, OriginMiddleware, PageMiddleware, RefusalLog
+from mlxcache.api.access import (
+    CheckMiddleware,
+    Keyring,
+    OriginMiddleware,
+    RefusalLog,
+    check_key,
+    check_page,
+)
 from mlxcache.api.errors import HANDLERS
 from mlxcache.api.http import ApiSettings, Deps
 from mlxcache.api.middleware import FallbackMiddleware, RequestMiddleware
@@ -44,13 +52,14 @@ def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette
 def _middleware(deps: Deps) -> list[Middleware]:
     """Middleware from the outermost inwards."""
     settings, refusals = deps.settings, RefusalLog()
+    keys = Keyring(settings.api_key, settings.owned_keys)
     # Pages are refused before CORS adds headers. A preflight carries no key, so CORS comes before
     # the keys; an allowed page must be able to read a 500, so CORS comes before the fallback.
     cors = [Middleware(OriginMiddleware, settings=settings)] if settings.origins else []
     return [
         Middleware(RequestMiddleware, error_counts=deps.error_counts),
-        Middleware(PageMiddleware, settings=settings, refusals=refusals),
+        Middleware(CheckMiddleware, check=partial(check_page, settings), refusals=refusals),
         *cors,
         Middleware(FallbackMiddleware),
-        Middleware(KeyMiddleware, settings=settings, refusals=refusals),
+        Middleware(CheckMiddleware, check=partial(check_key, keys), refusals=refusals),
     ]

@@ -347,7 +347,7 @@ def _read_blocks(content: types.Content, where: str) -> Iterator[tuple[str, type
 
 
 def _has_mark(block: types.Block) -> bool:
-    return getattr(block, "cache_control", None) is not None
+    return isinstance(block, types.Marked) and block.cache_control is not None
 
 
 def _join(texts: list[str]) -> str:

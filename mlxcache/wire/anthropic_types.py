@@ -20,42 +20,47 @@ RawBlock = dict[str, Any]
 Content = str | list[RawBlock]
 
 
-class Text(Struct):
-    text: str
+class Block(Struct):
+    """A content block."""
+
+
+class Marked(Block, kw_only=True):
+    """A content block that may have a `cache_control` mark."""
+
     cache_control: Any = None
 
 
-class Thinking(Struct):
+class Text(Marked):
+    text: str
+
+
+class Thinking(Block):
     thinking: str = ""
     signature: str | None = None
 
 
-class RedactedThinking(Struct):
+class RedactedThinking(Block):
     """Reasoning encrypted by Anthropic; it is not rendered."""
 
 
-class ToolUse(Struct):
+class ToolUse(Marked):
     id: str
     name: str
     input: dict[str, Any] = {}
-    cache_control: Any = None
 
 
-class ToolReference(Struct):
+class ToolReference(Marked):
     tool_name: str
-    cache_control: Any = None
 
 
-class ToolResult(Struct):
+class ToolResult(Marked):
     tool_use_id: str
     content: Content | None = None
     is_error: bool | None = None
-    cache_control: Any = None
 
 
-class Image(Struct):
+class Image(Marked):
     source: Any = None
-    cache_control: Any = None
 
 
 class Source(Struct):
@@ -64,65 +69,42 @@ class Source(Struct):
     content: Content = ""
 
 
-class Document(Struct):
+class Document(Marked):
     source: Source
     title: str | None = None
     context: str | None = None
-    cache_control: Any = None
 
 
-class SearchResult(Struct):
+class SearchResult(Marked):
     content: list[RawBlock]
     source: str = ""
     title: str = ""
-    cache_control: Any = None
 
 
-class ServerToolUse(Struct):
+class ServerToolUse(Marked):
     name: str
     input: Any = None
-    cache_control: Any = None
 
 
-class ServerToolResult(Struct):
+class ServerToolResult(Marked):
     type: str
     content: Any = None
-    cache_control: Any = None
 
 
-class Compaction(Struct):
+class Compaction(Marked):
     content: str | None = None
-    cache_control: Any = None
 
 
-class ToolChange(Struct):
+class ToolChange(Marked):
     """A tool added or removed; `tool` names it, or defines it under `definition`."""
 
     type: str
     tool: dict[str, Any]
-    cache_control: Any = None
 
 
-class Fallback(Struct):
+class Fallback(Block):
     """The place where another model took over; it is not rendered."""
 
-
-Block = (
-    Text
-    | Thinking
-    | RedactedThinking
-    | ToolUse
-    | ToolReference
-    | ToolResult
-    | Image
-    | Document
-    | SearchResult
-    | ServerToolUse
-    | ServerToolResult
-    | Compaction
-    | ToolChange
-    | Fallback
-)
 
 BLOCKS: dict[str, type[Block]] = {
     "text": Text,
