@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import DiskFull, SnapshotRefused, Unsupported
@@ -30,6 +30,9 @@ from mlxcache.store.snapshot_read import Snapshot, import_snapshot, read_snapsho
 from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import FREE_FLOOR, Store
 
+if TYPE_CHECKING:
+    from mlxcache.sessions.book import SessionBook
+
 INCOMING = re.compile(r"restore-(\d+)-.*")
 """Names of files that are being received: the process id, and random characters."""
 
@@ -42,24 +45,12 @@ def remove_stale(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-class Book(Protocol):
-    """The part of `SessionBook` that files need."""
-
-    store: Store | None
-
-    async def info(self, id: str) -> SessionInfo: ...
-
-    async def settled(self) -> bool: ...
-
-    async def adopt(self, info: SessionInfo, name: str | None) -> Listed: ...
-
-
 class SessionFiles:
     """Exports sessions to files, and imports them. Use on the event loop."""
 
     def __init__(
         self,
-        book: Book,
+        book: SessionBook,
         model: Served,
         kv: KVCache,
         thread: MlxThread,

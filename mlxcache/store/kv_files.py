@@ -239,7 +239,7 @@ def file_block_checksums(
         end = place.offset + stop
         more = ahead if stop - start == place.nbytes else end
         for at, view in _chunks(fd, place.offset + start, end, more):
-            _update(states, BLOCK * row, at - place.offset - start, view)
+            update_blocks(states, BLOCK * row, at - place.offset - start, view)
     return [state.digest() for state in states]
 
 
@@ -252,7 +252,7 @@ def file_checksum(fd: int, header: Header) -> bytes:
     return state.digest()
 
 
-def _update(states: list[xxh3_64], size: int, at: int, view: memoryview) -> None:
+def update_blocks(states: list[xxh3_64], size: int, at: int, view: memoryview) -> None:
     """Hash `view`, which begins `at` bytes into blocks of `size` bytes, into their states."""
     done = 0
     while done < len(view):
@@ -365,9 +365,12 @@ def read_ahead(path: Path) -> None:
 
 
 @contextmanager
-def open_file(path: Path) -> Iterator[int]:
-    """Open `path` for reading, symbolic links refused; yields its descriptor. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+def open_file(path: Path, *, links: bool = False) -> Iterator[int]:
+    """Open `path` for reading; yields its descriptor. `links`: also a symbolic link.
+
+    Raises OSError.
+    """
+    fd = os.open(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW))
     try:
         yield fd
     finally:

@@ -99,7 +99,7 @@ def _sweep(notes: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Tell if a process `pid` exists."""
+    """Tell if a process `pid` exists, also another user's."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -186,12 +186,9 @@ def _free(fd: int) -> bool:
 def _exists(name: str) -> bool:
     """Tell if the process in a lock's name exists; one of another container may be invisible."""
     try:
-        os.kill(int(name.partition("-")[0]), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
+        return is_running(int(name.partition("-")[0]))
+    except (ValueError, OverflowError):
         return False
-    except PermissionError:  # another user's
-        return True
-    return True
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
 from mlxcache.store.leaves import Leaf, find_continued
 from mlxcache.store.session_rows import ANY_OWNER, ReplyRow, Session, SessionFigures, Turn
-from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
+from mlxcache.store.snapshot_format import CARRIED, LeafInfo, SessionInfo
 from mlxcache.types import Tokens
 
 __all__ = ["ANY_OWNER", "Session", "Sessions", "Turn", "id_of", "new_id"]
@@ -227,7 +227,7 @@ class Sessions:
         with self._database.read() as db:
             session = rows.read_session(db, id, owner)
             leaves = rows.read_leaves(db, "session = ?", (id,))
-        own = {name: getattr(session, name) for name in _CARRIED}
+        own = {name: getattr(session, name) for name in CARRIED}
         return SessionInfo(leaves=tuple(_carried(leaf) for leaf in leaves), **own)
 
     def adopt(
@@ -239,7 +239,7 @@ class Sessions:
         gets a new id, as the one in the file may be that of another owner's session.
         """
         with self._database.write() as db:
-            own = {field: getattr(info, field) for field in _CARRIED}
+            own = {field: getattr(info, field) for field in CARRIED}
             made = Session(pinned=False, owner=owner, **own)
             made = replace(made, last_used_at=at, name=name or info.name)
             held = db.execute("SELECT 1 FROM sessions WHERE id = ?", (made.id,)).fetchone()
@@ -255,7 +255,6 @@ class Sessions:
         return made.id
 
 
-_CARRIED = tuple(field.name for field in fields(SessionInfo) if field.name != "leaves")
 _CARRIED_OF_LEAF = tuple(field.name for field in fields(LeafInfo))
 
 

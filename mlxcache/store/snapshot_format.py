@@ -5,10 +5,9 @@ Every size is checked before memory is allocated for it. See docs/snapshots.md.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,6 +18,7 @@ from mlxcache import typed
 from mlxcache.errors import SnapshotRefused
 from mlxcache.safetensors import Header, Malformed, Place, read_foreign_header
 from mlxcache.store.digests import BLOCK
+from mlxcache.store.kv_files import open_file
 from mlxcache.types import Tokens
 
 FORMAT, VERSION = "mlxcache-snapshot", 1
@@ -80,6 +80,10 @@ class SessionInfo:
     turns: int = 0
     created_at: float = 0.0
     last_used_at: float = 0.0
+
+
+CARRIED = tuple(one.name for one in fields(SessionInfo) if one.name != "leaves")
+"""Fields that a session's row, its `SessionInfo` and its `Description` have in common."""
 
 
 def block_seed(leaf: int, block: int) -> int:
@@ -155,22 +159,11 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
     def session(self) -> SessionInfo:
         """The session, with leaves that have no tokens yet."""
-        return SessionInfo(
-            id=self.id,
-            namespace=self.namespace,
-            model=self.model,
-            label=self.label,
-            name=self.name,
-            title=self.title,
-            client=self.client,
-            turns=self.turns,
-            created_at=self.created_at,
-            last_used_at=self.last_used_at,
-            leaves=tuple(
-                LeafInfo(NO_TOKENS, x.kind, x.prompt_tokens, x.key_tokens, x.turns, x.last_used_at)
-                for x in self.leaves
-            ),
+        leaves = tuple(
+            LeafInfo(NO_TOKENS, x.kind, x.prompt_tokens, x.key_tokens, x.turns, x.last_used_at)
+            for x in self.leaves
         )
+        return SessionInfo(leaves=leaves, **{name: getattr(self, name) for name in CARRIED})
 
 
 def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
@@ -197,11 +190,8 @@ _KV = re.compile(r"kv\.(0|[1-9][0-9]{0,4})\.[0-9]")
 def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
     """Detect the format of a file by its header. Raises SnapshotRefused for any other."""
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
+        with open_file(path, links=True) as fd:
             metadata = read_foreign_header(fd, own=False).metadata
-        finally:
-            os.close(fd)
     except (Malformed, OSError) as error:
         raise SnapshotRefused(f"This is not a complete snapshot: {error}.") from error
     if metadata.get("format") == FORMAT:

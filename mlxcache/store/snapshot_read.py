@@ -18,6 +18,7 @@ from mlxcache.errors import DiskFull, SnapshotRefused, StoreError
 from mlxcache.owner import own_ids
 from mlxcache.safetensors import Place, Tensor
 from mlxcache.store.digests import BLOCK
+from mlxcache.store.kv_files import open_file
 from mlxcache.store.snapshot_format import (
     CHECKSUMS,
     TOKENS,
@@ -190,11 +191,8 @@ def _tensor(name: str, place: Place, data: memoryview) -> Tensor:
 def _opened(path: Path) -> Iterator[int]:
     """Open the file inside the block, which turns OSError into StoreError."""
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
+        with open_file(path, links=True) as fd:
             yield fd
-        finally:
-            os.close(fd)
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
 

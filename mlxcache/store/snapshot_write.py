@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from mlxcache.owner import plain_ids
 from mlxcache.safetensors import ITEM_BYTES, Header, Malformed, Place, compose, read_header
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found, Piece, Saved
+from mlxcache.store.kv_files import open_file, update_blocks
 from mlxcache.store.snapshot_format import (
+    CARRIED,
     CHECKSUMS,
     FORMAT,
     MOST_LEAVES,
@@ -161,17 +164,10 @@ def describe_session(
     session: SessionInfo, parts: list[LeafPart], states: list[tuple[int, Saved]]
 ) -> Description:
     """Describe the session; `states`: its checkpoints, each with the index of its leaf."""
+    own = {name: getattr(session, name) for name in CARRIED}
+    own |= {name: _bounded(own[name]) for name in ("label", "name", "title", "client")}
     return Description(
-        id=session.id,
-        namespace=session.namespace,
-        model=session.model,
-        label=_bounded(session.label),
-        name=_bounded(session.name),
-        title=_bounded(session.title),
-        client=_bounded(session.client),
-        turns=session.turns,
-        created_at=session.created_at,
-        last_used_at=session.last_used_at,
+        **own,
         leaves=tuple(own.describe() for own in parts),
         checkpoints=tuple(Checkpoint(leaf, saved.position) for leaf, saved in states),
     )
@@ -273,49 +269,33 @@ class SnapshotExport:
             begin = place.offset + (first - piece.first) * row
             at = (first - own.start) * row
             for part in _read(piece.path, begin, begin + (last - first) * row):
-                _feed(sums, BLOCK * row, at, memoryview(part))
+                update_blocks(sums, BLOCK * row, at, memoryview(part))
                 at += len(part)
                 yield part
 
 
-def _feed(sums: list[xxh3_64], size: int, at: int, part: memoryview) -> None:
-    """Hash `part`, which begins `at` bytes into blocks of `size` bytes."""
-    done = 0
-    while done < len(part):
-        block = (at + done) // size
-        end = min((block + 1) * size - at, len(part))
-        sums[block].update(part[done:end])
-        done = end
-
-
 def _read(path: Path, begin: int, end: int) -> Iterator[bytes]:
     """Yield bytes [begin, end) of a file in chunks. Raises StoreError."""
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except FileNotFoundError as error:
-        raise Gone(f"{path} was evicted.") from error
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
-    try:
+    with _opened(path) as fd:
         while begin < end:
             part = os.pread(fd, min(CHUNK_BYTES, end - begin), begin)
             if not part:
                 raise Corrupt(f"{path} is cut off.")
             begin += len(part)
             yield part
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
-    finally:
-        os.close(fd)
 
 
 def _header(path: Path) -> Header:
+    with _opened(path) as fd:
+        return read_header(fd)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file of the store inside the block. Raises Gone, Corrupt and StoreError."""
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            return read_header(fd)
-        finally:
-            os.close(fd)
+        with open_file(path) as fd:
+            yield fd
     except FileNotFoundError as error:
         raise Gone(f"{path} was evicted.") from error
     except Malformed as error:

@@ -6,37 +6,24 @@ from __future__ import annotations
 class Budget:
     """Bytes in use, by kind, under one limit.
 
-    A kind is any string ("kv", "checkpoints", "transient", "pool"). Not thread-safe.
+    A kind is any string ("kv", "checkpoints", "transient", "pool"). `limit`: what `reserve` never
+    exceeds. `used`: bytes of all kinds; more than `limit` only after `charge`. `high_water`: the
+    most bytes ever in use at once. Not thread-safe.
     """
 
     def __init__(self, limit_bytes: int):
         """Raises ValueError where `limit_bytes` is negative."""
         if limit_bytes < 0:
             raise ValueError(f"a budget of {limit_bytes} bytes")
-        self._limit = limit_bytes
-        self._used = 0
-        self._high_water = 0
+        self.limit = limit_bytes
+        self.used = 0
+        self.high_water = 0
         self._kinds: dict[str, int] = {}
-
-    @property
-    def limit(self) -> int:
-        """The bytes that `reserve` never exceeds."""
-        return self._limit
-
-    @property
-    def used(self) -> int:
-        """The bytes of all kinds; more than `limit` only after `charge`."""
-        return self._used
 
     @property
     def free(self) -> int:
         """The bytes that `reserve` can still give; 0 where `charge` went over the limit."""
-        return max(0, self._limit - self._used)
-
-    @property
-    def high_water(self) -> int:
-        """The most bytes ever in use at once."""
-        return self._high_water
+        return max(0, self.limit - self.used)
 
     def by_kind(self) -> dict[str, int]:
         """The bytes in use by kind, as a copy."""
@@ -49,7 +36,7 @@ class Budget:
         """
         if n < 0:
             raise ValueError(f"cannot reserve {n} bytes")
-        if n > self._limit - self._used:
+        if n > self.limit - self.used:
             return False
         self._add(kind, n)
         return True
@@ -75,5 +62,5 @@ class Budget:
         if now < 0:
             raise ValueError(f"{kind} has {now - n} bytes, {-n} cannot be released")
         self._kinds[kind] = now
-        self._used += n
-        self._high_water = max(self._high_water, self._used)
+        self.used += n
+        self.high_water = max(self.high_water, self.used)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.store import Store
+from mlxcache.store.store import Store
 from tests.store.content import opened
 
 

@@ -11,7 +11,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from mlxcache.errors import Corrupt, Gone
-from mlxcache.store import Found, Store, Tensor
+from mlxcache.safetensors import Tensor
+from mlxcache.store.found import Found
+from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
 NAMESPACE = "model-a"

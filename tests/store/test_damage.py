@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mlxcache.errors import Corrupt, Gone, PrefixNotStored, StoreError
 from mlxcache.safetensors import Malformed, parse, read_header
-from mlxcache.store import Store
 from mlxcache.store.digests import Chains
 from mlxcache.store.kv_files import check_checkpoint, check_run
+from mlxcache.store.store import Store
 from tests.store.content import (
     NAMESPACE,
     assert_right,

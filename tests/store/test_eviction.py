@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
-from mlxcache.store import Store, index
+from mlxcache.store import index
 from mlxcache.store.digests import Chains
 from mlxcache.store.eviction import files_to_evict
 from mlxcache.store.folder import Folder
 from mlxcache.store.index import Row
+from mlxcache.store.store import Store
 from tests.sampler import Sampler
 from tests.store.content import (
     NAMESPACE,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlxcache.store import Store, Tensor
+from mlxcache.safetensors import Tensor
+from mlxcache.store.store import Store
 from tests.store.content import branch, put, snapshot, tokens
 
 

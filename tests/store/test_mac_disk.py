@@ -6,7 +6,8 @@ import errno
 
 import pytest
 
-from mlxcache.store import Database, saving
+from mlxcache.store import saving
+from mlxcache.store.database import Database
 from tests.mac_disk import MacDisk
 from tests.store.content import opened, put, tokens
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from mlxcache.errors import Gone, PrefixNotStored, StoreError
-from mlxcache.store import Store, Tensor
+from mlxcache.safetensors import Tensor
 from mlxcache.store.digests import Chains
+from mlxcache.store.store import Store
 from tests.store.content import (
     NAMESPACE,
     assert_right,

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from mlxcache.safetensors import Tensor
-from mlxcache.store import Store
 from mlxcache.store.sessions import Sessions, Turn
+from mlxcache.store.store import Store
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST, allowed
 from tests.store.content import (
     NAMESPACE,

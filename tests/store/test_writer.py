@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
-from mlxcache.store import Job, Store, Writer
+from mlxcache.store.store import Store
+from mlxcache.store.writer import Job, Writer
 from tests.store.content import assert_right, kv, snapshot, tokens
 
 
