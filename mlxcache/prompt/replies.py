@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from threading import Lock
 from typing import Any, Protocol
 
@@ -137,65 +137,27 @@ class DecodedReply:
     closing: str
 
 
+_COMPARED = tuple(one.name for one in fields(ReplyRow) if one.name != "ids")
+
+
 class GeneratedReply:
-    """One reply: its token ids, shape (n,), and how to parse them.
+    """One reply: its row in the database, and what decoding and comparing it found out."""
 
-    `calls`: tool calls were parsed. `stopped`: the stop string that ended the reply. What decoding
-    and comparing found out is kept with the reply.
-    """
-
-    def __init__(
-        self,
-        key: PromptKey,
-        ids: Tokens,
-        *,
-        calls: bool = True,
-        thinking_open: bool = False,
-        generic_tools: bool = False,
-        stopped: str | None = None,
-    ):
-        self.key = key
-        self.ids = ids
-        self.calls = calls
-        self.thinking_open = thinking_open
-        self.generic_tools = generic_tools
-        self.stopped = stopped
+    def __init__(self, row: ReplyRow):
+        self.row = row
         self._decoded: tuple[DecodedReply | None] | None = None
         self._fit: Any = None
         self._rejected: deque[int] = deque(maxlen=_MOST_REJECTED)
 
-    @classmethod
-    def of_row(cls, row: ReplyRow) -> GeneratedReply:
-        """The reply of a database row."""
-        return cls(
-            PromptKey(row.digest, row.length, row.tail, row.history),
-            row.ids,
-            calls=row.calls,
-            thinking_open=row.thinking_open,
-            generic_tools=row.generic_tools,
-            stopped=row.stopped,
-        )
-
-    @property
-    def row(self) -> ReplyRow:
-        """The reply as a database row."""
-        key = self.key
-        return ReplyRow(
-            *(key.digest, key.length, key.tail, key.history, self.ids),
-            *(self.calls, self.thinking_open, self.generic_tools, self.stopped),
-        )
-
     @property
     def nbytes(self) -> int:
         """Bytes held: the ids, and an estimate for the texts made of them."""
-        return self.ids.nbytes * 6 + _OVERHEAD
+        return self.row.ids.nbytes * 6 + _OVERHEAD
 
     def same(self, other: GeneratedReply) -> bool:
         """True if both have the same ids, prompt and parsing options."""
-        mine, theirs = (
-            (r.key, r.calls, r.thinking_open, r.generic_tools, r.stopped) for r in (self, other)
-        )
-        return mine == theirs and np.array_equal(self.ids, other.ids)
+        same = all(getattr(self.row, name) == getattr(other.row, name) for name in _COMPARED)
+        return same and np.array_equal(self.row.ids, other.row.ids)
 
     def decode_once(self, decode: Callable[[], DecodedReply | None]) -> DecodedReply | None:
         """The result of `decode`, which is called the first time only."""
@@ -256,16 +218,16 @@ class ReplyReader:
             return ReplyContent.of_pieces(
                 self._read(
                     ids,
-                    tools=tools if reply.calls else (),
-                    thinking_open=reply.thinking_open,
-                    generic_tools=reply.generic_tools,
+                    tools=tools if reply.row.calls else (),
+                    thinking_open=reply.row.thinking_open,
+                    generic_tools=reply.row.generic_tools,
                 )
             )
         except (ValueError, RecursionError):
             return None
 
     def _decode_reply(self, reply: GeneratedReply, tools: Tools) -> DecodedReply | None:
-        ids = self._ids_before_stop(reply)
+        ids = self._ids_before_stop(reply.row)
         if ids is None or not len(ids) or (ids == self._image_token).any():
             return None
         raw = self._text(ids)
@@ -279,7 +241,7 @@ class ReplyReader:
         last = found[-1].group() if found and found[-1].end() == len(raw) else ""
         return DecodedReply(ids, raw, content, "" if last in self._inner else last)
 
-    def _ids_before_stop(self, reply: GeneratedReply) -> Tokens | None:
+    def _ids_before_stop(self, reply: ReplyRow) -> Tokens | None:
         """The ids before the stop string; None where they cannot be told apart.
 
         Where one token holds text before the stop string and a part of it, other tokens are
@@ -317,22 +279,22 @@ class Replies:
         self._lock = Lock()
         self._held: LRU[bytes, tuple[GeneratedReply, ...]] = LRU(limit, _nbytes)
         self._by_history: dict[bytes, tuple[GeneratedReply, ...]] = {}
-        self._keys: tuple[PromptKey, ...] | None = ()
+        self._keys: tuple[tuple[int, str], ...] | None = ()
 
     def add(self, reply: GeneratedReply) -> None:
         """Remember a reply beside the others to the same prompt."""
         with self._lock:
-            others = self._held.peek(reply.key.digest) or ()
+            others = self._held.peek(reply.row.digest) or ()
             same = [o for o in others if o.same(reply)]
             reply = same[0] if same else reply  # keeps what decoding found out
             kept = [o for o in others if o not in same][-ALTERNATIVES + 1 :]
             for gone in others:
                 if gone not in kept:
                     self._forget(gone)
-            history = reply.key.history
+            history = reply.row.history
             if history:
                 self._by_history[history] = (*self._by_history.get(history, ()), reply)
-            for evicted in self._held.put(reply.key.digest, (*kept, reply)):
+            for evicted in self._held.put(reply.row.digest, (*kept, reply)):
                 for gone in evicted:
                     self._forget(gone)
             self._keys = None
@@ -340,10 +302,10 @@ class Replies:
     def learn(self, rows: Iterable[ReplyRow]) -> None:
         """Add replies that an earlier run or another server wrote, oldest first."""
         for row in rows:
-            self.add(GeneratedReply.of_row(row))
+            self.add(GeneratedReply(row))
 
     def _forget(self, reply: GeneratedReply) -> None:
-        history = reply.key.history
+        history = reply.row.history
         left = tuple(one for one in self._by_history.get(history, ()) if one is not reply)
         if left:
             self._by_history[history] = left
@@ -365,15 +327,14 @@ class Replies:
         """
         with self._lock:
             if self._keys is None:
-                keys = [held[0].key for held in self._held.values()]
-                found = {(key.length, key.tail): key for key in keys}
-                self._keys = tuple(found[at] for at in sorted(found))
+                rows = [held[0].row for held in self._held.values()]
+                self._keys = tuple(sorted({(row.length, row.tail) for row in rows}))
             keys_by_length = self._keys
-        for key in keys_by_length:
-            if key.length > len(text):
+        for length, tail in keys_by_length:
+            if length > len(text):
                 return
-            if text.startswith(key.tail, key.length - len(key.tail)):
-                yield key.length
+            if text.startswith(tail, length - len(tail)):
+                yield length
 
     @property
     def nbytes(self) -> int:
@@ -396,10 +357,12 @@ def make_reply(
     if key is None or not len(ids):
         return None
     return GeneratedReply(
-        key,
-        np.asarray(ids, np.int32),
-        calls=calls,
-        thinking_open=prompt.thinking_open,
-        generic_tools=prompt.generic_tools,
-        stopped=stopped,
+        ReplyRow(
+            **asdict(key),
+            ids=np.asarray(ids, np.int32),
+            calls=calls,
+            thinking_open=prompt.thinking_open,
+            generic_tools=prompt.generic_tools,
+            stopped=stopped,
+        )
     )

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from mlxcache.prompt.replies import GeneratedReply, PromptKey, Replies, ReplyContent, ReplyReader
+from mlxcache.prompt.replies import GeneratedReply, Replies, ReplyContent, ReplyReader
 from mlxcache.store.database import TemporaryDatabase
-from mlxcache.store.session_rows import Turn
+from mlxcache.store.session_rows import ReplyRow, Turn
 from mlxcache.store.sessions import Sessions
 from mlxcache.types import Chat, FinishReason
 from tests.prompt.chats import TOOLS
@@ -288,12 +288,15 @@ def test_what_is_remembered_is_bounded_in_bytes() -> None:
     """The least recently used replies are evicted; those of a conversation in use stay."""
     replies = Replies(limit=40_000)
     ids = np.arange(200, dtype=np.int32)
-    made = [GeneratedReply(PromptKey(bytes([n]), n, "", bytes([n])), ids + n) for n in range(20)]
+    made = [
+        GeneratedReply(ReplyRow(bytes([n]), n, "", bytes([n]), ids + n, True, False, False, None))
+        for n in range(20)
+    ]
     for one in made:
         replies.add(one)
         assert made[0] in replies.find(bytes([0]))
     assert (
-        replies.nbytes == sum(m.nbytes for m in made if m in replies.find(m.key.digest)) <= 40_000
+        replies.nbytes == sum(m.nbytes for m in made if m in replies.find(m.row.digest)) <= 40_000
     )
     assert not replies.find(bytes([1]))
     assert not replies.find_by_history(bytes([1]))
