@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlxcache.cli.remote import Progress
+from mlxcache.cli.progress import Step
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create
 from mlxcache.store.listing import Held, Listed
@@ -38,7 +38,6 @@ class Offline:
     # -- sessions ----------------------------------------------------------------------------
 
     def sessions(self) -> list[dict[str, Any]]:
-        """List all sessions, most recently used first."""
         if not self._exists():
             return []
         with self._open() as (store, sessions):
@@ -50,12 +49,10 @@ class Offline:
         return 0
 
     def session(self, id: str) -> dict[str, Any]:
-        """Return one session with its leaves. Raises NotFound."""
         with self._open() as (store, sessions):
             return _listing(store, sessions, id).as_object(leaves=True)
 
     def patch(self, id: str, **changes: Any) -> dict[str, Any]:
-        """Change `name` or `pinned` of a session, and return it."""
         with exclusive_lock(self.cache_dir), self._open() as (store, sessions):
             sessions.update(id, **changes)
             if "pinned" in changes:
@@ -68,13 +65,11 @@ class Offline:
             store.delete_session(sessions, id)
 
     def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
-        """Make a session that continues `id`, from its first `at_tokens` tokens or all."""
         with exclusive_lock(self.cache_dir), self._open() as (store, sessions):
             made = sessions.fork(id, time.time(), name, at_tokens)
             return _listing(store, sessions, made).as_object()
 
-    def snapshot(self, id: str, path: Path, format: str, progress: Progress) -> int:
-        """Write a session to the file at `path` and return its size in bytes."""
+    def snapshot(self, id: str, path: Path, format: str, progress: Step) -> int:
         if format != "mlxcache":
             raise MlxcacheError(f"--format {format} needs a server with the model: start one.")
         done = 0
@@ -89,7 +84,7 @@ class Offline:
         return done
 
     def restore(
-        self, path: Path, name: str | None, prompt: str | None, progress: Progress
+        self, path: Path, name: str | None, prompt: str | None, progress: Step
     ) -> dict[str, Any]:
         """Import the snapshot at `path`, of any model, and return the new session."""
         if prompt is not None:
@@ -123,14 +118,14 @@ class Offline:
             }
             return {"disk": disk, "sessions": sessions.count()}
 
-    def check(self, progress: Progress) -> list[dict[str, str]]:
+    def check(self, progress: Step) -> list[dict[str, str]]:
         """Read every file and return the problems found; changes nothing."""
         if not self._exists():
             return []
         with self._open() as (store, _):
             return [{"path": str(one.path), "what": one.what} for one in store.check(progress)]
 
-    def prune(self, limit: int | None, progress: Progress) -> dict[str, Any]:
+    def prune(self, limit: int | None, progress: Step) -> dict[str, Any]:
         """Remove damaged files, then evict down to `limit` bytes on disk."""
         if not self._exists():
             return {"freed_bytes": 0}

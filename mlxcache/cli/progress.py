@@ -21,7 +21,7 @@ from rich.progress import (
 from mlxcache.cli.output import console
 
 Step = Callable[[int, int], None]
-"""Called with the amount done and the total, which is 0 while it is unknown."""
+"""Called with the bytes, tokens or files done and the total, which is 0 while it is unknown."""
 
 _TENTH = 0.1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import httpx
 
+from mlxcache.cli.progress import Step
 from mlxcache.config.settings import is_loopback
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create
@@ -22,9 +23,6 @@ ANSWER_S = 3.0
 
 PART_BYTES = 1 << 20
 _HEADER = "X-Mlxcache-Request"
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes, tokens or files done and the total."""
 
 _POLL_S = 0.5
 
@@ -110,7 +108,7 @@ class Remote:
         body = {"name": name, "at_tokens": at_tokens}
         return self._json("POST", f"{_path(id)}/fork", json=body)
 
-    def snapshot(self, id: str, path: Path, format: str, progress: Progress) -> int:
+    def snapshot(self, id: str, path: Path, format: str, progress: Step) -> int:
         """Write a session to the file at `path` and return its size in bytes."""
         done = 0
         with (
@@ -130,7 +128,7 @@ class Remote:
         return done
 
     def restore(
-        self, path: Path, name: str | None, prompt: str | None, progress: Progress
+        self, path: Path, name: str | None, prompt: str | None, progress: Step
     ) -> dict[str, Any]:
         """Import a snapshot, or a prompt cache of mlx-lm computed from `prompt`.
 
@@ -160,7 +158,7 @@ class Remote:
 
     # -- the cache ---------------------------------------------------------------------------
 
-    def warm(self, body: bytes, progress: Progress) -> dict[str, Any]:
+    def warm(self, body: bytes, progress: Step) -> dict[str, Any]:
         """Compute a prefix ahead of its first use; `body` is a chat request or a system prompt.
 
         Progress is polled from `GET /v1/requests` every half second, in tokens.
@@ -183,12 +181,12 @@ class Remote:
         """Figures of the cache, as `GET /v1/cache` returns them."""
         return self._json("GET", "/v1/cache")
 
-    def check(self, _: Progress) -> list[dict[str, str]]:
+    def check(self, _: Step) -> list[dict[str, str]]:
         """Have the server read all its files and return the problems found; no progress."""
         found: list[dict[str, str]] = self._json("GET", "/v1/cache/check")["data"]
         return found
 
-    def prune(self, limit: int | None, _: Progress) -> dict[str, Any]:
+    def prune(self, limit: int | None, _: Step) -> dict[str, Any]:
         """Remove damaged files, then evict down to `limit` bytes on disk; no progress."""
         params = {} if limit is None else {"limit_bytes": str(limit)}
         return self._json("POST", "/v1/cache/prune", params=params)

@@ -115,38 +115,20 @@ class PromptBuilder:
         self._refuse_too_long(text, "prompt")
         return Prompt(self._codec.encode_raw(text))
 
-    def chat(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
-        """The prompt of a conversation.
+    def chat(
+        self,
+        chat: Chat,
+        session: str | None = None,
+        stop: Sequence[str] = (),
+        new: Messages = (),
+    ) -> Prompt:
+        """The prompt of a conversation; the messages `new` are appended after canonicalisation.
 
         `session`: the label under which the text is remembered, so that the next turn is tokenised
         from the first difference. `stop`: the strings that end the reply. Raises BadRequest for a
         conversation that cannot be rendered, ContextLengthExceeded for one that is far too long,
         GenerationFailed if the template fails.
         """
-        return self._chat(chat, session, stop)
-
-    def next_turn(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
-        """The common prefix of all prompts that may continue a conversation.
-
-        `chat` ends with the reply. The prefix ends where the text of the next message begins, and
-        has one arbitrary token more, as at least one token must be fed. A mark is added at the
-        position where the prompt diverges if the client strips white space from the reply. Raises
-        as `chat` does.
-        """
-        one, *others = (self._chat(turn, session, stop, new) for turn, new in next_turns(chat))
-        shared = [common_length(one.ids, other.ids) for other in others]
-        end = shared[0] + 1
-        return Prompt(
-            one.ids[:end],
-            tuple(sorted({*(mark for mark in (*one.marks, *shared[1:]) if mark < end)})),
-            tokens=None if one.tokens is None else one.tokens[:end],
-            images=one.images,
-        )
-
-    def _chat(
-        self, chat: Chat, session: str | None, stop: Sequence[str], new: Messages = ()
-    ) -> Prompt:
-        """Build the prompt of `chat`; the messages `new` are appended after canonicalisation."""
         try:
             canonical = self._canonicalise(chat, session, stop, new)
             if not set(LENGTHENING).isdisjoint(canonical.rules):
@@ -157,6 +139,24 @@ class PromptBuilder:
         except RecursionError as error:
             raise too_deep() from error
         return self._prompt(chat, canonical, session)
+
+    def next_turn(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
+        """The common prefix of all prompts that may continue a conversation.
+
+        `chat` ends with the reply. The prefix ends where the text of the next message begins, and
+        has one arbitrary token more, as at least one token must be fed. A mark is added at the
+        position where the prompt diverges if the client strips white space from the reply. Raises
+        as `chat` does.
+        """
+        one, *others = (self.chat(turn, session, stop, new) for turn, new in next_turns(chat))
+        shared = [common_length(one.ids, other.ids) for other in others]
+        end = shared[0] + 1
+        return Prompt(
+            one.ids[:end],
+            tuple(sorted({*(mark for mark in (*one.marks, *shared[1:]) if mark < end)})),
+            tokens=None if one.tokens is None else one.tokens[:end],
+            images=one.images,
+        )
 
     def _canonicalise(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxcache.common_prefix import common_characters
+from mlxcache.prompt.canonical.draft import SYSTEM, Message, as_text
 from mlxcache.prompt.volatile import ANNOUNCED, VALUES, causes_touching
 from mlxcache.types import Chat, Image
 
@@ -121,10 +122,8 @@ def _form(old: str, new: str) -> str | None:
     return None
 
 
-Message = Mapping[str, Any]
 Shows = tuple[str, str]
 
-SYSTEM = ("system", "developer")
 _SHIFTS = 16
 """Most messages inserted or dropped at one place that are recognised as such."""
 _SUMMARY = re.compile(
@@ -314,11 +313,7 @@ def _heads(messages: Sequence[Message]) -> int:
 
 
 def _key(message: Message) -> str:
-    return json.dumps(message, sort_keys=True, ensure_ascii=False, default=_digest)
-
-
-def _digest(value: object) -> str:
-    return value.digest.hex() if isinstance(value, Image) else repr(value)
+    return json.dumps(message, sort_keys=True, ensure_ascii=False, default=as_text)
 
 
 def _text_of(message: Message) -> str:
@@ -332,7 +327,7 @@ def _text_of(message: Message) -> str:
 
 
 def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=_digest)
+    return json.dumps(value, ensure_ascii=False, default=as_text)
 
 
 def _function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:

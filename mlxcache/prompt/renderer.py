@@ -108,10 +108,10 @@ class Renderer:
         """The generation prompt after a user's message; empty where it is not known."""
         return self._generation("user", dict(self._args)) or ""
 
-    def probe(self, messages: Sequence[Message], *, tools: bool, generation: bool = False) -> str:
+    def probe(self, messages: Sequence[Message], *, tools: bool) -> str:
         """Render messages that no client sent, to learn about the template. Raises as `render`."""
         adapted = adapt(messages, (), self._traits)
-        return self._text(adapted, [TOOL] if tools else None, self._args, generation=generation)
+        return self._text(adapted, [TOOL] if tools else None, self._args, generation=False)
 
     def _shared(
         self, text: str, messages: list[Message], tools: Any, args: Mapping[str, Any]

@@ -132,9 +132,9 @@ class _Probe:
         except MlxcacheError:
             return ""
 
-    def shows(self, messages: Sequence[Message], *words: str, tools: bool = False) -> bool:
+    def shows(self, messages: Sequence[Message], *words: str) -> bool:
         """True if the words are rendered, in this order."""
-        text, at = self.text(messages, tools=tools), 0
+        text, at = self.text(messages), 0
         for word in words:
             at = text.find(word, at) + len(word)
             if at < len(word):

@@ -64,7 +64,7 @@ class Space:
         if need <= 0:
             return []
         quarantined = sum(size for _, size in self.folder.quarantined())
-        pinned, counts = _pinned(connection), index.reuse_counts(connection)
+        pinned, counts = index.pinned(connection), index.reuse_counts(connection)
         chosen = files_to_evict(index.rows(connection), need - quarantined, pinned, counts)
         if chosen is None:
             raise DiskFull(self._message(coming))
@@ -84,7 +84,7 @@ class Space:
         need = self.used(connection) + self._reserve(limit) - limit
         need -= self.folder.free_quarantine(need)
         counts = index.reuse_counts(connection)
-        chosen = files_to_evict(rows, need, _pinned(connection), counts, partly=True) or []
+        chosen = files_to_evict(rows, need, index.pinned(connection), counts, partly=True) or []
         self.remove(connection, chosen)
         return chosen
 
@@ -110,10 +110,6 @@ class Space:
             f"{format_size(coming)} more do not fit into the {format_size(self.limit)} "
             f"that {self.folder.path} may take."
         )
-
-
-def _pinned(connection: sqlite3.Connection) -> set[int]:
-    return {id for (id,) in connection.execute("SELECT file FROM pin")}
 
 
 def files_to_evict(

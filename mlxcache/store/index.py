@@ -218,6 +218,11 @@ def latest_use(connection: sqlite3.Connection) -> float:
     return float(used)
 
 
+def pinned(connection: sqlite3.Connection) -> set[int]:
+    """Ids of the files that are pinned under any name."""
+    return {id for (id,) in connection.execute("SELECT file FROM pin")}
+
+
 def count_reuses(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
     """Count one reuse of each of these files; ids without a row are ignored."""
     connection.executemany(

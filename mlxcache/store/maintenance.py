@@ -126,7 +126,7 @@ def clear(context: StoreContext, pinned: bool) -> int:
             context.check_present()
             before = context.space.used(connection)
             context.folder.trim_quarantine(0, keep=0)
-            kept = {id for (id,) in connection.execute("SELECT file FROM pin")}
+            kept = index.pinned(connection)
             rows = index.rows(connection)
             every = files_to_evict(rows, sum(row.disk for row in rows) + 1, kept, partly=True) or []
             going = takewhile(lambda row: pinned or row.id not in kept, every)

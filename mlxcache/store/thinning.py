@@ -89,7 +89,7 @@ def checkpoints_over_share(connection: sqlite3.Connection, coming: int, limit: i
     if need <= 0:
         return []
     rows = index.rows(connection, "kind = ? AND owner IS NULL", CHECKPOINT)
-    pinned = {id for (id,) in connection.execute("SELECT file FROM pin")}
+    pinned = index.pinned(connection)
     followed = {row.previous for row in rows}
     used = last_uses(rows)
 

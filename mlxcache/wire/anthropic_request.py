@@ -268,12 +268,9 @@ class BlockReader:
 
     def read_texts(self, content: types.Content, where: str) -> tuple[list[str], bool]:
         """Return each block's text, and True if any block has a cache_control mark."""
-        texts = []
-        marked = False
-        for at, block in _read_blocks(content, where):
-            texts.append(self.read_text(block, at))
-            marked |= _has_mark(block)
-        return texts, marked
+        found = list(_read_blocks(content, where))
+        texts = [self.read_text(block, at) for at, block in found]
+        return texts, any(_has_mark(block) for _, block in found)
 
     def read_text(self, block: types.Block, where: str) -> str:
         """Return a block's text.

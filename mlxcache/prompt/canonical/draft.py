@@ -123,8 +123,9 @@ class History:
         self._hash.update(_ENCODER.encode(message).encode())
 
 
-def _plain(value: Any) -> Any:
+def as_text(value: object) -> str:
+    """A value that is not JSON, for `json.dumps`: an image is its digest."""
     return value.digest.hex() if isinstance(value, Image) else repr(value)
 
 
-_ENCODER = json.JSONEncoder(default=_plain)
+_ENCODER = json.JSONEncoder(default=as_text)
