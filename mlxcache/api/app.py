@@ -1,12 +1,20 @@
-"""The HTTP application as a value: routes, error handlers, middleware."""
+"""The HTTP application as a value: routes, error handlers, middleware.
+
+The middleware of every request: its id, security headers, error counts, and a 500 for a bug.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxcache.api import anthropic, cache, dashboard, live, metrics, openai, sessions, status
 from mlxcache.api.access import (
@@ -17,12 +25,22 @@ from mlxcache.api.access import (
     check_key,
     check_page,
 )
-from mlxcache.api.errors import HANDLERS
-from mlxcache.api.http import ApiSettings, Deps
-from mlxcache.api.middleware import FallbackMiddleware, RequestMiddleware
+from mlxcache.api.errors import HANDLERS, error_response
+from mlxcache.api.http import HEALTH, ApiSettings, Deps, get_request_id, make_request_id
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
+
+REQUEST_HEADER = "X-Mlxcache-Request"
+
+SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""Headers of every response: no page can load it as a script or an image, nor frame it."""
+
+log = logging.getLogger(__name__)
 
 
 def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette:
@@ -63,3 +81,61 @@ def _middleware(deps: Deps) -> list[Middleware]:
         Middleware(FallbackMiddleware),
         Middleware(CheckMiddleware, check=partial(check_key, keys), refusals=refusals),
     ]
+
+
+class RequestMiddleware:
+    """Give each request an id, add `SECURITY_HEADERS`, and count error responses by status.
+
+    Errors of `/health` are not counted: clients poll it until the model is loaded.
+    """
+
+    def __init__(self, app: ASGIApp, error_counts: Counter[int]):
+        self._app, self._error_counts = app, error_counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection; other types than HTTP pass through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        id = make_request_id()
+        scope.setdefault("state", {})["request_id"] = id
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if message["status"] >= 400 and scope["path"] != HEALTH:
+                    self._error_counts[message["status"]] += 1
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_HEADER] = id
+                headers.update(SECURITY_HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+class FallbackMiddleware:
+    """Answer 500 for an exception without a handler; re-raise it if the response has begun."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection; other types than HTTP pass through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def send_noting_start(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting_start)
+        except Exception as error:
+            request = Request(scope)
+            id = get_request_id(request)
+            log.exception("%s: %s %r failed", id, request.method, scope["path"][:200])
+            if started:
+                raise
+            await error_response(request, error)(scope, receive, send)
