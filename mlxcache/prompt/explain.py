@@ -263,14 +263,6 @@ class EarlierPrompts:
         found = [(one, common_length(one.side.ids, ids)) for one in reversed(held)]
         return sorted(found, key=lambda pair: (pair[0].session != session, -pair[1]))
 
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by all prompts."""
-        return self._held.total
-
 
 def first_related(found: list[tuple[EarlierPrompt, int]], side: Side) -> EarlierPrompt | None:
     """The first prompt that `side` continues or shares the head with; None if there is none."""

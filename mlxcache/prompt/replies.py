@@ -341,9 +341,6 @@ class Replies:
         """Bytes that the replies hold."""
         return self._held.total
 
-    def __len__(self) -> int:
-        return sum(map(len, self._held.values()))
-
 
 def _nbytes(replies: tuple[GeneratedReply, ...]) -> int:
     return sum(reply.nbytes for reply in replies)

@@ -157,18 +157,6 @@ class EvictionOrder:
         within = [at for at, _ in usage.keeps if node.start < at < node.end]
         return max((at for at in within if usage.until(at) > now), default=node.start)
 
-    def check(self) -> None:
-        """Raise AssertionError unless each member has one entry, none of them too high."""
-        entered = [node for _, serial, node in self._heap if self._entered.get(node) == serial]
-        assert len(entered) == len(self._entered), "a node has no entry in the heap, or two"
-        self._end_wishes()
-        for index, (key, serial, node) in enumerate(self._heap):
-            parent = self._heap[(index - 1) // 2]
-            assert parent[:2] <= (key, serial) or index == 0, "the heap is out of order"
-            if self._entered.get(node) == serial:
-                assert not node.detached, f"{node} left the tree and is still remembered"
-                assert key <= self.key(node), f"{node} is keyed higher than it is"
-
     def _entry(self, node: Node) -> tuple[Key, int, Node]:
         serial = next(self._serial)
         self._entered[node] = serial

@@ -26,17 +26,17 @@ def test_what_is_kept_for_comparing_is_bounded():
     held = EarlierPrompts(count=6, each=2, limit=10**9)
     for i in range(20):
         held.add(EarlierPrompt(f"s{i % 4}", side(f"w{i}", 3), 10))
-        assert len(held) <= 6
+        assert len(held.all()) <= 6
     assert all(sum(one.session == f"s{i}" for one in held.all()) <= 2 for i in range(4))
     one = EarlierPrompt("s", side("big", 50), 10)
     small = EarlierPrompts(limit=3 * one.nbytes)
     for i in range(8):
         small.add(EarlierPrompt(f"s{i}", side(f"v{i}", 50), 10))
-        assert small.nbytes <= 3 * one.nbytes
-    assert len(small) >= 2
+        assert sum(one.nbytes for one in small.all()) <= 3 * one.nbytes
+    assert len(small.all()) >= 2
     tiny = EarlierPrompts(limit=1)
     tiny.add(one)
-    assert len(tiny) == 0
+    assert not tiny.all()
 
 
 def test_a_prompt_takes_the_place_of_the_one_it_goes_on_with():
@@ -45,7 +45,7 @@ def test_a_prompt_takes_the_place_of_the_one_it_goes_on_with():
     one = side("w", 30)
     held.add(EarlierPrompt("s", Side(one.source, one.ids[:-5]), 10))
     held.add(EarlierPrompt("s", one, 10))
-    assert len(held) == 1
+    assert len(held.all()) == 1
 
 
 def test_the_newest_of_those_that_share_as_much_comes_first():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from mlxcache.tree.eviction import EvictionOrder
 from mlxcache.tree.node import Node, unneeded
 from mlxcache.tree.prefix_tree import Edges, PrefixTree
 
@@ -73,8 +74,21 @@ def _holders(edges: Edges, nodes: list[Node]) -> None:
 
 
 def _order(edges: Edges, nodes: list[Node]) -> None:
-    edges.leaves.check()
+    check_order(edges.leaves)
     for node in nodes:
         assert node.used_at <= edges.tick, f"{node} was used in the future"
         if not node.locks and not node.children:
             assert node in edges.leaves, f"the leaf {node} can never be evicted"
+
+
+def check_order(order: EvictionOrder) -> None:
+    """Raise AssertionError unless each member has one entry, none of them too high."""
+    entered = [node for _, serial, node in order._heap if order._entered.get(node) == serial]
+    assert len(entered) == len(order._entered), "a node has no entry in the heap, or two"
+    order._end_wishes()
+    for index, (key, serial, node) in enumerate(order._heap):
+        parent = order._heap[(index - 1) // 2]
+        assert parent[:2] <= (key, serial) or index == 0, "the heap is out of order"
+        if order._entered.get(node) == serial:
+            assert not node.detached, f"{node} left the tree and is still remembered"
+            assert key <= order.key(node), f"{node} is keyed higher than it is"

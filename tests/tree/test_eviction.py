@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlxcache.tree.eviction import EvictionOrder
 from mlxcache.tree.node import NO_TOKENS, Node
 from mlxcache.tree.prefix_tree import PrefixTree, Worth
-from tests.tree.check import check_tree
+from tests.tree.check import check_order, check_tree
 
 HEAD = 20
 """Tokens of tools and system in these conversations, and 10 more are their first message."""
@@ -35,7 +35,7 @@ def test_the_first_stays_until_it_is_used():
     assert leaves.first() is leaves.first() is one
     one.used_at, one.usage.clock = 3, 3.0
     assert leaves.first() is two
-    leaves.check()
+    check_order(leaves)
 
 
 def test_what_is_not_eligible_is_forgotten_until_added_again():
@@ -66,7 +66,7 @@ def test_discarded_nodes_do_not_pile_up():
     assert leaves.first() is kept
     assert len(leaves._heap) < 100
     assert len(leaves._ends) < 100
-    leaves.check()
+    check_order(leaves)
 
 
 class Traffic:
