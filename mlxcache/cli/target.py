@@ -26,33 +26,24 @@ if TYPE_CHECKING:
 
 URL_VARIABLE = "MLXCACHE_URL"
 
-_PANEL = "Where"
+
+def _where(metavar: str, help: str) -> Any:
+    return typer.Option(metavar=metavar, rich_help_panel="Where", show_default=False, help=help)
+
 
 Url = Annotated[
     str | None,
-    typer.Option(
-        metavar="URL",
-        rich_help_panel=_PANEL,
-        show_default=False,
-        help=f"The server; also {URL_VARIABLE}. Default: the one running on this machine.",
-    ),
+    _where("URL", f"The server; also {URL_VARIABLE}. Default: the one running on this machine."),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(
-        metavar="KEY",
-        rich_help_panel=_PANEL,
-        show_default=False,
-        help="The server's key. Safer in MLXCACHE_API_KEY than on the command line.",
-    ),
+    _where("KEY", "The server's key. Safer in MLXCACHE_API_KEY than on the command line."),
 ]
 CacheDir = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR",
-        rich_help_panel=_PANEL,
-        show_default=False,
-        help="The cache folder, if no server runs; also MLXCACHE_CACHE_DIR. "
+    _where(
+        "DIR",
+        "The cache folder, if no server runs; also MLXCACHE_CACHE_DIR. "
         "Default: the one of `serve`.",
     ),
 ]
@@ -119,10 +110,12 @@ Where = Any
 """A `Remote` or an `Offline`: they have the same methods."""
 
 
-def located(command: Callable[..., Result]) -> Callable[..., None]:
+def located(
+    command: Callable[..., Result], find: Callable[..., Remote | Offline] = find_target
+) -> Callable[..., None]:
     """Decorate a command: replace its `where` by --json, --url, --api-key and --cache-dir.
 
-    The wrapper calls `command` with the target that `find_target` finds, and prints its result.
+    The wrapper calls `command` with the target that `find` finds, and prints its result.
     Options of the command win over those of its group. Errors are reported by `reporting`.
     """
     signature = inspect.signature(command)
@@ -157,7 +150,7 @@ def located(command: Callable[..., Result]) -> Callable[..., None]:
             for mine, theirs in zip((url, api_key, cache_dir), group, strict=True)
         )
         with reporting():
-            command(find_target(*chosen), **own).print(as_json=as_json)
+            command(find(*chosen), **own).print(as_json=as_json)
 
     run.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in (*parameters, *added)}
