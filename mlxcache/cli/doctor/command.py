@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxcache.cli.connect import base_url
-from mlxcache.cli.doctor import clients, disk, machine, serving
+from mlxcache.cli.doctor import clients, disk, mac, machine, serving
 from mlxcache.cli.doctor.finding import Finding, worst
 from mlxcache.cli.options import Config, Flags, with_settings
 from mlxcache.cli.output import reporting
@@ -39,7 +39,8 @@ Quick = Annotated[
 
 
 @with_settings(
-    "adapter", "draft_model", "kv_bits", "ram", "disk", "host", "port", "trust_remote_code"
+    *("adapter", "draft_model", "kv_bits", "ram", "disk", "host", "port"),
+    *("keep_awake", "trust_remote_code"),
 )
 def doctor(
     *,
@@ -157,6 +158,7 @@ def _examine_machine(settings: Settings) -> tuple[list[Finding], tuple[Examined,
         *of_model,
         machine.examine_memory(host, ram, weights, whose),
         machine.examine_metal(host, ram, weights),
+        *mac.examine_mac(host.chip, host.macos, keep_awake=settings.keep_awake),
         machine.examine_blas(host),
     )
     return [one for one in findings if one is not None], model

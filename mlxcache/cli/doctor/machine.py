@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -16,10 +14,21 @@ import psutil
 from packaging.requirements import Requirement
 
 from mlxcache.cli.doctor.finding import Finding
+from mlxcache.cli.doctor.mac import (
+    Run,
+    read_gpu_cores,
+    read_kernel,
+    read_version,
+    run_command,
+    version_of,
+)
 from mlxcache.config import format_size, machine_bytes
 
 FEWEST_FILES = 512
 """Minimum limit of open files and connections for a server; a Mac's shells set 256."""
+
+LEAST_MACOS = 14
+"""First macOS version for which there are wheels of MLX."""
 
 WIRING_MACOS = 15
 """First macOS version on which MLX can keep the weights wired.
@@ -34,16 +43,15 @@ Source: https://github.com/ml-explore/mlx-lm/issues/883
 MOST_WEIGHTS = 0.9
 """Maximum share of the memory for weights; the system and the cache need the rest."""
 
-_SYSCTL = "/usr/sbin/sysctl"
 _FAST_BLAS = ("openblas", "mkl_rt", "blis", "armpl", "nvpl")
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Description of the machine. Sizes in bytes; None if the machine has no such limit.
+    """Description of the machine. Sizes in bytes; None if the machine has none, or does not say.
 
-    `working_set`: Metal's recommended maximum. `wired_mb`: the user's limit in MB that replaces it,
-    0 for the system's default.
+    `macos`: its version, empty elsewhere. `working_set`: Metal's recommended maximum. `wired_mb`:
+    the user's limit in MB that replaces it, 0 for the system's default.
     """
 
     system: str
@@ -51,6 +59,7 @@ class Host:
     chip: str
     macos: str
     cores: int
+    gpu_cores: int | None
     total: int
     available: int
     working_set: int | None
@@ -58,34 +67,22 @@ class Host:
     accelerated: bool
 
 
-def sysctl(name: str) -> str | None:
-    """Read a kernel value on a Mac; None elsewhere or on failure."""
-    if sys.platform != "darwin":
-        return None
-    try:
-        done = subprocess.run(
-            [_SYSCTL, "-n", name], capture_output=True, text=True, timeout=2, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
-
-
-def host(ask: Callable[[str], str | None] = sysctl) -> Host:
-    """Describe this machine. Imports MLX. `ask` reads a kernel value by name."""
+def host(run: Run = run_command) -> Host:
+    """Describe this machine. Imports MLX; `run` runs the commands of a Mac. Blocks for seconds."""
     import mlx.core as mx  # noqa: PLC0415 - it takes a while, and --help needs none of it
 
     from mlxcache.model.device import working_set_bytes  # noqa: PLC0415
 
-    wired = ask("iogpu.wired_limit_mb")
+    wired = read_kernel(run, "iogpu.wired_limit_mb")
     memory = psutil.virtual_memory()
     total = machine_bytes()
     return Host(
         system=platform.system(),
         processor=platform.machine(),
-        chip=ask("machdep.cpu.brand_string") or _device_name(mx.device_info()),
-        macos=platform.mac_ver()[0],
+        chip=read_kernel(run, "machdep.cpu.brand_string") or _device_name(mx.device_info()),
+        macos=read_version(run) or platform.mac_ver()[0],
         cores=os.cpu_count() or 1,
+        gpu_cores=read_gpu_cores(run),
         total=total,
         available=min(total, memory.available),
         working_set=working_set_bytes(),
@@ -101,11 +98,14 @@ def _device_name(info: Mapping[str, str | int]) -> str:
 def examine_system(host: Host) -> Finding:
     """Check that MLX runs natively on this system and processor."""
     mac = f"macOS {host.macos}" if host.macos else f"{host.system} {platform.release()}"
-    value = f"{host.chip}, {host.cores} cores, {mac}, Python {platform.python_version()}"
+    gpu = f", {host.gpu_cores} GPU cores" if host.gpu_cores else ""
+    value = f"{host.chip}, {host.cores} cores{gpu}, {mac}, Python {platform.python_version()}"
     if host.macos and host.processor == "x86_64":
         remedy = "use a Python for Apple silicon: this one is translated by Rosetta"
         return Finding("machine", "fail", value, remedy)
-    if host.macos and int(host.macos.split(".")[0]) < WIRING_MACOS:
+    if host.macos and version_of(host.macos) < (LEAST_MACOS,):
+        return Finding("machine", "fail", value, f"upgrade to macOS {LEAST_MACOS} or newer for MLX")
+    if host.macos and version_of(host.macos) < (WIRING_MACOS,):
         remedy = f"upgrade to macOS {WIRING_MACOS} or newer, which can keep large models wired"
         return Finding("machine", "warn", value, remedy)
     return Finding("machine", "ok", value)
