@@ -1,4 +1,4 @@
-"""An engine in this process whose RAM tier holds random KV, to measure the disk tier alone."""
+"""An engine in this process, for what no client sees; its RAM tier can be filled with random KV."""
 
 from __future__ import annotations
 
@@ -44,8 +44,18 @@ class Inside:
         count = -(-nbytes // self.core.layout.bytes_per_token)
         return np.random.default_rng(seed).integers(0, self.vocabulary, count, np.int32)
 
+    @property
+    def plain(self) -> bool:
+        """True if the model's KV is all that it caches, so that random KV can stand for it."""
+        return not self.core.layout.opaque and self.core.layout.cacheable
+
     async def put(self, ids: Tokens) -> None:
-        """Put random KV for `ids` into the RAM tier, as after a request."""
+        """Put random KV for `ids` into the RAM tier, as after a request.
+
+        Raises ValueError for a model that needs more than KV (checkpoints).
+        """
+        if not self.plain:
+            raise ValueError("this model's KV alone is not what it caches")
         await self.engine.call(lambda core: _put(core.kv, ids))
 
     async def mark(self, ids: Tokens) -> None:
@@ -78,10 +88,19 @@ class Inside:
         """Files that hold `ids`, in order of tokens."""
         return [piece.path for piece in self.disk.store.find(ids, touch=False).pieces]
 
-    async def ask(self, ids: Tokens, max_tokens: int) -> Stream:
-        """Submit a request. Raises MlxcacheError."""
+    async def ask(
+        self, ids: Tokens, max_tokens: int, *, endless: bool = False, top: int | None = None
+    ) -> Stream:
+        """Submit a request. Raises MlxcacheError.
+
+        With `endless`, the tokens that end a turn are never drawn. `top`: see `Job.top_logprobs`.
+        """
         self._asked += 1
-        job = Job(f"bench-{self._asked}", Prompt(ids), Sampling(), max_tokens=max_tokens)
+        ends = self.core.loaded.tokenizer.eos_token_ids if endless else ()
+        sampling = Sampling(logit_bias=tuple((int(id), -100.0) for id in sorted(ends)))
+        job = Job(
+            f"bench-{self._asked}", Prompt(ids), sampling, max_tokens=max_tokens, top_logprobs=top
+        )
         return await self.engine.submit(job)
 
     async def reply(self, ids: Tokens, max_tokens: int) -> None:
@@ -106,14 +125,16 @@ async def drained(stream: Stream) -> None:
 async def running_inside(model: Path, cache_dir: Path, ram: str) -> AsyncIterator[Inside]:
     """Run an engine on `model` with a disk tier in `cache_dir`. Raises ModelError, ValueError.
 
-    ValueError: the model needs more than KV (checkpoints), or there is no disk tier.
+    It computes nothing by itself while idle. ValueError: there is no disk tier.
     """
-    engine = Engine(Settings(model=str(model), cache_dir=cache_dir, ram=ram, disk="100GB"))
+    engine = Engine(
+        Settings(model=str(model), cache_dir=cache_dir, ram=ram, disk="100GB", no_anticipate=True)
+    )
     await engine.start()
     try:
         core = await engine.call(lambda core: core)
-        if core.kv.disk is None or core.layout.opaque or not core.layout.cacheable:
-            raise ValueError(f"{model}: its KV alone is not what it caches, or it has no disk tier")
+        if core.kv.disk is None:
+            raise ValueError(f"{model}: there is no disk tier")
         yield Inside(engine, core, core.kv.disk)
     finally:
         await engine.stop()

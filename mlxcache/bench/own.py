@@ -1,4 +1,4 @@
-"""The model's own time for a warm turn, measured in a process without a server."""
+"""The model's own time, measured in a process without a server."""
 
 from __future__ import annotations
 
@@ -25,12 +25,24 @@ class OwnTime:
 
     def ask(self, prefix: int, fed: int) -> tuple[float, float]:
         """Time `fed` new tokens after `prefix`: seconds, KV bytes per token. Raises NoOwnTime."""
+        answer = self._answer(prefix=prefix, fed=fed)
+        return answer["seconds"], answer["kv_bytes_per_token"]
+
+    def decode(self, prefix: int, reply: int) -> tuple[float, float]:
+        """Decode `reply` tokens after `prefix`: tokens/s, bytes of the peak. Raises NoOwnTime."""
+        answer = self._answer(prefix=prefix, reply=reply)
+        return answer["tokens_s"], answer["peak_bytes"]
+
+    def prefill(self, prompt: int, step: int) -> float:
+        """Feed `prompt` tokens in passes of `step`: tokens/s. Raises NoOwnTime."""
+        return self._answer(prompt=prompt, step=step)["tokens_s"]
+
+    def _answer(self, **question: int) -> dict[str, float]:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps({"prefix": prefix, "fed": fed}) + "\n")
+            self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
-        answer = self.read()
-        return answer["seconds"], answer["kv_bytes_per_token"]
+        return self.read()
 
     def ready(self) -> bool:
         """Wait until the model is loaded; False if it cannot be measured."""

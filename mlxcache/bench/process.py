@@ -175,6 +175,14 @@ class Lives:
             self._server.kill()
             self.end()
 
+    def stop(self, seconds: float) -> None:
+        """End the running server cleanly, which writes what is left; SIGKILL after `seconds`."""
+        if self._server is not None:
+            self._server.signal(signal.SIGTERM)
+            if self._server.wait(seconds) is None:
+                self._server.kill()
+            self.end()
+
     def kill_starting(self, seconds: float) -> None:
         """Start a server, and kill it after `seconds`, ready or not."""
         launch, model, logs, _ = self._start

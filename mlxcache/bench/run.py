@@ -136,7 +136,7 @@ def conduct(
     and with `strict` where a bound is broken.
     """
     console = report.wide_console()
-    with _scratch() as folder:
+    with scratch() as folder:
         run = Bench(options, folder, console)
         run.found |= {"machine": report.machine(), "model": model}
         run.found |= {"tokens": options.tokens, "runs": options.runs}
@@ -154,7 +154,7 @@ def conduct(
 
 
 @contextmanager
-def _scratch() -> Iterator[Path]:
+def scratch() -> Iterator[Path]:
     """A temporary folder; SIGTERM raises KeyboardInterrupt, so that no server outlives the run."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

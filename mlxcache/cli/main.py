@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -70,18 +71,31 @@ def version(*, as_json: Json = False) -> None:
         print(f"mlxcache {__version__}")
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(add_help_option=False, context_settings=_PASSED_ON)
 def bench(ctx: typer.Context) -> None:
     """Measure this server, and others for comparison, as a client sees them."""
     # Here and not above: it imports MLX, which takes seconds.
     from mlxcache.bench.command import bench as command  # noqa: PLC0415
 
+    _pass_on(command, "bench", ctx.args)
+
+
+@app.command(add_help_option=False, context_settings=_PASSED_ON)
+def prove(ctx: typer.Context) -> None:
+    """Measure this machine beside mlx-lm, and write one report that can be published."""
+    from mlxcache.bench.prove.command import prove as command  # noqa: PLC0415 - as above
+
+    _pass_on(command, "prove", ctx.args)
+
+
+def _pass_on(command: Callable[..., None], name: str, args: list[str]) -> None:
+    """Run a command whose flags the outer one does not know."""
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     inner.command(context_settings=_HELP)(command)
-    inner(args=ctx.args, prog_name="mlxcache bench")
+    inner(args=args, prog_name=f"mlxcache {name}")
 
 
 def main() -> None:

@@ -1,7 +1,11 @@
-"""Time that a model itself takes for a warm turn, without a server: a program for `mlxcache bench`.
+"""Time that a model itself takes, by mlx-lm without a server: a program for `mlxcache bench`.
 
-`python -m mlxcache.model.own_time MODEL` reads one JSON object per line, `{"prefix", "fed"}` in
-tokens, and answers each with `{"seconds", "kv_bytes_per_token"}`, or with `{"error"}`.
+`python -m mlxcache.model.own_time MODEL` reads one JSON object per line, lengths in tokens, and
+answers each with one, or with `{"error"}`:
+
+    {"prefix", "fed"}     {"seconds", "kv_bytes_per_token"}: a warm turn
+    {"prefix", "reply"}   {"tokens_s", "peak_bytes"}: mlx_lm.generate after a prefix
+    {"prompt", "step"}    {"tokens_s"}: a prompt in passes of `step` tokens
 """
 
 from __future__ import annotations
@@ -15,9 +19,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
-from mlx_lm.utils import load_model
+from mlx_lm.generate import generate_step, stream_generate
+from mlx_lm.models.cache import (
+    KVCache,
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
+from mlx_lm.utils import load_model, load_tokenizer
 
 from mlxcache.types import Tokens
 
@@ -33,6 +42,7 @@ class OwnTime:
     """
 
     def __init__(self, path: Path):
+        self.path = path
         self.model, config = load_model(path)
         self.cache: list[Any] = make_prompt_cache(self.model)
         if not can_trim_prompt_cache(self.cache):
@@ -58,6 +68,46 @@ class OwnTime:
         self._settle()
         return taken
 
+    def decoding(self, prefix: int, reply: int) -> tuple[float, int]:
+        """Speed of `mlx_lm.generate` after `prefix` tokens, for a reply of `reply` (2 at least).
+
+        Returns tokens per second after the first token, and the bytes of MLX's peak beyond those
+        that were active at that token. No token ends the reply.
+        """
+        self._reach(prefix - 1)
+        tokenizer = load_tokenizer(self.path)
+        tokenizer.eos_token_ids = []
+        times: list[float] = []
+        active = 0
+        for _ in stream_generate(
+            self.model, tokenizer, self._tokens(1).tolist(), reply, prompt_cache=self.cache
+        ):
+            times.append(time.perf_counter())
+            if len(times) == 1:
+                active = mx.get_active_memory()
+                mx.reset_peak_memory()
+        peak = mx.get_peak_memory() - active
+        self._settle()
+        return (len(times) - 1) / (times[-1] - times[0]), max(0, peak)
+
+    def prefill(self, prompt: int, step: int) -> float:
+        """Prompt tokens per second with mlx-lm's `prefill_step_size` of `step`, from nothing."""
+        tokens = mx.array(self._tokens(prompt))
+        cache = make_prompt_cache(self.model)
+        mx.eval(tokens)
+        mx.synchronize()
+        began = time.perf_counter()
+        steps = generate_step(
+            tokens, self.model, max_tokens=1, prompt_cache=cache, prefill_step_size=step
+        )
+        next(steps)
+        taken = time.perf_counter() - began
+        steps.close()
+        mx.eval([layer.state for layer in cache])
+        del cache
+        mx.clear_cache()
+        return prompt / taken
+
     def kv_bytes_per_token(self) -> float:
         """KV bytes per token over all layers, from the arrays' shapes.
 
@@ -81,7 +131,12 @@ class OwnTime:
         mx.synchronize()
 
     def _reach(self, prefix: int) -> None:
-        """Bring the cache to `prefix` tokens: cut it, or feed the missing ones."""
+        """Bring the cache to `prefix` tokens: cut it, or add the missing ones.
+
+        Plain KV is filled with noise, as its values do not affect the time; else they are fed.
+        """
+        if self._length() and all(type(layer) is KVCache for layer in self.cache):
+            self._fill(prefix - self._length())
         if self._length() < prefix:
             missing = mx.array(self._tokens(prefix - self._length()))
             for _ in generate_step(missing, self.model, max_tokens=1, prompt_cache=self.cache):
@@ -89,10 +144,43 @@ class OwnTime:
             self._settle()
         trim_prompt_cache(self.cache, self._length() - prefix)
 
+    def _fill(self, count: int) -> None:
+        """Append `count` positions of random KV."""
+        for layer in self.cache if count > 0 else ():
+            shapes = [(*array.shape[:2], count, array.shape[3]) for array in layer.state[:2]]
+            noise = [mx.random.normal(shape, dtype=layer.keys.dtype) for shape in shapes]
+            layer.update_and_fetch(*noise)
+            mx.eval(layer.state)
+            del noise
+            mx.clear_cache()
+
+
+def rounding(model: Any, tokens: Tokens, split: int) -> float:
+    """Largest difference between the last position's log-probabilities, fed in two ways.
+
+    In passes of 2,048 tokens; and up to `split`, then the rest. With mlx-lm's own cache, so that it
+    is the rounding of the model's dtype, and of nothing else. MLX thread only.
+    """
+    ends = [list(range(2048, len(tokens), 2048)), [*range(2048, split, 2048), split]]
+    rows = []
+    for cuts in ends:
+        cache = make_prompt_cache(model)
+        for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+            logits = model(mx.array(tokens[start:end])[None], cache=cache)[0, -1]
+            mx.eval(logits, [layer.state for layer in cache])
+        rows.append(logits - mx.logsumexp(logits))
+    first, second = (np.array(row.astype(mx.float32)) for row in rows)
+    return float(np.abs(first - second).max())
+
 
 def answer(own: OwnTime, line: str) -> dict[str, float]:
     """Measure once. Raises ValueError or KeyError if `line` is not a valid question."""
     question = json.loads(line)
+    if "reply" in question:
+        rate, peak = own.decoding(int(question["prefix"]), int(question["reply"]))
+        return {"tokens_s": rate, "peak_bytes": peak}
+    if "prompt" in question:
+        return {"tokens_s": own.prefill(int(question["prompt"]), int(question["step"]))}
     seconds = own.seconds(int(question["prefix"]), int(question["fed"]))
     return {"seconds": seconds, "kv_bytes_per_token": own.kv_bytes_per_token()}
 

@@ -29,8 +29,10 @@ QUIET = 0.2
 """Factor of embeddings that are also rows of the head and must not win."""
 
 GAINS = {"o_proj": 3.0, "down_proj": 2.0}
-"""Spread of a projection's output for inputs of spread 1; 1.3 for those not named. With these,
-attention scores have a deviation near 1.7: some positions weigh more, and hundreds of them count."""
+"""Spread of a projection's output for inputs of spread 1; 1.3 for those not named.
+
+With these, attention scores have a deviation near 1.7: some positions weigh more than others, and
+hundreds of them count."""
 
 LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
 """Characters for replies: not `<`, which opens markers, nor `'`, which has its own rule."""
@@ -71,7 +73,7 @@ def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: in
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = (demo.DATA / "tokenizer.json").read_text(encoding="utf-8")
     vocabulary = Tokenizer.from_str(tokenizer).get_vocab()
-    spoken = spoken_ids(vocabulary)
+    spoken = [vocabulary[letter] for letter in lonely_letters(vocabulary)]
     files: dict[str, str] = {}
     total = 0
     parts = list(_parts(shape))
@@ -94,15 +96,15 @@ def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: in
     return folder
 
 
-def spoken_ids(vocabulary: Mapping[str, int]) -> list[int]:
-    """Choose ids of single characters of which no pair, nor one doubled, is a token."""
+def lonely_letters(vocabulary: Mapping[str, int]) -> list[str]:
+    """Choose characters of which no pair, nor one doubled, is a token."""
     chosen: list[str] = []
     for letter in LETTERS:
         among = [*chosen, letter]
         joins = any(letter + c in vocabulary or c + letter in vocabulary for c in among)
         if letter in vocabulary and not joins:
             chosen.append(letter)
-    return [vocabulary[letter] for letter in chosen]
+    return chosen
 
 
 def _config(shape: Shape, eos: int, weights: Weights) -> dict[str, Any]:
@@ -158,7 +160,12 @@ def _parts(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
 
 
 def _drawn(
-    part: Mapping[str, tuple[int, ...]], key: mx.array, spoken: list[int], *, tokens: int, tied: bool
+    part: Mapping[str, tuple[int, ...]],
+    key: mx.array,
+    spoken: list[int],
+    *,
+    tokens: int,
+    tied: bool,
 ) -> dict[str, mx.array]:
     """Random bfloat16 parameters of one file, by their names with `.weight`.
 

@@ -28,8 +28,8 @@ from mlxcache.errors import ConfigError
 from mlxcache.model.demo import DEMO_NOTICE
 from mlxcache.types import ModelInfo
 
-QUIET = {"serve", "bench"}
-"""Commands without --json: one logs, the other has an output format of its own."""
+QUIET = {"serve", "bench", "prove"}
+"""Commands without --json: one logs, the others have an output format of their own."""
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:

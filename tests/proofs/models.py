@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from string import ascii_letters, digits, punctuation
 
 import mlx.core as mx
 from tokenizers import Tokenizer
 
+from mlxcache.model.random_model import lonely_letters
 from tests.toys.toy import make_bench_toy, make_toy
-
-LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
-"""Characters for replies: not `<`, which opens markers, nor `'`, which has its own rule."""
 
 
 def for_speed(path: Path) -> Path:
@@ -55,7 +52,7 @@ def _middling(path: Path, family: str) -> Path:
 def _lonely_replies(path: Path) -> Path:
     """Zero the head's rows in the model in `path`, except of characters that no merge joins."""
     vocabulary: dict[str, int] = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab()
-    kept = [vocabulary[letter] for letter in lonely(vocabulary)]
+    kept = [vocabulary[letter] for letter in lonely_letters(vocabulary)]
     weights = mx.load(str(path / "model.safetensors"))
     assert isinstance(weights, dict)
     (name,) = (name for name in weights if name.endswith("lm_head.weight"))
@@ -66,17 +63,6 @@ def _lonely_replies(path: Path) -> Path:
     mx.eval(weights)
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     return path
-
-
-def lonely(vocabulary: dict[str, int]) -> list[str]:
-    """Choose characters of which no pair, nor one doubled, is a token."""
-    chosen: list[str] = []
-    for letter in LETTERS:
-        among = [*chosen, letter]
-        joins = any(letter + c in vocabulary or c + letter in vocabulary for c in among)
-        if letter in vocabulary and not joins:
-            chosen.append(letter)
-    return chosen
 
 
 def light(path: Path) -> Path:

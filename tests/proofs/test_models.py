@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from mlxcache.bench.text import Filler
-from tests.proofs.models import lonely, recurrent, windowed
+from mlxcache.model.random_model import lonely_letters
+from tests.proofs.models import recurrent, windowed
 from tests.toys.tokenizer import toy_tokenizer
 
 
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_lonely_characters_come_back_as_the_tokens_they_were(folder: Path) -> None:
     """Any two of them in a row, and so any text of them, is encoded one by one."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    letters = lonely(tokenizer.get_vocab())
+    letters = lonely_letters(tokenizer.get_vocab())
     assert len(letters) > 10
     text = "".join(itertools.chain(*itertools.product(letters, repeat=2)))
     assert tokenizer.encode(text, add_special_tokens=False).tokens == list(text)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mlxcache.model.random_model import LETTERS
 from tests.proofs import models
 from tests.soak import checks, faults
 from tests.soak.ledger import Ledger, Sample, SessionTracker
@@ -120,7 +121,7 @@ def test_a_wrong_token_and_a_wrong_count_are_noticed(model: Path) -> None:
     assert ids.count(reference.turn_end) == 1
     reply = ""
     for _ in range(3):  # the reply that the model gives is found a letter at a time
-        letters = models.LETTERS
+        letters = LETTERS
         reply += next(c for c in letters if not reference.check(messages, reply + c, len(ids)))
     assert reference.check(messages, reply, len(ids)) is None
     other = "a" if reply[0] != "a" else "b"

@@ -1,0 +1,75 @@
+"""The sleep assertion: a Mac must not sleep while a request runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+
+from mlxcache.bench.client import Refused
+from mlxcache.bench.prove.context import Context, NotApplicable
+
+CAFFEINATE = re.compile(r"pid (\d+)\(caffeinate\)")
+POLL_S = 0.1
+PATIENCE_S = 90.0
+"""The assertion is kept for a while after a request, so that the next one need not take it."""
+
+PROMPT_TOKENS, REPLY_TOKENS = 2_000, 512
+
+
+class NotHeld(Exception):
+    """There was no assertion while a request ran, or one was left after it."""
+
+
+def awake(context: Context) -> None:
+    """Look for the assertion of `caffeinate` during a request, and for its end after it.
+
+    Raises NotApplicable on systems other than macOS, NotHeld. Source: man pmset, caffeinate.
+    """
+    if sys.platform != "darwin":
+        raise NotApplicable("only macOS puts a machine to sleep during unattended work")
+    with context.serving() as lives:
+        client = lives.server.client
+        before = asserting()
+        text = context.filler.text(PROMPT_TOKENS, "awake")
+        failed: list[Refused] = []
+
+        def ask() -> None:
+            try:
+                client.chat([{"role": "user", "content": text}], REPLY_TOKENS)
+            except Refused as refused:
+                failed.append(refused)
+
+        request = threading.Thread(target=ask, daemon=True)
+        request.start()
+        held: set[int] = set()
+        while request.is_alive() and not held:
+            held = asserting() - before
+            time.sleep(POLL_S)
+        request.join()
+        if failed:
+            raise failed[0]
+        if not held:
+            raise NotHeld("`pmset -g assertions` showed no caffeinate while a request ran")
+        _await_end(held)
+    context.found.notes.append("caffeinate held an assertion while a request ran, and ended then")
+
+
+def _await_end(held: set[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while asserting() & held:
+        if time.monotonic() > deadline:
+            raise NotHeld(f"the assertion was still held {PATIENCE_S:.0f} s after the request")
+        time.sleep(POLL_S)
+
+
+def asserting() -> set[int]:
+    """Process ids of `caffeinate` that hold an assertion. Raises OSError, NotHeld."""
+    done = subprocess.run(
+        ["pmset", "-g", "assertions"], capture_output=True, text=True, check=False, timeout=30
+    )
+    if done.returncode:
+        raise NotHeld(f"`pmset -g assertions` ended with status {done.returncode}")
+    return {int(found) for found in CAFFEINATE.findall(done.stdout)}

@@ -1,0 +1,51 @@
+"""Runs a scenario of `within` in a child process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+
+from mlxcache.bench.process import tail
+from mlxcache.bench.prove.context import Context
+
+
+class ChildFailed(Exception):
+    """The process of a scenario failed; the text has the end of its output."""
+
+
+def in_child(name: str) -> Callable[[Context], None]:
+    """Make the scenario that runs `name` of `within` in a child process. It raises ChildFailed."""
+
+    def play(context: Context) -> None:
+        context.on_step("an engine of its own")
+        folder = context.folder / f"within-{name}"
+        options = {
+            "model": str(context.subject.path),
+            "folder": str(folder),
+            "scale": asdict(context.scale),
+        }
+        module = "mlxcache.bench.prove.within"
+        command = [sys.executable, "-m", module, name, json.dumps(options)]
+        log = context.folder / f"within-{name}.log"
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            printed, _ = process.communicate()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.returncode or not printed.strip():
+            raise ChildFailed(f"{name} ended with status {process.returncode}\n{tail(log, 12)}")
+        context.found.merge(json.loads(printed.strip().splitlines()[-1]))
+
+    return play

@@ -1,0 +1,158 @@
+"""Surroundings of a scenario: the model, lengths, time left, and servers to start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mlxcache.bench.own import OwnTime, measuring
+from mlxcache.bench.process import Launch, Lives, mlx_lm_server, ours
+from mlxcache.bench.prove.clock import Clock
+from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.scale import Scale
+from mlxcache.bench.text import Filler
+
+WORKING_BYTES = 1_500_000_000
+"""Bytes that a process needs besides weights and KV: passes, MLX's pool, Python."""
+
+USABLE_SHARE = 0.75
+
+
+class NotApplicable(Exception):
+    """A scenario means nothing on this system; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to measure: its folder, and how the report calls it."""
+
+    path: Path
+    label: str
+    config: Mapping[str, Any]
+
+    @property
+    def weights_bytes(self) -> int:
+        """Size of the weight files."""
+        return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """KV bytes of a token if every layer has plain 16-bit KV; 0 where config.json is unlike."""
+        text = self.config.get("text_config") or self.config
+        heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
+        width = text.get("head_dim") or (
+            text.get("hidden_size", 0) // (text.get("num_attention_heads") or 1)
+        )
+        layers = text.get("num_hidden_layers")
+        sizes = [one for one in (heads, width, layers) if isinstance(one, int)]
+        return 2 * 2 * math.prod(sizes) if len(sizes) == 3 else 0
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and reply; 0 if config.json does not say."""
+        text = self.config.get("text_config") or self.config
+        length = text.get("max_position_embeddings")
+        return length if isinstance(length, int) else 0
+
+    def needed_bytes(self, tokens: int, *, processes: int = 1, rows: int = 1) -> int:
+        """Bytes for `rows` replies of `tokens` at once, in each of several processes."""
+        kv = 1.1 * self.kv_bytes_per_token * tokens * rows
+        return round(processes * (self.weights_bytes + kv + WORKING_BYTES))
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Parse config.json of a model. Raises OSError, ValueError."""
+    value: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return value
+
+
+def usable_bytes(device: Mapping[str, Any]) -> int:
+    """Memory that models may take, from the description of MLX's device, or three quarters of all.
+
+    Source: https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.device_info.html
+    """
+    for name in ("max_recommended_working_set_size", "free_memory", "total_memory"):
+        if isinstance(device.get(name), int) and device[name] > 0:
+            return int(device[name])
+    return round(USABLE_SHARE * psutil.virtual_memory().total)
+
+
+@dataclass(slots=True)
+class Context:
+    """All that a scenario is given; it writes its figures into `found`."""
+
+    subject: Subject
+    scale: Scale
+    clock: Clock
+    folder: Path
+    usable_bytes: int
+    found: Findings
+    on_step: Callable[[str], None]
+    wait_s: float = 300.0
+    _started: int = field(default=0, repr=False)
+
+    @property
+    def filler(self) -> Filler:
+        """Maker of text in the model's tokens. Raises OSError or ValueError without a tokenizer."""
+        return Filler(self.subject.path)
+
+    def fits(self, what: str, tokens: int, *, processes: int = 1, rows: int = 1) -> bool:
+        """True if `tokens` fit the model and the memory; else `what` is listed as not run."""
+        longest = self.subject.context_length
+        if longest and tokens > longest:
+            self.found.not_run.append(f"{what}: the model's context has {longest} tokens")
+            return False
+        needed = self.subject.needed_bytes(tokens, processes=processes, rows=rows)
+        if needed > self.usable_bytes:
+            self.found.not_run.append(
+                f"{what}: needs about {needed / 1e9:.0f} GB of memory, "
+                f"{self.usable_bytes / 1e9:.0f} GB are usable"
+            )
+            return False
+        return True
+
+    def in_time(self, what: str, seconds: float) -> bool:
+        """True if a step of `seconds` fits the time limit; else `what` is listed as not run."""
+        if seconds > self.clock.left_s:
+            self.found.not_run.append(
+                f"{what}: about {seconds:.0f} s needed, {self.clock.left_s:.0f} s left"
+            )
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def serving(self, *extra: str) -> Iterator[Lives]:
+        """This server while the block lasts, with a cache folder of its own, removed after it."""
+        self._started += 1
+        with ExitStack() as stack:
+            cache = self.folder / f"cache-{self._started}"
+            stack.callback(shutil.rmtree, cache, ignore_errors=True)
+            yield self._lives(ours(cache, *extra), stack)
+
+    @contextlib.contextmanager
+    def theirs(self) -> Iterator[Lives]:
+        """`mlx_lm.server` while the block lasts."""
+        with ExitStack() as stack:
+            yield self._lives(mlx_lm_server(), stack)
+
+    def _lives(self, launch: Launch, stack: ExitStack) -> Lives:
+        lives = Lives(launch, self.subject.path, self.folder, self.wait_s)
+        stack.callback(lives.end)
+        return lives
+
+    @contextlib.contextmanager
+    def own_time(self) -> Iterator[OwnTime]:
+        """The process that measures mlx-lm by itself. Raises NotApplicable if it cannot."""
+        with measuring(self.subject.path, self.folder) as own:
+            if own is None:
+                raise NotApplicable("mlx-lm cannot cut back this model's cache, to measure it")
+            yield own

@@ -1,0 +1,126 @@
+"""Equality of cold, warm and restored replies, in the model's own dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from mlxcache.bench.inside import Inside, drained
+from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.scale import Scale
+from mlxcache.engine.runtime import ModelRuntime
+from mlxcache.model.own_time import rounding
+from mlxcache.types import Finished, Text, TokenLogprob, Tokens
+
+TITLE = "Difference of log-probabilities from cold"
+TOKEN_IDS = 256
+"""Every vocabulary has ids below this."""
+
+TAIL, REPLY, TOP = 24, 24, 20
+LEAST_TOLERANCE = 0.125
+"""Two units in the last place of a bfloat16 between 8 and 16, where log-probabilities lie."""
+
+TOLERANCE = 2.0
+"""Most difference, in times of mlx-lm's own between two ways of feeding the same prompt."""
+
+ROWS = 4
+
+
+class Unequal(Exception):
+    """A reply from the cache is not the cold one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A reply: each token with its likeliest alternatives, and counts of its prompt."""
+
+    tokens: Sequence[TokenLogprob]
+    last: Finished
+
+
+async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
+    """Compare replies warm, in a batch, restored, and cold, after prefixes of several lengths.
+
+    Raises Unequal once all are compared, if one differs by more than the tolerance.
+    """
+    wrong: list[str] = []
+    for length in scale.equal:
+        rng = np.random.default_rng(length)
+        ids = rng.integers(0, TOKEN_IDS, length + TAIL, np.int32)
+        noise = await inside.engine.call(partial(_noise, ids))
+        tolerance = max(LEAST_TOLERANCE, TOLERANCE * noise)
+        row = f"{length:,} tokens"
+        found.add(TITLE, row, "mlx-lm's own rounding", "", noise)
+        found.add(TITLE, row, "tolerance", "", tolerance)
+        await inside.clear()
+        cold = await _hear(inside, ids)
+        for way in ("warm", "batched", "restored"):
+            heard = await _after(inside, ids, way)
+            _check_reuse(heard, way)
+            apart, same = compare(cold.tokens, heard.tokens, tolerance)
+            found.add(TITLE, row, way, "", apart)
+            if apart > tolerance or not same:
+                wrong.append(f"{way} at {row}: {apart:.3f} apart, tolerance {tolerance:.3f}")
+    if wrong:
+        raise Unequal("; ".join(wrong))
+
+
+def _noise(ids: Tokens, runtime: ModelRuntime) -> float:
+    return rounding(runtime.loaded.model, ids, len(ids) - TAIL)
+
+
+async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
+    """The reply to `ids` when all but its end was computed before, and kept as `way` says."""
+    await inside.clear()
+    await drained(await inside.ask(ids[:-TAIL], 1))
+    if way == "restored":
+        await inside.written()
+        await inside.forget()
+    if way != "batched":
+        return await _hear(inside, ids)
+    others = [np.concatenate([ids[:-TAIL], ids[-TAIL:][::-1], ids[:row]]) for row in range(1, ROWS)]
+    streams = [await inside.ask(other, REPLY) for other in others]
+    heard = await _hear(inside, ids)
+    for stream in streams:
+        await drained(stream)
+    return heard
+
+
+def _check_reuse(heard: Heard, way: str) -> None:
+    """Raise Unequal if nothing was reused, because then nothing is compared."""
+    if not heard.last.cached_tokens or (way == "restored" and not heard.last.restored_tokens):
+        raise Unequal(f"{way}: no token of {heard.last.prompt_tokens} was reused")
+
+
+async def _hear(inside: Inside, ids: Tokens) -> Heard:
+    """Generate a greedy reply with its log-probabilities."""
+    stream = await inside.ask(ids, REPLY, top=TOP)
+    tokens: list[TokenLogprob] = []
+    async for event in stream:
+        if isinstance(event, Text):
+            tokens += event.logprobs
+        elif isinstance(event, Finished):
+            return Heard(tokens, event)
+    raise ValueError("a reply ended without its last event")
+
+
+def compare(
+    cold: Sequence[TokenLogprob], other: Sequence[TokenLogprob], tolerance: float
+) -> tuple[float, bool]:
+    """Largest difference of log-probabilities, and True if the tokens are the same.
+
+    Tokens may part where cold's two likeliest differ by no more than `tolerance`; from there on
+    nothing is compared, because the contexts differ.
+    """
+    apart = 0.0
+    for mine, theirs in zip(cold, other, strict=False):
+        known = {id: logprob for _, id, logprob in theirs.top}
+        both = [abs(logprob - known[id]) for _, id, logprob in mine.top if id in known]
+        apart = max([apart, *both])
+        if mine.token_id != theirs.token_id:
+            close = mine.top[0][2] - mine.top[1][2] <= tolerance
+            return apart, close
+    return apart, len(cold) == len(other)

@@ -1,0 +1,162 @@
+"""Time to the first token: cold, warm, restored after a clean restart, and after kill -9."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from mlxcache.bench.checks import Check
+from mlxcache.bench.client import Reply
+from mlxcache.bench.measure import by, middle
+from mlxcache.bench.own import OwnTime
+from mlxcache.bench.process import OURS, THEIRS, Lives
+from mlxcache.bench.prove.context import Context, NotApplicable
+from mlxcache.bench.scenarios import Conversation, Visit
+
+TIMES, FED = "First token", "Prompt tokens computed, of all"
+OWN_TIME = 1.10
+"""Most time of a warm first token, in times of the model's own for the same new tokens."""
+
+BOUND_TOKENS = 50_000
+"""Shortest prompt for that bound: in shorter ones, HTTP and rendering count too."""
+
+REPLY_TOKENS = 16
+STOP_S = 120.0
+GROWTH_POWER = 1.6
+
+
+def short(context: Context) -> None:
+    """First tokens at the shorter lengths."""
+    _lengths(context, context.scale.short)
+
+
+def long(context: Context) -> None:
+    """First tokens at the longer lengths."""
+    _lengths(context, context.scale.long)
+
+
+def _lengths(context: Context, lengths: Sequence[int]) -> None:
+    rate: tuple[int, float] | None = None
+    for tokens in lengths:
+        what = f"first token at {tokens:,} tokens"
+        if not context.fits(what, tokens):
+            continue
+        guess = _forecast(rate, tokens)
+        if context.in_time(what, guess):
+            cold_s = _ours(context, tokens)
+            rate = (tokens, cold_s)
+            if context.in_time(f"{what}, {THEIRS}", 1.5 * cold_s):
+                _theirs(context, tokens)
+
+
+def _forecast(known: tuple[int, float] | None, tokens: int) -> float:
+    """Seconds of a cold first token, from one at another length; 0 if none is known.
+
+    The work of attention grows with the square of the length, all other work in proportion.
+    """
+    if known is None:
+        return 0.0
+    return known[1] * math.pow(tokens / known[0], GROWTH_POWER)
+
+
+def _ours(context: Context, tokens: int) -> float:
+    """Measure this server at one length; seconds of its cold first token."""
+    found, runs = context.found, context.scale.runs
+    row = f"{tokens:,} tokens, {OURS}"
+    with ExitStack() as stack:
+        lives = stack.enter_context(context.serving())
+        own = _own_beside(context, tokens, stack)
+        visit = _visit(context, lives, tokens)
+        context.on_step(f"{tokens:,} tokens: cold")
+        cold = visit.open("main")
+        talk = visit.talk("main")
+        _note(context, row, "cold", cold)
+        fed: list[tuple[int, int]] = []
+        ratios: list[float | None] = []
+        for _ in range(runs):
+            context.on_step(f"{tokens:,} tokens: warm")
+            reply = talk.ask(visit.words())
+            _note(context, row, "warm", reply)
+            fed.append((reply.cached_tokens or 0, reply.fed_tokens or 1))
+            if own is not None and reply.cached_tokens:
+                own_s = own.ask(*fed[-1])[0]
+                found.add(TIMES, row, "the model's own", "s", own_s)
+                ratios.append(by(reply.first_s, own_s))
+        _restarts(context, row, lives, talk, visit)
+    if own is None:
+        ratios = _own_after(context, row, fed)
+    _bound(context, tokens, middle(ratios))
+    return cold.first_s
+
+
+def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | None:
+    """The model's own time, in pairs with the server's; None where memory is short for both."""
+    if context.subject.needed_bytes(tokens, processes=2) > context.usable_bytes:
+        return None
+    try:
+        return stack.enter_context(context.own_time())
+    except NotApplicable as why:
+        context.found.notes.append(f"no time of the model's own: {why}")
+        return None
+
+
+def _own_after(context: Context, row: str, fed: Sequence[tuple[int, int]]) -> list[float | None]:
+    """Ratios of warm first tokens to the model's own time, taken after the server has ended."""
+    try:
+        with context.own_time() as own:
+            times = [own.ask(*one)[0] for one in fed]
+    except NotApplicable:
+        return []
+    context.found.notes.append(f"{row}: the model's own time was taken after the server's")
+    context.found.add(TIMES, row, "the model's own", "s", *times)
+    warm = context.found.figure(TIMES, row, "warm")
+    assert warm is not None
+    return [by(mine, own) for mine, own in zip(warm.samples, times, strict=True)]
+
+
+def _restarts(context: Context, row: str, lives: Lives, talk: Conversation, visit: Visit) -> None:
+    runs = 1 if visit.tokens >= BOUND_TOKENS else context.scale.runs
+    for column in ("restored", "after kill -9"):
+        for _ in range(runs):
+            context.on_step(f"{visit.tokens:,} tokens: {column}")
+            if column == "restored":
+                lives.stop(STOP_S)
+            else:
+                lives.kill()
+            talk.reconnect(lives.server.client)
+            reply = talk.ask(visit.words())
+            if not reply.cached_tokens:
+                raise ValueError(f"{row}, {column}: nothing was restored from disk")
+            _note(context, row, column, reply)
+
+
+def _theirs(context: Context, tokens: int) -> None:
+    """Measure mlx_lm.server at one length."""
+    row = f"{tokens:,} tokens, {THEIRS}"
+    with context.theirs() as lives:
+        visit = _visit(context, lives, tokens)
+        context.on_step(f"{tokens:,} tokens: {THEIRS}")
+        _note(context, row, "cold", visit.open("main"))
+        for _ in range(context.scale.runs):
+            _note(context, row, "warm", visit.talk("main").ask(visit.words()))
+
+
+def _visit(context: Context, lives: Lives, tokens: int) -> Visit:
+    return Visit(lives.server.client, context.filler, tokens, REPLY_TOKENS, f"prove/{tokens}")
+
+
+def _note(context: Context, row: str, column: str, reply: Reply) -> None:
+    context.found.add(TIMES, row, column, "s", reply.first_s)
+    if reply.fed_tokens is not None:
+        context.found.add(FED, row, column, "tokens", reply.fed_tokens)
+
+
+def _bound(context: Context, tokens: int, ratio: float | None) -> None:
+    name = f"warm first token at {tokens:,} tokens, by the model's own time"
+    if ratio is None:
+        context.found.unchecked.append(f"{name}: the model's own time was not measured")
+        return
+    check = Check(name, ratio, OWN_TIME)
+    short = f"prompts under {BOUND_TOKENS:,} tokens do not show it"
+    context.found.hold([check], why_not=short if tokens < BOUND_TOKENS else None)

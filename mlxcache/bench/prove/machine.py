@@ -1,0 +1,76 @@
+"""Description of the machine for a report, without anything that tells whose it is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+
+from mlxcache import __version__
+from mlxcache.bench.prove.privacy import scrub
+
+PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-lm")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Chip, memory, system, versions, and MLX's device."""
+    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    found: dict[str, Any] = {
+        "chip": _chip(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": _system(),
+        "power": None if battery is None else "mains" if battery.power_plugged else "battery",
+        "device": str(mx.default_device()),
+        "device_info": device_info(),
+        "python": platform.python_version(),
+        "mlxcache": __version__,
+        "versions": _versions(),
+    }
+    return _scrubbed(found)
+
+
+def device_info() -> dict[str, Any]:
+    """MLX's description of its default device; texts are free of names and paths."""
+    return _scrubbed(dict(sorted(mx.device_info().items())))
+
+
+def _scrubbed(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: scrub(one) if isinstance(one, str) else one for name, one in found.items()}
+
+
+def _chip() -> str:
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+        return done.stdout.strip() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _system() -> str:
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]} ({platform.machine()})"
+    return f"{platform.system()} {platform.release()} ({platform.machine()})"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

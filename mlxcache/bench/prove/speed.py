@@ -1,0 +1,153 @@
+"""Tokens per second: decoding one reply and several at once, and prefill by pass length."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+from mlxcache.bench.checks import Check
+from mlxcache.bench.client import Client, Messages, Reply
+from mlxcache.bench.measure import by, middle
+from mlxcache.bench.own import OwnTime
+from mlxcache.bench.process import OURS, THEIRS, Lives
+from mlxcache.bench.prove.context import Context, NotApplicable
+
+DECODE = "Decoding"
+PREFILL = "Prefill of one prompt"
+GENERATE = "mlx_lm.generate"
+SHARE = 0.97
+"""Least tokens/s of one reply, by those of mlx_lm.generate at the same length."""
+
+LAST_TOKENS = 64
+PLEA = "Go on with such lines for as long as you can, and do not end."
+"""Makes trained models write replies of full length."""
+
+Pair = tuple[float, float]
+
+
+def decode(context: Context) -> None:
+    """One reply and several at once, here, by mlx_lm.generate and by mlx_lm.server."""
+    for tokens in context.scale.decode:
+        what = f"decoding at {tokens:,} tokens"
+        if not context.fits(what, tokens):
+            continue
+        began = time.monotonic()
+        _beside_generate(context, tokens)
+        took = time.monotonic() - began
+        if context.in_time(f"{what}, {THEIRS}", took):
+            with context.theirs() as lives:
+                _play(context, tokens, lives, None)
+
+
+def _beside_generate(context: Context, tokens: int) -> None:
+    with ExitStack() as stack:
+        lives = stack.enter_context(context.serving())
+        try:
+            if not context.fits(f"{GENERATE} at {tokens:,} tokens", tokens, processes=2):
+                raise NotApplicable("memory is short for two processes")
+            own = stack.enter_context(context.own_time())
+        except NotApplicable as why:
+            context.found.unchecked.append(f"decoding at {tokens:,} tokens: {why}")
+            own = None
+        pairs = _play(context, tokens, lives, own)
+    ratio = middle(by(*pair) for pair in pairs)
+    if ratio is not None:
+        check = Check(f"tokens/s at {tokens:,} tokens, by {GENERATE}'s", ratio, SHARE, least=True)
+        quick = "replies of a quick run are too short" if context.scale.quick else None
+        context.found.hold([check], why_not=quick)
+
+
+def _play(context: Context, tokens: int, lives: Lives, own: OwnTime | None) -> list[Pair]:
+    """Measure one server; the pairs of its tokens/s and those of mlx_lm.generate."""
+    found, scale = context.found, context.scale
+    row = f"{tokens:,} tokens, {lives.name}"
+    texts = _prompts(context, tokens)
+    client = lives.server.client
+    pairs: list[Pair] = []
+    context.on_step(f"{row}: the prompt")
+    client.chat(next(texts), 2)  # computes the prefix that all prompts share
+    for _ in range(scale.runs):
+        context.on_step(f"{row}: one reply")
+        reply = _checked(client.chat(next(texts), scale.reply), scale.reply)
+        rate = reply.decode_rate or 0.0
+        found.add(DECODE, row, "one reply", "tokens/s", rate)
+        if own is not None:
+            theirs = own.decode(reply.prompt_tokens or tokens, scale.reply)[0]
+            found.add(DECODE, f"{tokens:,} tokens, {GENERATE}", "one reply", "tokens/s", theirs)
+            pairs.append((rate, theirs))
+    for count in scale.crowds:
+        if not context.fits(f"{row}: {count} at once", tokens, rows=count):
+            continue
+        for _ in range(scale.runs):
+            context.on_step(f"{row}: {count} at once")
+            prompts = [next(texts) for _ in range(count)]
+            rate = _together(client, prompts, scale.reply)
+            found.add(DECODE, row, f"{count} at once, all", "tokens/s", rate)
+    return pairs
+
+
+def _prompts(context: Context, tokens: int) -> Iterator[Messages]:
+    """Endless prompts of about `tokens`, that differ only in their last message."""
+    system = context.filler.text(max(16, tokens - LAST_TOKENS), f"decode/{tokens}")
+    number = 0
+    while True:
+        number += 1
+        last = f"{number}: {context.filler.text(LAST_TOKENS // 2, f'last {number}')}\n{PLEA}"
+        yield [{"role": "system", "content": system}, {"role": "user", "content": last}]
+
+
+def _checked(reply: Reply, asked: int) -> Reply:
+    """Return `reply`. Raises ValueError if it is too short to have a speed."""
+    if reply.generated_tokens < max(2, asked // 2):
+        raise ValueError(f"a reply ended after {reply.generated_tokens} of {asked} tokens")
+    return reply
+
+
+def _together(client: Client, prompts: Sequence[Messages], reply: int) -> float:
+    """Tokens per second of several replies, from the first request to the last token.
+
+    Raises Refused or ValueError if one fails. Its threads end with the server if the block is left.
+    """
+    replies: list[Reply] = []
+    failed: list[Exception] = []
+
+    def ask(messages: Messages) -> None:
+        try:
+            replies.append(_checked(client.chat(messages, reply), reply))
+        except Exception as error:  # noqa: BLE001 - raised below, in the caller's thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask, args=(one,), daemon=True) for one in prompts]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return sum(one.generated_tokens for one in replies) / (time.perf_counter() - began)
+
+
+def prefill(context: Context) -> None:
+    """A prompt by mlx-lm in passes of several lengths, and by this server in its own."""
+    scale, found = context.scale, context.found
+    row = f"{scale.prompt:,} tokens"
+    if not context.fits("prefill", scale.prompt):
+        return
+    with context.own_time() as own:
+        for step in scale.passes:
+            context.on_step(f"passes of {step}")
+            own.prefill(2 * step, step)  # compiles the kernels
+            for _ in range(scale.runs):
+                rate = own.prefill(scale.prompt, step)
+                found.add(PREFILL, row, f"passes of {step}", "tokens/s", rate)
+    with context.serving() as lives:
+        for run in range(scale.runs):
+            context.on_step("as served")
+            text = context.filler.text(scale.prompt, f"prefill/{run}")
+            reply = lives.server.client.chat([{"role": "user", "content": text}], 1)
+            if reply.fed_tokens is not None:
+                rate = reply.fed_tokens / reply.first_s
+                found.add(PREFILL, row, f"as {OURS} serves", "tokens/s", rate)

@@ -1,0 +1,210 @@
+"""Scenarios in an engine of their own: memory, growth of buffers, the disk tier, equality.
+
+`python -m mlxcache.bench.prove.within NAME OPTIONS` runs one, prints the `Findings` as JSON in its
+last line, and ends: an error of the device then ends this process alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxcache.bench.checks import Check, Measured
+from mlxcache.bench.inside import Inside, drained, running_inside
+from mlxcache.bench.measure import middle
+from mlxcache.bench.prove import equality
+from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.scale import Scale
+from mlxcache.bench.restore_speed import restore_speed
+from mlxcache.bench.write_beside import write_beside
+from mlxcache.types import Text, Tokens
+
+PEAK, GROWTH, DISK = "Memory of one decoding reply", "Growth of a KV buffer", "Disk tier"
+SETTLE_TOKENS = 16
+AFTER_GROWTH = 32
+COPIED_SHARE = 0.5
+"""A peak above this share of one layer's KV is called a copy."""
+
+
+async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
+    """MLX's peak while one reply decodes, beyond the bytes that were active before."""
+    ids = await _prefix(inside, scale.deep)
+    per_token = inside.core.layout.bytes_per_token
+    row = f"{scale.deep:,} tokens"
+    for run in range(scale.runs):
+        prompt = _continued(inside, ids, run)
+        stream = await inside.ask(prompt, 2 * scale.reply + SETTLE_TOKENS, endless=True)
+        async with stream:
+            await _texts(stream, SETTLE_TOKENS)
+            active = await inside.engine.call(_reset_peak)
+            await _texts(stream, scale.reply)
+            peak = await inside.engine.call(lambda _: mx.get_peak_memory())
+        await _ended(inside, stream)
+        found.add(PEAK, row, "beyond what is resident", "bytes", max(0, peak - active))
+        found.add(PEAK, row, "KV of the reply", "bytes", per_token * len(prompt))
+    layers = max(1, len(inside.core.layout.specs))
+    beyond = found.figure(PEAK, row, "beyond what is resident")
+    assert beyond is not None
+    one_layer = per_token * len(ids) / layers
+    copies = "no copy of the KV"
+    if beyond.median > COPIED_SHARE * one_layer:
+        copies = f"{beyond.median / one_layer:.1f} times the KV of one layer: a copy"
+    found.notes.append(f"Peak while decoding at {row}: {copies}.")
+
+
+async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
+    """The time between two tokens where the reply's buffers grow, beside the usual time."""
+    ids = await _prefix(inside, scale.deep)
+    row = f"{scale.deep:,} tokens"
+    for run in range(scale.runs):
+        prompt = _continued(inside, ids, run)
+        stream = await inside.ask(prompt, max(512, scale.deep // 8), endless=True)
+        usual, grown = await _intervals(inside, stream)
+        await _ended(inside, stream)
+        if not grown:
+            raise ValueError(f"no buffer grew within {len(usual) + 1} tokens")
+        found.add(GROWTH, row, "between two tokens", "s", middle(usual) or 0.0)
+        found.add(GROWTH, row, "where it grows", "s", *grown)
+
+
+async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[float]]:
+    """Seconds between tokens, and of those the ones in which a buffer grew; ends after one did."""
+    usual: list[float] = []
+    grown: list[float] = []
+    before, capacity, since = 0.0, 0, 0
+    async with stream:
+        async for event in stream:
+            if not isinstance(event, Text):
+                continue
+            now, held = time.perf_counter(), _capacity(inside)
+            if before and held > capacity > 0:
+                grown.append(now - before)
+            elif before:
+                usual.append(now - before)
+            before, capacity = now, held or capacity
+            since += bool(grown)
+            if since > AFTER_GROWTH:
+                break
+    return usual, grown
+
+
+def _capacity(inside: Inside) -> int:
+    """Positions that the buffers of the running replies have room for."""
+    lanes = inside.core.scheduler.lanes.all
+    leases = [task.lease for lane in lanes for task in lane.tasks]
+    return sum(lease.lineage.capacity for lease in leases if lease is not None)
+
+
+async def _prefix(inside: Inside, tokens: int) -> Tokens:
+    """Have KV for `tokens` random tokens in RAM: random where that is enough, else computed."""
+    ids = np.random.default_rng(7).integers(0, equality.TOKEN_IDS, tokens, np.int32)
+    if inside.plain:
+        await inside.put(ids)
+    else:
+        await drained(await inside.ask(ids, 1))
+    return ids
+
+
+def _continued(inside: Inside, ids: Tokens, run: int) -> Tokens:
+    more = np.random.default_rng(100 + run).integers(0, equality.TOKEN_IDS, 8, np.int32)
+    return np.concatenate([ids, more])
+
+
+async def _ended(inside: Inside, stream: Any) -> None:
+    """Wait until a reply that was left is over."""
+    await inside.until(lambda: stream.over)
+
+
+async def _texts(stream: Any, count: int) -> None:
+    """Read `count` pieces of text. Raises ValueError if the reply ends before."""
+    async for event in stream:
+        count -= isinstance(event, Text)
+        if count <= 0:
+            return
+    raise ValueError("the reply ended early")
+
+
+def _reset_peak(_: object) -> int:
+    mx.reset_peak_memory()
+    return int(mx.get_active_memory())
+
+
+Scenario = Callable[[Inside, Scale, Findings], Awaitable[None]]
+ENGINE: Mapping[str, Scenario] = {
+    "equality": equality.matrix,
+    "peak_memory": peak_memory,
+    "growth": growth,
+}
+"""Scenarios that are given a running engine."""
+
+DiskScenario = Callable[[Path, Path, int, Callable[[str], None], int], Measured]
+ON_DISK: Mapping[str, DiskScenario] = {"restore_speed": restore_speed, "write_behind": write_beside}
+"""Scenarios of the disk tier, which start their own."""
+
+UNITS = {"_tokens_s": "tokens/s", "_bytes_s": "bytes/s", "_s": "s", "bytes": "bytes"}
+RESTORE = 0.70
+
+
+def disk(name: str, measured: Measured, scale: Scale, found: Findings) -> None:
+    """Put the figures of a disk scenario into `found`; those with several runs as samples."""
+    for figure, value in measured.figures.items():
+        end = next((end for end in UNITS if figure.endswith(end)), "")
+        column = figure.removesuffix(end).replace("_", " ") or "size"
+        if isinstance(value, str):
+            found.notes.append(f"{column} {value}")
+        elif isinstance(value, list):
+            if end:  # without a unit it is what a ratio was made of
+                found.add(DISK, name, f"{column}, time", UNITS[end], *value)
+        elif value is not None:
+            found.add(DISK, name, column, UNITS.get(end, ""), float(value))
+    quick = "a quick run writes too little" if scale.quick else None
+    found.hold(measured.checks, why_not=quick)
+    if name == "restore_speed" and not measured.checks:
+        ratio = Check("restoring, by plain reading", measured.figures["ratio"], RESTORE, least=True)
+        found.hold([ratio], why_not="the page cache was not dropped")
+
+
+def run(name: str, model: Path, folder: Path, scale: Scale) -> Findings:
+    """Run one scenario in this process. Raises what it raises."""
+    found = Findings(name, "")
+    if name in ON_DISK:
+        check = ON_DISK[name]
+        disk(name, check(model, folder, scale.runs, _ignore, scale.disk_bytes), scale, found)
+        return found
+
+    async def play() -> None:
+        async with running_inside(model, folder, ram="auto") as inside:
+            await ENGINE[name](inside, scale, found)
+
+    asyncio.run(play())
+    return found
+
+
+def _ignore(_: str) -> None:
+    """The steps of a child process are not shown."""
+
+
+def main() -> None:
+    """Run the scenario that the command line names."""
+    name, options = sys.argv[1], json.loads(sys.argv[2])
+    scale = Scale(**{key: _frozen(value) for key, value in options["scale"].items()})
+    found = run(name, Path(options["model"]), Path(options["folder"]), scale)
+    print(json.dumps(found.as_json()), flush=True)
+    os._exit(0)  # MLX's destructors may abort while a thread of it ends
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""`mlxcache prove` from end to end, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from subprocess import CompletedProcess, run
+
+import pytest
+from typer.testing import CliRunner
+
+from mlxcache.bench.prove.privacy import private_names
+from mlxcache.bench.prove.run import SCENARIOS, Proof
+from mlxcache.cli.main import app
+from tests.toys.toy import make_toy
+
+PROVE = (sys.executable, "-m", "mlxcache.cli.main", "prove", "--quick")
+
+
+def prove(folder: Path, *args: str) -> CompletedProcess[str]:
+    command = [*PROVE, "--out", str(folder / "report.md"), *args]
+    return run(command, check=False, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.slow
+def test_a_quick_run_measures_everything_and_tells_nothing_private(tmp_path: Path) -> None:
+    """Every scenario is done or does not apply here, and each has its figures."""
+    done = prove(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "report.json").read_text())
+    played = {(one["name"], one["model"]): one for one in found["scenarios"]}
+    assert {name for name, _ in played} == set(SCENARIOS)
+    assert {model.rpartition(" ")[2] for _, model in played} == {"bfloat16", "4bit"}
+    for one in played.values():
+        assert one["status"] == "done" or one["name"] == "awake", one
+        assert one["tables"] or one["name"] == "awake", one
+        assert one["not_run"] == []
+    figures = played["first_token_long", "tiny with random weights, bfloat16"]["tables"]
+    ours = figures["First token"]["600 tokens, mlxcache"]
+    assert set(ours) == {"cold", "warm", "the model's own", "restored", "after kill -9"}
+    fed = figures["Prompt tokens computed, of all"]["600 tokens, mlxcache"]
+    assert fed["cold"]["median"] > 600 > 10 * fed["restored"]["median"] > 0
+    page = (tmp_path / "report.md").read_text() + (tmp_path / "report.json").read_text()
+    for private in (*private_names(), str(Path.home()) + "/", tempfile.gettempdir() + "/"):
+        assert private not in page
+
+
+def test_one_scenario_on_a_model_of_the_users(tmp_path: Path) -> None:
+    """Described by its sizes; the report says nothing of its folder."""
+    model = make_toy(tmp_path / "secret-model")
+    done = prove(tmp_path, "--model", str(model), "--only", "growth", "--only", "peak_memory")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert [one["status"] for one in found["scenarios"]] == ["done", "done"], found
+    assert found["scenarios"][0]["model"].startswith("llama, 4 layers of 64")
+    grown = found["scenarios"][1]["tables"]["Growth of a KV buffer"]["1,000 tokens"]
+    assert grown["where it grows"]["median"] > 0
+    page = (tmp_path / "report.md").read_text() + json.dumps(found)
+    assert "secret" not in page
+
+
+def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: str, fails: bool) -> int:
+    """Exit status of a run whose one scenario fails, or breaks a bound."""
+    from mlxcache.bench.checks import Check
+    from mlxcache.bench.prove.findings import Findings
+
+    def play(proof: Proof) -> None:
+        found = Findings("growth", "m", "failed" if fails else "done")
+        found.hold([Check("never", 2.0, 1.0)])
+        proof.found.append(found)
+
+    monkeypatch.setattr(Proof, "play", play)
+    out = tmp_path / "r.md"
+    return CliRunner().invoke(app, ["prove", "--out", str(out), *args]).exit_code
+
+
+def test_the_exit_status_tells_failures_and_with_assert_bounds(tmp_path, monkeypatch) -> None:
+    """The report is written in any case."""
+    assert invoke(tmp_path, monkeypatch, fails=True) == 1
+    assert "**failed**" in (tmp_path / "r.md").read_text()
+    assert json.loads((tmp_path / "r.json").read_text())["scenarios"][0]["status"] == "failed"
+    assert invoke(tmp_path, monkeypatch, fails=False) == 0
+    assert invoke(tmp_path, monkeypatch, "--assert", fails=False) == 1
+
+
+@pytest.mark.parametrize(
+    "args", [["--only", "nothing"], ["--size", "70b"], ["--weights", "8bit"], ["--minutes", "0"]]
+)
+def test_wrong_usage_is_exit_status_2(tmp_path, monkeypatch, args: list[str]) -> None:
+    """Before anything is made."""
+    assert invoke(tmp_path, monkeypatch, *args, fails=False) == 2
+
+
+def test_a_model_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    """Exit status 1, no traceback, no report."""
+    done = prove(tmp_path, "--model", "/absent")
+    assert done.returncode == 1
+    assert "/absent" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (tmp_path / "report.md").exists()
+
+
+def test_the_command_of_the_wheel_and_of_the_clone_are_one() -> None:
+    """`--help` of the outer command shows the inner one's flags."""
+    shown = CliRunner().invoke(app, ["prove", "--help"])
+    assert shown.exit_code == 0
+    assert "--quick" in shown.output

@@ -1,0 +1,88 @@
+"""Comparison of replies from the cache with cold ones."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from mlxcache.bench.inside import Inside, running_inside
+from mlxcache.bench.prove import equality
+from mlxcache.bench.prove.equality import Unequal, compare, matrix
+from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.scale import QUICK
+from mlxcache.model.random_model import make_random
+from mlxcache.types import TokenLogprob, Tokens
+
+
+def token(id: int, *top: tuple[int, float]) -> TokenLogprob:
+    return TokenLogprob("", id, dict(top)[id], tuple(("", one, value) for one, value in top))
+
+
+COLD = [token(1, (1, -0.5), (2, -1.0)), token(3, (3, -0.1), (4, -3.0))]
+
+
+def test_the_largest_difference_of_common_alternatives_counts() -> None:
+    """Those that one of the two does not list are not known."""
+    same = [token(1, (1, -0.6), (9, -1.1)), token(3, (3, -0.1), (4, -2.7))]
+    apart, equal = compare(COLD, same, 0.125)
+    assert (round(apart, 6), equal) == (0.3, True)
+    assert compare(COLD, COLD[:1], 0.125) == (0.0, False)
+
+
+def test_tokens_may_part_only_where_cold_was_undecided() -> None:
+    """The first two are 0.5 apart; what follows is another context."""
+    parted = [token(2, (2, -0.7), (1, -0.8)), token(8, (8, -9.0), (3, -9.0))]
+    apart, equal = compare(COLD, parted, 0.6)
+    assert (round(apart, 6), equal) == (0.3, True)
+    assert compare(COLD, parted, 0.4)[1] is False
+
+
+def play(tmp_path: Path) -> Findings:
+    model, found = make_random(tmp_path / "model", "tiny"), Findings("equality", "")
+
+    async def run() -> None:
+        async with running_inside(model, tmp_path / "cache", "auto") as inside:
+            await matrix(inside, QUICK, found)
+
+    asyncio.run(run())
+    return found
+
+
+def test_a_right_cache_is_equal_in_every_way(tmp_path: Path) -> None:
+    """In bfloat16: warm, in a batch, and restored."""
+    columns = play(tmp_path).tables[equality.TITLE]["300 tokens"]
+    tolerance = columns["tolerance"].median
+    assert all(columns[way].median <= tolerance for way in ("warm", "batched", "restored"))
+
+
+def test_a_wrong_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random KV in the place of what the prefix computes to."""
+
+    async def wrong(inside: Inside, ids: Tokens, way: str) -> equality.Heard:
+        await inside.clear()
+        await inside.put(ids[: -equality.TAIL])
+        if way == "restored":
+            await inside.mark(ids[: -equality.TAIL])
+            await inside.written()
+            await inside.forget()
+        return await equality._hear(inside, ids)
+
+    monkeypatch.setattr(equality, "_after", wrong)
+    with pytest.raises(Unequal, match="warm at 300 tokens: "):
+        play(tmp_path)
+
+
+def test_a_reply_that_reused_nothing_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold is always equal to cold."""
+
+    async def cold(inside: Inside, ids: Tokens, way: str) -> equality.Heard:
+        await inside.clear()
+        return await equality._hear(inside, ids)
+
+    monkeypatch.setattr(equality, "_after", cold)
+    with pytest.raises(Unequal, match="no token of 324 was reused"):
+        play(tmp_path)

@@ -1,0 +1,65 @@
+"""Findings, bounds, and the report that is made of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mlxcache.bench.checks import Check
+from mlxcache.bench.prove import report
+from mlxcache.bench.prove.findings import Findings
+
+
+def findings() -> Findings:
+    found = Findings("decode", "tiny, 4bit", seconds=3.2)
+    found.add("Decoding", "1,000 tokens, mlxcache", "one reply", "tokens/s", 10.0, 30.0, 20.0)
+    found.add("Decoding", "1,000 tokens, mlx_lm.generate", "one reply", "tokens/s", 200.0)
+    found.add("Decoding", "1,000 tokens, mlxcache", "8 at once | all", "s", 0.25)
+    found.hold([Check("speed", 0.96, 0.97, least=True), Check("time", 1.05, 1.10)])
+    found.hold([Check("far", 2.0, 1.0)], why_not="too short")
+    found.not_run.append("100,000 tokens: about 340 s needed, 12 s left")
+    return found
+
+
+def pages(*all: Findings) -> str:
+    return report.as_markdown({"chip": "M9", "memory_bytes": 64e9}, {"lengths": "full"}, all)
+
+
+def test_a_median_is_shown_with_its_number_of_runs() -> None:
+    """A figure that one row lacks is an empty cell."""
+    page = pages(findings())
+    assert "| 1,000 tokens, mlxcache | 20 tokens/s (3) | 250 ms (1) |" in page
+    assert "| 1,000 tokens, mlx_lm.generate | 200 tokens/s (1) |  |" in page
+    assert "8 at once \\| all" in page
+    assert "| memory | 64 GB |" in page
+
+
+def test_every_bound_has_its_verdict() -> None:
+    """Also one that these figures cannot show, which has not passed."""
+    page = pages(findings())
+    assert "| speed (tiny, 4bit) | 0.96 | ≥ 0.97 | **failed** |" in page
+    assert "| time (tiny, 4bit) | 1.05 | ≤ 1.1 | passed |" in page
+    assert "| far: too short (2.00) (tiny, 4bit) | | | not checked |" in page
+
+
+def test_what_was_left_out_or_failed_is_listed() -> None:
+    """With its reason; of an error of several lines the end follows as it is."""
+    failed = Findings("growth", "m", "failed", "ChildFailed: status 1\n```\nTraceback")
+    page = pages(findings(), failed)
+    assert "| decode | tiny, 4bit | not run | 100,000 tokens: about 340 s needed" in page
+    assert "| growth | m | failed | ChildFailed: status 1 |" in page
+    assert "```text\nChildFailed: status 1\n'''\nTraceback\n```" in page
+
+
+def test_the_json_has_every_sample_and_comes_back(tmp_path: Path) -> None:
+    """What a child process prints is what its parent adds."""
+    beside = report.write(tmp_path / "r.md", "page", report.as_json({}, {}, [findings()]))
+    assert beside == tmp_path / "r.json"
+    (value,) = json.loads(beside.read_text())["scenarios"]
+    figure = value["tables"]["Decoding"]["1,000 tokens, mlxcache"]["one reply"]
+    expected = {"unit": "tokens/s", "samples": [10.0, 30.0, 20.0], "median": 20.0, "runs": 3}
+    assert figure == expected
+    assert [check["ok"] for check in value["checks"]] == [False, True]
+    again = Findings("decode", "tiny, 4bit", seconds=3.2)
+    again.merge(value)
+    assert again == findings()

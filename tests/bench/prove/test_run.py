@@ -1,0 +1,170 @@
+"""Plan, time limit, and what becomes of a scenario that cannot be played."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mlxcache.bench.prove import run
+from mlxcache.bench.prove.clock import Clock, TimeUp
+from mlxcache.bench.prove.context import Context, NotApplicable, Subject, read_config
+from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.run import Options, Proof, describe_config, end_children, planned
+from mlxcache.bench.prove.scale import QUICK
+from tests.toys.toy import make_toy
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy(tmp_path_factory.mktemp("secret-name") / "secret-model")
+
+
+def played(
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    minutes: float = 5.0,
+    **scenarios: Callable[[Context], None],
+) -> list[Findings]:
+    monkeypatch.setattr(run, "SCENARIOS", scenarios)
+    proof = Proof(
+        Options(str(toy), "tiny", ("bfloat16",), list(scenarios), QUICK, minutes),
+        tmp_path,
+        lambda _: None,
+    )
+    proof.play()
+    return proof.found
+
+
+def measure(context: Context) -> None:
+    context.found.add("T", "row", "column", "s", 1.0)
+
+
+def test_a_failed_scenario_is_reported_and_the_others_go_on(toy, tmp_path, monkeypatch) -> None:
+    """Without the folders that its error names; figures taken before are kept."""
+
+    def fail(context: Context) -> None:
+        measure(context)
+        raise OSError(f"cannot read {context.subject.path}")
+
+    def not_here(_: Context) -> None:
+        raise NotApplicable("no such system")
+
+    first, second, third = played(
+        toy, tmp_path, monkeypatch, fail=fail, elsewhere=not_here, other=measure
+    )
+    assert (first.status, first.error) == ("failed", "OSError: cannot read .../secret-model")
+    assert first.tables
+    assert (second.status, second.error) == ("not applicable", "no such system")
+    assert (third.status, third.error) == ("done", None)
+
+
+def test_what_does_not_fit_the_time_is_listed(toy, tmp_path, monkeypatch) -> None:
+    """A scenario is ended at the limit, with what it started; the next ones are not begun."""
+    begun: list[str] = []
+    child: list[subprocess.Popen[bytes]] = []
+
+    def hang(context: Context) -> None:
+        measure(context)
+        child.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        time.sleep(60)
+
+    def next_one(_: Context) -> None:
+        begun.append("next")
+
+    began = time.monotonic()
+    first, second = played(toy, tmp_path, monkeypatch, 2 / 60, hang=hang, next=next_one)
+    assert time.monotonic() - began < 30
+    assert (first.status, first.error) == ("not run", "the time limit has passed")
+    assert first.not_run == ["the rest of it: the time limit has passed"]
+    assert (second.status, begun) == ("not run", [])
+    assert not psutil.pid_exists(child[0].pid)
+
+
+def test_a_step_that_would_take_too_long_is_left_out(toy: Path, tmp_path: Path) -> None:
+    """And one for which memory or the model's context are too small."""
+    found = Findings("x", "m")
+    subject = Subject(toy, "m", read_config(toy))
+    context = Context(subject, QUICK, Clock(10), tmp_path, 3_000_000_000, found, lambda _: None)
+    assert context.in_time("short", 5.0)
+    assert not context.in_time("long", 50.0)
+    assert context.fits("small", 60_000)
+    assert not context.fits("beside another", 60_000, processes=2)
+    assert not context.fits("huge", 66_000)
+    assert [one.partition(":")[0] for one in found.not_run] == ["long", "beside another", "huge"]
+    assert subject.kv_bytes_per_token == 2 * 2 * 4 * 2 * 32
+
+
+def test_a_scenario_of_which_nothing_fits_was_not_run(toy, tmp_path, monkeypatch) -> None:
+    """It has no figures, so it is not done."""
+
+    def nothing(context: Context) -> None:
+        context.found.not_run.append("20,000 tokens: no memory")
+
+    (found,) = played(toy, tmp_path, monkeypatch, nothing=nothing)
+    assert (found.status, found.error, found.not_run) == ("not run", "20,000 tokens: no memory", [])
+
+
+def test_an_interrupt_ends_the_run_and_keeps_the_report(toy, tmp_path, monkeypatch) -> None:
+    """The rest is listed as not run."""
+
+    def interrupt(_: Context) -> None:
+        raise KeyboardInterrupt
+
+    first, second, third = played(toy, tmp_path, monkeypatch, a=measure, b=interrupt, c=measure)
+    assert [one.status for one in (first, second, third)] == ["done", "not run", "not run"]
+    assert third.error == "the run was interrupted"
+
+
+def test_the_clock_rings_once_and_only_inside(tmp_path: Path) -> None:
+    """No alarm is left over for later code."""
+    with Clock(5).bounding():
+        pass
+    clock = Clock(0.2)
+    with pytest.raises(TimeUp), clock.bounding():
+        time.sleep(10)
+    with pytest.raises(TimeUp), clock.bounding():
+        pytest.fail("there is no time left")
+    time.sleep(0.3)
+
+
+def test_the_longest_scenarios_come_last_and_few_are_played_again() -> None:
+    """So that a run that is cut off has the most of what it can have."""
+    names = list(run.SCENARIOS)
+    one, two = (Subject(Path(name), name, {}) for name in "ab")
+    plan = [(name, subject.label) for name, subject in planned(names, [one, two], run.QUANTISED)]
+    assert plan[-2:] == [("first_token_long", "a"), ("first_token_long", "b")]
+    assert [name for name, label in plan if label == "a"] == names
+    assert set(run.QUANTISED) == {name for name, label in plan if label == "b"}
+    assert list(planned(["decode"], [one], ())) == [("decode", one)]
+
+
+def test_a_model_is_described_by_its_sizes(toy: Path) -> None:
+    """Never by its folder."""
+    config = {**read_config(toy), "torch_dtype": "float32"}
+    assert describe_config(config) == "llama, 4 layers of 64, float32"
+    quantised = {"model_type": "x", "quantization": {"bits": 4}, "text_config": config}
+    assert describe_config(quantised) == "x, 4 layers of 64, 4 bits"
+
+
+def test_no_child_is_left() -> None:
+    """Nor a child's child in a session of its own."""
+    sleep = "import time; time.sleep(600)"
+    nested = (
+        "import subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-c', {sleep!r}], start_new_session=True)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", nested])
+    deadline = time.monotonic() + 20
+    while len(children := psutil.Process(process.pid).children()) < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    end_children()
+    assert not psutil.pid_exists(process.pid)
+    assert not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE
