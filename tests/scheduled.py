@@ -50,11 +50,11 @@ def each_model_is_measured_once() -> Iterator[None]:
     """What a forward pass costs is measured by the first engine that serves a model's shapes."""
     known: dict[object, cost.Cost] = {}
 
-    def measure(model: Any, layout: kv.Layout, room: int) -> cost.Cost:
+    def measure(model: Any, layout: kv.Layout, room: int, **options: Any) -> cost.Cost:
         arrays = [(name, a.shape, a.dtype) for name, a in tree_flatten(model.parameters())]
         key = (type(model), str(arrays), room // max(1, layout.bytes_per_token) >= cost.FAR or room)
         if key not in known:
-            known[key] = cost.measure(model, layout, room)
+            known[key] = cost.measure(model, layout, room, **options)
         return copy(known[key])
 
     with pytest.MonkeyPatch.context() as patch:

@@ -15,9 +15,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxcache.engine.decoder import Decoder, Row
 from mlxcache.model import kv
+from mlxcache.model.device import DeviceKind
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
+from mlxcache.model.weights import shared_bytes
 from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.types import RequestRecord
 
@@ -28,10 +31,19 @@ FEWEST = 16
 """Tokens of the shortest chunk that a prompt is fed in."""
 
 SHORT = 192
-"""Tokens of the passes that a chunk is fed in, on machines where longer passes are slower. That is
+"""Tokens of the passes that a chunk is fed in, on a CPU where longer passes are slower. That is
 the case if attention materialises its scores: those above the diagonal are computed needlessly, and
 all of them exceed the processor's caches.
 """
+
+PASSES = (512, 1024, 2048, 4096)
+"""Lengths of passes that are compared on a GPU, in tokens."""
+
+COMPARE_S = 4.0
+"""Most seconds that comparing passes may take when a model is loaded, as far as can be foreseen."""
+
+SAME = 1.02
+"""Ratio of seconds per token up to which two lengths of passes count as equally fast."""
 
 SCORES = 4.0
 """Bytes per pair of positions above which scores are materialised, and not a mask alone."""
@@ -55,6 +67,19 @@ SAFETY = 1.3
 """Allowance over what was measured."""
 
 
+@dataclass(frozen=True, slots=True)
+class DecodingCost:
+    """Costs of decoding on this device.
+
+    `shared_bytes`: bytes of weights that a step reads once for all rows of a batch, and that lanes
+    of their own read again; 0 where reading does not limit the speed. `waits`: a step that is built
+    while another runs copies the KV, so it has to wait for the other.
+    """
+
+    shared_bytes: int = 0
+    waits: bool = False
+
+
 @dataclass(slots=True)
 class Cost:
     """Measured costs of one model on this machine.
@@ -63,7 +88,8 @@ class Cost:
     logits. `rate`: prefill tokens per second, a moving average. `longest`: tokens above which a
     pass is slower, 0 for no limit. `per_pass`: seconds of the shortest pass. `growth`: share by
     which a token takes longer for each cached one before it. `paces`: seconds per token by range of
-    positions, see `NEAR`.
+    positions, see `NEAR`. `even`: passes of a chunk are equally long; else all but the last have
+    `longest` tokens. `decoding`: the cost of decoding.
     """
 
     per_token: float
@@ -76,6 +102,8 @@ class Cost:
     per_pass: float = 0.0
     growth: float = 0.0
     paces: dict[int, float] = field(default_factory=dict)
+    even: bool = True
+    decoding: DecodingCost = field(default_factory=DecodingCost)
 
     def for_drafts(self, drafts: int) -> Cost:
         """The costs if each pass also computes the logits of `drafts` drafted tokens."""
@@ -93,6 +121,8 @@ class Cost:
         size = min(most, max(32, int(seconds / self.pace(cached))))
         while size > FEWEST and self.peak(size, cached) > bytes_:
             size //= 2
+        if self.longest < size and not self.even:
+            size -= size % self.longest if self.longest else 0
         return max(FEWEST, size)
 
     def peak(self, chunk: int, cached: int) -> int:
@@ -101,8 +131,10 @@ class Cost:
         return self.transient(step, cached + chunk - step)
 
     def step(self, size: int) -> int:
-        """Tokens of each forward pass for a chunk of `size`, at least 1."""
-        return -(-size // -(-size // self.longest)) if self.longest else size
+        """Most tokens of a forward pass for a chunk of `size`, at least 1."""
+        if not (self.longest and self.even):
+            return min(size, self.longest or size)
+        return -(-size // -(-size // self.longest))
 
     def stops(self, tokens: int) -> int:
         """Stops that a prefill of `tokens` may make; each stop makes two passes of one."""
@@ -158,6 +190,7 @@ class _Probe:
 
     def __init__(self, model: Any, layout: Layout, positions: int):
         self.model = model
+        self.layout = layout
         self.line = Lineage(layout)
         self.line.grow(positions)
 
@@ -200,15 +233,67 @@ class _Probe:
         self.line.capture()
         return short + time.perf_counter() - began
 
+    def copies_ahead(self, at: int) -> bool:
+        """True if a step built while another runs copies an array of `at` positions or more.
 
-def measure(model: Any, layout: Layout, room: int) -> Cost:
+        Where a running step still reads a buffer, MLX does not write to it in place.
+        """
+        if not self.layout.specs:
+            return False
+        ahead, waiting = (self._stepping(at, waits=waits) for waits in (False, True))
+        return ahead - waiting > at * self.layout.widest // 2
+
+    def _stepping(self, at: int, *, waits: bool) -> int:
+        """Peak bytes of two steps in a row after `at` positions."""
+        self.line.truncate(at)
+        self.line.settle()
+        row = Row(None, lambda logprobs: mx.argmax(logprobs, axis=-1), (), None)
+        decoder = Decoder(self.model, [row], self.line.caches, waits=waits)
+        decoder.start([0])
+        decoder.step()
+        mx.synchronize()
+
+        def steps() -> None:
+            decoder.step()
+            decoder.step()
+            mx.synchronize()
+
+        return peak(steps)
+
+    def fastest_pass(self, cost: Cost, most: int, room: int) -> tuple[float, int]:
+        """Tokens per second of the fastest pass, and the length above which passes are slower.
+
+        Compares `PASSES` of at most `most` tokens that take `room` bytes at most, as far as there
+        is time for. The length is 0 where none was slower, or less than two were measured.
+        """
+        began, paces, pace = time.perf_counter(), dict[int, float](), 1 / cost.rate
+        for tokens in PASSES:
+            expected = tokens * pace
+            left = COMPARE_S - (time.perf_counter() - began)
+            if tokens > most or cost.transient(tokens, 0) > room or 2 * expected > left:
+                break
+            self.feed(tokens, 0)  # compiles the kernels
+            pace = paces[tokens] = max(self.feed(tokens, 0)[0], 1e-6) / tokens
+        if not paces:
+            return cost.rate, 0
+        best = min(paces.values())
+        longest = max(tokens for tokens, one in paces.items() if one <= SAME * best)
+        return 1 / best, longest if longest < max(paces) else 0
+
+
+def measure(
+    model: Any, layout: Layout, room: int, *, kind: DeviceKind = "cpu", most: int = 0
+) -> Cost:
     """Measure a model with a few short chunks, which also warms up its kernels. MLX thread only.
 
-    `room`: bytes that cached positions may take.
+    `room`: bytes that cached positions may take, and again a pass. `kind`: what the model runs on.
+    `most`: tokens of the longest chunk; on a GPU passes up to that length are compared, which takes
+    about `COMPARE_S` seconds at most.
     """
     far = min(FAR, room // max(1, layout.bytes_per_token))
     probe = _Probe(model, layout, far + 4 * PROBE)
     probe.feed(2, 0)
+    probe.feed(PROBE, 0)  # compiles the kernels
     seconds, near = probe.feed(PROBE, 0)
     long = probe.peak(3 * PROBE, 0)
     # by how much a peak rises with each cached position, once attention makes the peak
@@ -217,15 +302,20 @@ def measure(model: Any, layout: Layout, room: int) -> Cost:
         for size in (PROBE, FEWEST)
     )
     cost: Cost = _fitted(near, long, wide, narrow)
-    if cost.per_pair > SCORES and probe.long_is_slow():
+    cost.fixed = 6.0 * 4 * layout.vocab_size + (1 << 20)
+    cost.rate = PROBE / max(seconds, 1e-6)
+    if kind == "gpu":
+        cost.even = False
+        most = min(most, far + 4 * PROBE)
+        cost.rate, cost.longest = probe.fastest_pass(cost, most, room)
+        cost.decoding = DecodingCost(shared_bytes(model), probe.copies_ahead(far))
+    elif cost.per_pair > SCORES and probe.long_is_slow():
         cost.longest = SHORT
     cost.growth = probe.growth(far)
     if layout.opaque:
         cost.per_pass = probe.per_pass()
     probe.line.release()
     mx.clear_cache()
-    cost.fixed = 6.0 * 4 * layout.vocab_size + (1 << 20)
-    cost.rate = PROBE / max(seconds, 1e-6)
     return cost
 
 

@@ -80,12 +80,17 @@ class Drawn:
 
 
 class Decoder:
-    """Rows stepped together over `caches`: one lineage's own, or merged ones."""
+    """Rows stepped together over `caches`: one lineage's own, or merged ones.
 
-    def __init__(self, model: Module, rows: list[Row], caches: Caches):
+    `waits`: a pass is built when the one before it has ended. Needed where a buffer that a running
+    pass still reads is copied before it is written to.
+    """
+
+    def __init__(self, model: Module, rows: list[Row], caches: Caches, *, waits: bool = False):
         self.model = model
         self.rows = rows
         self.caches = caches
+        self.waits = waits
         self.pending: mx.array | None = None
         self.logprobs: mx.array | None = None
         self.finite: mx.array | None = None
@@ -103,6 +108,8 @@ class Decoder:
         assert tokens is not None
         assert logprobs is not None
         assert finite is not None
+        if self.waits:
+            mx.synchronize()  # unlike `eval`, it waits until the pass has dropped its inputs too
         before = [(copy(row.sampler), row.context) for row in self.rows]
         try:
             self._advance(tokens)
@@ -117,7 +124,7 @@ class Decoder:
 
         Raises ValueError unless both were started.
         """
-        both = Decoder(self.model, self.rows + other.rows, caches)
+        both = Decoder(self.model, self.rows + other.rows, caches, waits=self.waits)
         both.pending = _joined(self.pending, other.pending)
         both.logprobs = _joined(self.logprobs, other.logprobs)
         both.finite = _joined(self.finite, other.finite)
@@ -125,7 +132,7 @@ class Decoder:
 
     def alone(self, row: int, caches: Caches) -> Decoder:
         """A decoder of one row over `caches`, which hold that row up to now."""
-        own = Decoder(self.model, [self.rows[row]], caches)
+        own = Decoder(self.model, [self.rows[row]], caches, waits=self.waits)
         own._take(self, slice(row, row + 1))
         return own
 

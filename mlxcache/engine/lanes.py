@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.ram import Evict
+from mlxcache.engine.cost import DecodingCost
 from mlxcache.engine.decoder import Decoder, Drawn
 from mlxcache.engine.drafting import DraftingDecoder
 from mlxcache.engine.task import Task
@@ -64,14 +65,17 @@ class Lane:
         return max(t.held.length + t.behind for t in self.tasks)
 
 
-def solo(model: Any, task: Task) -> Lane:
-    """A lane that appends to the task's own lineage; feeds the prompt's last token."""
+def solo(model: Any, task: Task, *, waits: bool = False) -> Lane:
+    """A lane that appends to the task's own lineage; feeds the prompt's last token.
+
+    `waits`: see `Decoder`.
+    """
     assert task.output is not None
     lineage, row = task.held.lineage, task.output.row
     decoder = (
         DraftingDecoder(model, row, lineage.caches)
         if isinstance(model, Pair)
-        else Decoder(model, [row], lineage.caches)
+        else Decoder(model, [row], lineage.caches, waits=waits)
     )
     decoder.start([int(task.fed[-1])])
     lineage.advance(1)
@@ -81,14 +85,17 @@ def solo(model: Any, task: Task) -> Lane:
 class Lanes:
     """All lanes, and the rules for sharing one.
 
-    `drafts`: tokens proposed at once by a draft model.
+    `cost`: what decoding costs on this device. `drafts`: tokens proposed at once by a draft model.
     """
 
-    def __init__(self, model: Any, kv: KVCache, drafts: int = DRAFTS):
+    def __init__(
+        self, model: Any, kv: KVCache, cost: DecodingCost | None = None, drafts: int = DRAFTS
+    ):
         self.model = model
         self.kv = kv
         self.all: list[Lane] = []
         self.layout = kv.layout
+        self._cost = cost or DecodingCost()
         self._changed = False
         self._drafts = drafts
         window = self.layout.window
@@ -107,7 +114,7 @@ class Lanes:
 
     def enter(self, task: Task) -> None:
         """Start decoding a prefilled task, in a lane of its own."""
-        self.all.append(solo(self.model, task))
+        self.all.append(solo(self.model, task, waits=self._cost.waits))
         self._changed = True
 
     def gather(self) -> None:
@@ -128,11 +135,23 @@ class Lanes:
         lengths = [t.held.length + t.behind for t in lane.tasks]
         found: list[Lane] = []
         for other in sorted(lone, key=lambda ln: abs(ln.length() - lane.length())):
-            longer = [*lengths, other.length()]
-            if max(longer) * len(longer) <= PADDING * sum(longer):
+            if self._worthwhile(lengths, other.length()):
                 found.append(other)
-                lengths = longer
+                lengths = [*lengths, other.length()]
         return found
+
+    def _worthwhile(self, lengths: list[int], new: int) -> bool:
+        """True if a row of `new` positions should join a lane whose rows have `lengths`.
+
+        Either the padding is small, or a step reads less than the two lanes do apart: the padded
+        rows, but the weights once.
+        """
+        longer = [*lengths, new]
+        if max(longer) * len(longer) <= PADDING * sum(longer):
+            return True
+        row = self.layout.row_bytes
+        more = len(longer) * row(max(longer)) - len(lengths) * row(max(lengths))
+        return more <= PADDING * row(new) + self._cost.shared_bytes and self._cost.shared_bytes > 0
 
     def _merge(self, lane: Lane, new: list[Lane]) -> bool:
         """Join `new` to `lane`; False, with nothing changed, without room or if MLX fails."""

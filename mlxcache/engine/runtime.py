@@ -167,7 +167,8 @@ def plan_memory(loaded: Loaded, layout: Layout, settings: Settings) -> MemoryPla
         log.info("--ram auto is %s: %s", format_size(limit), why)
     pool = pool_bytes(limit)
     device.prepare(pool)
-    measured = cost.measure(loaded.model, layout, limit // 8)
+    kind, most = device.kind(), settings.prefill_chunk
+    measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most)
     if loaded.draft is not None:  # a pass computes the logits of each drafted token too
         measured = measured.for_drafts(settings.num_draft_tokens)
     transient = _transient(limit, layout, measured, info.context_length, settings.concurrency)

@@ -69,7 +69,7 @@ class Scheduler:
         self.waiting: list[Task] = []
         self.prefilling: list[Task] = []
         self.prefill = Prefill(model, kv, cost, limits, images)
-        self.lanes = Lanes(model, kv, drafts)
+        self.lanes = Lanes(model, kv, cost.decoding, drafts)
         self.idle_prefill = IdlePrefill(kv, self.prefill)
         self.admission = Admission(kv, limits, cost, prepare, self.idle_prefill.note_use)
         self._on_end = on_end

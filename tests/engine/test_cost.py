@@ -10,23 +10,32 @@ import mlx_lm
 import numpy as np
 import pytest
 
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine import cost
-from mlxcache.engine.cost import SHORT, Cost, measure
+from mlxcache.engine.cost import SHORT, Cost, DecodingCost, measure
 from mlxcache.model import kv
+from mlxcache.tree.budget import Budget
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench
 
 
 class Timed:
-    """A model that says how long each forward pass took."""
+    """A model that says how long each forward pass took; the first of a length takes `first` more.
 
-    def __init__(self, model: Any, seconds: Callable[[int], float]):
-        self.model, self.seconds = model, seconds
+    `fed`: the lengths of its passes.
+    """
+
+    def __init__(self, model: Any, seconds: Callable[[int], float], first: float = 0.0):
+        self.model, self.seconds, self.first = model, seconds, first
         self.layers = model.layers
+        self.parameters, self.named_modules = model.parameters, model.named_modules
         self.now = 0.0
+        self.fed: list[int] = []
 
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
-        self.now += self.seconds(tokens.shape[1])
+        length = tokens.shape[1]
+        self.now += self.seconds(length) + (0.0 if length in self.fed else self.first)
+        self.fed.append(length)
         logits: mx.array = self.model(tokens, cache=cache)
         return logits
 
@@ -51,6 +60,187 @@ def test_whether_long_passes_are_slow_is_measured(
     found = measure(model, kv.survey(model), 1 << 22)
     assert found.longest == longest
     assert found.rate == pytest.approx(cost.PROBE / seconds(cost.PROBE))
+
+
+GPU_ROOM = 1 << 30
+
+
+def on_gpu(
+    toy: ToyMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: Callable[[int], float],
+    *,
+    first: float = 0.0,
+    room: int = GPU_ROOM,
+    most: int = 2048,
+) -> tuple[Cost, Timed]:
+    """The costs of a model on a GPU that takes `seconds` for a pass."""
+    model = Timed(mlx_lm.load(str(toy("llama")))[0], seconds, first)
+    monkeypatch.setattr(cost, "time", model)
+    return measure(model, kv.survey(model), room, kind="gpu", most=most), model
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best", "longest"),
+    [
+        (lambda n: 0.01 + n * 1e-4, 2048, 0),
+        (lambda n: 0.01 + n * 1e-4 + n * n * 2e-7, 512, 512),
+        (lambda n: 0.05 + n * 1e-4 + n * n * 5e-8, 1024, 1024),
+        (lambda n: 0.001 + n * 1e-4, 2048, 0),
+    ],
+    ids=["long passes win", "short passes win", "those between win", "all are alike"],
+)
+def test_passes_on_a_gpu_are_as_long_as_was_measured_fastest(
+    toy: ToyMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: Callable[[int], float],
+    best: int,
+    longest: int,
+) -> None:
+    """And not short ones because scores are materialised."""
+    found, model = on_gpu(toy, monkeypatch, seconds)
+    assert {512, 1024, 2048} <= set(model.fed)
+    assert cost.SHORT not in model.fed
+    assert found.longest == longest
+    assert found.rate == pytest.approx(best / seconds(best))
+    chunk = found.chunk(0, bytes_=1 << 40, seconds=1.9 * 1024 / found.rate, most=4096)
+    assert chunk == (chunk // longest * longest if longest else int(1.9 * 1024))
+    assert found.step(chunk) == (longest or chunk)
+    assert found.step(100) == 100
+
+
+def test_the_time_to_compile_kernels_is_not_taken_for_that_of_a_pass(
+    toy: ToyMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(n: int) -> float:
+        return 0.01 + n * 1e-4
+
+    found, _ = on_gpu(toy, monkeypatch, seconds, first=0.7)
+    assert found.rate == pytest.approx(2048 / seconds(2048))
+    assert found.longest == 0
+    model = Timed(mlx_lm.load(str(toy("llama")))[0], seconds, 0.7)
+    monkeypatch.setattr(cost, "time", model)
+    on_cpu = measure(model, kv.survey(model), 1 << 22)
+    assert on_cpu.rate == pytest.approx(cost.PROBE / seconds(cost.PROBE))
+
+
+def test_a_slow_gpu_compares_no_passes_that_would_delay_the_start(
+    toy: ToyMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are then limited by their time alone."""
+    found, model = on_gpu(toy, monkeypatch, lambda n: n / 100)
+    assert max(model.fed) < 512
+    assert found.longest == 0
+    assert found.rate == pytest.approx(100)
+    medium, model = on_gpu(toy, monkeypatch, lambda n: n / 600)
+    assert 512 in model.fed
+    assert 1024 not in model.fed
+    assert medium.longest == 0
+
+
+@pytest.mark.parametrize(("room", "most"), [(GPU_ROOM, 1024), (1 << 25, 2048)])
+def test_passes_that_memory_or_the_longest_chunk_rule_out_are_not_compared(
+    toy: ToyMaker, monkeypatch: pytest.MonkeyPatch, room: int, most: int
+) -> None:
+    found, model = on_gpu(toy, monkeypatch, lambda n: 0.01 + n * 1e-4, room=room, most=most)
+    assert 512 in model.fed
+    assert max(model.fed) <= 1024
+    assert found.transient(max(model.fed), 0) <= room
+
+
+class Reader:
+    """A model whose last pass goes on reading the KV until it is waited for, as on a busy GPU."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch):
+        self.model, self.layers = model, model.layers
+        self.parameters, self.named_modules = model.parameters, model.named_modules
+        self.read: list[mx.array] = []
+        self.waits = 0
+        self._synchronize = mx.synchronize
+        monkeypatch.setattr(mx, "synchronize", self.synchronize)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self._synchronize()
+        self.read.clear()
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        logits: mx.array = self.model(tokens, cache=cache)
+        if tokens.shape[1] == 1:
+            views = [array[..., :8, :] for slot in cache for array in kv.arrays_of(slot)]
+            mx.eval(views)  # the pass before still reads
+            self.read = views
+        return logits
+
+
+def test_decoding_waits_where_a_step_built_ahead_copies_the_kv(
+    toy: ToyMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured on the device: this machine's CPU does not copy."""
+    model = mlx_lm.load(str(toy("llama")))[0]
+    layout = kv.survey(model)
+    assert not measure(model, layout, 1 << 22, kind="gpu").decoding.waits
+    reader = Reader(model, monkeypatch)
+    assert measure(reader, layout, 1 << 22, kind="gpu").decoding.waits
+
+
+def test_a_waiting_decoder_draws_the_same_tokens_and_copies_nothing(
+    bench: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and in a batch."""
+    prompts = [rng.integers(10, 400, n).tolist() for n in (150, 151, 152)]
+    expected = [bench.cold(ids) for ids in prompts]
+    bench.cost.decoding = DecodingCost(waits=True)
+    bench.use(KVCache.open(bench.kv.layout, Budget(1 << 30)))
+    waits, synchronize = 0, mx.synchronize
+
+    def count() -> None:
+        nonlocal waits
+        waits += 1
+        synchronize()
+
+    monkeypatch.setattr(mx, "synchronize", count)
+    assert bench.ask(prompts[0]).out == expected[0]
+    assert waits >= len(expected[0]) - 1
+    tasks = [bench.put(ids) for ids in prompts]
+    bench.run()
+    assert [task.out for task in tasks] == expected
+
+
+def test_on_a_gpu_rows_share_the_weights_that_a_step_reads(
+    bench: Bench, rng: np.random.Generator
+) -> None:
+    """Rows of other lengths too, while their padding is less than the weights."""
+    prompts = [rng.integers(10, 400, n).tolist() for n in (40, 400)]
+    expected = [bench.cold(ids) for ids in prompts]
+    row = bench.kv.layout.row_bytes
+    padding = row(420) - row(30)
+    for shared, rows in ((0, 1), (padding // 4, 1), (padding, 2)):
+        bench.cost.decoding = DecodingCost(shared_bytes=shared)
+        bench.use(KVCache.open(bench.kv.layout, Budget(1 << 30)))
+        tasks = [bench.put(ids) for ids in prompts]
+        most = 0
+        while not all(task.over for task in tasks):
+            bench.scheduler.tick()
+            most = max([most, *(len(lane.tasks) for lane in bench.scheduler.lanes.all)])
+        assert most == rows
+        assert [task.out for task in tasks] == expected
+
+
+def test_a_row_that_would_pad_the_others_does_not_join_on_their_account(
+    bench: Bench, rng: np.random.Generator
+) -> None:
+    """Many short rows save weights together, which one long row must not use up."""
+    prompts = [rng.integers(10, 400, n).tolist() for n in (40, 40, 40, 40, 40, 400)]
+    row = bench.kv.layout.row_bytes
+    bench.cost.decoding = DecodingCost(shared_bytes=2 * (row(420) - row(30)))
+    bench.use(KVCache.open(bench.kv.layout, Budget(1 << 30)))
+    tasks = [bench.put(ids) for ids in prompts]
+    most = 0
+    while not all(task.over for task in tasks):
+        bench.scheduler.tick()
+        most = max([most, *(len(lane.tasks) for lane in bench.scheduler.lanes.all)])
+    assert most == 5
 
 
 def test_passes_are_even_and_none_is_too_long() -> None:

@@ -167,3 +167,23 @@ def test_a_checkpoint_survives_what_comes_after(models: dict[str, object]) -> No
     feed(models["qwen3_5"], line, list(range(90, 120)))
     for kept, array in zip(copies, tree_arrays(state), strict=True):
         assert np.array_equal(kept, np.asarray(array))
+
+
+def test_a_write_copies_a_buffer_that_something_still_reads() -> None:
+    """All of it; and none of it once the reader is gone."""
+    buffer = mx.zeros((1, 8, 4096, 64))
+    mx.eval(buffer)
+
+    def write() -> int:
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        buffer[..., :1, :] = mx.ones((1, 8, 1, 64))
+        mx.eval(buffer)
+        return mx.get_peak_memory() - before
+
+    reader = buffer[..., :8, :]
+    mx.eval(reader)
+    assert buffer.nbytes == 8 << 20
+    assert write() >= buffer.nbytes
+    del reader
+    assert write() < buffer.nbytes / 16

@@ -1,0 +1,42 @@
+"""Weights that a decoding step reads, in bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+_CHOSEN = ("top_k", "num_experts_per_tok")
+"""Names by which the layers of mlx-lm hold the number of experts for each token."""
+
+
+def shared_bytes(model: nn.Module) -> int:
+    """Bytes of weights that rows of a batch read once, and rows stepped apart read for each row.
+
+    Every token reads k of a layer's n experts. Two tokens have k * k / n of them in common, if the
+    router spreads tokens evenly; experts count by that share, and not at all where k is unknown.
+    An embedding is looked up and not read, unless it also computes the logits.
+    """
+    modules = dict(model.named_modules())
+    tied = not any(name.endswith("lm_head") for name in modules)
+    chosen = max((k for module in modules.values() if (k := _chosen(module))), default=0)
+    total = _bytes_of(model)
+    for module in modules.values():
+        if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
+            share = min(1.0, chosen / module.num_experts) ** 2
+            total -= int((1 - share) * _bytes_of(module))
+        elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding) and not tied:
+            total -= _bytes_of(module)
+    return total
+
+
+def _chosen(module: Any) -> int:
+    """Experts for each token, or 0."""
+    found = (getattr(module, name, None) for name in _CHOSEN)
+    return next((k for k in found if type(k) is int), 0)
+
+
+def _bytes_of(module: Any) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(module.parameters()))
