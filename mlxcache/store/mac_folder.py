@@ -44,7 +44,8 @@ def prepare_cache_dir(cache_dir: Path) -> Path:
     """Move the former folder to `cache_dir`; returns the folder that a server uses.
 
     That is the former one while it cannot be moved: a server uses it, or it is on another disk. A
-    new folder is excluded from Time Machine. Each is logged. Blocks for at most `WAIT_S`.
+    folder without sessions is made private to the user and excluded from Time Machine. Moves and
+    failures are logged. Blocks for at most `WAIT_S`.
     """
     former = _former(cache_dir)
     if former is None:
@@ -61,9 +62,10 @@ def prepare_cache_dir(cache_dir: Path) -> Path:
         return former
     try:
         make_folder(cache_dir)
+        cache_dir.chmod(0o700)  # the user may have made it, for config.toml
         exclude_from_backups(cache_dir)
     except OSError as error:
-        log.warning("%s is not excluded from Time Machine: %s", cache_dir, error.strerror)
+        log.warning("%s not made private or not excluded from Time Machine: %s", cache_dir, error)
     return cache_dir
 
 

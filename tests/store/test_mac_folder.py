@@ -79,7 +79,7 @@ def test_an_exclusion_that_fails_is_a_warning(mac, caplog):
     mac.library.fails = errno.ENOTSUP
     assert prepare_cache_dir(mac.new) == mac.new
     (message,) = caplog.messages
-    assert message.startswith(f"{mac.new} is not excluded from Time Machine: ")
+    assert message.startswith(f"{mac.new} not made private or not excluded from Time Machine: ")
 
 
 def test_a_config_file_in_the_new_folder_stops_no_move(mac):
@@ -93,6 +93,7 @@ def test_a_config_file_in_the_new_folder_stops_no_move(mac):
     with opened(mac.new / "store") as store:
         assert store.find(IDS).length == len(IDS)
     assert (mac.new / "config.toml").read_text() == "port = 1"
+    assert mac.new.stat().st_mode & 0o777 == 0o700
     assert (mac.new / "log" / "serve-8081.log").read_text() == "new"
     assert (mac.former / "log" / "serve-8081.log").read_text() == "old"
     assert (mac.new / "log" / "serve-8082.log").read_text() == "other"
