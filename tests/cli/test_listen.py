@@ -90,6 +90,26 @@ def test_no_other_machine_is_connected_to() -> None:
     assert not accepts(socket.AF_INET, ("203.0.113.7", 80))
 
 
+@pytest.mark.parametrize(
+    ("family", "host", "reached"),
+    [(socket.AF_INET, "0.0.0.0", "127.0.0.1"), (socket.AF_INET6, "::", "::1")],
+)
+def test_all_addresses_are_asked_at_this_machines_own(
+    family: socket.AddressFamily, host: str, reached: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not every system connects to the address that stands for all."""
+    asked = []
+
+    class Noted(socket.socket):
+        def connect(self, address: tuple[object, ...]) -> None:  # type: ignore[override]
+            asked.append(address[0])
+            raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "socket", Noted)
+    assert not accepts(family, (host, 8081))
+    assert asked == [reached]
+
+
 def test_a_free_port_is_not_taken_for_the_probes_own() -> None:
     """A connection to a port of one's own, which Linux and macOS allow, is no listener."""
     with socket.socket() as one:
