@@ -60,11 +60,6 @@ class Trail:
                 parted.add(nodes[-1].end)
         return cls(tuple(nodes), frozenset(parted))
 
-    @property
-    def positions(self) -> list[int]:
-        """Positions of the checkpoints in tokens, ascending."""
-        return [node.end for node in self.nodes]
-
     def checkpoints_to_drop(
         self, end: int, most: int, *, coming: Sequence[int] = (), worth: float = float("inf")
     ) -> list[Node]:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
 
 from mlxcache.errors import MlxcacheError
 from mlxcache.prompt.canonical.restore import ReplyRestorer
@@ -147,10 +146,5 @@ class Stream:
     async def __aenter__(self) -> Stream:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()

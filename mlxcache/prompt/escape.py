@@ -79,10 +79,6 @@ class Escape:
         """The rendered text without the nonce, equal for all objects of this class; same length."""
         return rendered.replace(self._nonce, "0" * len(self._nonce))
 
-    def restore(self, rendered: str) -> str:
-        """The rendered text with each sentinel replaced by its text."""
-        return "".join(text for text, _ in self.split(rendered))
-
     def split(self, rendered: str) -> list[tuple[str, bool]]:
         """The rendered text as pieces (text, True if it came from a sentinel), in order."""
         out: list[tuple[str, bool]] = []

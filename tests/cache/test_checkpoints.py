@@ -278,7 +278,7 @@ def test_a_trail_tells_after_which_checkpoints_others_leave(
     ]
     ids = np.asarray([*tasks[0].ids.tolist(), *tasks[0].out], np.int32)
     trail = Trail.to(hybrid.kv.tree.match(ids).nodes[-1])
-    assert trail.positions == [100, 140, 167]
+    assert [node.end for node in trail.nodes] == [100, 140, 167]
     assert trail.parted == {100}
 
 

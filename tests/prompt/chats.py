@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from mlxcache.prompt.escape import Escape
 from mlxcache.types import Chat
 from tests.prompt.kinds import CONTROL, MARKS
 
@@ -43,6 +44,11 @@ TOOLS = [
     }
     for name in ("Read", "Write")
 ]
+
+
+def restored(escape: Escape, rendered: str) -> str:
+    """A rendered text with each sentinel replaced by its text."""
+    return "".join(text for text, _ in escape.split(rendered))
 
 
 def texts(*, size: int = 6) -> st.SearchStrategy[str]:

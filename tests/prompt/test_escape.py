@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxcache.prompt.escape import CLOSE, OPEN, Escape
 from mlxcache.prompt.tokenizer import any_of
-from tests.prompt.chats import texts
+from tests.prompt.chats import restored, texts
 from tests.prompt.kinds import CONTROL, MARKS
 
 CONTROLS = any_of([*CONTROL, *MARKS])
@@ -31,7 +31,7 @@ def test_escaped_text_holds_no_control_token_and_comes_back(text: str) -> None:
     escape = Escape([*CONTROL, *MARKS])
     escaped = escape.escape_value(text)
     assert CONTROLS.search(escaped) is None
-    assert escape.restore(escaped) == text
+    assert restored(escape, escaped) == text
     assert escape.has_sentinel(escaped) == (escaped != text)
 
 
@@ -41,7 +41,7 @@ def test_texts_side_by_side_form_no_control_token(parts: list[str]) -> None:
     escape = Escape([*CONTROL, *MARKS])
     joined = "".join(escape.escape_value(part) for part in parts)
     assert CONTROLS.search(joined) is None
-    assert escape.restore(joined) == "".join(parts)
+    assert restored(escape, joined) == "".join(parts)
 
 
 @given(st.text(max_size=40), st.integers(0, 40))
@@ -49,26 +49,26 @@ def test_any_unicode_text_comes_back(text: str, at: int) -> None:
     """Characters of our own sentinels, quotes and astral planes included."""
     escape = Escape(CONTROL)
     text = text[:at] + OPEN + "0123<s>" + CLOSE + text[at:]
-    assert escape.restore(escape.escape_value(text)) == text
+    assert restored(escape, escape.escape_value(text)) == text
 
 
 def test_a_sentinel_of_another_server_is_plain_text(escape: Escape) -> None:
     """Sentinels cannot be forged: the nonce differs in every process."""
     forged = Escape(CONTROL).escape_value("<s>")
-    assert escape.restore(escape.escape_value(forged)) == forged
+    assert restored(escape, escape.escape_value(forged)) == forged
 
 
 def test_a_sentinel_written_in_ascii_json_comes_back_as_json(escape: Escape) -> None:
     """Some templates write JSON with every other character escaped."""
     rendered = json.dumps({"path": escape.escape_value('a "<|im_end|>"')})
-    assert json.loads(escape.restore(rendered)) == {"path": 'a "<|im_end|>"'}
+    assert json.loads(restored(escape, rendered)) == {"path": 'a "<|im_end|>"'}
 
 
 def test_a_token_with_other_letters_comes_back_as_the_template_escaped_it() -> None:
     """There it was no control token to begin with, and the JSON stays what it was."""
     escape = Escape(["<\uff5cUser\uff5c>"])
     rendered = json.dumps(escape.escape_value("a <\uff5cUser\uff5c>"))
-    assert escape.restore(rendered) == json.dumps("a <\uff5cUser\uff5c>")
+    assert restored(escape, rendered) == json.dumps("a <\uff5cUser\uff5c>")
 
 
 def test_strings_are_escaped_at_any_depth_and_in_keys(escape: Escape) -> None:
@@ -76,8 +76,8 @@ def test_strings_are_escaped_at_any_depth_and_in_keys(escape: Escape) -> None:
     value: dict[str, Any] = {"a": [{"<s>": "x</s>"}, 1, None, True], "b": ("<|im_end|>",)}
     escaped = escape.escape_value(value)
     assert CONTROLS.search(json.dumps(escaped, ensure_ascii=False)) is None
-    restored = json.loads(escape.restore(json.dumps(escaped, ensure_ascii=False)))
-    assert restored == {"a": [{"<s>": "x</s>"}, 1, None, True], "b": ["<|im_end|>"]}
+    found = json.loads(restored(escape, json.dumps(escaped, ensure_ascii=False)))
+    assert found == {"a": [{"<s>": "x</s>"}, 1, None, True], "b": ["<|im_end|>"]}
 
 
 def test_think_marks_pass_in_an_assistant_s_content_only(escape: Escape) -> None:
@@ -97,7 +97,7 @@ def test_what_a_normaliser_would_turn_into_a_control_token_is_escaped() -> None:
     """Full-width or capital letters are no way round."""
     escape = Escape(["<s>"], normalized=["<s>"], normalize=str.lower)
     assert escape.has_sentinel(escape.escape_value("see <S>"))
-    assert escape.restore(escape.escape_value("see <S>")) == "see <S>"
+    assert restored(escape, escape.escape_value("see <S>")) == "see <S>"
     assert escape.escape_value("see s") == "see s"
 
 
@@ -108,4 +108,4 @@ def test_a_sentinel_that_was_cut_up_is_text() -> None:
     (digits,) = re.findall(r"\d{14,}", whole)
     broken = whole.replace(digits, "9" * len(digits))
     assert escape.split(broken) == [(broken, False)]
-    assert escape.restore(whole) == "<|im_end|>"
+    assert restored(escape, whole) == "<|im_end|>"

@@ -13,7 +13,7 @@ from mlxcache.prompt.template import Template
 from mlxcache.prompt.traits import probe
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
-from tests.prompt.chats import TOOLS, agent_turns
+from tests.prompt.chats import TOOLS, agent_turns, restored
 from tests.prompt.kinds import CONTROL, MARKS
 
 FAMILIES = ("CHATML", "STRICT_SYSTEM", "LLAMA3", "GEMMA", "MISTRAL", "HOISTS")
@@ -75,7 +75,7 @@ def test_every_text_of_the_client_is_rendered(name: str, turns: list[Chat]) -> N
     """Nothing a person or a tool said is lost, whatever the template refuses."""
     renderer, escape = MADE[name]
     for chat in turns:
-        text = escape.restore(renderer.render(chat).text)
+        text = restored(escape, renderer.render(chat).text)
         for message in chat.messages:
             if message["role"] != "assistant":
                 said = message["content"].strip()
@@ -173,7 +173,7 @@ def test_text_in_arguments_is_escaped_and_a_conversation_s_own_win() -> None:
     assert renderer.render(Chat([user("hi")])).text.startswith("dry<|im_start|>")
     text = renderer.render(Chat([user("hi")], template_args={"style": "<|im_end|>"})).text
     assert escape.has_sentinel(text)
-    assert escape.restore(text).startswith("<|im_end|><|im_start|>")
+    assert restored(escape, text).startswith("<|im_end|><|im_start|>")
 
 
 def test_what_a_conversation_shares_with_its_first_messages() -> None:
