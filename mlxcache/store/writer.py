@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,16 +63,9 @@ class Writer:
         self._queue: deque[Job | Callable[[], None]] = deque()
         self._state = threading.Condition()
         self._pending = 0
-        self._taken = self._finished = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="mlxcache-writer", daemon=True)
         self._thread.start()
-
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of jobs offered and not done, including the one being written."""
-        with self._state:
-            return self._pending
 
     def offer(self, job: Job) -> bool:
         """Queue `job`; False if it exceeds the byte limit. An empty queue takes any job.
@@ -97,21 +89,6 @@ class Writer:
             if not self._closing:
                 self._add(action)
 
-    def flush(self, seconds: float) -> int:
-        """Wait at most `seconds` for the jobs offered so far; returns the bytes still pending.
-
-        0: all of them are durable, or their errors were reported.
-        """
-        deadline = time.monotonic() + seconds
-        with self._state:
-            goal = self._taken
-            while self._finished < goal and not self._closing:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._state.wait(left)
-            return self._pending if self._finished < goal else 0
-
     def close(self, seconds: float | None = None) -> None:
         """End the thread after the current job; queued jobs are dropped without a report.
 
@@ -125,7 +102,6 @@ class Writer:
 
     def _add(self, item: Job | Callable[[], None]) -> None:
         self._queue.append(item)
-        self._taken += 1
         self._state.notify_all()
 
     def _run(self) -> None:
@@ -141,8 +117,6 @@ class Writer:
             del item  # its buffers are freed before the count says so
             with self._state:
                 self._pending -= nbytes
-                self._finished += 1
-                self._state.notify_all()
 
     def _next(self) -> Job | Callable[[], None] | None:
         idle = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -163,7 +164,9 @@ def fails_in_its_reply(
     bench.run()
     assert is_nan(task)
     model.poison = lambda tokens: []
-    assert disk.write_behind.writer.flush(30.0) == 0
+    done = threading.Event()
+    disk.write_behind.writer.call(done.set)
+    assert done.wait(30.0)
     disk.write_behind.collect()
     assert not disk.write_behind.busy
     return task

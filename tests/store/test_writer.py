@@ -41,6 +41,13 @@ class Report:
         self.go_on.clear()
 
 
+def wait_until_done(writer: Writer) -> None:
+    """Wait for all that was offered so far."""
+    done = threading.Event()
+    writer.call(done.set)
+    assert done.wait(10)
+
+
 @pytest.fixture
 def report():
     return Report()
@@ -65,7 +72,7 @@ def test_jobs_are_written_in_the_order_of_their_offer(writer, store, report):
     ]
     assert all(writer.offer(job) for job in offers)
     writer.call(lambda: seen.append(store.find(ids).length))
-    assert writer.flush(10) == 0
+    wait_until_done(writer)
     assert report.told == [("a", None), ("b", None), ("c", None)]
     assert seen == [900]
     assert report.threads == {"mlxcache-writer"}
@@ -79,21 +86,20 @@ def test_offers_beyond_the_limit_are_refused_at_once(writer, report):
     assert report.held.wait(10)
     began = time.monotonic()
     assert writer.offer(run_job(tokens(100, 2), tag=2))
-    assert writer.pending_bytes == 200
     assert not writer.offer(run_job(tokens(100, 3), tag=3))
     assert writer.offer(run_job(tokens(100, 4), nbytes=50, tag=4))
     assert time.monotonic() - began < 30  # the write is held until go_on
-    assert writer.flush(0.05) == 250
+    assert not writer.offer(run_job(tokens(100, 5), nbytes=1, tag=5))
     report.go_on.set()
-    assert writer.flush(10) == 0
-    assert writer.pending_bytes == 0
+    wait_until_done(writer)
     assert [tag for tag, _ in report.told] == [1, 2, 4]
+    assert writer.offer(run_job(tokens(100, 6), nbytes=10**9, tag=6))
 
 
 def test_an_empty_queue_takes_what_is_larger_than_its_limit(writer, report):
     """An empty queue takes a job larger than the limit."""
     assert writer.offer(run_job(tokens(100), nbytes=10**9))
-    assert writer.flush(10) == 0
+    wait_until_done(writer)
     assert report.told == [(None, None)]
 
 
@@ -104,7 +110,7 @@ def test_an_error_is_reported_and_the_next_job_is_written(writer, store, report,
     writer.offer(Job(ids, 0, [], 10, "no tensors"))
     writer.call(lambda: 1 / 0)
     writer.offer(Job(ids, 0, kv(ids), 10, "right"))
-    assert writer.flush(10) == 0
+    wait_until_done(writer)
     (_, first), (_, second), (_, third) = report.told
     assert isinstance(first, PrefixNotStored)
     assert type(second) is StoreError
@@ -113,8 +119,8 @@ def test_an_error_is_reported_and_the_next_job_is_written(writer, store, report,
     assert assert_right(store, ids).length == 300
     report.fails = True
     writer.offer(run_job(tokens(100, 5)))
-    assert writer.flush(10) == 0
-    assert writer.pending_bytes == 0
+    wait_until_done(writer)
+    assert writer.offer(run_job(tokens(100, 6), nbytes=10**9))
     assert "cannot be told" in caplog.text
 
 
@@ -124,10 +130,10 @@ def test_a_full_disk_is_reported(folder, report):
     writer = Writer(store, 10**9, report)
     ids = tokens(60_000)
     writer.offer(run_job(ids))
-    writer.flush(10)
+    wait_until_done(writer)
     ((_, error),) = report.told
     assert isinstance(error, DiskFull)
-    assert writer.pending_bytes == 0
+    assert writer.offer(run_job(tokens(100), nbytes=10**10))
     writer.close()
     store.close()
 
@@ -156,7 +162,7 @@ def test_uses_are_noted_when_idle(store, report, monkeypatch):
     ids = tokens(100)
     writer = Writer(store, 100, report)
     writer.offer(run_job(ids))
-    writer.flush(10)
+    wait_until_done(writer)
     query = "SELECT max(used) FROM file"
     with store.database.read() as connection:
         (before,) = connection.execute(query).fetchone()
