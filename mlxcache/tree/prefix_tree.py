@@ -469,18 +469,6 @@ class PrefixTree:
             if each.locks == 0:
                 self._edges.settle(each)
 
-    def chain(self, node: Node, value: Any) -> list[Node]:
-        """The nodes that hold `value` from `node` down, without a gap, top down.
-
-        `node` itself is the first if it holds `value`; otherwise its child that does. Changes
-        nothing. `holders` gives all nodes of a value, also those beyond a gap.
-        """
-        found: list[Node] = []
-        for held in self._edges.holdings.of(value):
-            if held is node or held.parent is (found[-1] if found else node):
-                found.append(held)
-        return found
-
     def holders(self, value: Any) -> list[Node]:
         """All nodes that hold `value`, top down; they lie on one path. Changes nothing."""
         return list(self._edges.holdings.of(value))
@@ -541,16 +529,6 @@ class PrefixTree:
         else:
             self._edges.remove(node)
         return Cut(value, position, end, tokens, state, nbytes)
-
-    def clear(self) -> list[Cut]:
-        """Remove everything that is not locked; return what was cut, in that order.
-
-        Changes the tree. Locked nodes and the checkpoints at them stay.
-        """
-        cuts = []
-        while (leaf := self.least_leaf()) is not None:
-            cuts.append(self.cut(leaf, leaf.start))
-        return cuts
 
     def _require_attached(self, node: Node) -> None:
         if node.detached:

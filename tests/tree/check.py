@@ -5,13 +5,33 @@ from __future__ import annotations
 import numpy as np
 
 from mlxcache.tree.eviction import EvictionOrder
-from mlxcache.tree.node import Node, unneeded
+from mlxcache.tree.node import Cut, Node, unneeded
 from mlxcache.tree.prefix_tree import Edges, PrefixTree
 
 
 def check_tree(tree: PrefixTree) -> None:
     """Raise AssertionError, naming the node, unless every invariant holds. O(tokens)."""
     _check_edges(tree._edges)
+
+
+def chain(tree: PrefixTree, node: Node, value: object) -> list[Node]:
+    """The nodes that hold `value` from `node` down, without a gap, top down.
+
+    `node` itself is the first if it holds `value`; otherwise its child that does.
+    """
+    found: list[Node] = []
+    for held in tree.holders(value):
+        if held is node or held.parent is (found[-1] if found else node):
+            found.append(held)
+    return found
+
+
+def clear(tree: PrefixTree) -> list[Cut]:
+    """Cut every leaf that is not locked; return what was cut, in that order."""
+    cuts = []
+    while (leaf := tree.least_leaf()) is not None:
+        cuts.append(tree.cut(leaf, leaf.start))
+    return cuts
 
 
 def _check_edges(edges: Edges) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlxcache.tree.prefix_tree import Cut, PrefixTree
-from tests.tree.check import check_tree
+from tests.tree.check import chain, check_tree, clear
 
 
 class Buffer:
@@ -130,7 +130,7 @@ def test_a_value_may_continue_past_a_gap(tree):
     tree.insert(ids(1, 2, 3, 4), A)
     assert tree.match(ids(1, 2, 3, 4)).spans(4) == [(A, 0, 2), (B, 2, 3), (A, 3, 4)]
     assert tree.live_range(A) == (0, 4)
-    assert [node.start for node in tree.chain(tree.root, A)] == [0]
+    assert [node.start for node in chain(tree, tree.root, A)] == [0]
     assert [node.start for node in tree.holders(A)] == [0, 3]
 
 
@@ -245,16 +245,16 @@ def test_locks_count_on_the_whole_path(tree):
     assert tree.cut(leaf, 1).tokens == 1
 
 
-def test_chain_follows_one_value(tree):
+def test_the_holders_of_a_value_follow_one_another(tree):
     """It starts at the node itself if that holds the value, else at its child."""
     top = tree.insert(ids(1, 2), A)
     tree.set_checkpoint(top, "state", 1)
     low = tree.insert(ids(1, 2, 3), A)
     tree.insert(ids(1, 2, 4), B)
-    assert tree.chain(tree.root, A) == tree.chain(top, A) == [top, low]
-    assert tree.chain(low, A) == [low]
-    assert [node.value for node in tree.chain(top, B)] == [B]
-    assert tree.chain(tree.root, B) == tree.chain(top, C) == []
+    assert chain(tree, tree.root, A) == chain(tree, top, A) == [top, low]
+    assert chain(tree, low, A) == [low]
+    assert [node.value for node in chain(tree, top, B)] == [B]
+    assert chain(tree, tree.root, B) == chain(tree, top, C) == []
 
 
 def test_retarget_moves_a_branch_to_another_value(tree):
@@ -262,7 +262,7 @@ def test_retarget_moves_a_branch_to_another_value(tree):
     tree.insert(ids(1, 2, 3, 4), A)
     tree.insert(ids(1, 2, 9), B)
     leaf = tree.match(ids(1, 2, 3, 4)).nodes[-1]
-    tree.retarget(tree.chain(leaf, A), C)
+    tree.retarget(chain(tree, leaf, A), C)
     assert tree.match(ids(1, 2, 3, 4)).spans(4) == [(A, 0, 2), (C, 2, 4)]
     assert (tree.live_range(A), tree.live_range(C)) == ((0, 2), (2, 4))
 
@@ -375,7 +375,7 @@ def test_clear_leaves_only_what_is_locked(tree):
     kept = tree.insert(ids(1, 2, 9), B)
     tree.insert(ids(7), C)
     tree.lock(kept)
-    assert sorted((cut.start, cut.end) for cut in tree.clear()) == [(0, 1), (2, 3)]
+    assert sorted((cut.start, cut.end) for cut in clear(tree)) == [(0, 1), (2, 3)]
     assert tree.match(ids(1, 2, 9)).spans(3) == [(A, 0, 2), (B, 2, 3)]
     assert (tree.tokens, tree.segments) == (3, 2)
 

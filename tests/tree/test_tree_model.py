@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlxcache.tree.prefix_tree import Node, PrefixTree, Worth
-from tests.tree.check import check_tree
+from tests.tree.check import chain, check_tree, clear
 
 Prefix = tuple[int, ...]
 
@@ -227,23 +227,23 @@ class Against(RuleBasedStateMachine):
         value = self.values[which % len(self.values)]
         prefix = self.pick(self.held, choice)
         node = self.tree.match(ids(prefix), touch=False).nodes[-1]
-        chain = self.tree.chain(node, node.value)
-        deepest = prefix_of(chain[-1])
+        held = chain(self.tree, node, node.value)
+        deepest = prefix_of(held[-1])
         moved = prefixes(deepest)[node.start :]
         assert all(self.held[each] is node.value for each in moved)
         both = {*moved, *(p for p, v in self.held.items() if v is value)}
         longest = max(both, key=len)
         if any(longest[: len(each)] != each for each in both):
             with pytest.raises(ValueError, match="two branches"):
-                self.tree.retarget(chain, value)
+                self.tree.retarget(held, value)
         else:
-            self.tree.retarget(chain, value)
+            self.tree.retarget(held, value)
             self.held.update(dict.fromkeys(moved, value))
 
     @rule()
     def clear(self):
         """Only prefixes of what is locked stay, up to the end of their edges."""
-        self.tree.clear()
+        clear(self.tree)
         locked = {each for _, p in self.locks for each in prefixes(p)}
         self.held = {p: v for p, v in self.held.items() if p in locked}
         self.states = {p: s for p, s in self.states.items() if p in locked}
