@@ -24,6 +24,10 @@ AT_ONCE = 1024
 POLL_S = 0.002
 
 
+class NotPlain(ValueError):
+    """The model caches more than KV (checkpoints), so that random KV cannot stand for it."""
+
+
 class Inside:
     """An engine whose RAM tier is filled without computing. For its event loop only."""
 
@@ -52,10 +56,10 @@ class Inside:
     async def put(self, ids: Tokens) -> None:
         """Put random KV for `ids` into the RAM tier, as after a request.
 
-        Raises ValueError for a model that needs more than KV (checkpoints).
+        Raises NotPlain.
         """
         if not self.plain:
-            raise ValueError("this model's KV alone is not what it caches")
+            raise NotPlain("this model's KV alone is not what it caches")
         await self.engine.call(lambda core: _put(core.kv, ids))
 
     async def mark(self, ids: Tokens) -> None:

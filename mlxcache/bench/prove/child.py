@@ -9,10 +9,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from mlxcache.bench.process import tail
-from mlxcache.bench.prove.context import Context
+from mlxcache.bench.prove.context import Context, NotApplicable, Subject
+from mlxcache.bench.prove.scale import Scale
+
+CONTEXT_SHARE = 0.75
+"""Most of a model's context that a prefix takes: replies follow it."""
 
 
 class ChildFailed(Exception):
@@ -23,12 +27,14 @@ def in_child(name: str) -> Callable[[Context], None]:
     """Make the scenario that runs `name` of `within` in a child process. It raises ChildFailed."""
 
     def play(context: Context) -> None:
+        if not context.fits(name, scale_for(context.subject, context.scale).deep):
+            return
         context.on_step("an engine of its own")
         folder = context.folder / f"within-{name}"
         options = {
             "model": str(context.subject.path),
             "folder": str(folder),
-            "scale": asdict(context.scale),
+            "scale": asdict(scale_for(context.subject, context.scale)),
         }
         module = "mlxcache.bench.prove.within"
         command = [sys.executable, "-m", module, name, json.dumps(options)]
@@ -46,6 +52,18 @@ def in_child(name: str) -> Callable[[Context], None]:
             process.wait()
         if process.returncode or not printed.strip():
             raise ChildFailed(f"{name} ended with status {process.returncode}\n{tail(log, 12)}")
-        context.found.merge(json.loads(printed.strip().splitlines()[-1]))
+        value = json.loads(printed.strip().splitlines()[-1])
+        if value["status"] == "not applicable":
+            raise NotApplicable(value["error"])
+        context.found.merge(value)
 
     return play
+
+
+def scale_for(subject: Subject, scale: Scale) -> Scale:
+    """The lengths of scenarios of one process, shortened to the model's context if need be."""
+    most = round(CONTEXT_SHARE * subject.context_length)
+    if not most:
+        return scale
+    nbytes = most * (subject.kv_bytes_per_token or scale.disk_bytes)
+    return replace(scale, deep=min(scale.deep, most), disk_bytes=min(scale.disk_bytes, nbytes))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from mlxcache.bench.client import Client
 from mlxcache.bench.own import OwnTime, measuring
 from mlxcache.bench.process import Launch, Lives, mlx_lm_server, ours
 from mlxcache.bench.prove.clock import Clock
@@ -25,6 +27,11 @@ WORKING_BYTES = 1_500_000_000
 """Bytes that a process needs besides weights and KV: passes, MLX's pool, Python."""
 
 USABLE_SHARE = 0.75
+DISK_FACTOR = 1.3
+"""Bytes of files for a byte of KV: also those of replies and of what is written meanwhile."""
+
+SETTLED_S, PATIENCE_S = 0.3, 60.0
+"""Rest before a measurement beside a server that has written all, and the longest wait for that."""
 
 
 class NotApplicable(Exception):
@@ -86,6 +93,14 @@ def usable_bytes(device: Mapping[str, Any]) -> int:
     return round(USABLE_SHARE * psutil.virtual_memory().total)
 
 
+def settle(client: Client) -> None:
+    """Wait until this server has written what it computed, and then a moment. Raises Refused."""
+    deadline = time.monotonic() + PATIENCE_S
+    while client.get("/v1/cache")["pending_bytes"] and time.monotonic() < deadline:
+        time.sleep(SETTLED_S / 3)
+    time.sleep(SETTLED_S)
+
+
 @dataclass(slots=True)
 class Context:
     """All that a scenario is given; it writes its figures into `found`."""
@@ -106,7 +121,7 @@ class Context:
         return Filler(self.subject.path)
 
     def fits(self, what: str, tokens: int, *, processes: int = 1, rows: int = 1) -> bool:
-        """True if `tokens` fit the model and the memory; else `what` is listed as not run."""
+        """True if `tokens` fit model, memory and disk; else `what` is listed as not run."""
         longest = self.subject.context_length
         if longest and tokens > longest:
             self.found.not_run.append(f"{what}: the model's context has {longest} tokens")
@@ -116,6 +131,13 @@ class Context:
             self.found.not_run.append(
                 f"{what}: needs about {needed / 1e9:.0f} GB of memory, "
                 f"{self.usable_bytes / 1e9:.0f} GB are usable"
+            )
+            return False
+        files = DISK_FACTOR * self.subject.kv_bytes_per_token * tokens * rows
+        free = shutil.disk_usage(self.folder).free
+        if files > free:
+            self.found.not_run.append(
+                f"{what}: needs about {files / 1e9:.0f} GB of disk, {free / 1e9:.0f} GB are free"
             )
             return False
         return True

@@ -11,7 +11,7 @@ from mlxcache.bench.client import Reply
 from mlxcache.bench.measure import by, middle
 from mlxcache.bench.own import OwnTime
 from mlxcache.bench.process import OURS, THEIRS, Lives
-from mlxcache.bench.prove.context import Context, NotApplicable
+from mlxcache.bench.prove.context import Context, NotApplicable, settle
 from mlxcache.bench.scenarios import Conversation, Visit
 
 TIMES, FED = "First token", "Prompt tokens computed, of all"
@@ -76,10 +76,12 @@ def _ours(context: Context, tokens: int) -> float:
         ratios: list[float | None] = []
         for _ in range(runs):
             context.on_step(f"{tokens:,} tokens: warm")
+            settle(lives.server.client)
             reply = talk.ask(visit.words())
             _note(context, row, "warm", reply)
             fed.append((reply.cached_tokens or 0, reply.fed_tokens or 1))
             if own is not None and reply.cached_tokens:
+                settle(lives.server.client)
                 own_s = own.ask(*fed[-1])[0]
                 found.add(TIMES, row, "the model's own", "s", own_s)
                 ratios.append(by(reply.first_s, own_s))

@@ -17,6 +17,9 @@ import psutil
 from mlxcache import __version__
 from mlxcache.bench.prove.privacy import scrub
 
+UNIQUE = ("uuid", "pci_bus_id", "registry_id", "serial")
+"""Fields of MLX's device that no two machines share."""
+
 PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-lm")
 
 
@@ -40,7 +43,8 @@ def describe_machine() -> dict[str, Any]:
 
 def device_info() -> dict[str, Any]:
     """MLX's description of its default device; texts are free of names and paths."""
-    return _scrubbed(dict(sorted(mx.device_info().items())))
+    info: Mapping[str, Any] = mx.device_info()
+    return _scrubbed({name: info[name] for name in sorted(info) if name not in UNIQUE})
 
 
 def _scrubbed(found: Mapping[str, Any]) -> dict[str, Any]:

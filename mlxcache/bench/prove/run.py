@@ -82,8 +82,8 @@ class Proof:
         Main thread only. Raises ModelError or OSError if the model cannot be resolved or made.
         """
         options = self.options
-        clock = Clock(60 * options.minutes)
         subjects = list(self._subjects())
+        clock = Clock(60 * options.minutes)
         memory = usable_bytes(device_info())
         again = QUICKLY if options.scale.quick else QUANTISED
         for name, subject in planned(options.names, subjects, again):

@@ -12,7 +12,7 @@ from mlxcache.bench.client import Client, Messages, Reply
 from mlxcache.bench.measure import by, middle
 from mlxcache.bench.own import OwnTime
 from mlxcache.bench.process import OURS, THEIRS, Lives
-from mlxcache.bench.prove.context import Context, NotApplicable
+from mlxcache.bench.prove.context import Context, NotApplicable, settle
 
 DECODE = "Decoding"
 PREFILL = "Prefill of one prompt"
@@ -74,6 +74,7 @@ def _play(context: Context, tokens: int, lives: Lives, own: OwnTime | None) -> l
         rate = reply.decode_rate or 0.0
         found.add(DECODE, row, "one reply", "tokens/s", rate)
         if own is not None:
+            settle(client)
             theirs = own.decode(reply.prompt_tokens or tokens, scale.reply)[0]
             found.add(DECODE, f"{tokens:,} tokens, {GENERATE}", "one reply", "tokens/s", theirs)
             pairs.append((rate, theirs))

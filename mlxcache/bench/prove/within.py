@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxcache.bench.checks import Check, Measured
-from mlxcache.bench.inside import Inside, drained, running_inside
+from mlxcache.bench.inside import Inside, NotPlain, drained, running_inside
 from mlxcache.bench.measure import middle
 from mlxcache.bench.prove import equality
 from mlxcache.bench.prove.findings import Findings
@@ -197,7 +197,10 @@ def main() -> None:
     """Run the scenario that the command line names."""
     name, options = sys.argv[1], json.loads(sys.argv[2])
     scale = Scale(**{key: _frozen(value) for key, value in options["scale"].items()})
-    found = run(name, Path(options["model"]), Path(options["folder"]), scale)
+    try:
+        found = run(name, Path(options["model"]), Path(options["folder"]), scale)
+    except NotPlain as why:
+        found = Findings(name, "", "not applicable", str(why))
     print(json.dumps(found.as_json()), flush=True)
     os._exit(0)  # MLX's destructors may abort while a thread of it ends
 

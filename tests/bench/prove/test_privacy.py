@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench.prove.machine import describe_machine
+from mlxcache.bench.prove.machine import describe_machine, device_info
 from mlxcache.bench.prove.privacy import private_names, scrub
 
 
@@ -36,6 +36,15 @@ def test_the_names_are_this_users_and_this_hosts(monkeypatch: pytest.MonkeyPatch
     assert private_names() == ["anns-mac.local", "anns-mac", "ann"]
     monkeypatch.setattr(getpass, "getuser", lambda: "root")
     assert private_names() == ["anns-mac.local", "anns-mac"]
+
+
+def test_what_is_unique_to_a_device_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX's CUDA device has such fields."""
+    import mlx.core as mx
+
+    info = {"device_name": "GPU of /home/ann/x", "uuid": "GPU-1234", "pci_bus_id": "0000:01"}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    assert device_info() == {"device_name": "GPU of .../x"}
 
 
 def test_the_machine_is_described_without_its_names() -> None:

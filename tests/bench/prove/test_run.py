@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -87,8 +89,8 @@ def test_what_does_not_fit_the_time_is_listed(toy, tmp_path, monkeypatch) -> Non
     assert not psutil.pid_exists(child[0].pid)
 
 
-def test_a_step_that_would_take_too_long_is_left_out(toy: Path, tmp_path: Path) -> None:
-    """And one for which memory or the model's context are too small."""
+def test_a_step_that_would_take_too_long_is_left_out(toy, tmp_path, monkeypatch) -> None:
+    """And one for which memory, disk or the model's context are too small."""
     found = Findings("x", "m")
     subject = Subject(toy, "m", read_config(toy))
     context = Context(subject, QUICK, Clock(10), tmp_path, 3_000_000_000, found, lambda _: None)
@@ -97,7 +99,11 @@ def test_a_step_that_would_take_too_long_is_left_out(toy: Path, tmp_path: Path) 
     assert context.fits("small", 60_000)
     assert not context.fits("beside another", 60_000, processes=2)
     assert not context.fits("huge", 66_000)
-    assert [one.partition(":")[0] for one in found.not_run] == ["long", "beside another", "huge"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
+    assert not context.fits("disk", 60_000)
+    left_out = [one.partition(":")[0] for one in found.not_run]
+    assert left_out == ["long", "beside another", "huge", "disk"]
+    assert found.not_run[-1].endswith("GB of disk, 0 GB are free")
     assert subject.kv_bytes_per_token == 2 * 2 * 4 * 2 * 32
 
 
