@@ -49,11 +49,17 @@ class MlxThread:
     """Runs actions in order on one thread. `post`, `call` and `ask` may be called on any thread.
 
     `on_death(error)` is called on the thread when a posted action raises, which ends it: its state
-    cannot be trusted afterwards. An action of `call` or `ask` raises in the caller instead.
+    cannot be trusted afterwards. An action of `call` or `ask` raises in the caller instead; if
+    `is_ours(error)`, `run_posted` raises it too, because it is about more than that action.
     """
 
-    def __init__(self, on_death: Callable[[BaseException], None] | None = None):
+    def __init__(
+        self,
+        on_death: Callable[[BaseException], None] | None = None,
+        is_ours: Callable[[BaseException], bool] = lambda error: False,
+    ):
         self.heartbeat = Heartbeat()
+        self._is_ours = is_ours
         self._on_death = on_death
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open: set[Future[Any]] = set()
@@ -91,8 +97,10 @@ class MlxThread:
         def run() -> None:
             try:
                 result = action()
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller
+            except BaseException as error:  # raised again in the caller
                 self._settle(answer, error=error)
+                if self._is_ours(error):
+                    raise
             else:
                 self._settle(answer, result=result)
 

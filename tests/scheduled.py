@@ -145,7 +145,7 @@ class Bench:
     def prepare_output(self, task: Task) -> Output:
         """A parser that makes each token a piece, and the sampler that the task asks for."""
         sampling = task.job.sampling
-        processors = make_processors(sampling, len(task.ids))
+        processors = make_processors(sampling, task.prompt_tokens)
         context = mx.array(task.ids[:-1]) if processors else None
         sampler = make_sampler(sampling, self.kv.layout.vocab_size)
         return Output(PlainParser(), Row(task, sampler, processors, context))

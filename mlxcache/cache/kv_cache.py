@@ -27,6 +27,7 @@ from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.main_conversation import NO_HINTS, CacheHints, MainConversations
 from mlxcache.cache.ram import STEP, WITHHELD, Evict, RamTier
 from mlxcache.cache.restore import DiskLookup
+from mlxcache.model import device
 from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage, Span
@@ -310,7 +311,12 @@ class KVCache:
             self.ram.discard(lineage)
             return
         lineage.truncate(held[1])
-        if not lineage.sound():
+        try:
+            sound = lineage.sound()
+        except RuntimeError:
+            self.ram.discard(lineage)
+            raise
+        if not sound:
             self.ram.discard(lineage)
         elif id(lineage) in self.ram.busy:
             self.ram.set_idle(lineage)
@@ -392,11 +398,14 @@ class KVCache:
         `checkpoint`.
 
         `ids` are the request's tokens, shape (n,). Mutates the tree and moves the lease's lock. May
-        evict for the checkpoint, which is left out where there is no room.
+        evict for the checkpoint, which is left out where there is no room. Waits for the device,
+        and raises its error if it failed: nothing is committed then.
         """
         lineage = lease.lineage
         if not self.layout.cacheable or not lineage.length:
             return
+        device.confirm()
+        lineage.mark_confirmed()
         key = lease.hints.conversation_key
         node = self.tree.insert(ids[: lineage.length], lineage, key)
         self.tree.lock(node)
@@ -414,6 +423,7 @@ class KVCache:
         """Copy the state of `lineage` to `node`; releases the reserved `size` if MLX fails."""
         try:
             state = lineage.capture()
+            device.confirm()
         except BaseException:
             self.budget.release("checkpoints", size)
             raise
@@ -484,13 +494,20 @@ class KVCache:
             self.ram.shrink(lineage, force=False)
         self.ram.compact_idle(evict=_without_waiting(lease))
 
-    def abandon(self, lease: Lease) -> None:
-        """End a lease whose last forward pass failed: only what was committed is kept."""
+    def abandon(self, lease: Lease, *, device_failed: bool = False) -> None:
+        """End a lease whose last forward pass failed: only what was committed is kept.
+
+        `device_failed`: the device reported an error, which `device.settle` has discarded. A
+        lineage that it may have damaged is then released as a whole; the tree still refers to it.
+        """
         lineage = lease.lineage
         held = self.tree.live_range(lineage)
+        intact = lineage.survives_failure() if device_failed else True
         lineage.truncate(held[1] if held else 0)
-        if not lineage.sound():
+        if not (intact and lineage.sound()):
             self.ram.discard(lineage)
+        elif device_failed:
+            lineage.mark_confirmed()
         self.release(lease)
 
     def purge(self, lease: Lease, ids: Tokens) -> None:

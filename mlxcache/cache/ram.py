@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlxcache.cache.checkpoints import Trail
 from mlxcache.cache.write_behind import WriteBehind
+from mlxcache.model import device
 from mlxcache.model.arrays import ArraySpec
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
@@ -311,10 +312,12 @@ class RamTier:
                 return 0
             try:
                 lineage.compact(*held)
-            except RuntimeError:
-                log.exception("compacting a buffer failed for lack of memory; buffer released")
+            except RuntimeError as error:
                 self.budget.release("kv", before - lineage.nbytes)  # gone with the failed copy
                 self.discard(lineage)
+                if device.is_device_error(error):
+                    raise
+                log.exception("compacting a buffer failed for lack of memory; buffer released")
                 return before
         freed = before - lineage.nbytes
         self.budget.release("kv", freed)

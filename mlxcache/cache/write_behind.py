@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mlxcache.errors import PrefixNotStored, StoreError
-from mlxcache.model import serialise
+from mlxcache.model import device, serialise
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Span
 from mlxcache.safetensors import Tensor
@@ -87,7 +87,12 @@ class StagingBuffers:
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
         """Take back the buffer that `tensors` are in; no one may read them afterwards."""
-        if tensors and (whole := self._taken.pop(_address(tensors[0].bytes), None)) is not None:
+        if tensors:
+            self.put_back(tensors[0].bytes)
+
+    def put_back(self, part: memoryview) -> None:
+        """Take back the buffer that begins where `part` does."""
+        if (whole := self._taken.pop(_address(part), None)) is not None:
             self._free.append(whole)
 
 
@@ -395,7 +400,10 @@ class WriteBehind:
             raise RuntimeError("the writer refused a job within its limit")
 
     def _next_job(self, path: PathWrite) -> Job | None:
-        """The next job of a path; None, and the disk paused, where no memory is left for a copy."""
+        """The next job of a path; None, and the disk paused, where no memory is left for a copy.
+
+        Raises the error of a device that defers its errors: then the KV may not be what it was.
+        """
         try:
             return (
                 self._next_run(path)
@@ -403,6 +411,8 @@ class WriteBehind:
                 else path.next_checkpoint(self.layout)
             )
         except RuntimeError as error:
+            if device.is_device_error(error):
+                raise
             self._suspend(StoreError(f"a copy for the disk failed: {error}"))
             return None
 
@@ -416,7 +426,14 @@ class WriteBehind:
             path.stop()
             return None
         size = serialise.run_bytes(self.layout, end - start)
-        tensors = serialise.copied_run(self.layout, within, self.buffers.take(size))
+        out = self.buffers.take(size)
+        try:
+            tensors = serialise.copied_run(self.layout, within, out)
+            if any(owner.passes for owner, _, _ in within):
+                device.confirm()  # a pass that failed may have left another buffer there
+        except BaseException:
+            self.buffers.put_back(out)
+            raise
         path.at = end
         return Job(path.ids[:end], start, tensors, size, path, serialise.late_names(self.layout))
 

@@ -141,7 +141,7 @@ class Admission:
         """
         kv, planned = self._kv, task.lookup.target if task.lookup else 0
         hints = CacheHints.of(task.job)
-        task.limit_reply(self._limits.context - len(task.ids))
+        task.limit_reply(self._limits.context - task.prompt_tokens)
         # while others compute it is tried again soon, so nothing waits for the disk
         evict: Evict = "wait" if alone else "idle"
         lease = kv.acquire(task.ids, task.limit, planned=planned, hints=hints, evict=evict)
@@ -152,7 +152,8 @@ class Admission:
             lease = lease or kv.acquire(task.ids, 1, planned=planned, hints=hints)
             if lease is None:
                 raise ContextLengthExceeded(
-                    f"The prompt of {len(task.ids)} tokens does not fit the memory budget (--ram)."
+                    f"The prompt of {task.prompt_tokens} tokens does not fit the memory budget "
+                    "(--ram)."
                 )
         if lease is None:
             return False

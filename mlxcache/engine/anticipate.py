@@ -20,6 +20,7 @@ from mlxcache.common_prefix import common_length
 from mlxcache.engine.prefill import Prefill
 from mlxcache.engine.task import Task, for_owner
 from mlxcache.errors import MlxcacheError
+from mlxcache.model import device
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import Source
 from mlxcache.prompt.next_turn import append_reply
@@ -106,7 +107,9 @@ class IdlePrefill:
         try:
             if not self._advance(turn):
                 self._turns.pop()
-        except Exception:  # no client waits; the next turn computes what is missing
+        except Exception as error:  # no client waits; the next turn computes what is missing
+            if device.is_device_error(error):
+                raise
             log.exception("anticipation failed")
             self._turns.pop()
             if turn.task.lease is not None:
@@ -161,11 +164,21 @@ class IdlePrefill:
 
     def _release(self, task: Task) -> None:
         """Commit what was computed of a turn, and release its lineage."""
-        lease = task.give_up_lease()
+        lease = task.held
         self._kv.commit(lease, task.ids, checkpoint=True)
+        task.give_up_lease()
         if lease.length > lease.cached:
             self._computed.append((task.ids[: lease.length], lease.cached))
         self._kv.release(lease)
+
+    def drop_failed(self) -> None:
+        """Drop the turns that were being computed when the device failed."""
+        turns = list(self._turns)
+        self._turns.clear()
+        self._turns += [turn for turn in turns if turn.task.lease is None]
+        for turn in turns:
+            if turn.task.lease is not None:
+                self._kv.abandon(turn.task.give_up_lease(), device_failed=True)
 
     # -- requests ----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
 from mlxcache.errors import GenerationFailed, MlxcacheError, NotReady
 from mlxcache.mlx_thread import MlxThread
-from mlxcache.model import load
+from mlxcache.model import device, load
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
 from mlxcache.prompt.canonical.restore import ReplyRestorer
@@ -80,7 +80,7 @@ class Engine:
         self._records = Records(on_request)
         self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
         self._requests = RequestTable(settings.queue, self._receive, self._awake.note_running)
-        self._thread = MlxThread(self._on_death)
+        self._thread = MlxThread(self._on_death, device.is_device_error)
         self._runtime: ModelRuntime | None = None
         self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
 

@@ -19,7 +19,7 @@ from mlxcache.engine.cost import DecodingCost
 from mlxcache.engine.decoder import Decoder, Drawn
 from mlxcache.engine.drafting import DraftingDecoder
 from mlxcache.engine.task import Task
-from mlxcache.model import rows
+from mlxcache.model import device, rows
 from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
 
@@ -72,6 +72,7 @@ def solo(model: Any, task: Task, *, waits: bool = False) -> Lane:
     """
     assert task.output is not None
     lineage, row = task.held.lineage, task.output.row
+    lineage.note_pass()
     decoder = (
         DraftingDecoder(model, row, lineage.caches)
         if isinstance(model, Pair)
@@ -168,9 +169,12 @@ class Lanes:
             self._sync(lane)
             others = [ln.decoder.caches for ln in new]
             caches = rows.join(lane.decoder.caches, others, batched=lane.batched)
-        except Exception:
-            log.exception("joining rows into a batch failed")
+            device.confirm()  # before the rows' own pending tokens are dropped
+        except Exception as error:
             self.kv.budget.release("batch", size)
+            if device.is_device_error(error):
+                raise
+            log.exception("joining rows into a batch failed")
             return False
         self.kv.budget.release("batch", lane.bytes)
         for other in new:
@@ -184,6 +188,8 @@ class Lanes:
 
     def step(self, lane: Lane) -> list[list[Drawn]]:
         """Draw one token or several for every row. Call `make_ready` before."""
+        if not lane.batched:
+            lane.tasks[0].held.lineage.note_pass()
         drawn = lane.decoder.step()
         if not lane.batched:
             lane.tasks[0].held.lineage.advance(1)
@@ -207,6 +213,7 @@ class Lanes:
         while task.behind:
             at = lineage.length
             piece = task.fed_ids()[at : at + CATCH_UP]
+            lineage.note_pass()
             self.model(mx.array(piece)[None], cache=lineage.caches)
             eval_states(lineage.caches)
             lineage.advance(len(piece))
@@ -270,11 +277,13 @@ class Lanes:
             self._sync(lane)
             if len(keep) > 1 and self._narrow(lane, keep):
                 return
-        except Exception:
+        except Exception as error:
+            if device.is_device_error(error):
+                raise
             log.exception("removing rows from a batch failed; batch split")
         if isinstance(lane.decoder, DraftingDecoder):
             for task in lane.tasks:  # drafted tokens that were fed and not drawn
-                task.held.lineage.truncate(len(task.ids) + len(task.out))
+                task.held.lineage.truncate(task.length)
         if lane.batched:
             self.split(lane)
         self.all = [ln for ln in self.all if ln.batched or ln.tasks[0] not in gone]
@@ -292,6 +301,13 @@ class Lanes:
         self.kv.budget.release("batch", lane.bytes - size)
         lane.bytes, lane.capacity = size, lane.capacity - (longest - lane.length())
         return True
+
+    def drop_all(self) -> None:
+        """Drop every lane and its batch, because no pending token can be trusted."""
+        for lane in self.all:
+            self.kv.budget.release("batch", lane.bytes)
+        self.all = []
+        self._changed = False
 
     def split(self, lane: Lane) -> None:
         """Split a batch into lanes of one row; each continues from the end of its own lineage."""

@@ -5,6 +5,7 @@ MLX thread only.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,15 +14,18 @@ from typing import Any
 import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.engine.cost import Cost, PrefillSpeed
+from mlxcache.engine.cost import FEWEST, Cost, PrefillSpeed, range_of
 from mlxcache.engine.decoder import NonFiniteOutput
 from mlxcache.engine.images import Images
 from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
+from mlxcache.model import device
 from mlxcache.model import kv as model_kv
 from mlxcache.model.finite import ends_finite
-from mlxcache.model.kv import Caches
+from mlxcache.model.lineage import Lineage
 from mlxcache.types import Tokens
+
+log = logging.getLogger("mlxcache.engine")
 
 BURST_S, ARRIVAL_S = 2.0, 8.0
 """Prefill that ends within BURST_S seconds goes before decoding: its replies then form one batch.
@@ -129,6 +133,8 @@ class Prefill:
         self.limits = limits
         self._kv = kv
         self._images = images
+        self._feeding: tuple[int, int] | None = None
+        self._most: dict[int, int] = {}
 
     def choose(self, tasks: list[Task]) -> Task:
         """Choose the task of the next chunk: the one with the fewest remaining tokens.
@@ -161,9 +167,11 @@ class Prefill:
 
     def _size(self, task: Task, seconds: float) -> int:
         at = task.held.length
-        size = self.cost.chunk(
-            at, bytes_=self.limits.transient, seconds=seconds, most=self.limits.prefill_chunk
+        most = min(
+            (tokens for reach, tokens in self._most.items() if reach <= range_of(at)),
+            default=self.limits.prefill_chunk,
         )
+        size = self.cost.chunk(at, bytes_=self.limits.transient, seconds=seconds, most=most)
         stop = next((s for s in task.stops if s > at), task.target)
         return min(size, stop - at, task.remaining)
 
@@ -173,9 +181,10 @@ class Prefill:
         at, last = lineage.length, size == task.remaining
         end = at + size
         marked = end in task.stops
+        self._feeding = at, size
         images = self._images.inputs(task, at, end) if self._images else {}
         began = time.perf_counter()
-        self._forward(task.fed[at:end], lineage.caches, images)
+        self._forward(task.fed[at:end], lineage, images)
         model_kv.eval_states(lineage.caches, wait=not last or marked)
         lineage.advance(size)
         if not (last or ends_finite(lineage)):
@@ -186,17 +195,42 @@ class Prefill:
             took = time.perf_counter() - began
             self.cost.observe(size, took, at)
             self.speed.observe(size, took, at)
-        if marked or not self._kv.layout.opaque:
+        # the last pass still runs: where a commit waits for it, the first token is drawn before
+        if marked or not (self._kv.layout.opaque or (last and device.defers_errors())):
             self._kv.commit(lease, task.ids, checkpoint=marked)
+            self.note_confirmed()
         if not last:
             task.show_progress()
 
-    def _forward(self, ids: Tokens, caches: Caches, images: Mapping[str, mx.array]) -> None:
+    @property
+    def confirmed(self) -> bool:
+        """True if the device has computed every chunk so far."""
+        return self._feeding is None
+
+    def note_confirmed(self) -> None:
+        """Note that the device has computed every chunk so far."""
+        self._feeding = None
+
+    def note_device_error(self) -> None:
+        """Feed shorter chunks from the position of the failed chunk on, if there was one.
+
+        The system ends passes that hold the display up for too long, and a shorter pass takes less
+        memory. Remembered while the model is loaded.
+        """
+        if self._feeding is not None:
+            at, size = self._feeding
+            self._most[range_of(at)] = shorter = max(FEWEST, size // 4)
+            log.warning("prefill from token %d on in chunks of %d tokens at most", at, shorter)
+        self._feeding = None
+
+    def _forward(self, ids: Tokens, lineage: Lineage, images: Mapping[str, mx.array]) -> None:
         """Feed `ids`. The last pass is not evaluated: its logits are not used."""
+        caches = lineage.caches
         step = self.cost.step(len(ids))
         for start in range(0, len(ids), step):
             part = slice(start, start + step)
             if start:
                 model_kv.eval_states(caches)
             inputs = {name: rows[:, part] for name, rows in images.items()}
+            lineage.note_pass()
             self.model(mx.array(ids[part])[None], cache=caches, **inputs)

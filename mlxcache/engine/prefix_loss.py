@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mlxcache.engine.task import Task
 from mlxcache.prompt.advice import advice_for
 from mlxcache.prompt.builder import PromptBuilder
@@ -99,7 +97,7 @@ class PrefixLossReporter:
         """Keep the computed prompt to compare later ones with; call `then` once it is explained."""
         record, source = task.record, task.job.prompt.source
         if is_explained(task.job) and task.lease is not None:
-            ids = np.concatenate([task.ids, np.asarray(task.out, np.int32)])
+            ids = task.tokens()
             computed = record.cached_tokens + record.fed_tokens + max(0, len(task.out) - 1)
             side = Side(source, ids)
             self._held.add(EarlierPrompt(task.job.session, side, computed, task.job.owner))

@@ -437,9 +437,9 @@ class ModelRuntime:
             thinking_open=job.prompt.thinking_open,
             generic_tools=job.prompt.generic_tools,
             plain=job.raw,
-            prime=task.fed[-4:].tolist() if job.raw else (),
+            prime=job.prompt.fed[-4:].tolist() if job.raw else (),
         )
-        processors = make_processors(job.sampling, len(task.ids))
+        processors = make_processors(job.sampling, task.prompt_tokens)
         context = mx.array(np.asarray(task.fed[:-1])) if processors else None
         sampler = make_sampler(job.sampling, self.layout.vocab_size)
         row = Row(task, sampler, processors, context)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
+
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine.admission import Admission, FairQueue
 from mlxcache.engine.anticipate import IdlePrefill
@@ -23,14 +25,21 @@ from mlxcache.engine.prefill import (
     PrefillDecodeBalance,
 )
 from mlxcache.engine.task import Outcome, Output, Task, as_failure
-from mlxcache.errors import MlxcacheError, StoreError
+from mlxcache.errors import GenerationFailed, MlxcacheError, StoreError
 from mlxcache.mlx_thread import MlxThread
+from mlxcache.model import device
 from mlxcache.types import FinishReason
 
 log = logging.getLogger("mlxcache.engine")
 
 COMMIT_EVERY = 1000
 """Tokens of a running reply between two commits."""
+
+MOST_DEVICE_ERRORS = 3
+"""Errors of the device in a row, with nothing computed between them, after which it is given up."""
+
+MOST_RESTARTS = 3
+"""Times that one request begins again after an error of the device."""
 
 OUT_OF_MEMORY = ("allocate", "out of memory", "insufficient memory", "malloc", "resource limit")
 """Words of MLX's errors, on any device, where an allocation failed."""
@@ -75,6 +84,8 @@ class Scheduler:
         self._on_end = on_end
         self._on_tick = on_tick
         self._stopping = self._moved = False
+        self._device_errors = 0
+        self._interrupted: dict[Task, Outcome | None] = {}
 
     def run(self) -> None:
         """Tick until `stop` was called; then commit and end what is left."""
@@ -86,7 +97,18 @@ class Scheduler:
             self.cancel(task)
 
     def tick(self) -> None:
-        """Take what has arrived, then do one chunk of prefill and some steps of decoding."""
+        """Take what has arrived, then do one chunk of prefill and some steps of decoding.
+
+        Raises the third error of the device in a row, with all that was committed in the cache.
+        """
+        try:
+            self._tick()
+        except RuntimeError as error:
+            if not device.is_device_error(error):
+                raise
+            self._recover(error)
+
+    def _tick(self) -> None:
         self.thread.run_posted(block=self._nothing_to_do())
         self.idle_prefill.step() if self.idle else self.idle_prefill.pause()
         self.kv.pump(decoding=len(self.lanes) > 0)
@@ -137,6 +159,7 @@ class Scheduler:
         if why is not None and not task.over:
             self._fail(task, why, pass_failed=False)
         elif not task.over:
+            self._interrupted[task] = "cancelled"
             self._take_out(task)
             self._finish(task, "cancelled")
 
@@ -185,7 +208,9 @@ class Scheduler:
         task = self.prefill.choose(self._computable())
         try:
             self._prefill_chunk(task)
-        except Exception as error:  # noqa: BLE001 - `as_failure` logs it
+        except Exception as error:
+            if device.is_device_error(error):
+                raise
             if task not in self.prefilling or not retry_after_oom(self.kv, task, error):
                 self._fail(task, as_failure(error))
 
@@ -195,9 +220,11 @@ class Scheduler:
             return
         seconds = WAITING_S if len(self.prefilling) > 1 or self.waiting else ALONE_S
         self.prefill.feed_chunk(task, DECODING_S if len(self.lanes) else seconds)
+        if self.prefill.confirmed:
+            self._device_errors = 0
         if task.remaining == 0:
-            self.prefilling.remove(task)
             self.lanes.enter(task)
+            self.prefilling.remove(task)
             self.balance.note_reply(DECODING_S)
         self._persist(task)
 
@@ -210,6 +237,8 @@ class Scheduler:
         try:
             self.admission.restore(task)
         except (StoreError, OSError, RuntimeError, ValueError) as error:
+            if device.is_device_error(error):
+                raise
             log.warning("restore failed, computing the rest of the prefix: %s", error)
             self.admission.cancel_restore(task)
             self.prefilling.remove(task)
@@ -223,7 +252,9 @@ class Scheduler:
             self.thread.heartbeat.beat()
             try:
                 self._step(lane)
-            except Exception as error:  # noqa: BLE001 - `as_failure` logs it
+            except Exception as error:
+                if device.is_device_error(error):
+                    raise
                 (task, *_) = lane.tasks
                 if not lane.batched and lane.steady and retry_after_oom(self.kv, task, error):
                     continue
@@ -241,9 +272,16 @@ class Scheduler:
             self._end(lane, {lane.tasks[0]: "length"})
         if lane not in self.lanes.all:
             return
+        confirmed = self._confirm_prompts(lane)
         drawn = dict(zip(list(lane.tasks), self.lanes.step(lane), strict=True))
+        self._device_errors = 0
+        for task in drawn:
+            task.deliver()  # this step has evaluated more since their tokens were drawn
         taken = ((task, task.take(tokens)) for task, tokens in drawn.items())
         ends = {task: outcome for task, outcome in taken if outcome is not None}
+        if confirmed:
+            for task in drawn:
+                task.deliver()
         if ends:
             self._end(lane, ends)
         for task, tokens in drawn.items():
@@ -252,10 +290,81 @@ class Scheduler:
                 self.kv.commit(task.held, task.tokens(), checkpoint=task.spaced)
                 self._persist(task)
 
+    def _confirm_prompts(self, lane: Lane) -> bool:
+        """Before the first token of a reply, wait for the pass that drew it, and commit its prompt.
+
+        True if the tokens of the next step are confirmed when they are handed out. On a device that
+        defers its errors later tokens are so one step later: to wait for each pass would cost more.
+        """
+        if not device.defers_errors():
+            return True
+        first = [task for task in lane.tasks if task.length == len(task.ids)]
+        if not first:
+            return False
+        device.confirm()
+        for task in first:
+            if not self.kv.layout.opaque:
+                self.kv.commit(task.held, task.tokens(), checkpoint=False)
+                self._persist(task)
+        self.prefill.note_confirmed()
+        return True
+
+    # -- errors of the device ----------------------------------------------------------------------
+
+    def _recover(self, error: RuntimeError) -> None:
+        """Begin all active work again from what was confirmed, after an error of the device.
+
+        The pass that failed is not known, so no pending token and no lineage written to since its
+        last confirmation is used again. Raises `error` if it is the third in a row.
+        """
+        self._device_errors += 1
+        log.error("the device failed (%d in a row): %s", self._device_errors, error)
+        self._interrupted = dict.fromkeys(self.active) | self._interrupted
+        self.prefilling = []
+        self.lanes.drop_all()
+        self.prefill.note_device_error()
+        try:
+            device.settle()
+            self.idle_prefill.drop_failed()
+            for task, outcome in list(self._interrupted.items()):
+                self._begin_again(task, outcome)
+                self._interrupted.pop(task, None)
+            mx.clear_cache()
+        except RuntimeError as another:
+            if not device.is_device_error(another) or self._device_errors >= MOST_DEVICE_ERRORS:
+                raise
+            self._recover(another)
+        if self._device_errors >= MOST_DEVICE_ERRORS:
+            raise error
+
+    def _begin_again(self, task: Task, outcome: Outcome | None) -> None:
+        """Release what a task holds, and queue it again, first in line.
+
+        It fails after `MOST_RESTARTS`. One that was about to end early, with `outcome`, ends.
+        """
+        if task.over and not isinstance(outcome, MlxcacheError):
+            return
+        if task.lookup is not None:
+            task.lookup.drop()
+        if task.lease is not None:
+            lease, ids = task.give_up_lease(), task.tokens()
+            self.kv.persist(lease, ids, whole=True)
+            self.kv.abandon(lease, device_failed=True)
+        task.begin_again(self.kv.match(task.ids))
+        if isinstance(outcome, MlxcacheError):
+            self._fail(task, outcome)
+        elif outcome == "cancelled":
+            self._finish(task, outcome)
+        elif task.restarts > MOST_RESTARTS:
+            self._fail(task, GenerationFailed("The device failed again and again; see the log."))
+        else:
+            self.waiting.insert(0, task)
+
     # -- ends --------------------------------------------------------------------------------------
 
     def _end(self, lane: Lane, ends: dict[Task, Outcome]) -> None:
         """Take tasks that are over out of their lane, and end each."""
+        self._interrupted |= ends
         self.lanes.leave(lane, list(ends))
         for task, outcome in ends.items():
             if isinstance(outcome, MlxcacheError):
@@ -265,7 +374,9 @@ class Scheduler:
 
     def _finish(self, task: Task, reason: FinishReason) -> None:
         """Commit what a task computed, release what it held, and end its stream."""
+        self._interrupted[task] = reason
         self._guard(task, lambda: self._close(task, reason))
+        self._interrupted.pop(task, None)
 
     def _close(self, task: Task, reason: FinishReason) -> bool:
         """The end of a request, in order: commit, record, release, account, last event."""
@@ -274,17 +385,21 @@ class Scheduler:
         if task.lease is not None:
             self.kv.finish(task.lease, task.tokens())
         task.flush(reason)
-        if task.lease is not None:
-            self.kv.release(task.lease)
-        self._on_end(task)
-        task.end()
+        try:
+            if task.lease is not None:
+                self.kv.release(task.lease)
+        finally:  # all of the reply is confirmed, even if the device fails as buffers are compacted
+            self._on_end(task)
+            task.end()
         return True
 
     def _guard(self, task: Task, action: Callable[[], bool]) -> bool:
         """Run `action`; what it raises fails `task` and nothing else."""
         try:
             return action()
-        except Exception as error:  # noqa: BLE001 - `as_failure` logs it
+        except Exception as error:
+            if device.is_device_error(error):
+                raise
             self._fail(task, as_failure(error))
         return True
 
@@ -293,6 +408,7 @@ class Scheduler:
 
         Of output that is not finite nothing is kept.
         """
+        self._interrupted[task] = error
         self._take_out(task)
         task.fail(error)
         if task.lookup is not None:
@@ -302,9 +418,13 @@ class Scheduler:
                 self.kv.purge(task.lease, task.tokens())
             elif not pass_failed:
                 self.kv.finish(task.lease, task.tokens())
-            (self.kv.abandon if pass_failed else self.kv.release)(task.lease)
-        self._on_end(task)
-        task.push(error)
+        try:
+            if task.lease is not None:
+                (self.kv.abandon if pass_failed else self.kv.release)(task.lease)
+        finally:
+            self._on_end(task)
+            task.push(error)
+            self._interrupted.pop(task, None)
 
     def _take_out(self, task: Task) -> None:
         """Remove a task from the queue, the prefill and its lane."""

@@ -15,6 +15,7 @@ from mlxcache.cache.kv_cache import Lease
 from mlxcache.cache.restore import DiskLookup
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.errors import GenerationFailed, MlxcacheError
+from mlxcache.model.sampling import skip_draws
 from mlxcache.owner import own_ids
 from mlxcache.prompt.replies import GeneratedReply, make_reply
 from mlxcache.types import (
@@ -67,6 +68,11 @@ class Task:
     `skipped`: times that a chunk of another prompt came first. `deferred`: it waited for a prefix
     that another request computes. `matched`: prompt tokens in RAM at its admission, reusable or
     not.
+
+    Pieces of the reply are staged until `deliver`, because the pass that drew them may have failed
+    on a device that defers its errors. After such a failure `begin_again` takes back the tokens
+    that were not delivered: `ids` and `fed` then include those that were, to be fed again.
+    `restarts` counts those since the cache last had more of it.
     """
 
     def __init__(
@@ -88,10 +94,17 @@ class Task:
         self.deferred = False
         self.restored = 0
         self.matched = 0
+        self.admitted = False
+        self.restarts = 0
         self.over = False
+        self.prompt_tokens = len(self.ids)
         self.submitted = time.perf_counter()
         self.phase_began = self.submitted
         self._oom_at = -1
+        self._staged: list[Piece] = []
+        self._delivered = 0
+        self._refed = 0
+        self._kept = 0
 
     # -- its prompt --------------------------------------------------------------------------------
 
@@ -119,7 +132,12 @@ class Task:
     @property
     def behind(self) -> int:
         """Tokens handed out whose positions its lineage does not hold yet."""
-        return len(self.ids) + len(self.out) - self.held.length
+        return self.length - self.held.length
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and reply so far."""
+        return self.prompt_tokens + len(self.out)
 
     @property
     def spaced(self) -> bool:
@@ -128,15 +146,16 @@ class Task:
 
     def tokens(self) -> Tokens:
         """Prompt and reply so far, as the cache knows them, shape (n,)."""
-        return np.concatenate([self.ids, np.asarray(self.out, np.int32)])
+        return np.concatenate([self.ids, np.asarray(self.out[self._refed :], np.int32)])
 
     def fed_ids(self) -> Tokens:
         """Prompt and reply so far, as the model is fed them, shape (n,)."""
-        return np.concatenate([self.fed, np.asarray(self.out, np.int32)])
+        return np.concatenate([self.fed, np.asarray(self.out[self._refed :], np.int32)])
 
     def shorten(self, length: int) -> None:
         """Keep the first `length` tokens of the prompt alone."""
         self.ids, self.fed = self.ids[:length], self.fed[:length]
+        self.prompt_tokens = len(self.ids)
 
     # -- its start ---------------------------------------------------------------------------------
 
@@ -187,13 +206,40 @@ class Task:
         self.stops = tuple(sorted(set(stops)))
 
     def note_reuse(self) -> None:
-        """Record what was reused and restored: these counts are exact from now on."""
-        self.record.cached_tokens, self.record.restored_tokens = self.held.cached, self.restored
+        """Record what was reused and restored: these counts are exact from now on.
+
+        Of a task that began again, the counts of its first start stay: its client knows them.
+        """
+        if not self.admitted:
+            record = self.record
+            record.cached_tokens, record.restored_tokens = self.held.cached, self.restored
 
     def admit(self, output: Output, matched: int) -> None:
-        """Send the client its admission."""
+        """Send the client its admission; of one that began again, prepare the rest of the reply."""
+        if self.admitted:
+            for token in self.out:
+                output.parser.feed(token)  # its pieces are delivered already
+            skip_draws(output.row.sampler, len(self.out))
+            self.output = output
+            return
         self.output, self.matched = output, matched
+        self.admitted = True
         self.push(Admitted(len(self.ids), self.held.cached, self.restored))
+
+    def begin_again(self, kept: int) -> None:
+        """Take back the tokens that were not delivered; what was is fed again after its prefix.
+
+        `kept`: tokens that the cache still has. The task must have no lease.
+        """
+        self.out = self.out[: self._delivered]
+        self.ids, self.fed = self.tokens(), self.fed_ids()
+        self._refed = len(self.out)
+        self._staged.clear()
+        self.record.generated_tokens = len(self.out)
+        self.lookup, self.stops, self.output = None, (), None
+        self.deferred = False
+        self.restarts = self.restarts + 1 if kept <= self._kept else 1
+        self._kept = max(kept, self._kept)
 
     # -- its course --------------------------------------------------------------------------------
 
@@ -221,9 +267,10 @@ class Task:
 
     def show_progress(self) -> None:
         """Tell the client how far the prefill is."""
-        done = self.held.length
-        self.record.fed_tokens = done - self.record.cached_tokens
-        self.push(Progress(done, len(self.ids)))
+        done = min(self.held.length, self.prompt_tokens)
+        self.record.fed_tokens = max(0, done - self.record.cached_tokens)
+        if not self.out:
+            self.push(Progress(done, self.prompt_tokens))
 
     @property
     def row_error(self) -> Exception | None:
@@ -231,7 +278,7 @@ class Task:
         return self.output.row.error if self.output is not None else None
 
     def take(self, drawn: Sequence[Drawn]) -> Outcome | None:
-        """Stream drawn tokens until the reply is over; the reason, if it is."""
+        """Add drawn tokens to the reply until it is over; the reason, if it is. See `deliver`."""
         if not drawn and self.row_error is not None:
             return as_failure(self.row_error)
         try:
@@ -248,22 +295,29 @@ class Task:
                 self.job.render_s + time.perf_counter() - self.submitted, 6
             )
             self.note_phase("prefill_s")
-            self.record.status = "decode"
+        self.record.status = "decode"
         self.out.append(drawn.token)
         self.record.generated_tokens = len(self.out)
         pieces = parser.feed(drawn.token)
         if logprob is not None:
             pieces = _with_logprob(pieces, logprob(drawn))
-        for piece in pieces:
-            self.push(piece)
+        self._staged += pieces
         if parser.done is not None:
             return parser.done
         return "length" if len(self.out) >= self.limit else None
 
+    def deliver(self) -> None:
+        """Stream what was taken so far: the passes that drew it are confirmed."""
+        staged, self._staged = self._staged, []
+        self._delivered = len(self.out)
+        for piece in staged:
+            self.push(piece)
+
     # -- its end -----------------------------------------------------------------------------------
 
     def flush(self, reason: FinishReason) -> None:
-        """Stream what the parser held back, and make the record final."""
+        """Stream what is staged and what the parser held back, and make the record final."""
+        self.deliver()
         if self.output is not None:
             parser = self.output.parser
             for piece in parser.finish(reason):
@@ -278,7 +332,7 @@ class Task:
         self.push(
             Finished(
                 reason=record.finish_reason or "stop",
-                prompt_tokens=len(self.ids),
+                prompt_tokens=self.prompt_tokens,
                 cached_tokens=record.cached_tokens,
                 restored_tokens=record.restored_tokens,
                 generated_tokens=len(self.out),
@@ -304,7 +358,7 @@ class Task:
         record = self.record
         record.generated_tokens = len(self.out)
         if self.lease is not None:
-            done = min(self.lease.length, len(self.ids))
+            done = min(self.lease.length, self.prompt_tokens)
             record.fed_tokens = max(0, done - record.cached_tokens)
         if self.out:
             self.note_phase("decode_s")

@@ -1,12 +1,31 @@
-"""Limits of the machine's accelerator, and MLX's memory settings. MLX thread only."""
+"""The machine's accelerator: its limits, its errors, and MLX's memory settings. MLX thread only.
+
+A GPU runs commands after the call that encoded them. Since MLX 0.32 a command that fails on Metal
+does not raise where it was evaluated: its results keep the numbers that were in memory, and MLX
+raises once, at a later evaluation or wait. So a result is *confirmed* only when a wait after it
+returned without an error: see `confirm`.
+
+Source: https://github.com/ml-explore/mlx/pull/3523, https://github.com/ml-explore/mlx/pull/4174
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import mlx.core as mx
 
 DeviceKind = Literal["cpu", "gpu"]
+
+_DEVICE_ERROR = re.compile(r"\[METAL\]|command buffer|\bcu(?:da|blas|dnn)\w*.* failed", re.I)
+"""Words of MLX's errors for a command that failed on the device, not for a failed allocation.
+
+`[METAL]` begins errors of command buffers; `[metal::malloc]` and `[malloc]` begin those of
+allocations, which raise before anything was encoded.
+"""
+
+MOST_PARKED = 8
+"""Errors that `settle` discards, one for each stream at most, before it gives up."""
 
 
 def kind() -> DeviceKind:
@@ -39,3 +58,44 @@ def prepare(pool_bytes: int) -> None:
 
     maybe_set_recommended_wired_limit()
     mx.set_cache_limit(pool_bytes)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def is_device_error(error: BaseException | None) -> bool:
+    """Tell if `error` reports a command that failed on the device, now or earlier.
+
+    Then no result since the last `confirm` can be trusted, whoever asked for it.
+    """
+    return isinstance(error, RuntimeError) and _DEVICE_ERROR.search(str(error)) is not None
+
+
+def defers_errors() -> bool:
+    """Tell if an evaluation may return although its commands failed, as on a GPU."""
+    return kind() == "gpu"
+
+
+def confirm() -> None:
+    """Wait for all commands of this thread's stream. Raises the error of any that failed.
+
+    Afterwards every result so far is confirmed. Returns at once on a CPU, where an evaluation
+    raises its own errors.
+    """
+    if defers_errors():
+        mx.synchronize()
+
+
+def settle() -> None:
+    """Wait for all commands, and discard the errors of those that failed.
+
+    Raises the last error if there is no end of them: the device is of no use any more.
+    """
+    for left in reversed(range(MOST_PARKED)):
+        try:
+            mx.synchronize()
+        except RuntimeError:
+            if not left:
+                raise
+        else:
+            return

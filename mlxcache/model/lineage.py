@@ -6,8 +6,9 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
+import numpy as np
 
-from mlxcache.model import kv
+from mlxcache.model import device, kv
 from mlxcache.model.arrays import joined
 from mlxcache.model.kv import Caches, Layout, State
 
@@ -28,9 +29,13 @@ class Lineage:
 
     Below `window_valid_from` the arrays of sliding windows may hold no values. Positions a window
     or more beyond it see none of those, so feeding may go on there.
+
+    `passes` counts the writes to its buffers since `mark_confirmed`: results that a device which
+    defers its errors may not have computed.
     """
 
     __slots__ = (
+        "_addresses",
         "base",
         "caches",
         "capacity",
@@ -38,6 +43,7 @@ class Lineage:
         "layout",
         "length",
         "linear",
+        "passes",
         "slots",
         "window_valid_from",
     )
@@ -52,6 +58,8 @@ class Lineage:
         self.length = 0
         self.capacity = 0
         self.window_valid_from = 0
+        self.passes = 0
+        self._addresses: list[int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +96,7 @@ class Lineage:
             # a view held during the next write to its buffer costs a copy: none outlives `_copy`
             made = [self._copy(sources, i, j, padding) for i, j in group]
             mx.eval(made)
+            device.confirm()  # before the arrays that they replace are dropped
             for (i, j), out in zip(group, made, strict=True):
                 kv.sliced(self.linear[i]).put(self.linear[i], j, out)
         mx.clear_cache()  # freed buffers of this size are not reused
@@ -95,6 +104,8 @@ class Lineage:
             kv.set_offset(slot, end)
         self.base, self.length, self.capacity = base, end, capacity
         self.window_valid_from = valid_from
+        if not self.passes:
+            self.mark_confirmed()
 
     def _groups(self, positions: int) -> Iterator[list[tuple[int, int]]]:
         """Slot and index of every array, grouped: `positions` of a group take `copy_bytes` at most.
@@ -156,6 +167,36 @@ class Lineage:
         twin.fill([(self, start, end)], end - start)
         return twin
 
+    def note_pass(self) -> None:
+        """Count a write to the buffers. Call before it."""
+        self.passes += 1
+
+    def mark_confirmed(self) -> None:
+        """Note that all writes so far are confirmed: `device.confirm` returned after them."""
+        self.passes = 0
+        self._addresses = self._read_addresses() if device.defers_errors() else None
+
+    def survives_failure(self) -> bool:
+        """Tell if all positions at the last `mark_confirmed` are intact after a device error.
+
+        They are if nothing was written since, or if one write was made in place: it had only new
+        positions to write to. MLX copies a buffer that has another reader, and a copy that failed
+        has lost every position. Several writes may have copied there and back.
+        """
+        if not self.passes:
+            return True
+        if self.passes > 1 or self._addresses is None:
+            return False
+        try:
+            return self._addresses == self._read_addresses()
+        except (RuntimeError, ValueError):  # an array that cannot be computed
+            return False
+
+    def _read_addresses(self) -> list[int]:
+        """Addresses of the linear slots' buffers. Waits for their evaluation."""
+        arrays = (array for slot in self.linear for array in kv.arrays_of(slot))
+        return [_address(array) for array in arrays]
+
     def advance(self, count: int) -> None:
         """Count `count` positions that the model itself appended to `caches`."""
         self.length += count
@@ -175,6 +216,7 @@ class Lineage:
         `windows`, the arrays of sliding windows hold no values.
         """
         end, held = self.length + count, count if held is None else held
+        self.note_pass()
         written: list[mx.array] = []
         size = 0
         for slot, spec, new in zip(self.linear, self.layout.specs, tail, strict=True):
@@ -228,10 +270,15 @@ class Lineage:
             kv.set_arrays(slot, arrays, self.length)
 
     def sound(self) -> bool:
-        """Evaluate all linear arrays; False if a failed pass left some that cannot be computed."""
+        """Evaluate all linear arrays; False if a failed pass left some that cannot be computed.
+
+        Raises the error of a device that defers its errors.
+        """
         try:
             mx.eval([kv.arrays_of(slot) for slot in self.linear])
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError) as error:
+            if device.is_device_error(error):
+                raise
             log.exception("KV buffers lost: the failed pass left arrays that cannot be computed")
             return False
         return True
@@ -249,9 +296,17 @@ class Lineage:
         """Drop every buffer now, even while this object is referred to."""
         self.caches, self.slots, self.linear = [], [], []
         self.capacity = 0
+        self._addresses = None
 
 
 def _window_valid_from(span: Span) -> int:
     """The first position of a span from which windows hold values; 0 if all of them do."""
     owner, start, end = span
     return min(owner.window_valid_from, end) if owner.window_valid_from > start else 0
+
+
+def _address(array: mx.array) -> int:
+    """Address of an evaluated array's first byte."""
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16, stream=mx.cpu)  # NumPy knows no bfloat16
+    return int(np.asarray(array).ctypes.data)

@@ -36,6 +36,9 @@ log-probabilities differ by 0.01 are e^100 to 1, and dividing by less overflows.
 LEAST_LOGPROB = -9999.0
 """Number sent for minus infinity, which JSON lacks; OpenAI sends the same."""
 
+SPLITS_AT_ONCE = 256
+"""Splits of a random key that are evaluated together: each one adds to a graph."""
+
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -119,6 +122,20 @@ class _Draw:
         # shifts all later tokens, and the same seed gave another text
         noise = mx.random.gumbel(logprobs.shape, key=key)
         return mx.argmax(logprobs / chosen.temperature + noise, axis=-1)
+
+    def skip(self, count: int) -> None:
+        """Change the key as `count` draws would."""
+        for done in range(1, count + 1):
+            self._key, _ = mx.random.split(self._key)
+            if done % SPLITS_AT_ONCE == 0:
+                mx.eval(self._key)
+        mx.eval(self._key)
+
+
+def skip_draws(sampler: Sampler, count: int) -> None:
+    """Bring a sampler of `make_sampler` into the state that it has after `count` draws."""
+    if isinstance(sampler, _Draw):
+        sampler.skip(count)
 
 
 def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:

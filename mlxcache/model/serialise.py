@@ -72,8 +72,11 @@ def to_tensors(named: Iterable[tuple[str, mx.array]]) -> list[Tensor]:
 
 
 def _readable(array: mx.array) -> mx.array:
-    """`array` in a dtype that the buffer protocol and NumPy know: bfloat16 as uint16. Lazy."""
-    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    """`array` in a dtype that the buffer protocol and NumPy know: bfloat16 as uint16. Lazy.
+
+    The view is made by the CPU, which can do so after the GPU has failed.
+    """
+    return array.view(mx.uint16, stream=mx.cpu) if array.dtype == mx.bfloat16 else array
 
 
 def _bytes_of(array: mx.array) -> memoryview:
@@ -120,7 +123,9 @@ def _all_readable(spans: Sequence[Span]) -> dict[int, list[list[mx.array]]]:
         key: [[_readable(array) for array in arrays_of(slot)] for slot in owner.linear]
         for key, owner in owners.items()
     }
-    mx.eval(list(views.values()))
+    unconfirmed = [views[key] for key, owner in owners.items() if owner.passes]
+    made = [view for slots in views.values() for slot in slots for view in slot]
+    mx.eval(unconfirmed, [view for view in made if view.dtype == mx.uint16])
     return views
 
 

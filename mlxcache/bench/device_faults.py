@@ -1,0 +1,167 @@
+"""A device that fails in silence, as Metal does since MLX 0.32, on any machine.
+
+For proofs in one process: commands that `failing` picks leave wrong numbers in their results and
+raise nothing. MLX's error comes once, at a later evaluation or at the next wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+
+from mlxcache.model import device, kv
+from mlxcache.model.arrays import tree_arrays
+from mlxcache.model.kv import Caches
+
+ERRORS = (
+    "[METAL] Command buffer execution failed: Insufficient Memory "
+    "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+    "[METAL] Command buffer execution failed: Impacting Interactivity "
+    "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)",
+    "[METAL] Command buffer execution failed: Caused GPU Timeout Error "
+    "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)",
+)
+"""Messages of Metal's errors, as MLX raises them."""
+
+
+class FailingDevice:
+    """MLX's evaluations, some of which fail. Counts them in `evaluations`, failures in `failures`.
+
+    `picks(number)`: tell if the evaluation of that number, from 1 on, fails. `delay`: evaluations
+    that still succeed before the error of a failed one is raised; a wait raises it at once.
+    `in_place`: a failed pass leaves wrong numbers at the new positions of its KV buffers only;
+    otherwise in all of each buffer, as when MLX had to copy it first. `message`: that of the error.
+    """
+
+    def __init__(
+        self,
+        picks: Callable[[int], bool],
+        *,
+        delay: int = 0,
+        in_place: bool = True,
+        message: str = ERRORS[0],
+    ):
+        self.evaluations = self.failures = 0
+        self._picks = picks
+        self._delay = delay
+        self._in_place = in_place
+        self._message = message
+        self._parked: int | None = None
+        self._fed: list[tuple[Caches, list[int]]] = []
+        self._eval, self._synchronize = mx.eval, mx.synchronize
+        self._async_eval = mx.async_eval
+
+    def watch(self, model: Any) -> WatchedModel:
+        """The same model, whose passes write to KV buffers that this device may damage."""
+        return WatchedModel(model, self)
+
+    def note_pass(self, caches: Caches, before: list[int]) -> None:
+        """Note that the next evaluation includes a pass over `caches`, of these lengths before."""
+        self._fed.append((caches, before))
+
+    def eval(self, *args: Any) -> None:
+        """`mx.eval` on this device."""
+        self._evaluate(self._eval, args)
+
+    def async_eval(self, *args: Any) -> None:
+        """`mx.async_eval` on this device."""
+        self._evaluate(self._async_eval, args)
+
+    def synchronize(self, *args: Any) -> None:
+        """`mx.synchronize` on this device: raises the error of a failed evaluation."""
+        self._synchronize(*args)
+        self._raise_parked(now=True)
+
+    def _raise_parked(self, *, now: bool) -> None:
+        if self._parked is None:
+            return
+        if self._parked and not now:
+            self._parked -= 1
+            return
+        self._parked = None
+        raise RuntimeError(self._message)
+
+    def _evaluate(self, evaluate: Callable[..., None], args: Sequence[Any]) -> None:
+        self._raise_parked(now=False)
+        self.evaluations += 1
+        fed, self._fed = self._fed, []
+        if not self._picks(self.evaluations):
+            evaluate(*args)
+            return
+        self.failures += 1
+        self._eval(*args)
+        self._damage(tree_arrays(list(args)), fed)
+        if self._parked is None:
+            self._parked = self._delay
+
+    def _damage(self, results: list[mx.array], fed: list[tuple[Caches, list[int]]]) -> None:
+        """Leave numbers in the results that the failed commands did not compute."""
+        buffers = [
+            (array, start, slot.offset)
+            for caches, before in fed
+            for slot, start in zip(_linear(caches), before, strict=True)
+            for array in kv.arrays_of(slot)
+        ]
+        states = [slot.state for caches, _ in fed for slot in kv.opaque_slots(kv.flatten(caches))]
+        kept = {id(array) for array, *_ in buffers}
+        for array in [*results, *tree_arrays(states)]:
+            if id(array) not in kept and array.size:
+                array[...] = _wrong(array)
+        for array, start, end in buffers:
+            first, last = (start, end) if self._in_place else (0, array.shape[2])
+            if first < last:
+                wrong = _wrong(array[..., first:last, :])
+                other = None if self._in_place else array[...]  # a reader: the write copies
+                self._eval(wrong, other)
+                array[..., first:last, :] = wrong
+                self._eval(array)
+        self._eval(results, states)
+
+
+class WatchedModel:
+    """A model that tells a `FailingDevice` of each pass."""
+
+    def __init__(self, model: Any, failing: FailingDevice):
+        self._model = model
+        self._failing = failing
+
+    def __call__(self, tokens: mx.array, *, cache: Caches, **inputs: Any) -> mx.array:
+        before = [slot.offset for slot in _linear(cache)]
+        logits: mx.array = self._model(tokens, cache=cache, **inputs)
+        self._failing.note_pass(cache, before)
+        return logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _linear(caches: Caches) -> list[Any]:
+    """Slots with a buffer of positions, which an evaluation may damage in part."""
+    slots = kv.flatten(caches)
+    opaque = {id(slot) for slot in kv.opaque_slots(slots)}
+    return [slot for slot in slots if id(slot) not in opaque and isinstance(slot.offset, int)]
+
+
+def _wrong(array: mx.array) -> mx.array:
+    """Finite numbers that differ from those of `array`; flags stay, as memory was set before."""
+    if array.dtype == mx.bool_:
+        return mx.array(array)
+    if mx.issubdtype(array.dtype, mx.integer):
+        return mx.where(array == 1, 2, 1).astype(array.dtype)
+    return (0.25 - 0.5 * array).astype(array.dtype)
+
+
+@contextmanager
+def failing(on: FailingDevice) -> Iterator[FailingDevice]:
+    """Evaluate on the failing device, whatever this machine has; one thread may use MLX."""
+    with (
+        patch.object(mx, "eval", on.eval),
+        patch.object(mx, "async_eval", on.async_eval),
+        patch.object(mx, "synchronize", on.synchronize),
+        patch.object(device, "defers_errors", lambda: True),
+    ):
+        yield on
