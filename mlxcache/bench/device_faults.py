@@ -6,6 +6,7 @@ raise nothing. MLX's error comes once, at a later evaluation or at the next wait
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,9 @@ ERRORS = (
     "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)",
 )
 """Messages of Metal's errors, as MLX raises them."""
+
+
+_eval = mx.eval  # that of the module may be a failing device's
 
 
 class FailingDevice:
@@ -52,8 +56,7 @@ class FailingDevice:
         self._message = message
         self._parked: int | None = None
         self._fed: list[tuple[Caches, list[int]]] = []
-        self._eval, self._synchronize = mx.eval, mx.synchronize
-        self._async_eval = mx.async_eval
+        self._async_eval, self._synchronize = mx.async_eval, mx.synchronize
 
     def watch(self, model: Any) -> WatchedModel:
         """The same model, whose passes write to KV buffers that this device may damage."""
@@ -65,7 +68,7 @@ class FailingDevice:
 
     def eval(self, *args: Any) -> None:
         """`mx.eval` on this device."""
-        self._evaluate(self._eval, args)
+        self._evaluate(_eval, args)
 
     def async_eval(self, *args: Any) -> None:
         """`mx.async_eval` on this device."""
@@ -86,15 +89,19 @@ class FailingDevice:
         raise RuntimeError(self._message)
 
     def _evaluate(self, evaluate: Callable[..., None], args: Sequence[Any]) -> None:
+        results = tree_arrays(list(args))
+        if not results:
+            return
         self._raise_parked(now=False)
         self.evaluations += 1
         fed, self._fed = self._fed, []
-        if not self._picks(self.evaluations):
+        computed = [a for a in results if _is_lazy(a)] if self._picks(self.evaluations) else []
+        if not computed:  # nothing that can fail is computed
             evaluate(*args)
             return
         self.failures += 1
-        self._eval(*args)
-        self._damage(tree_arrays(list(args)), fed)
+        _eval(*args)
+        self._damage(computed, fed)
         if self._parked is None:
             self._parked = self._delay
 
@@ -110,16 +117,12 @@ class FailingDevice:
         kept = {id(array) for array, *_ in buffers}
         for array in [*results, *tree_arrays(states)]:
             if id(array) not in kept and array.size:
-                array[...] = _wrong(array)
+                _overwrite(array, ..., copied=True)
         for array, start, end in buffers:
             first, last = (start, end) if self._in_place else (0, array.shape[2])
             if first < last:
-                wrong = _wrong(array[..., first:last, :])
-                other = None if self._in_place else array[...]  # a reader: the write copies
-                self._eval(wrong, other)
-                array[..., first:last, :] = wrong
-                self._eval(array)
-        self._eval(results, states)
+                part = (..., slice(first, last), slice(None))
+                _overwrite(array, part, copied=not self._in_place)
 
 
 class WatchedModel:
@@ -139,11 +142,27 @@ class WatchedModel:
         return getattr(self._model, name)
 
 
+def _is_lazy(array: mx.array) -> bool:
+    """Tell if evaluating `array` would compute anything."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, array)
+    return "shape=rectangle" in graph.getvalue()
+
+
 def _linear(caches: Caches) -> list[Any]:
     """Slots with a buffer of positions, which an evaluation may damage in part."""
     slots = kv.flatten(caches)
     opaque = {id(slot) for slot in kv.opaque_slots(slots)}
     return [slot for slot in slots if id(slot) not in opaque and isinstance(slot.offset, int)]
+
+
+def _overwrite(array: mx.array, part: Any, *, copied: bool) -> None:
+    """Write wrong numbers to part of an evaluated array: in place, or `copied` to a new buffer."""
+    wrong = _wrong(array[part])
+    reader = array[...] if copied else None
+    _eval(wrong, reader)
+    array[part] = wrong
+    _eval(array)
 
 
 def _wrong(array: mx.array) -> mx.array:

@@ -494,21 +494,26 @@ class KVCache:
             self.ram.shrink(lineage, force=False)
         self.ram.compact_idle(evict=_without_waiting(lease))
 
-    def abandon(self, lease: Lease, *, device_failed: bool = False) -> None:
-        """End a lease whose last forward pass failed: only what was committed is kept.
-
-        `device_failed`: the device reported an error, which `device.settle` has discarded. A
-        lineage that it may have damaged is then released as a whole; the tree still refers to it.
-        """
+    def abandon(self, lease: Lease) -> None:
+        """End a lease whose last forward pass failed: only what was committed is kept."""
         lineage = lease.lineage
         held = self.tree.live_range(lineage)
-        intact = lineage.survives_failure() if device_failed else True
         lineage.truncate(held[1] if held else 0)
-        if not (intact and lineage.sound()):
+        if not lineage.sound():
             self.ram.discard(lineage)
-        elif device_failed:
-            lineage.mark_confirmed()
         self.release(lease)
+
+    def drop_damaged(self) -> None:
+        """Release every lineage that an error of the device may have damaged; see `device`.
+
+        The tree still refers to them, as to evicted ones. Of the others only positions that were
+        committed may be used: `abandon` their leases.
+        """
+        for lineage in [*self.ram.idle.values(), *self.ram.busy.values()]:
+            if lineage.survives_failure():
+                lineage.mark_confirmed()
+            else:
+                self.ram.discard(lineage)
 
     def purge(self, lease: Lease, ids: Tokens) -> None:
         """Remove from both tiers what a request computed, because the model produced NaN.

@@ -178,7 +178,7 @@ class IdlePrefill:
         self._turns += [turn for turn in turns if turn.task.lease is None]
         for turn in turns:
             if turn.task.lease is not None:
-                self._kv.abandon(turn.task.give_up_lease(), device_failed=True)
+                self._kv.abandon(turn.task.give_up_lease())
 
     # -- requests ----------------------------------------------------------------------------------
 

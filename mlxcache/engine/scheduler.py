@@ -325,6 +325,7 @@ class Scheduler:
         self.prefill.note_device_error()
         try:
             device.settle()
+            self.kv.drop_damaged()
             self.idle_prefill.drop_failed()
             for task, outcome in list(self._interrupted.items()):
                 self._begin_again(task, outcome)
@@ -349,7 +350,7 @@ class Scheduler:
         if task.lease is not None:
             lease, ids = task.give_up_lease(), task.tokens()
             self.kv.persist(lease, ids, whole=True)
-            self.kv.abandon(lease, device_failed=True)
+            self.kv.abandon(lease)
         task.begin_again(self.kv.match(task.ids))
         if isinstance(outcome, MlxcacheError):
             self._fail(task, outcome)

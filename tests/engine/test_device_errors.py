@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,10 +16,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxcache.bench.device_faults import ERRORS, FailingDevice, failing
 from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
-from mlxcache.model import device
-from mlxcache.types import Finished, Sampling, Text
+from mlxcache.model import device, serialise
+from mlxcache.model.lineage import Lineage
+from mlxcache.types import Finished, Prompt, Sampling, Text
 from tests.conftest import ToyMaker
+from tests.engine.running import started
 from tests.scheduled import Bench
+from tests.sessions.test_book import ask, prompt
 
 FAMILIES = ("llama", "gemma3", "qwen3_5", "deepseek_v3")
 RUNS = int(os.environ.get("MLXCACHE_DEVICE_RUNS", "0"))
@@ -182,3 +187,243 @@ def test_a_random_life_on_a_failing_device(
 ) -> None:
     """`MLXCACHE_DEVICE_RUNS=500` runs so many in all."""
     live(toy(family), judges(family), seed, tmp_path)
+
+
+# -- each place ------------------------------------------------------------------------------------
+
+
+class Once:
+    """Picks the first evaluation for which `when()` holds; `rest` of them with `times`."""
+
+    def __init__(self, times: int = 1):
+        self.when: Callable[[], bool] = lambda: False
+        self.left = times
+
+    def __call__(self, number: int) -> bool:
+        if self.left and self.when():
+            self.left -= 1
+            return True
+        return False
+
+
+def decoding(bench: Bench, rows: int, after: int) -> bool:
+    """True while a lane of `rows` rows has drawn `after` tokens for each."""
+    lanes = bench.scheduler.lanes.all
+    return any(
+        len(lane.tasks) == rows and all(len(task.out) >= after for task in lane.tasks)
+        for lane in lanes
+    )
+
+
+def prefilling(bench: Bench, after: int, *, restoring: bool = False) -> bool:
+    """True while a prompt of which `after` tokens are computed is fed, or restored."""
+    tasks = bench.scheduler.prefilling
+    return any(t.restoring == restoring and t.held.length >= after for t in tasks)
+
+
+def growing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """True while the buffers of a lineage are enlarged."""
+    now: list[int] = []
+    grow = Lineage.grow
+
+    def noted(lineage: Lineage, capacity: int) -> None:
+        now.append(capacity)
+        grow(lineage, capacity)
+        now.pop()
+
+    monkeypatch.setattr(Lineage, "grow", noted)
+    return lambda: len(now) > 0
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("place", ["prefill", "decode", "batch", "growth"])
+def test_a_pass_that_fails_in_silence_is_computed_again(
+    toy: ToyMaker,
+    judges: Callable[[str], Judge],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    delay: int,
+) -> None:
+    """The client gets the very reply, and so does the next turn, from the cache."""
+    once = Once()
+    unlucky = Unlucky(toy("llama"), on := FailingDevice(once, delay=delay), None)
+    bench, rng = unlucky.bench, np.random.default_rng(3)
+    once.when = {
+        "prefill": lambda: prefilling(bench, 64),
+        "decode": lambda: decoding(bench, 1, 6),
+        "batch": lambda: decoding(bench, 4, 6),
+        "growth": growing(monkeypatch),
+    }[place]
+    count = 400 if place == "growth" else 40
+    tasks = [bench.put(tokens(rng, 200), tokens=count) for _ in range(4 if place == "batch" else 1)]
+    unlucky.run(tasks)
+    assert on.failures == 1
+    for task in tasks:
+        assert isinstance(last(task), Finished)
+        judges("llama").check_task(task)
+    again(bench, judges("llama"), [[*t.job.prompt.ids.tolist(), *t.out] for t in tasks])
+
+
+def test_an_error_met_by_a_copy_for_the_disk_does_not_suspend_the_disk(
+    toy: ToyMaker,
+    judges: Callable[[str], Judge],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The KV may be wrong, not the disk: replies begin again, and the copy is made later."""
+    unlucky = Unlucky(toy("llama"), FailingDevice(lambda number: False), tmp_path)
+    bench, rng = unlucky.bench, np.random.default_rng(4)
+    copied = serialise.copied_run
+    raised: list[int] = []
+
+    def fail_once(*args: Any) -> Any:
+        if not raised:
+            raised.append(1)
+            raise RuntimeError(ERRORS[0])
+        return copied(*args)
+
+    monkeypatch.setattr(serialise, "copied_run", fail_once)
+    task = bench.put(tokens(rng, 1500), tokens=20)
+    unlucky.run([task])
+    assert raised
+    assert task.restarts == 1
+    judges("llama").check_task(task)
+    assert bench.kv.disk is not None
+    assert bench.kv.disk.write_behind.works
+    assert bench.kv.close(10.0) == 0
+
+
+def test_a_restore_that_fails_in_silence_is_made_again(
+    toy: ToyMaker, judges: Callable[[str], Judge], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(5)
+    ids = tokens(rng, 600)
+    before = Bench(toy("llama"))
+    before.open_disk(tmp_path)
+    before.ask(ids)
+    before.kv.close(10.0)
+    once = Once()
+    unlucky = Unlucky(toy("llama"), FailingDevice(once), tmp_path)
+    once.when = lambda: prefilling(unlucky.bench, 0, restoring=True)
+    task = unlucky.bench.put([*ids, 5, 6, 7])
+    unlucky.run([task])
+    assert once.left == 0
+    assert task.record.restored_tokens == 600
+    judges("llama").check_task(task)
+    unlucky.bench.kv.close(1.0)
+
+
+def test_an_anticipated_turn_that_fails_is_dropped(
+    toy: ToyMaker, judges: Callable[[str], Judge]
+) -> None:
+    once = Once()
+    unlucky = Unlucky(toy("llama"), FailingDevice(once), None)
+    bench, rng = unlucky.bench, np.random.default_rng(6)
+    ids = tokens(rng, 100)
+    unlucky.run([bench.put(ids)])
+    turn = np.asarray([*ids, *tokens(rng, 200)], np.int32)
+    idle = bench.scheduler.idle_prefill
+    idle.add(Prompt(turn), turn[:100])
+    once.when = lambda: len(bench.kv.ram.busy) > 0
+    with failing(unlucky.on):
+        while idle.ready:
+            bench.scheduler.tick()
+    bench.check()
+    assert once.left == 0
+    assert not bench.kv.ram.busy
+    task = bench.put([*turn.tolist(), 3, 4])
+    unlucky.run([task])
+    judges("llama").check_task(task)
+
+
+def test_a_chunk_that_the_system_ended_is_fed_in_quarters_from_then_on(
+    toy: ToyMaker,
+    judges: Callable[[str], Judge],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Near its position and beyond, for every prompt; before it, chunks stay as they were."""
+    once = Once()
+    unlucky = Unlucky(toy("llama"), FailingDevice(once, message=ERRORS[1]), None, chunk=256)
+    bench, rng = unlucky.bench, np.random.default_rng(7)
+    fed: list[tuple[int, int]] = []
+    note_pass = FailingDevice.note_pass
+
+    def noted(on: FailingDevice, caches: Any, before: list[int]) -> None:
+        fed.append((before[0], caches[0].offset - before[0]))
+        note_pass(on, caches, before)
+
+    monkeypatch.setattr(FailingDevice, "note_pass", noted)
+    once.when = lambda: prefilling(bench, 1024)
+    for _ in range(2):
+        task = bench.put(tokens(rng, 2000), tokens=1)
+        unlucky.run([task])
+        judges("llama").check_task(task)
+        assert max(size for at, size in fed if at < 1024) == 256
+        assert {size for at, size in fed if at >= 1280 and size > 1} <= {64, 15, 16, 31, 47, 63}
+        fed.clear()
+    assert "in chunks of 64 tokens at most" in caplog.text
+
+
+def test_the_third_error_in_a_row_ends_the_scheduler_with_all_work_on_disk(
+    toy: ToyMaker, judges: Callable[[str], Judge], tmp_path: Path
+) -> None:
+    once = Once(times=100)
+    unlucky = Unlucky(toy("llama"), FailingDevice(once, message=ERRORS[2]), tmp_path)
+    bench, rng = unlucky.bench, np.random.default_rng(8)
+    ids = tokens(rng, 800)
+    once.when = lambda: prefilling(bench, 640) or once.left < 100
+    task = bench.put(ids)
+    unlucky.run([task])
+    assert unlucky.died
+    assert not task.out
+    assert bench.kv.close(10.0) == 0
+    fresh = Bench(toy("llama"))
+    fresh.open_disk(tmp_path)
+    found = fresh.ask(ids)
+    assert found.record.restored_tokens >= 640
+    judges("llama").check_task(found)
+    fresh.kv.close(1.0)
+
+
+async def test_an_engine_on_a_dead_device_says_so_and_its_sessions_go_on_elsewhere(
+    toy: ToyMaker, tmp_path: Path
+) -> None:
+    """Also where a call from another thread met the error first."""
+    always = Once(times=1 << 30)
+    on = FailingDevice(always)
+    model, talk = toy("llama"), tokens(np.random.default_rng(9), 300)
+    with failing(on):
+        async with started(model, tmp_path, disk="1GB", no_anticipate=True) as engine:
+            await ask(engine, prompt(talk), session="mine")
+            assert await engine.sessions.settled()
+            always.when = lambda: True
+            with pytest.raises(GenerationFailed, match="died"):
+                await ask(engine, prompt(talk, tokens(np.random.default_rng(10), 200)))
+            await asyncio.wait_for(engine.dead.wait(), 10)
+            assert engine.failure is not None
+            assert "Command buffer" in engine.failure
+    async with started(model, tmp_path, disk="1GB") as engine:
+        done = await ask(engine, prompt(talk, [7, 8, 9]), session="mine")
+        assert done.restored_tokens >= 300
+
+
+async def test_an_error_met_by_a_call_is_met_by_the_requests_too(
+    toy: ToyMaker, tmp_path: Path
+) -> None:
+    """MLX raises it once: the scheduler would never hear of it."""
+
+    def fail(runtime: object) -> None:
+        raise RuntimeError(ERRORS[0])
+
+    async with started(toy("llama"), tmp_path) as engine:
+        running = asyncio.create_task(
+            ask(engine, prompt(tokens(np.random.default_rng(11), 50)), tokens=300)
+        )
+        while not any(record.generated_tokens for record in engine.requests()):
+            await engine.call(lambda runtime: None)
+        with pytest.raises(RuntimeError, match="Insufficient Memory"):
+            await engine.call(fail)
+        assert (await running).generated_tokens == 300
+        log = await engine.call(lambda runtime: runtime.scheduler.lanes.all)
+        assert not log
