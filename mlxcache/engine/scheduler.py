@@ -351,10 +351,13 @@ class Scheduler:
             lease, ids = task.give_up_lease(), task.tokens()
             self.kv.persist(lease, ids, whole=True)
             self.kv.abandon(lease)
-        task.begin_again(self.kv.match(task.ids))
         if isinstance(outcome, MlxcacheError):
             self._fail(task, outcome)
-        elif outcome == "cancelled":
+            return
+        complete = outcome is not None and task.all_delivered
+        if not complete:
+            task.begin_again(self.kv.match(task.ids))
+        if outcome is not None and (complete or outcome == "cancelled"):
             self._finish(task, outcome)
         elif task.restarts > MOST_RESTARTS:
             self._fail(task, GenerationFailed("The device failed again and again; see the log."))

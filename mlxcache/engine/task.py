@@ -306,6 +306,11 @@ class Task:
             return parser.done
         return "length" if len(self.out) >= self.limit else None
 
+    @property
+    def all_delivered(self) -> bool:
+        """True if every token that was taken is delivered."""
+        return self._delivered == len(self.out)
+
     def deliver(self) -> None:
         """Stream what was taken so far: the passes that drew it are confirmed."""
         staged, self._staged = self._staged, []
