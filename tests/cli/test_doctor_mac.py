@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from mlxcache.cli.doctor import machine
+from mlxcache.cli.doctor.command import run_checks
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.cli.doctor.mac import Power, examine_mac, read_power
+from mlxcache.config import Settings
 from tests.cli.macs import BATTERY, DESKTOP, DISPLAYS, LAPTOP, NEWEST, SETTINGS, VIRTUAL, Recorded
 
 
@@ -118,3 +120,17 @@ def test_elsewhere_there_are_no_such_findings() -> None:
 def test_an_output_that_cannot_be_read_is_no_error(text: str) -> None:
     """The number of cores is left out."""
     assert machine.host(Recorded({**LAPTOP.outputs, DISPLAYS: text})).gpu_cores is None
+
+
+def test_the_command_checks_a_mac_with_its_own_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--keep-awake is one of its flags."""
+    mac = machine.host(LAPTOP)
+    monkeypatch.setattr(machine, "host", lambda: mac)
+    settings = Settings(cache_dir=tmp_path, keep_awake=False, port=0)
+    report = run_checks(settings, quick=True, shown=False)
+    found = {one.name: one for one in report.findings}
+    assert found["machine"].value.startswith("Apple M3 Pro")
+    assert found["sleep"].figures["keep_awake"] is False
+    assert {"power", "GPU watchdog"} <= set(found)
