@@ -99,7 +99,7 @@ class Lineage:
             device.confirm()  # before the arrays that they replace are dropped
             for (i, j), out in zip(group, made, strict=True):
                 kv.sliced(self.linear[i]).put(self.linear[i], j, out)
-        mx.clear_cache()  # freed buffers of this size are not reused
+            mx.clear_cache()  # freed buffers of this size are not reused
         for slot in self.linear:
             kv.set_offset(slot, end)
         self.base, self.length, self.capacity = base, end, capacity
@@ -220,7 +220,9 @@ class Lineage:
         written: list[mx.array] = []
         size = 0
         for slot, spec, new in zip(self.linear, self.layout.specs, tail, strict=True):
-            one = sum(held * heads * dim * dtype.size for heads, dim, dtype in spec)
+            one = 1  # more than `copy_bytes` of 0: each slot is evaluated alone
+            if self.copy_bytes:
+                one = sum(held * heads * dim * dtype.size for heads, dim, dtype in spec)
             if written and size + one > self.copy_bytes:
                 mx.eval(written)
                 written, size = [], 0

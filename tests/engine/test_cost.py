@@ -187,9 +187,9 @@ def test_decoding_waits_where_a_step_built_ahead_copies_the_kv(
 def test_a_waiting_decoder_draws_the_same_tokens_and_copies_nothing(
     bench: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone and in a batch."""
+    """Alone, in a batch, and after leaving one."""
     prompts = [rng.integers(10, 400, n).tolist() for n in (150, 151, 152)]
-    expected = [bench.cold(ids) for ids in prompts]
+    expected = [bench.cold(ids, n) for ids, n in zip(prompts, (20, 12, 12), strict=True)]
     bench.cost.decoding = DecodingCost(waits=True)
     bench.use(KVCache.open(bench.kv.layout, Budget(1 << 30)))
     waits, synchronize = 0, mx.synchronize
@@ -200,10 +200,15 @@ def test_a_waiting_decoder_draws_the_same_tokens_and_copies_nothing(
         synchronize()
 
     monkeypatch.setattr(mx, "synchronize", count)
-    assert bench.ask(prompts[0]).out == expected[0]
+    assert bench.ask(prompts[0], tokens=20).out == expected[0]
     assert waits >= len(expected[0]) - 1
-    tasks = [bench.put(ids) for ids in prompts]
-    bench.run()
+    tasks = [bench.put(ids, tokens=len(out)) for ids, out in zip(prompts, expected, strict=True)]
+    seen: list[tuple[bool, bool]] = []
+    while not all(task.over for task in tasks):
+        bench.scheduler.tick()
+        seen += [(lane.batched, lane.decoder.waits) for lane in bench.scheduler.lanes.all]
+    assert seen[-1] == (False, True)
+    assert set(seen) == {(True, True), (False, True)}
     assert [task.out for task in tasks] == expected
 
 
