@@ -26,6 +26,7 @@ from mlxcache.cli.warm import read_input
 from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
 from mlxcache.errors import BadRequest, MlxcacheError
+from mlxcache.prompt.advice import advice_for
 
 if TYPE_CHECKING:
     from mlxcache.prompt.builder import PromptBuilder
@@ -127,12 +128,16 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
 
 
 def _lost_object(explained: Explanation) -> dict[str, Any] | None:
-    if explained.reason is None:
+    first = explained.first
+    if first is None:
         return None
-    return _members(
-        explained,
-        *("at_token", "reason", "cause", "where", "lost_tokens", "before", "after", "advice"),
-    )
+    return {
+        "at_token": explained.at_token,
+        **_members(first, "reason", "cause", "where"),
+        "lost_tokens": explained.lost_tokens,
+        **_members(first, "before", "after"),
+        "advice": advice_for(first.cause),
+    }
 
 
 def _members(found: object, *names: str) -> dict[str, Any]:

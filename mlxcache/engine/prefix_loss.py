@@ -138,7 +138,7 @@ class PrefixLossReporter:
         kept = min(explanation.at_token, candidate.computed)
         missing = kept - reuse.cached
         parted = explanation.new_from - max(explanation.at_token, reuse.cached)
-        if not explanation.reason:
+        if explanation.first is None:
             parted = 0
         if max(missing, parted) <= LEAST_LOSS:
             return None
@@ -160,12 +160,11 @@ class PrefixLossReporter:
         return self._lost(reason, cause, cached, most - cached, self._around(side, cached))
 
     def _parted(self, found: Explanation, reuse: Found) -> dict[str, Any]:
-        assert found.reason is not None
-        assert found.cause is not None
-        lost = found.new_from - reuse.cached
-        texts = found.before, found.after
-        told = self._lost(found.reason, found.cause, found.at_token, lost, texts)
-        return told | {"where": found.where}
+        first, lost = found.first, found.new_from - reuse.cached
+        assert first is not None
+        texts = first.before, first.after
+        told = self._lost(first.reason, first.cause, found.at_token, lost, texts)
+        return told | {"where": first.where}
 
     def _around(self, side: Side, at: int) -> tuple[str, str]:
         shown = side.ids[max(0, at - _AROUND[0]) : at + _AROUND[1]]

@@ -9,7 +9,6 @@ from typing import Any
 
 from mlxcache.common_prefix import common_characters, common_length
 from mlxcache.lru import LatestByGroup
-from mlxcache.prompt.advice import advice_for
 from mlxcache.prompt.canonical.canonicaliser import Canonical
 from mlxcache.prompt.differences import Difference, differences, first_new, related
 from mlxcache.prompt.incremental import Tokenised
@@ -73,32 +72,20 @@ class Explanation:
 
     `at_token`: the number of shared leading tokens. `new_from`: the token of the later prompt at
     which messages begin that the earlier prompt and its reply did not have; the tokens between the
-    two are computed again. `reason`, `cause`: None where nothing differs before `new_from`.
-    `where`: the part of the later conversation. `before`, `after`: the earlier and the later text
-    there. `later`: further differences. `removed`: differences as sent that canonicalisation
-    removed, each with its rule.
+    two are computed again. `first`: None where nothing differs before `new_from`. `later`: further
+    differences. `removed`: differences as sent that canonicalisation removed, each with its rule.
     """
 
     at_token: int
     new_from: int
-    prompt_tokens: int
-    reason: str | None = None
-    cause: str | None = None
-    where: str = ""
-    before: str = ""
-    after: str = ""
+    first: Difference | None = None
     later: tuple[Difference, ...] = ()
     removed: tuple[tuple[str, Difference], ...] = ()
 
     @property
     def lost_tokens(self) -> int:
         """Tokens of the later prompt that the earlier one had too and that are computed again."""
-        return max(0, self.new_from - self.at_token) if self.reason else 0
-
-    @property
-    def advice(self) -> str:
-        """Advice on the cause; empty where nothing differs."""
-        return advice_for(self.cause) if self.cause else ""
+        return max(0, self.new_from - self.at_token) if self.first else 0
 
 
 class Explainer:
@@ -126,24 +113,14 @@ class Explainer:
         generation = self.message_position(was, len(was.chat.messages))
         whole = shared >= min(generation, len(old.ids)) and not found
         if whole and (shared + LEAST_LOSS >= min(len(old.ids), new_from)):
-            return Explanation(shared, new_from, len(new.ids))
+            return Explanation(shared, new_from)
         seen = self._visible_difference(found, was, now)
         if seen is None:
             if shared >= new_from or (found and shared >= min(generation, len(old.ids))):
-                return Explanation(shared, new_from, len(new.ids), later=tuple(found))
-            return self._drift(old, new, shared, new_from, found)
+                return Explanation(shared, new_from, later=tuple(found))
+            return Explanation(shared, new_from, self._drift(old, new, shared), tuple(found))
         later = tuple(one for one in found if one is not seen)
-        return Explanation(
-            shared,
-            new_from,
-            len(new.ids),
-            reason=seen.reason,
-            cause=seen.cause,
-            where=seen.where,
-            before=seen.before,
-            after=seen.after,
-            later=later,
-        )
+        return Explanation(shared, new_from, seen, later)
 
     def _visible_difference(
         self, found: Sequence[Difference], was: Source, now: Source
@@ -161,10 +138,8 @@ class Explainer:
                 return one
         return next((one for one in found if one.cause == "template_args"), None)
 
-    def _drift(
-        self, old: Side, new: Side, shared: int, new_from: int, found: Sequence[Difference]
-    ) -> Explanation:
-        """Explain the same conversation rendered or generated differently."""
+    def _drift(self, old: Side, new: Side, shared: int) -> Difference:
+        """The difference of the same conversation rendered or generated differently."""
         start = max(0, shared - _BACK)
         before, after = (self._text(side, start, shared + _AHEAD) for side in (old, new))
         parted = [self._text(side, shared, shared + _AHEAD) for side in (old, new)]
@@ -173,17 +148,8 @@ class Explainer:
         )
         thinking = opens[0] != opens[1] or closes[0] != closes[1]
         thinking = thinking or _reasons(new.source.chat) != _reasons(old.source.chat)
-        return Explanation(
-            shared,
-            new_from,
-            len(new.ids),
-            reason="template_drift",
-            cause="thinking_dropped" if thinking else "rerendered",
-            where="history",
-            before=before,
-            after=after,
-            later=tuple(found),
-        )
+        cause = "thinking_dropped" if thinking else "rerendered"
+        return Difference("history", "template_drift", cause, before, after, ("", ""))
 
     def _text(self, side: Side, start: int, end: int) -> str:
         return self.decode([int(i) for i in side.ids[start:end] if i >= 0])
