@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxcache.bench.own import NoOwnTime, measuring
-from mlxcache.model.own_time import OwnTime
+from mlxcache.model.own_time import OwnTime, rounding
 from tests.toys.toy import make_toy
 
 
@@ -19,6 +21,56 @@ def test_each_measurement_starts_from_the_prefix_and_leaves_no_trace(tmp_path: P
         assert prefix + 20 <= own.cache[0].offset <= prefix + 22
     # four layers, keys and values, two heads of 32, four bytes each
     assert own.kv_bytes_per_token() == 4 * 2 * 2 * 32 * 4
+
+
+def test_a_missing_prefix_of_plain_kv_is_noise(tmp_path: Path, monkeypatch) -> None:
+    """It costs no pass, and leaves a cache of the right length and dtype."""
+    own = OwnTime(make_toy(tmp_path))
+    own.seconds(8, 4)
+    fed = []
+    call = type(own.model).__call__
+
+    def counted(model, tokens, *rest, **named):
+        fed.append(tokens.shape[1])
+        return call(model, tokens, *rest, **named)
+
+    monkeypatch.setattr(type(own.model), "__call__", counted)
+    own.seconds(2000, 4)
+    assert sum(fed) <= 4 + 2
+    assert {layer.keys.dtype for layer in own.cache} == {mx.float32}
+    assert own.cache[0].offset >= 2004
+
+
+def test_decoding_is_timed_and_its_peak_taken_after_the_first_token(tmp_path: Path) -> None:
+    """The prefix is not part of either; a second time nothing is left of the first."""
+    own = OwnTime(make_toy(tmp_path, emits={"<|im_end|>": 2}))
+    for _ in range(2):
+        rate, peak = own.decoding(1000, 24)
+        assert rate > 0
+        assert own.cache[0].offset == 1000 - 1 + 24 + 1
+        assert peak < 1000 * own.kv_bytes_per_token()
+
+
+def test_a_prompt_is_fed_in_passes_of_the_given_length(tmp_path: Path, monkeypatch) -> None:
+    """From nothing each time, and without touching the kept cache."""
+    own = OwnTime(make_toy(tmp_path))
+    fed = []
+    call = type(own.model).__call__
+
+    def counted(model, tokens, *rest, **named):
+        fed.append(tokens.shape[1])
+        return call(model, tokens, *rest, **named)
+
+    monkeypatch.setattr(type(own.model), "__call__", counted)
+    assert own.prefill(101, 40) > 0
+    assert fed[:4] == [40, 40, 20, 1]
+    assert own.cache[0].offset == 0
+
+
+def test_rounding_is_what_two_ways_of_feeding_differ_by(tmp_path: Path) -> None:
+    """Nothing to speak of in float32."""
+    own = OwnTime(make_toy(tmp_path))
+    assert 0 <= rounding(own.model, own.rng.integers(0, 256, 300, np.int32), 270) < 1e-3
 
 
 def test_a_cache_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
@@ -35,6 +87,8 @@ def test_the_process_answers_until_the_block_ends(tmp_path: Path) -> None:
         seconds, kv_bytes = own.ask(64, 8)
         assert seconds > 0
         assert kv_bytes == 2048
+        assert own.decode(64, 8)[0] > 0
+        assert own.prefill(64, 16) > 0
         with pytest.raises(NoOwnTime):
             own.ask(64, -1)
     assert own.process.returncode is not None
