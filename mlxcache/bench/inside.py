@@ -16,12 +16,15 @@ from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.engine.stream import Stream
+from mlxcache.model.load import Loaded
 from mlxcache.types import Finished, Job, Prompt, Sampling, Tokens
 
 AT_ONCE = 1024
 """Tokens of random KV that are made once and then repeated."""
 
 POLL_S = 0.002
+
+Prepare = Callable[[Loaded], Loaded]
 
 
 class NotPlain(ValueError):
@@ -125,15 +128,30 @@ async def drained(stream: Stream) -> None:
             return
 
 
+class _Prepared(Engine):
+    """An engine that serves what `prepare` makes of the loaded model."""
+
+    def __init__(self, settings: Settings, prepare: Prepare):
+        super().__init__(settings)
+        self._prepare = prepare
+
+    def make_runtime(self, loaded: Loaded) -> ModelRuntime:
+        return super().make_runtime(self._prepare(loaded))
+
+
 @asynccontextmanager
-async def running_inside(model: Path, cache_dir: Path, ram: str) -> AsyncIterator[Inside]:
+async def running_inside(
+    model: Path, cache_dir: Path, ram: str, prepare: Prepare = lambda loaded: loaded
+) -> AsyncIterator[Inside]:
     """Run an engine on `model` with a disk tier in `cache_dir`. Raises ModelError, ValueError.
 
-    It computes nothing by itself while idle. ValueError: there is no disk tier.
+    It computes nothing by itself while idle. `prepare`: changes the loaded model before it is
+    served, on the MLX thread. ValueError: there is no disk tier.
     """
-    engine = Engine(
-        Settings(model=str(model), cache_dir=cache_dir, ram=ram, disk="100GB", no_anticipate=True)
+    settings = Settings(
+        model=str(model), cache_dir=cache_dir, ram=ram, disk="100GB", no_anticipate=True
     )
+    engine = _Prepared(settings, prepare)
     await engine.start()
     try:
         core = await engine.call(lambda core: core)

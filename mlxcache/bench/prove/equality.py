@@ -50,13 +50,13 @@ async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
     for length in scale.equal:
         rng = np.random.default_rng(length)
         ids = rng.integers(0, TOKEN_IDS, length + TAIL, np.int32)
-        noise = await inside.engine.call(partial(_noise, ids))
-        tolerance = max(LEAST_TOLERANCE, TOLERANCE * noise)
+        noise = await rounding_of(inside, ids)
+        tolerance = tolerance_for(noise)
         row = f"{length:,} tokens"
         found.add(TITLE, row, "mlx-lm's own rounding", "", noise)
         found.add(TITLE, row, "tolerance", "", tolerance)
         await inside.clear()
-        cold = await _hear(inside, ids)
+        cold = await hear(inside, ids)
         for way in ("warm", "batched", "restored"):
             heard = await _after(inside, ids, way)
             _check_reuse(heard, way)
@@ -66,6 +66,16 @@ async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
                 wrong.append(f"{way} at {row}: {apart:.3f} apart, tolerance {tolerance:.3f}")
     if wrong:
         raise Unequal("; ".join(wrong))
+
+
+async def rounding_of(inside: Inside, ids: Tokens) -> float:
+    """Difference of log-probabilities between two ways of feeding `ids` to mlx-lm's own cache."""
+    return await inside.engine.call(partial(_noise, ids))
+
+
+def tolerance_for(noise: float) -> float:
+    """Most difference of log-probabilities, where mlx-lm's own is `noise`."""
+    return max(LEAST_TOLERANCE, TOLERANCE * noise)
 
 
 def _noise(ids: Tokens, runtime: ModelRuntime) -> float:
@@ -80,10 +90,10 @@ async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
         await inside.written()
         await inside.forget()
     if way != "batched":
-        return await _hear(inside, ids)
+        return await hear(inside, ids)
     others = [np.concatenate([ids[:-TAIL], ids[-TAIL:][::-1], ids[:row]]) for row in range(1, ROWS)]
     streams = [await inside.ask(other, REPLY) for other in others]
-    heard = await _hear(inside, ids)
+    heard = await hear(inside, ids)
     for stream in streams:
         await drained(stream)
     return heard
@@ -95,7 +105,7 @@ def _check_reuse(heard: Heard, way: str) -> None:
         raise Unequal(f"{way}: no token of {heard.last.prompt_tokens} was reused")
 
 
-async def _hear(inside: Inside, ids: Tokens) -> Heard:
+async def hear(inside: Inside, ids: Tokens) -> Heard:
     """Generate a greedy reply with its log-probabilities."""
     stream = await inside.ask(ids, REPLY, top=TOP)
     tokens: list[TokenLogprob] = []

@@ -32,6 +32,7 @@ Scenario = Callable[[Context], None]
 
 SCENARIOS: Mapping[str, Scenario] = {
     "equality": in_child("equality"),
+    "device_error": in_child("device_error"),
     "first_token": first_token.short,
     "decode": speed.decode,
     "prefill": speed.prefill,

@@ -22,6 +22,7 @@ from mlxcache.bench.checks import Check, Measured
 from mlxcache.bench.inside import Inside, NotPlain, drained, running_inside
 from mlxcache.bench.measure import middle
 from mlxcache.bench.prove import equality
+from mlxcache.bench.prove.device_error import device_error
 from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.scale import Scale
 from mlxcache.bench.restore_speed import restore_speed
@@ -146,6 +147,10 @@ ENGINE: Mapping[str, Scenario] = {
 }
 """Scenarios that are given a running engine."""
 
+OwnScenario = Callable[[Path, Path, Scale, Findings], Awaitable[None]]
+OWN_ENGINE: Mapping[str, OwnScenario] = {"device_error": device_error}
+"""Scenarios that start an engine of their own."""
+
 DiskScenario = Callable[[Path, Path, int, Callable[[str], None], int], Measured]
 ON_DISK: Mapping[str, DiskScenario] = {"restore_speed": restore_speed, "write_behind": write_beside}
 """Scenarios of the disk tier, which start their own."""
@@ -182,6 +187,9 @@ def run(name: str, model: Path, folder: Path, scale: Scale) -> Findings:
         return found
 
     async def play() -> None:
+        if name in OWN_ENGINE:
+            await OWN_ENGINE[name](model, folder, scale, found)
+            return
         async with running_inside(model, folder, ram="auto") as inside:
             await ENGINE[name](inside, scale, found)
 

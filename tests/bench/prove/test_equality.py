@@ -67,7 +67,7 @@ def test_a_wrong_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             await inside.mark(ids[: -equality.TAIL])
             await inside.written()
             await inside.forget()
-        return await equality._hear(inside, ids)
+        return await equality.hear(inside, ids)
 
     monkeypatch.setattr(equality, "_after", wrong)
     with pytest.raises(Unequal, match="warm at 300 tokens: "):
@@ -81,7 +81,7 @@ def test_a_reply_that_reused_nothing_proves_nothing(
 
     async def cold(inside: Inside, ids: Tokens, way: str) -> equality.Heard:
         await inside.clear()
-        return await equality._hear(inside, ids)
+        return await equality.hear(inside, ids)
 
     monkeypatch.setattr(equality, "_after", cold)
     with pytest.raises(Unequal, match="no token of 324 was reused"):

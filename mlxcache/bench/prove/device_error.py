@@ -1,0 +1,103 @@
+"""Replies while the device fails in silence: each is the right one, or ends in an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from mlxcache.bench.device_faults import ERRORS, FailingDevice, failing
+from mlxcache.bench.inside import Inside, running_inside
+from mlxcache.bench.prove import equality
+from mlxcache.bench.prove.equality import Heard, Unequal
+from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.scale import Scale
+from mlxcache.errors import GenerationFailed
+from mlxcache.model.load import Loaded
+from mlxcache.types import Tokens
+
+TITLE = "Injected device errors"
+PROMPT, MORE = 300, 16
+"""Tokens of the prompt, and of what continues it after an error."""
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """Replies by what became of them. `apart`: largest difference of log-probabilities."""
+
+    tolerance: float
+    right: int = 0
+    failed: int = 0
+    apart: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+async def device_error(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
+    """Ask the same prompt while each time another evaluation fails, and then continue it.
+
+    Every reply must be the cold one, or end in an error; the next turn, while nothing fails, must
+    be that of a cold cache: then nothing wrong was kept. Raises Unequal once all were asked.
+    """
+    picked: set[int] = set()
+    on = FailingDevice(picked.__contains__)
+
+    def watched(loaded: Loaded) -> Loaded:
+        return replace(loaded, model=on.watch(loaded.model))
+
+    injected = 0
+    with failing(on):
+        async with running_inside(model, folder, "auto", watched) as inside:
+            ids = np.random.default_rng(5).integers(0, equality.TOKEN_IDS, PROMPT, np.int32)
+            more = np.concatenate([ids, ids[:MORE]])
+            noise = await equality.rounding_of(inside, more)
+            outcomes = Outcomes(equality.tolerance_for(noise))
+            cold_more = await _cold(inside, more)
+            before = on.evaluations
+            cold = await _cold(inside, ids)
+            for at in _spread(on.evaluations - before, 4 * scale.runs):
+                await inside.clear()
+                failures = on.failures
+                picked.add(on.evaluations + at)
+                await _ask(inside, ids, cold, outcomes, f"evaluation {at} fails")
+                picked.clear()
+                injected += on.failures - failures
+                await _ask(inside, more, cold_more, outcomes, f"after evaluation {at}")
+    if not injected:
+        raise ValueError("no evaluation failed: nothing was shown")
+    row = f"{PROMPT} tokens"
+    found.add(TITLE, row, "errors", "", injected)
+    found.add(TITLE, row, "right replies", "", outcomes.right)
+    found.add(TITLE, row, "replies that ended in an error", "", outcomes.failed)
+    found.add(TITLE, row, "wrong replies", "", len(outcomes.wrong))
+    found.add(TITLE, row, "log-probabilities apart", "", outcomes.apart)
+    found.add(TITLE, row, "tolerance", "", outcomes.tolerance)
+    found.notes.append(f"The errors are made by this process, in the words of Metal: {ERRORS[0]}")
+    if outcomes.wrong:
+        raise Unequal("; ".join(outcomes.wrong))
+
+
+async def _cold(inside: Inside, ids: Tokens) -> Heard:
+    await inside.clear()
+    return await equality.hear(inside, ids)
+
+
+async def _ask(inside: Inside, ids: Tokens, right: Heard, outcomes: Outcomes, what: str) -> None:
+    """Ask once, and count the reply in `outcomes`."""
+    try:
+        heard = await equality.hear(inside, ids)
+    except GenerationFailed:
+        outcomes.failed += 1
+        return
+    apart, same = equality.compare(right.tokens, heard.tokens, outcomes.tolerance)
+    outcomes.apart = max(outcomes.apart, apart)
+    if apart > outcomes.tolerance or not same:
+        outcomes.wrong.append(f"{what}: {apart:.3f} apart, tolerance {outcomes.tolerance:.3f}")
+    else:
+        outcomes.right += 1
+
+
+def _spread(last: int, count: int) -> Sequence[int]:
+    """About `count` numbers from 1 to `last`, evenly, both included."""
+    return sorted({int(one) for one in np.linspace(1, max(1, last), count)})
