@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ COPIED_SHARE = 0.5
 
 
 async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
-    """MLX's peak while one reply decodes, beyond the bytes that were active before."""
+    """MLX's peak while one reply decodes, beyond the bytes that it holds once the reply is over."""
     ids = await _prefix(inside, scale.deep)
     per_token = inside.core.layout.bytes_per_token
     row = f"{scale.deep:,} tokens"
@@ -46,11 +46,13 @@ async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
         stream = await inside.ask(prompt, 2 * scale.reply + SETTLE_TOKENS, endless=True)
         async with stream:
             await _texts(stream, SETTLE_TOKENS)
-            active = await inside.engine.call(_reset_peak)
+            await inside.engine.call(lambda _: mx.reset_peak_memory())
             await _texts(stream, scale.reply)
             peak = await inside.engine.call(lambda _: mx.get_peak_memory())
         await _ended(inside, stream)
-        found.add(PEAK, row, "beyond what is resident", "bytes", max(0, peak - active))
+        await inside.written()
+        resident = await inside.engine.call(_resident)
+        found.add(PEAK, row, "beyond what is resident", "bytes", max(0, peak - resident))
         found.add(PEAK, row, "KV of the reply", "bytes", per_token * len(prompt))
     layers = max(1, len(inside.core.layout.specs))
     beyond = found.figure(PEAK, row, "beyond what is resident")
@@ -69,33 +71,47 @@ async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
     for run in range(scale.runs):
         prompt = _continued(inside, ids, run)
         stream = await inside.ask(prompt, max(512, scale.deep // 8), endless=True)
-        usual, grown = await _intervals(inside, stream)
+        intervals, grown = await _intervals(inside, stream)
         await _ended(inside, stream)
         if not grown:
-            raise ValueError(f"no buffer grew within {len(usual) + 1} tokens")
-        found.add(GROWTH, row, "between two tokens", "s", middle(usual) or 0.0)
-        found.add(GROWTH, row, "where it grows", "s", *grown)
+            raise ValueError(f"no buffer grew within {len(intervals) + 1} tokens")
+        near, far = split_at(intervals, grown)
+        found.add(GROWTH, row, "between two tokens", "s", middle(far) or 0.0)
+        found.add(GROWTH, row, "where it grows", "s", *near)
+        found.add(GROWTH, row, "longest elsewhere", "s", max(far, default=0.0))
 
 
-async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[float]]:
-    """Seconds between tokens, and of those the ones in which a buffer grew; ends after one did."""
-    usual: list[float] = []
-    grown: list[float] = []
-    before, capacity, since = 0.0, 0, 0
+async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[int]]:
+    """Seconds between tokens, and the numbers of those in which a buffer was seen to have grown.
+
+    Ends a while after one did.
+    """
+    intervals: list[float] = []
+    grown: list[int] = []
+    before, capacity = 0.0, 0
     async with stream:
         async for event in stream:
             if not isinstance(event, Text):
                 continue
             now, held = time.perf_counter(), _capacity(inside)
-            if before and held > capacity > 0:
-                grown.append(now - before)
-            elif before:
-                usual.append(now - before)
+            if before:
+                if held > capacity > 0:
+                    grown.append(len(intervals))
+                intervals.append(now - before)
             before, capacity = now, held or capacity
-            since += bool(grown)
-            if since > AFTER_GROWTH:
+            if grown and len(intervals) - grown[0] > AFTER_GROWTH:
                 break
-    return usual, grown
+    return intervals, grown
+
+
+def split_at(intervals: Sequence[float], grown: Sequence[int]) -> tuple[list[float], list[float]]:
+    """The longest interval at or beside each number in `grown`, and all intervals elsewhere.
+
+    Beside, because steps are pipelined: a buffer grows while an earlier token is on its way.
+    """
+    near = {at for number in grown for at in range(max(0, number - 1), number + 2)}
+    longest = [max(intervals[max(0, number - 1) : number + 2]) for number in grown]
+    return longest, [one for at, one in enumerate(intervals) if at not in near]
 
 
 def _capacity(inside: Inside) -> int:
@@ -134,8 +150,9 @@ async def _texts(stream: Any, count: int) -> None:
     raise ValueError("the reply ended early")
 
 
-def _reset_peak(_: object) -> int:
-    mx.reset_peak_memory()
+def _resident(_: object) -> int:
+    """Bytes that MLX holds while nothing is computed."""
+    mx.synchronize()
     return int(mx.get_active_memory())
 
 
