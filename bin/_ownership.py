@@ -31,10 +31,12 @@ FOREIGN = {
         "self.config.timeout_graceful_shutdown": "uvicorn's, set when a second signal comes"
     },
     "config.memory": {"relieve.restype": "ctypes has no argument for it"},
+    "model.own_time": {"tokenizer.eos_token_ids": "mlx-lm's, which ignores an empty argument"},
     "prompt.codec": {
         "base.normalizer": "a copy of a tokenizers.Tokenizer",
         "base.pre_tokenizer": "as the line above",
     },
+    "store.mac_folder": {"library.setxattr.argtypes": "ctypes has no argument for it"},
     "sessions.mlx_lm_files": {"self._release.atexit": "weakref.finalize has no argument"},
 }
 """Attributes of other libraries' objects that have no other way to be set, and why."""
@@ -61,6 +63,9 @@ RECORDS = {
     ),
     "Draft": Record(
         "prompt", frozenset({"draft"}), "a request being canonicalised: each rule rewrites its part"
+    ),
+    "Findings": Record(
+        "bench", frozenset({"found"}), "what a scenario of prove found: its runner notes the end"
     ),
     "Context": Record("cli", frozenset({"ctx"}), "typer's: its `obj` is what subcommands share"),
     "Slot": Record(
