@@ -76,6 +76,8 @@ def prove(
     chosen: tuple[Weights, ...] = tuple(one for one in WEIGHTS if weights in (None, one))
     if not chosen:
         raise typer.BadParameter(f"--weights {weights}: not one of {', '.join(WEIGHTS)}")
+    if out.suffix == ".json" or not out.parent.is_dir():
+        raise typer.BadParameter(f"--out {out}: not a Markdown file in a folder that exists")
     scale = QUICK if quick else FULL
     console = wide_console()
     with scratch() as folder, console.status("preparing") as status:
@@ -90,7 +92,7 @@ def prove(
     machine = describe_machine()
     markdown = report.as_markdown(machine, run, proof.found)
     beside = report.write(out, markdown, report.as_json(machine, run, proof.found))
-    console.print(markdown, markup=False, highlight=False)
+    console.print(markdown, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Written: {out} and {beside}.", markup=False)
     failed = any(found.status == "failed" for found in proof.found)
     broken = any(not check.ok for found in proof.found for check in found.checks)

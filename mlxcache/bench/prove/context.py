@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ WORKING_BYTES = 1_500_000_000
 USABLE_SHARE = 0.75
 DISK_FACTOR = 1.3
 """Bytes of files for a byte of KV: also those of replies and of what is written meanwhile."""
+
+LEAST_WAIT_S = 60.0
+"""Least seconds that a client waits for the next event: the time limit ends scenarios sooner."""
 
 SETTLED_S, PATIENCE_S = 0.3, 60.0
 """Rest before a measurement beside a server that has written all, and the longest wait for that."""
@@ -150,6 +153,10 @@ class Context:
             )
             return False
         return True
+
+    def client(self, lives: Lives) -> Client:
+        """Client of the running server, as patient as the time limit."""
+        return replace(lives.server.client, timeout=max(LEAST_WAIT_S, self.clock.left_s))
 
     @contextlib.contextmanager
     def serving(self, *extra: str) -> Iterator[Lives]:

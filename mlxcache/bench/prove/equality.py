@@ -26,6 +26,7 @@ LEAST_TOLERANCE = 0.125
 TOLERANCE = 2.0
 """Most difference, in times of mlx-lm's own between two ways of feeding the same prompt."""
 
+WARM, BESIDE, RESTORED = "warm", "warm beside three others", "restored"
 ROWS = 4
 
 
@@ -42,7 +43,7 @@ class Heard:
 
 
 async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
-    """Compare replies warm, in a batch, restored, and cold, after prefixes of several lengths.
+    """Compare warm replies (alone, beside others) and restored ones with cold ones, by length.
 
     Raises Unequal once all are compared, if one differs by more than the tolerance.
     """
@@ -57,7 +58,7 @@ async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
         found.add(TITLE, row, "tolerance", "", tolerance)
         await inside.clear()
         cold = await hear(inside, ids)
-        for way in ("warm", "batched", "restored"):
+        for way in (WARM, BESIDE, RESTORED):
             heard = await _after(inside, ids, way)
             _check_reuse(heard, way)
             apart, same = compare(cold.tokens, heard.tokens, tolerance)
@@ -86,10 +87,10 @@ async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
     """The reply to `ids` when all but its end was computed before, and kept as `way` says."""
     await inside.clear()
     await drained(await inside.ask(ids[:-TAIL], 1))
-    if way == "restored":
+    if way == RESTORED:
         await inside.written()
         await inside.forget()
-    if way != "batched":
+    if way != BESIDE:
         return await hear(inside, ids)
     others = [np.concatenate([ids[:-TAIL], ids[-TAIL:][::-1], ids[:row]]) for row in range(1, ROWS)]
     streams = [await inside.ask(other, REPLY) for other in others]
@@ -101,7 +102,7 @@ async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
 
 def _check_reuse(heard: Heard, way: str) -> None:
     """Raise Unequal if nothing was reused, because then nothing is compared."""
-    if not heard.last.cached_tokens or (way == "restored" and not heard.last.restored_tokens):
+    if not heard.last.cached_tokens or (way == RESTORED and not heard.last.restored_tokens):
         raise Unequal(f"{way}: no token of {heard.last.prompt_tokens} was reused")
 
 

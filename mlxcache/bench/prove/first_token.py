@@ -126,7 +126,7 @@ def _restarts(context: Context, row: str, lives: Lives, talk: Conversation, visi
                 lives.stop(STOP_S)
             else:
                 lives.kill()
-            talk.reconnect(lives.server.client)
+            talk.reconnect(context.client(lives))
             reply = talk.ask(visit.words())
             if not reply.cached_tokens:
                 raise ValueError(f"{row}, {column}: nothing was restored from disk")
@@ -145,7 +145,7 @@ def _theirs(context: Context, tokens: int) -> None:
 
 
 def _visit(context: Context, lives: Lives, tokens: int) -> Visit:
-    return Visit(lives.server.client, context.filler, tokens, REPLY_TOKENS, f"prove/{tokens}")
+    return Visit(context.client(lives), context.filler, tokens, REPLY_TOKENS, f"prove/{tokens}")
 
 
 def _note(context: Context, row: str, column: str, reply: Reply) -> None:

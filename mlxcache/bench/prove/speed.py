@@ -64,7 +64,7 @@ def _play(context: Context, tokens: int, lives: Lives, own: OwnTime | None) -> l
     found, scale = context.found, context.scale
     row = f"{tokens:,} tokens, {lives.name}"
     texts = _prompts(context, tokens)
-    client = lives.server.client
+    client = context.client(lives)
     pairs: list[Pair] = []
     context.on_step(f"{row}: the prompt")
     client.chat(next(texts), 2)  # computes the prefix that all prompts share
@@ -148,7 +148,7 @@ def prefill(context: Context) -> None:
         for run in range(scale.runs):
             context.on_step("as served")
             text = context.filler.text(scale.prompt, f"prefill/{run}")
-            reply = lives.server.client.chat([{"role": "user", "content": text}], 1)
+            reply = context.client(lives).chat([{"role": "user", "content": text}], 1)
             if reply.fed_tokens is not None:
                 rate = reply.fed_tokens / reply.first_s
                 found.add(PREFILL, row, f"as {OURS} serves", "tokens/s", rate)

@@ -86,7 +86,15 @@ def test_the_exit_status_tells_failures_and_with_assert_bounds(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "args", [["--only", "nothing"], ["--size", "70b"], ["--weights", "8bit"], ["--minutes", "0"]]
+    "args",
+    [
+        ["--only", "nothing"],
+        ["--size", "70b"],
+        ["--weights", "8bit"],
+        ["--minutes", "0"],
+        ["--out", "report.json"],
+        ["--out", "absent/report.md"],
+    ],
 )
 def test_wrong_usage_is_exit_status_2(tmp_path, monkeypatch, args: list[str]) -> None:
     """Before anything is made."""

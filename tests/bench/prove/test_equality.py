@@ -9,7 +9,7 @@ import pytest
 
 from mlxcache.bench.inside import Inside, running_inside
 from mlxcache.bench.prove import equality
-from mlxcache.bench.prove.equality import Unequal, compare, matrix
+from mlxcache.bench.prove.equality import BESIDE, RESTORED, WARM, Unequal, compare, matrix
 from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.scale import QUICK
 from mlxcache.model.random_model import make_random
@@ -54,7 +54,7 @@ def test_a_right_cache_is_equal_in_every_way(tmp_path: Path) -> None:
     """In bfloat16: warm, in a batch, and restored."""
     columns = play(tmp_path).tables[equality.TITLE]["300 tokens"]
     tolerance = columns["tolerance"].median
-    assert all(columns[way].median <= tolerance for way in ("warm", "batched", "restored"))
+    assert all(columns[way].median <= tolerance for way in (WARM, BESIDE, RESTORED))
 
 
 def test_a_wrong_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_a_wrong_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     async def wrong(inside: Inside, ids: Tokens, way: str) -> equality.Heard:
         await inside.clear()
         await inside.put(ids[: -equality.TAIL])
-        if way == "restored":
+        if way == RESTORED:
             await inside.mark(ids[: -equality.TAIL])
             await inside.written()
             await inside.forget()

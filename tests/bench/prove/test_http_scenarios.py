@@ -1,0 +1,220 @@
+"""First tokens and speeds, with stand-ins for servers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxcache.bench.client import Refused, Reply
+from mlxcache.bench.process import OURS, THEIRS
+from mlxcache.bench.prove import context as module
+from mlxcache.bench.prove import first_token, speed
+from mlxcache.bench.prove.clock import Clock
+from mlxcache.bench.prove.context import Context, NotApplicable, Subject
+from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.scale import Scale
+
+SCALE = Scale(
+    short=(100, 200), long=(60_000,), decode=(100,), crowds=(2,), reply=8, prompt=64, passes=(16,),
+    runs=2,
+)  # fmt: skip
+
+
+@dataclass
+class Server:
+    """A server whose cold first token takes a millisecond per token, and a warm one 11 ms.
+
+    `ends`: replies end after one token. `forgets`: nothing is kept over a restart.
+    """
+
+    name: str
+    ends: bool = False
+    forgets: bool = False
+    log: list[str] = field(default_factory=list)
+    known: int = 0
+
+    @property
+    def server(self) -> Server:
+        return self
+
+    @property
+    def client(self) -> Server:
+        return self
+
+    def chat(self, messages: Any, max_tokens: int) -> Reply:
+        tokens = sum(len(message["content"]) for message in messages)
+        cached, self.known = self.known, tokens
+        generated = 1 if self.ends else max_tokens
+        first = 0.011 if cached else tokens / 1000
+        self.log.append("chat")
+        return Reply("x", first, first + 0.1, first + 0.1, tokens, cached, generated, None)
+
+    def get(self, path: str) -> dict[str, int]:
+        assert path == "/v1/cache"
+        return {"pending_bytes": 0}
+
+    def stop(self, seconds: float) -> None:
+        self.log.append("stop")
+        self.known = 0 if self.forgets else self.known
+
+    def kill(self) -> None:
+        self.log.append("kill")
+
+
+class Own:
+    """The model by itself: 10 ms for a warm turn, 70 tokens/s."""
+
+    def ask(self, prefix: int, fed: int) -> tuple[float, float]:
+        assert prefix > 0 < fed
+        return 0.010, 1.0
+
+    def decode(self, prefix: int, reply: int) -> tuple[float, float]:
+        return 70.0, 0.0
+
+    def prefill(self, prompt: int, step: int) -> float:
+        return float(prompt * step)
+
+
+class Played(Context):
+    """A context with stand-ins. `servers`: those that were started."""
+
+    servers: list[Server]
+    more: dict[str, Any]
+    cuttable: bool
+
+    @contextmanager
+    def _one(self, name: str) -> Iterator[Any]:
+        self.servers.append(Server(name, **self.more))
+        yield self.servers[-1]
+
+    def serving(self, *_: str) -> Any:
+        return self._one(OURS)
+
+    def theirs(self) -> Any:
+        return self._one(THEIRS)
+
+    def client(self, lives: Any) -> Any:
+        return lives.server
+
+    @contextmanager
+    def own_time(self) -> Iterator[Any]:
+        if not self.cuttable:
+            raise NotApplicable("it cannot be cut")
+        yield Own()
+
+    @property
+    def filler(self) -> Any:
+        return self
+
+    def text(self, tokens: int, seed: str) -> str:
+        return "x" * tokens
+
+
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
+    monkeypatch.setattr(module, "SETTLED_S", 0.0)
+    subject = Subject(tmp_path, "m", {})
+    found = Findings("x", "m")
+    made = Played(subject, SCALE, Clock(600), tmp_path, 10**11, found, lambda _: None)
+    made.servers, made.more, made.cuttable = [], {}, True
+    return made
+
+
+def medians(found: Findings, title: str) -> dict[str, dict[str, float]]:
+    rows = found.tables[title]
+    return {row: {name: one.median for name, one in of.items()} for row, of in rows.items()}
+
+
+def test_first_tokens_are_taken_in_every_state(context: Played) -> None:
+    """Cold once, warm and restored several times, each restart with its own end."""
+    first_token.short(context)
+    found = medians(context.found, first_token.TIMES)
+    assert found[f"100 tokens, {OURS}"] == {
+        "cold": 0.1, "warm": 0.011, "the model's own": 0.010, "restored": 0.011,
+        "after kill -9": 0.011,
+    }  # fmt: skip
+    assert found[f"200 tokens, {THEIRS}"] == {"cold": 0.2, "warm": 0.011}
+    ends = [word for word in context.servers[0].log if word != "chat"]
+    assert ends == ["stop", "stop", "kill", "kill"]
+    assert context.found.checks == []
+    assert len(context.found.unchecked) == 2
+
+
+def test_the_bound_on_warm_turns_is_checked_on_long_prompts(context: Played) -> None:
+    """11 ms by 10 ms is 1.1; without the model's own time there is nothing to check."""
+    first_token.long(context)
+    (check,) = context.found.checks
+    assert (round(check.measured, 6), check.bound) == (1.1, 1.10)
+    context.cuttable = False
+    context.found.checks.clear()
+    first_token.long(context)
+    assert context.found.checks == []
+    assert "was not measured" in context.found.unchecked[-1]
+
+
+def test_a_server_that_restores_nothing_fails(context: Played) -> None:
+    """Its first token would be a cold one under the name of a restored one."""
+    context.more = {"forgets": True}
+    with pytest.raises(ValueError, match="nothing was restored"):
+        first_token.short(context)
+
+
+def test_own_time_is_taken_afterwards_where_memory_is_short(context: Played) -> None:
+    """Room for one process, not for two."""
+    context.usable_bytes = 2_000_000_000
+    first_token.long(context)
+    assert len(context.found.checks) == 1
+    assert any("after the server's" in note for note in context.found.notes)
+
+
+def test_decoding_is_compared_pair_by_pair(context: Played) -> None:
+    """Seven tokens in 0.1 s are 70 tokens/s, as of the model by itself."""
+    speed.decode(context)
+    found = medians(context.found, speed.DECODE)
+    assert round(found[f"100 tokens, {OURS}"]["one reply"], 6) == 70
+    assert found[f"100 tokens, {speed.GENERATE}"] == {"one reply": 70}
+    assert found[f"100 tokens, {THEIRS}"]["2 at once, all"] > 0
+    (check,) = context.found.checks
+    assert (round(check.measured, 6), check.bound, check.least) == (1.0, 0.97, True)
+
+
+def test_short_replies_have_no_speed(context: Played) -> None:
+    """One token per reply: the scenario fails."""
+    context.more = {"ends": True}
+    with pytest.raises(ValueError, match="ended after 1 of 8 tokens"):
+        speed.decode(context)
+
+
+def test_prompts_share_all_but_their_last_message(context: Played) -> None:
+    """So that a crowd computes little, and no two join."""
+    prompts = list(itertools.islice(speed._prompts(context, 500), 3))
+    assert len({prompt[0]["content"] for prompt in prompts}) == 1
+    assert len({prompt[1]["content"] for prompt in prompts}) == 3
+
+
+def test_prefill_has_a_figure_for_each_length_of_passes(context: Played) -> None:
+    """And one for this server's own choice, of new text each time."""
+    speed.prefill(context)
+    (row,) = medians(context.found, speed.PREFILL).values()
+    assert row["passes of 16"] == 64 * 16
+    assert row[f"as {OURS} serves"] > 0
+
+
+def test_one_failed_reply_of_several_is_an_error() -> None:
+    """The tokens/s of the others would be those of fewer replies."""
+
+    class Refusing(Server):
+        def chat(self, messages: Any, max_tokens: int) -> Reply:
+            if messages[0]["content"] == "no":
+                raise Refused(503, "busy")
+            return super().chat(messages, max_tokens)
+
+    prompts = [[{"role": "user", "content": text}] for text in ("yes", "no")]
+    with pytest.raises(Refused):
+        speed._together(Refusing(OURS), prompts, 8)  # type: ignore[arg-type]
