@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,6 +120,7 @@ class Proof:
         if self.interrupted is not None:
             found.status, found.error = "not run", self.interrupted
             return
+        before = children()
         try:
             with context.clock.bounding():
                 scenario(context)
@@ -134,7 +136,7 @@ class Proof:
         except Exception as error:  # noqa: BLE001 - it is reported, and the other scenarios go on
             found.status, found.error = "failed", f"{type(error).__name__}: {error}"
         finally:
-            end_children()
+            end_children(before)
         if found.status == "done" and not found.tables and found.not_run:
             found.status, found.error = "not run", found.not_run.pop(0)
 
@@ -169,15 +171,18 @@ def describe_config(config: Mapping[str, object]) -> str:
     return ", ".join(words)
 
 
-def end_children() -> None:
-    """Kill the processes that this one started and that are left, with theirs."""
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        try:
+def children() -> set[psutil.Process]:
+    """Processes that this one and its children started, and that still run."""
+    return set(psutil.Process().children(recursive=True))
+
+
+def end_children(before: set[psutil.Process]) -> None:
+    """Kill all `children` that are not in `before`."""
+    left = children() - before
+    for child in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(children, timeout=5)
+    psutil.wait_procs(left, timeout=5)
 
 
 def _scrub(found: Findings) -> None:

@@ -17,7 +17,14 @@ from mlxcache.bench.prove import run
 from mlxcache.bench.prove.clock import Clock, TimeUp
 from mlxcache.bench.prove.context import Context, NotApplicable, Subject, read_config
 from mlxcache.bench.prove.findings import Findings
-from mlxcache.bench.prove.run import Options, Proof, describe_config, end_children, planned
+from mlxcache.bench.prove.run import (
+    Options,
+    Proof,
+    children,
+    describe_config,
+    end_children,
+    planned,
+)
 from mlxcache.bench.prove.scale import QUICK
 from tests.toys.toy import make_toy
 
@@ -160,17 +167,22 @@ def test_a_model_is_described_by_its_sizes(toy: Path) -> None:
 
 
 def test_no_child_is_left() -> None:
-    """Nor a child's child in a session of its own."""
+    """Nor a child's child in a session of its own; one that was there before is none of ours."""
     sleep = "import time; time.sleep(600)"
     nested = (
         "import subprocess, sys\n"
         f"subprocess.run([sys.executable, '-c', {sleep!r}], start_new_session=True)"
     )
+    other = subprocess.Popen([sys.executable, "-c", sleep])
+    before = children()
     process = subprocess.Popen([sys.executable, "-c", nested])
     deadline = time.monotonic() + 20
-    while len(children := psutil.Process(process.pid).children()) < 1:
+    while len(below := psutil.Process(process.pid).children()) < 1:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    end_children()
+    end_children(before)
     assert not psutil.pid_exists(process.pid)
-    assert not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE
+    assert not below[0].is_running() or below[0].status() == psutil.STATUS_ZOMBIE
+    assert other.poll() is None
+    other.kill()
+    other.wait()
