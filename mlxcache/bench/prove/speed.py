@@ -75,8 +75,10 @@ def _play(context: Context, tokens: int, lives: Lives, own: OwnTime | None) -> l
         found.add(DECODE, row, "one reply", "tokens/s", rate)
         if own is not None:
             settle(client)
-            theirs = own.decode(reply.prompt_tokens or tokens, scale.reply)[0]
-            found.add(DECODE, f"{tokens:,} tokens, {GENERATE}", "one reply", "tokens/s", theirs)
+            theirs, peak = own.decode(reply.prompt_tokens or tokens, scale.reply)
+            beside = f"{tokens:,} tokens, {GENERATE}"
+            found.add(DECODE, beside, "one reply", "tokens/s", theirs)
+            found.add(DECODE, beside, "peak beyond the first token's memory", "bytes", peak)
             pairs.append((rate, theirs))
     for count in scale.crowds:
         if not context.fits(f"{row}: {count} at once", tokens, rows=count):

@@ -75,7 +75,7 @@ class Own:
         return 0.010, 1.0
 
     def decode(self, prefix: int, reply: int) -> tuple[float, float]:
-        return 70.0, 0.0
+        return 70.0, 5e6
 
     def prefill(self, prompt: int, step: int) -> float:
         return float(prompt * step)
@@ -178,7 +178,8 @@ def test_decoding_is_compared_pair_by_pair(context: Played) -> None:
     speed.decode(context)
     found = medians(context.found, speed.DECODE)
     assert round(found[f"100 tokens, {OURS}"]["one reply"], 6) == 70
-    assert found[f"100 tokens, {speed.GENERATE}"] == {"one reply": 70}
+    by_itself = {"one reply": 70, "peak beyond the first token's memory": 5e6}
+    assert found[f"100 tokens, {speed.GENERATE}"] == by_itself
     assert found[f"100 tokens, {THEIRS}"]["2 at once, all"] > 0
     (check,) = context.found.checks
     assert (round(check.measured, 6), check.bound, check.least) == (1.0, 0.97, True)
