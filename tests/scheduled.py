@@ -159,11 +159,19 @@ class Bench:
         sampling: Sampling | None = None,
         session: str | None = None,
         keeps: Sequence[tuple[int, float]] = (),
+        top_logprobs: int | None = None,
     ) -> Task:
         """Queue a request for `tokens` tokens after the prompt `ids`."""
         prompt = Prompt(np.asarray(ids, np.int32), tuple(marks), keeps=tuple(keeps))
         name = f"r{next(self.ids)}"
-        job = Job(name, prompt, max_tokens=tokens, sampling=sampling or Sampling(), session=session)
+        job = Job(
+            name,
+            prompt,
+            max_tokens=tokens,
+            sampling=sampling or Sampling(),
+            session=session,
+            top_logprobs=top_logprobs,
+        )
         record = RequestRecord(name, None, "test", None, "queued", 0.0, len(ids))
         events: list[Any] = []
         task = Task(job, events.append, record)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
+from mlxcache.engine.decoder import Decoder
 from mlxcache.model import device, kv
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.kv import Caches
@@ -39,6 +40,8 @@ class FailingDevice:
     that still succeed before the error of a failed one is raised; a wait raises it at once.
     `in_place`: a failed pass leaves wrong numbers at the new positions of its KV buffers only;
     otherwise in all of each buffer, as when MLX had to copy it first. `message`: that of the error.
+    `nan`: the wrong numbers are NaN. `dies`: after the first failure every evaluation and wait
+    raises.
     """
 
     def __init__(
@@ -48,14 +51,19 @@ class FailingDevice:
         delay: int = 0,
         in_place: bool = True,
         message: str = ERRORS[0],
+        nan: bool = False,
+        dies: bool = False,
     ):
         self.evaluations = self.failures = 0
         self._picks = picks
         self._delay = delay
         self._in_place = in_place
         self._message = message
+        self._nan = nan
+        self._dies = dies
         self._parked: int | None = None
         self._fed: list[tuple[Caches, list[int]]] = []
+        self._inputs: list[mx.array] = []
         self._async_eval, self._synchronize = mx.async_eval, mx.synchronize
 
     def watch(self, model: Any) -> WatchedModel:
@@ -65,6 +73,10 @@ class FailingDevice:
     def note_pass(self, caches: Caches, before: list[int]) -> None:
         """Note that the next evaluation includes a pass over `caches`, of these lengths before."""
         self._fed.append((caches, before))
+
+    def note_inputs(self, inputs: mx.array) -> None:
+        """Note that the next evaluation needs `inputs`, and computes them if they are lazy."""
+        self._inputs.append(inputs)
 
     def eval(self, *args: Any) -> None:
         """`mx.eval` on this device."""
@@ -80,6 +92,8 @@ class FailingDevice:
         self._raise_parked(now=True)
 
     def _raise_parked(self, *, now: bool) -> None:
+        if self._dies and self.failures:
+            raise RuntimeError(self._message)
         if self._parked is None:
             return
         if self._parked and not now:
@@ -95,7 +109,9 @@ class FailingDevice:
         self._raise_parked(now=False)
         self.evaluations += 1
         fed, self._fed = self._fed, []
-        computed = [a for a in results if _is_lazy(a)] if self._picks(self.evaluations) else []
+        inputs, self._inputs = self._inputs, []
+        picked = self._picks(self.evaluations)
+        computed = [a for a in [*inputs, *results] if _is_lazy(a)] if picked else []
         if not computed:  # nothing that can fail is computed
             evaluate(*args)
             return
@@ -117,12 +133,20 @@ class FailingDevice:
         kept = {id(array) for array, *_ in buffers}
         for array in [*results, *tree_arrays(states)]:
             if id(array) not in kept and array.size:
-                _overwrite(array, ..., copied=True)
+                self._overwrite(array, ..., copied=True)
         for array, start, end in buffers:
             first, last = (start, end) if self._in_place else (0, array.shape[2])
             if first < last:
                 part = (..., slice(first, last), slice(None))
-                _overwrite(array, part, copied=not self._in_place)
+                self._overwrite(array, part, copied=not self._in_place)
+
+    def _overwrite(self, array: mx.array, part: Any, *, copied: bool) -> None:
+        """Write wrong numbers to part of an evaluated array: in place, or to a new buffer."""
+        wrong = _wrong(array[part], nan=self._nan)
+        reader = array[...] if copied else None
+        _eval(wrong, reader)
+        array[part] = wrong
+        _eval(array)
 
 
 class WatchedModel:
@@ -156,28 +180,29 @@ def _linear(caches: Caches) -> list[Any]:
     return [slot for slot in slots if id(slot) not in opaque and isinstance(slot.offset, int)]
 
 
-def _overwrite(array: mx.array, part: Any, *, copied: bool) -> None:
-    """Write wrong numbers to part of an evaluated array: in place, or `copied` to a new buffer."""
-    wrong = _wrong(array[part])
-    reader = array[...] if copied else None
-    _eval(wrong, reader)
-    array[part] = wrong
-    _eval(array)
+def _wrong(array: mx.array, *, nan: bool) -> mx.array:
+    """Other numbers than those of `array`; flags stay, as memory was set before.
 
-
-def _wrong(array: mx.array) -> mx.array:
-    """Finite numbers that differ from those of `array`; flags stay, as memory was set before."""
+    They are finite, or NaN where the dtype has that.
+    """
     if array.dtype == mx.bool_:
         return mx.array(array)
     if mx.issubdtype(array.dtype, mx.integer):
         return mx.where(array == 1, 2, 1).astype(array.dtype)
-    return (0.25 - 0.5 * array).astype(array.dtype)
+    return mx.full_like(array, mx.nan) if nan else (0.25 - 0.5 * array).astype(array.dtype)
 
 
 @contextmanager
 def failing(on: FailingDevice) -> Iterator[FailingDevice]:
     """Evaluate on the failing device, whatever this machine has; one thread may use MLX."""
+    advance = Decoder._advance
+
+    def advanced(decoder: Decoder, inputs: mx.array) -> None:
+        on.note_inputs(inputs)
+        advance(decoder, inputs)
+
     with (
+        patch.object(Decoder, "_advance", advanced),
         patch.object(mx, "eval", on.eval),
         patch.object(mx, "async_eval", on.async_eval),
         patch.object(mx, "synchronize", on.synchronize),

@@ -207,16 +207,17 @@ class KVCache:
 
     def _set_state(self, lease: Lease, state: State | None, evict: Evict) -> bool:
         """Reserve and set the state of opaque layers. Without room, release the lease; False."""
-        if not self.ram.reserve("states", self.layout.running_bytes, evict=evict):
-            self.release(lease)
-            return False
-        lease.state_bytes = self.layout.running_bytes
         try:
-            lease.lineage.restore(state)
+            reserved = self.ram.reserve("states", self.layout.running_bytes, evict=evict)
+            if reserved:
+                lease.state_bytes = self.layout.running_bytes
+                lease.lineage.restore(state)
         except BaseException:
             self.release(lease)
             raise
-        return True
+        if not reserved:
+            self.release(lease)
+        return reserved
 
     def _lease(self, match: Match, cached: int, least: int, evict: Evict) -> Lease | None:
         """Continue the idle lineage that costs the fewest copied tokens; else make a new one."""
@@ -272,9 +273,13 @@ class KVCache:
         capacity = owner.capacity
         self.ram.set_busy(owner)  # making room must not evict it
         if not owner.whole or capacity < least:
-            found = self.ram.reserve_buffer(capacity, least, evict)
+            found = None
+            try:
+                found = self.ram.reserve_buffer(capacity, least, evict)
+            finally:
+                if found is None:
+                    self.ram.set_idle(owner)
             if found is None:
-                self.ram.set_idle(owner)
                 return None
             capacity = found
         with self._charged(owner, capacity):
@@ -465,10 +470,12 @@ class KVCache:
     def finish(self, lease: Lease, ids: Tokens) -> None:
         """Commit and persist all that a request computed. The lease stays until `release`.
 
-        An incomplete restore, or a pass that produced NaN, is not committed.
+        An incomplete restore, or a pass that produced NaN, is not committed. Waits for the device,
+        and raises its error if it failed, before anything else.
         """
         if lease.awaiting_state:
             return
+        device.confirm()  # a failed pass may leave NaN too
         if not ends_finite(lease.lineage):
             self.purge(lease, ids)
             return
@@ -499,9 +506,14 @@ class KVCache:
         lineage = lease.lineage
         held = self.tree.live_range(lineage)
         lineage.truncate(held[1] if held else 0)
-        if not lineage.sound():
+        try:
+            if not lineage.sound():
+                self.ram.discard(lineage)
+        except RuntimeError:
             self.ram.discard(lineage)
-        self.release(lease)
+            raise
+        finally:
+            self.release(lease)
 
     def drop_damaged(self) -> None:
         """Release every lineage that an error of the device may have damaged; see `device`.

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from mlxcache.cache.checkpoints import stops
@@ -176,9 +177,10 @@ class IdlePrefill:
         turns = list(self._turns)
         self._turns.clear()
         self._turns += [turn for turn in turns if turn.task.lease is None]
-        for turn in turns:
-            if turn.task.lease is not None:
-                self._kv.abandon(turn.task.give_up_lease())
+        with ExitStack() as stack:  # each, even if the device fails again
+            for turn in turns:
+                if turn.task.lease is not None:
+                    stack.callback(self._kv.abandon, turn.task.give_up_lease())
 
     # -- requests ----------------------------------------------------------------------------------
 

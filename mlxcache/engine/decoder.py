@@ -20,6 +20,7 @@ import numpy as np
 from mlx.nn import Module
 
 from mlxcache.errors import GenerationFailed
+from mlxcache.model import device
 from mlxcache.model.kv import Caches
 
 log = logging.getLogger("mlxcache.engine")
@@ -125,9 +126,11 @@ class Decoder:
         Raises ValueError unless both were started.
         """
         both = Decoder(self.model, self.rows + other.rows, caches, waits=self.waits)
-        both.pending = _joined(self.pending, other.pending)
-        both.logprobs = _joined(self.logprobs, other.logprobs)
-        both.finite = _joined(self.finite, other.finite)
+        both._set_pending(
+            _joined(self.pending, other.pending),
+            _joined(self.logprobs, other.logprobs),
+            _joined(self.finite, other.finite),
+        )
         return both
 
     def alone(self, row: int, caches: Caches) -> Decoder:
@@ -144,8 +147,22 @@ class Decoder:
     def _take(self, other: Decoder, rows: slice | mx.array) -> None:
         """Copy the pending draws of `rows` from `other`."""
         if other.pending is not None and other.logprobs is not None and other.finite is not None:
-            self.pending, self.logprobs = other.pending[rows], other.logprobs[rows]
-            self.finite = other.finite[rows]
+            self._set_pending(other.pending[rows], other.logprobs[rows], other.finite[rows])
+
+    def _set_pending(self, pending: mx.array, logprobs: mx.array, finite: mx.array) -> None:
+        """Set the pending draws; on a device that defers its errors, begin to evaluate them.
+
+        Left to the next pass, they would fail with it, and so be confirmed later than the pass that
+        drew them. Nothing is changed if MLX fails.
+        """
+        if device.defers_errors():
+            mx.async_eval(pending, logprobs, finite)  # type: ignore[no-untyped-call]
+        self.pending, self.logprobs, self.finite = pending, logprobs, finite
+
+    @property
+    def writes(self) -> int:
+        """Most times that the next step writes to one buffer."""
+        return 1
 
     def _drawn(self, tokens: mx.array, logprobs: mx.array, finite: mx.array) -> list[list[Drawn]]:
         values, sound = np.asarray(tokens).tolist(), np.asarray(finite).tolist()

@@ -135,6 +135,11 @@ class DraftingDecoder(Decoder):
         """Number of tokens that the next `step` hands out."""
         return len(self._ready)
 
+    @property
+    def writes(self) -> int:
+        """Most times that the next step writes to one buffer: the draft is fed token by token."""
+        return max(1, self._drafts)
+
     def step(self) -> list[list[Drawn]]:
         """Hand out the ready tokens, and start the pass that feeds the last one and new drafts."""
         ready, self._ready = self._ready, []

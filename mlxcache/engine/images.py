@@ -136,6 +136,11 @@ class Images:
         self._rows = {s.start: self._rows[s.start] for s in spans[-1:] if unfinished}
         return {"input_embeddings": embeddings}
 
+    def drop_rows(self) -> None:
+        """Drop the kept rows: the device may have failed to compute them."""
+        self._task = None
+        self._rows.clear()
+
     def _span(self, span: ImageSpan) -> mx.array:
         if span.start not in self._rows:
             self._rows[span.start] = self.vision.rows(span.image)

@@ -169,6 +169,9 @@ class Lanes:
             self._sync(lane)
             others = [ln.decoder.caches for ln in new]
             caches = rows.join(lane.decoder.caches, others, batched=lane.batched)
+            decoder = lane.decoder
+            for other in new:
+                decoder = decoder.joined(other.decoder, caches)
             device.confirm()  # before the rows' own pending tokens are dropped
         except Exception as error:
             self.kv.budget.release("batch", size)
@@ -177,8 +180,8 @@ class Lanes:
             log.exception("joining rows into a batch failed")
             return False
         self.kv.budget.release("batch", lane.bytes)
+        lane.decoder = decoder
         for other in new:
-            lane.decoder = lane.decoder.joined(other.decoder, caches)
             lane.tasks += other.tasks
             self.all.remove(other)
         lane.batched, lane.bytes, lane.capacity = True, size, capacity
@@ -189,7 +192,7 @@ class Lanes:
     def step(self, lane: Lane) -> list[list[Drawn]]:
         """Draw one token or several for every row. Call `make_ready` before."""
         if not lane.batched:
-            lane.tasks[0].held.lineage.note_pass()
+            lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
         drawn = lane.decoder.step()
         if not lane.batched:
             lane.tasks[0].held.lineage.advance(1)
@@ -311,12 +314,14 @@ class Lanes:
 
     def split(self, lane: Lane) -> None:
         """Split a batch into lanes of one row; each continues from the end of its own lineage."""
-        self.all.remove(lane)
+        lanes: list[Lane] = []
         for i, task in enumerate(lane.tasks):
             own = lane.decoder.alone(i, task.held.lineage.caches)
             (row,) = own.rows
             if row.processors:
                 row.set_context(mx.array(task.fed_ids()))
-            self.all.append(Lane(own, [task]))
+            lanes.append(Lane(own, [task]))
+        self.all.remove(lane)
+        self.all += lanes
         self.kv.budget.release("batch", lane.bytes)
         mx.clear_cache()

@@ -215,13 +215,16 @@ class Prefill:
         """Feed shorter chunks from the position of the failed chunk on, if there was one.
 
         The system ends passes that hold the display up for too long, and a shorter pass takes less
-        memory. Remembered while the model is loaded.
+        memory. Remembered while the model is loaded. Kept rows of images, which may be wrong, are
+        dropped.
         """
         if self._feeding is not None:
             at, size = self._feeding
             self._most[range_of(at)] = shorter = max(FEWEST, size // 4)
             log.warning("prefill from token %d on in chunks of %d tokens at most", at, shorter)
         self._feeding = None
+        if self._images is not None:
+            self._images.drop_rows()
 
     def _forward(self, ids: Tokens, lineage: Lineage, images: Mapping[str, mx.array]) -> None:
         """Feed `ids`. The last pass is not evaluated: its logits are not used."""

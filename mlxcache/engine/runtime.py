@@ -455,7 +455,7 @@ class ModelRuntime:
 
     def _end_request(self, task: Task) -> None:
         """Account for a request that is over, before its client hears of the end. MLX thread."""
-        if task.lease is not None:
+        if task.lease is not None or task.admitted:
             gain = self._totals.add(task.record, self.scheduler.prefill.speed)
             reply = task.generated()
             self.builders.of(task.job.owner).remember(reply)

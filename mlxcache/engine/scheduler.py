@@ -92,6 +92,11 @@ class Scheduler:
         while not self._stopping:
             self.tick()
             self._on_tick()
+        self._attempt(self._end_all)
+        while not self.idle:  # the device failed
+            self._attempt(self._end_all)
+
+    def _end_all(self) -> None:
         self.idle_prefill.clear()
         for task in [*self.waiting, *self.active]:
             self.cancel(task)
@@ -101,8 +106,12 @@ class Scheduler:
 
         Raises the third error of the device in a row, with all that was committed in the cache.
         """
+        self._attempt(self._tick)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Run `action`; after an error of the device in it, begin all active work again."""
         try:
-            self._tick()
+            action()
         except RuntimeError as error:
             if not device.is_device_error(error):
                 raise
@@ -212,7 +221,7 @@ class Scheduler:
             if device.is_device_error(error):
                 raise
             if task not in self.prefilling or not retry_after_oom(self.kv, task, error):
-                self._fail(task, as_failure(error))
+                self._fail(task, _confirmed_failure(error))
 
     def _prefill_chunk(self, task: Task) -> None:
         if task.restoring:
@@ -258,7 +267,7 @@ class Scheduler:
                 (task, *_) = lane.tasks
                 if not lane.batched and lane.steady and retry_after_oom(self.kv, task, error):
                     continue
-                reason = as_failure(error)
+                reason = _confirmed_failure(error)
                 if not lane.batched:
                     self._fail(task, reason)
                 elif lane in self.lanes.all:  # alone, each row shows whether the fault is its own
@@ -267,7 +276,7 @@ class Scheduler:
     def _step(self, lane: Lane) -> None:
         for task in list(lane.tasks):
             if task.row_error is not None:
-                self._fail(task, as_failure(task.row_error), pass_failed=False)
+                self._fail(task, _confirmed_failure(task.row_error), pass_failed=False)
         if lane in self.lanes.all and not self.lanes.make_ready(lane):
             self._end(lane, {lane.tasks[0]: "length"})
         if lane not in self.lanes.all:
@@ -279,6 +288,9 @@ class Scheduler:
             task.deliver()  # this step has evaluated more since their tokens were drawn
         taken = ((task, task.take(tokens)) for task, tokens in drawn.items())
         ends = {task: outcome for task, outcome in taken if outcome is not None}
+        failed = any(isinstance(outcome, MlxcacheError) for outcome in ends.values())
+        if failed or (confirmed and any(task.job.top_logprobs is not None for task in drawn)):
+            device.confirm()  # of tokens that no pass drew; of log-probabilities read just now
         if confirmed:
             for task in drawn:
                 task.deliver()
@@ -324,8 +336,10 @@ class Scheduler:
         self.lanes.drop_all()
         self.prefill.note_device_error()
         try:
-            device.settle()
-            self.kv.drop_damaged()
+            try:
+                device.settle()
+            finally:  # on a device that is of no use any more, too: the rest goes to disk
+                self.kv.drop_damaged()
             self.idle_prefill.drop_failed()
             for task, outcome in list(self._interrupted.items()):
                 self._begin_again(task, outcome)
@@ -404,7 +418,7 @@ class Scheduler:
         except Exception as error:
             if device.is_device_error(error):
                 raise
-            self._fail(task, as_failure(error))
+            self._fail(task, _confirmed_failure(error))
         return True
 
     def _fail(self, task: Task, error: MlxcacheError, *, pass_failed: bool = True) -> None:
@@ -441,9 +455,18 @@ class Scheduler:
         """Hand to the disk tier what running requests have committed, after a failure of the
         thread.
         """
-        for task in self.active:
+        for task in dict.fromkeys(self.active) | self._interrupted:
             if task.lease is not None and not task.restoring:
                 self.kv.persist(task.lease, task.tokens(), whole=True)
+
+
+def _confirmed_failure(error: Exception) -> MlxcacheError:
+    """The error for a client. Raises the device's own if it failed, which may be the cause.
+
+    Numbers that a failed pass left can be NaN, or no tokens at all.
+    """
+    device.confirm()
+    return as_failure(error)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -211,7 +211,8 @@ class Task:
         Of a task that began again, the counts of its first start stay: its client knows them.
         """
         if not self.admitted:
-            record = self.record
+            # a piece that a device lost before the admission was read twice
+            record, self.restored = self.record, min(self.restored, self.held.cached)
             record.cached_tokens, record.restored_tokens = self.held.cached, self.restored
 
     def admit(self, output: Output, matched: int) -> None:

@@ -167,9 +167,9 @@ class Lineage:
         twin.fill([(self, start, end)], end - start)
         return twin
 
-    def note_pass(self) -> None:
-        """Count a write to the buffers. Call before it."""
-        self.passes += 1
+    def note_pass(self, writes: int = 1) -> None:
+        """Count a write to the buffers, or several to one buffer. Call before it."""
+        self.passes += writes
 
     def mark_confirmed(self) -> None:
         """Note that all writes so far are confirmed: `device.confirm` returned after them."""
@@ -181,8 +181,12 @@ class Lineage:
 
         They are if nothing was written since, or if one write was made in place: it had only new
         positions to write to. MLX copies a buffer that has another reader, and a copy that failed
-        has lost every position. Several writes may have copied there and back.
+        has lost every position. Several writes may have copied there and back. Buffers of which
+        only some were enlarged are of no use, as they take more memory than was reserved.
         """
+        sizes = {array.shape[2] for slot in self.linear for array in kv.arrays_of(slot)}
+        if not sizes <= {self.capacity}:
+            return False
         if not self.passes:
             return True
         if self.passes > 1 or self._addresses is None:

@@ -23,7 +23,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlxcache.errors import SnapshotRefused
-from mlxcache.model import kv
+from mlxcache.model import device, kv
 from mlxcache.model import serialise as wire
 from mlxcache.model.adapters import Checkpointed, Sliced, adapter_of, class_name, composed, parts_of
 from mlxcache.model.arrays import ArraySpec
@@ -42,7 +42,8 @@ class PromptCacheFile:
     """A file for `mlx_lm.generate --prompt-cache-file`: iterate once for its `nbytes` bytes.
 
     `lineage` must be whole, with its opaque slots at its end, and must not be written to until the
-    iteration ends. One array at a time is copied. `model` is the path or Hub id for the tool's
+    iteration ends. One array at a time is copied; an error of the device is raised before its bytes
+    are handed out. `model` is the path or Hub id for the tool's
     --model; `ids` are the lineage's tokens.
     """
 
@@ -73,6 +74,7 @@ class PromptCacheFile:
             made = mx.contiguous(array)
             mx.eval(made)
             (tensor,) = wire.to_tensors([(key, made)])
+            device.confirm()
             view = tensor.bytes
             for at in range(0, len(view), CHUNK_BYTES):
                 yield bytes(view[at : at + CHUNK_BYTES])

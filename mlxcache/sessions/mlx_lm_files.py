@@ -16,6 +16,7 @@ import numpy as np
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import BadRequest, Busy, Unsupported
 from mlxcache.mlx_thread import MlxThread
+from mlxcache.model import device
 from mlxcache.model.mlx_lm_format import PromptCache, PromptCacheFile, read_prompt_cache
 from mlxcache.owner import own_ids
 from mlxcache.types import WARMING, Job, Prompt, Tokens
@@ -50,6 +51,11 @@ class PromptCacheExport:
         if lease.cached < len(ids):
             kv.release(lease)
             raise Busy("The session was evicted meanwhile; try again.", retry_after=1.0)
+        try:
+            device.confirm()  # the lease may hold copies, and no commit waits for them
+        except RuntimeError:
+            kv.abandon(lease)
+            raise
         file = PromptCacheFile(lease.lineage, model, ids)
         parts = [iter(file)]
         self.nbytes = file.nbytes

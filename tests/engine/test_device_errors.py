@@ -11,15 +11,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.bench.device_faults import ERRORS, FailingDevice, failing
 from mlxcache.engine.task import Task
-from mlxcache.errors import GenerationFailed
+from mlxcache.errors import DeadlineExceeded, GenerationFailed, MlxcacheError
 from mlxcache.model import device, serialise
 from mlxcache.model.lineage import Lineage
+from mlxcache.model.pair import Pair
 from mlxcache.types import Finished, Prompt, Sampling, Text
 from tests.conftest import ToyMaker
+from tests.engine.drafts import Kind, make_draft
 from tests.engine.running import started
 from tests.scheduled import Bench
 from tests.sessions.test_book import ask, prompt
@@ -28,6 +29,9 @@ FAMILIES = ("llama", "gemma3", "qwen3_5", "deepseek_v3")
 RUNS = int(os.environ.get("MLXCACHE_DEVICE_RUNS", "0"))
 TOLERANCE = 1e-3
 """By how much of a logit a greedy token may fall short of the best one: float32 sums differ."""
+
+QUANTISED_TOLERANCE = 0.1
+"""The same for quantised KV, in which such differences decide how a number is rounded."""
 
 SAMPLINGS = (
     Sampling(),
@@ -53,8 +57,9 @@ def last(task: Task) -> object:
 class Judge:
     """Says what a model would have answered, alone and on a device that works."""
 
-    def __init__(self, path: Path):
-        self.bench = Bench(path)
+    def __init__(self, path: Path, *, kv_bits: int | None = None):
+        self.bench = Bench(path, kv_bits=kv_bits)
+        self.tolerance = TOLERANCE if kv_bits is None else QUANTISED_TOLERANCE
 
     def check(self, ids: list[int], out: list[int], sampling: Sampling) -> None:
         """`out` is the reply to `ids`, or the beginning of it."""
@@ -64,11 +69,11 @@ class Judge:
             alone = self.bench.twin().ask(ids, tokens=len(out), sampling=sampling)
             assert alone.out == out, f"another reply to {len(ids)} tokens, {sampling}"
             return
-        model = self.bench.model
-        logits = model(mx.array([ids + out[:-1]]), cache=make_prompt_cache(model))[0]
+        caches = self.bench.kv.layout.make()
+        logits = self.bench.model(mx.array([ids + out[:-1]]), cache=caches)[0]
         rows = np.asarray(logits[len(ids) - 1 :].astype(mx.float32))
         best, drawn = rows.max(axis=-1), rows[np.arange(len(out)), out]
-        wrong = np.flatnonzero(drawn < best - TOLERANCE)
+        wrong = np.flatnonzero(drawn < best - self.tolerance)
         assert not len(wrong), f"wrong from token {wrong[0]} on, after {len(ids)} tokens"
 
     def check_task(self, task: Task) -> None:
@@ -77,20 +82,28 @@ class Judge:
         assert isinstance(end, Finished | BaseException), end
         if isinstance(end, Finished):
             assert text(task) == task.out
-            assert end.generated_tokens == len(task.out) == task.limit
+            assert end.generated_tokens == len(task.out)
+            assert end.reason == "cancelled" or len(task.out) == task.limit
         elif not device.is_device_error(end):
-            assert isinstance(end, GenerationFailed)
+            assert isinstance(end, DeadlineExceeded) or "again and again" in str(end), end
         self.check(task.job.prompt.ids.tolist(), text(task), task.job.sampling)
 
 
 class Unlucky:
     """A bench on a device of which some evaluations fail, with a disk tier or without."""
 
-    def __init__(self, path: Path, on: FailingDevice, folder: Path | None, chunk: int = 64):
-        self.bench = Bench(path, chunk=chunk)
-        self.bench.model = on.watch(self.bench.model)
+    def __init__(
+        self, path: Path, on: FailingDevice, folder: Path | None, chunk: int = 64, **options: Any
+    ):
+        self.bench = Bench(path, chunk=chunk, **options)
+        if isinstance(pair := self.bench.model, Pair):
+            pair.model, pair.draft = on.watch(pair.model), on.watch(pair.draft)
+        else:
+            self.bench.model = on.watch(self.bench.model)
         self.on = on
         self.died = False
+        self.ticks = 0
+        self.ends: list[tuple[int, Task, MlxcacheError | None]] = []
         if folder is not None:
             self.bench.open_disk(folder)
         else:
@@ -100,7 +113,7 @@ class Unlucky:
         """Work until all has ended, or the scheduler gives the device up."""
         try:
             with failing(self.on):
-                self.bench.run()
+                self.bench.run(until=self._tick)
         except RuntimeError as error:
             if not device.is_device_error(error):
                 raise
@@ -109,13 +122,32 @@ class Unlucky:
                 if not isinstance(last(task), Finished | BaseException):
                     task.push(error)  # as the engine does when its thread dies
         self.bench.check()
+        if not self.died:
+            assert not self.bench.kv.ram.busy
+
+    def _tick(self) -> bool:
+        """Post what clients do at this tick: they leave, or their time is over. False."""
+        self.ticks += 1
+        scheduler = self.bench.scheduler
+        for at, task, why in self.ends:
+            if at == self.ticks:
+                self.bench.thread.post(lambda t=task, w=why: scheduler.cancel(t, w))  # type: ignore[misc]
+        return False
+
+
+def check_unlocked(bench: Bench) -> None:
+    """Nothing in the tree is locked once all requests and writes are over."""
+    nodes = list(bench.kv.tree.root.children.values())
+    for node in nodes:
+        assert not node.locks
+        nodes += node.children.values()
 
 
 def tokens(rng: np.random.Generator, n: int) -> list[int]:
     return [int(t) for t in rng.integers(10, 400, n)]
 
 
-def live(path: Path, judge: Judge, seed: int, folder: Path) -> int:
+def live(path: Path, judge: Judge, seed: int, folder: Path, **options: Any) -> int:
     """One random life; returns the failures of the device. Later requests use what was kept."""
     rng = np.random.default_rng(seed)
     picked = {int(n) for n in rng.integers(1, rng.choice([20, 60, 200]), rng.integers(1, 5))}
@@ -127,9 +159,12 @@ def live(path: Path, judge: Judge, seed: int, folder: Path) -> int:
         delay=int(rng.integers(0, 2)),
         in_place=bool(rng.integers(0, 2)),
         message=ERRORS[rng.integers(len(ERRORS))],
+        nan=seed % 3 == 2,
     )
     disk = bool(rng.integers(0, 2))
-    unlucky = Unlucky(path, on, folder if disk else None, chunk=int(rng.choice([16, 64])))
+    chunk = int(rng.choice([16, 64]))
+    unlucky = Unlucky(path, on, folder if disk else None, chunk, **options)
+    samplings = SAMPLINGS if "kv_bits" not in options else SAMPLINGS[:1]
     chats = [tokens(rng, int(rng.integers(5, 150)))]
     tasks: list[Task] = []
     for _ in range(3):
@@ -138,9 +173,13 @@ def live(path: Path, judge: Judge, seed: int, folder: Path) -> int:
             chat = chats[rng.integers(len(chats))]
             ids = [*chat[: int(rng.integers(1, len(chat) + 1))], *tokens(rng, 20)]
             marks = sorted({int(m) for m in rng.integers(1, len(ids) + 1, 2)})
-            sampling = SAMPLINGS[rng.integers(len(SAMPLINGS))]
+            sampling = samplings[rng.integers(len(samplings))]
             count = int(rng.choice([1, 3, 12, 40]))
             now.append(unlucky.bench.put(ids, tokens=count, marks=marks, sampling=sampling))
+        if rng.random() < 0.4:
+            leaver = now[rng.integers(len(now))]
+            why = DeadlineExceeded("too slow") if rng.random() < 0.5 else None
+            unlucky.ends.append((unlucky.ticks + int(rng.integers(1, 40)), leaver, why))
         unlucky.run(now)
         tasks += now
         chats += [[*task.job.prompt.ids.tolist(), *text(task)] for task in now]
@@ -153,7 +192,10 @@ def live(path: Path, judge: Judge, seed: int, folder: Path) -> int:
         again(unlucky.bench, judge, kept)
     if disk:
         unlucky.bench.kv.close(10.0)
-        fresh = Bench(path)
+    if not unlucky.died:
+        check_unlocked(unlucky.bench)
+    if disk:
+        fresh = Bench(path, **options)
         fresh.open_disk(folder)
         again(fresh, judge, kept)
         fresh.kv.close(1.0)
@@ -167,8 +209,7 @@ def again(bench: Bench, judge: Judge, chats: Sequence[Sequence[int]]) -> None:
         judge.check(ids, bench.ask(ids, tokens=6).out, Sampling())
 
 
-@pytest.fixture(scope="module")
-def judges(toy: ToyMaker) -> Callable[[str], Judge]:
+def make_judges(toy: ToyMaker) -> Callable[[str], Judge]:
     """A judge of each family, made once."""
     made: dict[str, Judge] = {}
 
@@ -180,6 +221,11 @@ def judges(toy: ToyMaker) -> Callable[[str], Judge]:
     return judge
 
 
+@pytest.fixture(scope="module")
+def judges(toy: ToyMaker) -> Callable[[str], Judge]:
+    return make_judges(toy)
+
+
 @pytest.mark.parametrize("seed", range(RUNS // len(FAMILIES) or 8))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_life_on_a_failing_device(
@@ -187,6 +233,21 @@ def test_a_random_life_on_a_failing_device(
 ) -> None:
     """`MLXCACHE_DEVICE_RUNS=500` runs so many in all."""
     live(toy(family), judges(family), seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(RUNS // len(FAMILIES) or 4))
+@pytest.mark.parametrize("kind", ["same", "alike", "other"])
+def test_a_random_life_with_a_draft_model(
+    toy: ToyMaker, judges: Callable[[str], Judge], tmp_path: Path, kind: Kind, seed: int
+) -> None:
+    draft = make_draft(toy("llama"), tmp_path / "draft", kind)
+    live(toy("llama"), judges("llama"), seed, tmp_path / "store", draft=draft)
+
+
+@pytest.mark.parametrize("seed", range(RUNS // len(FAMILIES) or 6))
+def test_a_random_life_with_quantised_kv(toy: ToyMaker, tmp_path: Path, seed: int) -> None:
+    judge = Judge(toy("llama", head_dim=32), kv_bits=8)
+    live(toy("llama", head_dim=32), judge, seed, tmp_path, kv_bits=8)
 
 
 # -- each place ------------------------------------------------------------------------------------
