@@ -99,7 +99,7 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, int, Ad
     """Resolve `host` to its families, protocols and addresses. Raises CannotListen."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # no name, or one that cannot be a name
         raise CannotListen(f"--host {host} is not an address of this machine: {error}") from error
     return list(dict.fromkeys((family, protocol, to) for family, _, protocol, _, to in found))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -66,13 +66,14 @@ class Remote:
     def health(self) -> dict[str, Any] | None:
         """Return the body of `GET /health`; None if no mlxcache server answers.
 
-        The key is not sent, because another program may listen at the address.
+        The key is not sent, because another program may listen at the address. Nor is that
+        program's answer read, which may have no end.
         """
         try:
             request = self._http.build_request("GET", "/health", timeout=ANSWER_S)
             request.headers.pop("Authorization", None)
-            response = self._http.send(request)
-            found = response.json() if _HEADER in response.headers else None
+            with closing(self._http.send(request, stream=True)) as response:
+                found = json.loads(response.read()) if _HEADER in response.headers else None
         except (httpx.HTTPError, httpx.InvalidURL):
             return None
         except ValueError:  # answered, with something else than JSON

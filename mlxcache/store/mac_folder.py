@@ -51,7 +51,7 @@ def prepare_cache_dir(cache_dir: Path) -> Path:
     if former is None:
         return cache_dir
     if _has_store(cache_dir):
-        if _has_store(former):
+        if _has_store(former) and (former / STORE).resolve() != (cache_dir / STORE).resolve():
             log.warning(
                 "sessions in %s are not used, because %s has its own: name the first with "
                 "--cache-dir to use it, or remove it",
@@ -134,7 +134,12 @@ def _move(former: Path, cache_dir: Path) -> None:
     What `cache_dir` has already stays where it is.
     """
     make_folder(cache_dir)
-    os.rename(former / STORE, cache_dir / STORE)
+    store = former / STORE
+    if store.is_symlink():  # a relative one would lead elsewhere from the new folder
+        (cache_dir / STORE).symlink_to(store.resolve())
+        store.unlink()
+    else:
+        os.rename(store, cache_dir / STORE)
     log.info("cache folder moved from %s to %s", former, cache_dir)
     _move_rest(former, cache_dir)
 
@@ -156,7 +161,13 @@ def _move_rest(source: Path, target: Path) -> None:
 
 
 def _remove_empty(former: Path) -> None:
-    """Remove the former folder if only its lock is left in it."""
-    if [entry.name for entry in former.iterdir()] == [NAME]:
-        (former / NAME).unlink()
-        former.rmdir()
+    """Remove the former folder if only its lock is left in it, and nobody waits for that.
+
+    It may also be a link, or in a folder that cannot be changed: it stays then.
+    """
+    try:
+        if [entry.name for entry in former.iterdir()] == [NAME]:
+            (former / NAME).unlink()
+            former.rmdir()
+    except OSError as error:
+        log.info("empty folder %s stays: %s", former, error.strerror)

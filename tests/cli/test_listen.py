@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -160,7 +160,31 @@ def test_a_port_without_a_listener_has_no_holder() -> None:
     assert find_holder(port) is None
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
+def test_a_program_whose_answer_has_no_end_is_not_waited_for() -> None:
+    """A camera's video, for example: some listen on 8081 too, and answer every path."""
+
+    class Video(Health):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while not over.wait(0.01):
+                    self.wfile.write(b"frame")
+
+    over = threading.Event()
+    with HTTPServer(("127.0.0.1", 0), Video) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        stop = threading.Timer(5.0, over.set)
+        stop.start()
+        with pytest.raises(PortTaken, match=rf"\(process {os.getpid()}\)"):
+            listen("127.0.0.1", server.server_port)
+        assert not over.is_set()
+        stop.cancel()
+        over.set()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7", "a" * 64])
 @pytest.mark.parametrize("port", [0, 8081])
 def test_an_address_of_another_machine_is_refused(host: str, port: int) -> None:
     """An unknown name, and an address that this machine does not have."""

@@ -175,6 +175,35 @@ def test_a_folder_on_another_disk_stays_in_use(mac, monkeypatch, caplog):
         assert store.find(IDS).length == len(IDS)
 
 
+def test_where_the_former_folder_cannot_be_removed_the_new_one_is_used(mac, monkeypatch):
+    """It is a link, nobody may change ~/Library/Caches, or another start has made a lock in it."""
+    real = mac.former.parent / "elsewhere"
+    real.mkdir()
+    mac.former.symlink_to(real)
+    mac.fill(mac.former)
+    assert prepare_cache_dir(mac.new) == mac.new == locate_cache_dir(mac.new)
+    with opened(mac.new / "store") as store:
+        assert store.find(IDS).length == len(IDS)
+
+
+def test_a_store_that_is_a_link_is_reached_from_the_new_folder(mac):
+    """Also by a relative link."""
+    mac.fill(mac.former)
+    os.rename(mac.former / "store", mac.former.parent / "elsewhere")
+    (mac.former / "store").symlink_to("../elsewhere")
+    assert prepare_cache_dir(mac.new) == mac.new == locate_cache_dir(mac.new)
+    with opened(mac.new / "store") as store:
+        assert store.find(IDS).length == len(IDS)
+
+
+def test_where_one_folder_is_a_link_to_the_other_nobody_is_told_to_remove_it(mac, caplog):
+    """Both have the same sessions."""
+    mac.fill(mac.new)
+    mac.former.symlink_to(mac.new)
+    assert prepare_cache_dir(mac.new) == mac.new
+    assert not caplog.messages
+
+
 def test_where_both_folders_have_sessions_neither_is_touched(mac, caplog):
     """The new one is used, and a warning names the other."""
     mac.fill(mac.former)
