@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -76,8 +77,7 @@ def prove(
     chosen: tuple[Weights, ...] = tuple(one for one in WEIGHTS if weights in (None, one))
     if not chosen:
         raise typer.BadParameter(f"--weights {weights}: not one of {', '.join(WEIGHTS)}")
-    if out.suffix == ".json" or not out.parent.is_dir():
-        raise typer.BadParameter(f"--out {out}: not a Markdown file in a folder that exists")
+    _check_out(out)
     scale = QUICK if quick else FULL
     console = wide_console()
     with scratch() as folder, console.status("preparing") as status:
@@ -91,10 +91,23 @@ def prove(
     run = {"lengths": "quick" if quick else "full", "minutes": minutes}
     machine = describe_machine()
     markdown = report.as_markdown(machine, run, proof.found)
-    beside = report.write(out, markdown, report.as_json(machine, run, proof.found))
     console.print(markdown, markup=False, highlight=False, soft_wrap=True)
+    try:
+        beside = report.write(out, markdown, report.as_json(machine, run, proof.found))
+    except OSError as error:
+        console.print(f"Not written: {error}. The report is above.", style="red", markup=False)
+        sys.exit(1)
     console.print(f"Written: {out} and {beside}.", markup=False)
     failed = any(found.status == "failed" for found in proof.found)
     broken = any(not check.ok for found in proof.found for check in found.checks)
     if failed or (strict and broken):
         sys.exit(1)
+
+
+def _check_out(out: Path) -> None:
+    """Raise BadParameter for a report that could not be written after the measurements."""
+    if out.suffix == ".json" or not out.parent.is_dir():
+        raise typer.BadParameter(f"--out {out}: not a Markdown file in a folder that exists")
+    for one in (out, out.with_suffix(".json") if out.name else out):
+        if one.is_dir() or not os.access(one if one.exists() else one.parent, os.W_OK):
+            raise typer.BadParameter(f"--out {out}: {one} cannot be written")

@@ -22,6 +22,7 @@ from mlxcache.bench.prove.clock import Clock
 from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.scale import Scale
 from mlxcache.bench.text import Filler
+from mlxcache.errors import ModelError
 
 WORKING_BYTES = 1_500_000_000
 """Bytes that a process needs besides weights and KV: passes, MLX's pool, Python."""
@@ -80,8 +81,13 @@ class Subject:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Parse config.json of a model. Raises OSError, ValueError."""
-    value: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    """Parse config.json of a model. Raises ModelError."""
+    try:
+        value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} is not a model that can be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{folder} is not a model: its config.json is no object.")
     return value
 
 

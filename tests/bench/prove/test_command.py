@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +13,8 @@ from subprocess import CompletedProcess, run
 import pytest
 from typer.testing import CliRunner
 
+from mlxcache.bench.prove import report
+from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.privacy import private_names
 from mlxcache.bench.prove.run import SCENARIOS, Proof
 from mlxcache.cli.main import app
@@ -64,7 +68,6 @@ def test_one_scenario_on_a_model_of_the_users(tmp_path: Path) -> None:
 def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: str, fails: bool) -> int:
     """Exit status of a run whose one scenario fails, or breaks a bound."""
     from mlxcache.bench.checks import Check
-    from mlxcache.bench.prove.findings import Findings
 
     def play(proof: Proof) -> None:
         found = Findings("growth", "m", "failed" if fails else "done")
@@ -94,11 +97,40 @@ def test_the_exit_status_tells_failures_and_with_assert_bounds(tmp_path, monkeyp
         ["--minutes", "0"],
         ["--out", "report.json"],
         ["--out", "absent/report.md"],
+        ["--out", "."],
+        ["--out", "tests"],
     ],
 )
 def test_wrong_usage_is_exit_status_2(tmp_path, monkeypatch, args: list[str]) -> None:
     """Before anything is made."""
     assert invoke(tmp_path, monkeypatch, *args, fails=False) == 2
+
+
+def test_a_report_that_may_not_be_written_is_wrong_usage_too(tmp_path, monkeypatch) -> None:
+    """Not found out after half an hour."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert invoke(tmp_path, monkeypatch, fails=False) == 2
+
+
+def test_a_report_that_cannot_be_written_is_shown(tmp_path, monkeypatch) -> None:
+    """What was measured is not lost with a disk that became full meanwhile."""
+
+    def refuse(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(report, "write", refuse)
+    monkeypatch.setattr(Proof, "play", lambda proof: proof.found.append(Findings("growth", "m")))
+    done = CliRunner().invoke(app, ["prove", "--out", str(tmp_path / "r.md")])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    assert "growth" in done.output
+    assert "Not written: [Errno 28] No space left" in done.output
+
+
+def test_a_folder_without_a_model_is_a_sentence(tmp_path: Path) -> None:
+    done = prove(tmp_path, "--model", str(tmp_path))
+    assert done.returncode == 1
+    assert "is not a model that can be read" in " ".join(done.stdout.split())
 
 
 def test_a_model_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
