@@ -1,10 +1,11 @@
-# Sourced by the scripts beside it; runs in any POSIX shell.
+# Sourced by the scripts beside it; runs in any POSIX shell. They find it with `readlink -f`, which
+# macOS has since 12.3, so a link to a script works too.
 #
 # `environment [EXTRA]` makes .venv on first use, installs this checkout into it (again when
 # pyproject.toml or constraints.txt change), and sets $VENV. PYTHON=... chooses the interpreter.
 
 set -eu
-ROOT=$(cd "$(dirname "$0")/.." && pwd -P)
+ROOT=$(cd "$(dirname "$(readlink -f "$0")")/.." && pwd -P)
 VENV=$ROOT/.venv
 
 usable() {

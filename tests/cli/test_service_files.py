@@ -23,25 +23,48 @@ def test_every_file_is_documented() -> None:
     assert set(named) == {path.name for path in FOLDER.iterdir()}
 
 
-def installed(tmp_path: Path) -> bytes:
-    """The plist as the documented line makes it."""
+def clone(folder: Path) -> Path:
+    """A folder like a clone, with the real scripts; every program in its .venv prints its name."""
+    shutil.copytree(ROOT / "bin", folder / "bin")
+    shutil.copytree(FOLDER, folder / "examples" / "service")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder / name)
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("mlxcache", "python", "ruff", "mypy", "lint-imports", "mkdocs"):
+        (programs / name).write_text('#!/bin/sh\necho "$0 $*"\n')
+        (programs / name).chmod(0o755)
+    subprocess.run(
+        ["sh", "-ec", "cat pyproject.toml constraints.txt | cksum > .venv/.installed"],
+        cwd=folder,
+        check=True,
+    )
+    return folder.resolve()
+
+
+def documented(beginning: str, folder: Path, home: Path) -> None:
+    """Run the commands of the page that begin with `beginning` up to those of the system."""
     code = re.search(
-        r"mkdir -p ~/Library.*\n(sed -e .*? \\\n.*?\.plist\n)",
+        rf"^mkdir -p {re.escape(beginning)}.*?(?=^(?:launchctl|systemctl) )",
         (ROOT / "docs" / "service.md").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     assert code is not None
-    (tmp_path / "mlxcache").write_text("#!/bin/sh\n")
-    (tmp_path / "mlxcache").chmod(0o755)
-    environ = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/bin:/usr/bin"}
-    subprocess.run(["sh", "-ec", code[0]], cwd=ROOT, env=environ, check=True)
-    return (tmp_path / "Library" / "LaunchAgents" / "mlxcache.plist").read_bytes()
+    environ = {"HOME": str(home), "PATH": "/bin:/usr/bin"}
+    subprocess.run(["sh", "-ec", code[0]], cwd=folder, env=environ, check=True)
+
+
+def installed(tmp_path: Path) -> bytes:
+    """The plist as the documented lines make it in a clone."""
+    documented("~/Library", clone(tmp_path / "clone"), tmp_path)
+    return installed_text(tmp_path)
 
 
 def test_the_plist_starts_the_server_again_where_it_failed(tmp_path: Path) -> None:
     """As the documented line installs it, with whole paths, which launchd needs."""
     found = plistlib.loads(installed(tmp_path))
     assert found["Label"] == PLIST.stem
-    assert found["ProgramArguments"] == [str(tmp_path / "mlxcache"), "serve"]
+    assert found["ProgramArguments"] == [f"{tmp_path}/clone/bin/mlxcache", "serve"]
     assert found["RunAtLoad"] is True
     assert found["KeepAlive"] == {"SuccessfulExit": False}
     assert found["ExitTimeOut"] > 10
@@ -76,6 +99,39 @@ def test_the_unit_starts_the_server_again_where_it_failed_but_for_wrong_settings
     assert service["RestartPreventExitStatus"] == "2"
     assert int(service["TimeoutStopSec"]) > 10
     assert int(unit["Unit"]["StartLimitBurst"]) > 1
+
+
+def test_the_unit_s_command_is_the_linked_script_of_a_clone(tmp_path: Path) -> None:
+    """The documented commands put it where ExecStart expects it."""
+    folder = clone(tmp_path / "clone")
+    documented("~/.local/bin", folder, tmp_path)
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.read(tmp_path / ".config" / "systemd" / "user" / UNIT.name)
+    command = unit["Service"]["ExecStart"].replace("%h", str(tmp_path))
+    assert output(command.split(), tmp_path) == f"{folder}/.venv/bin/mlxcache serve\n"
+
+
+SCRIPTS = sorted(path.name for path in (ROOT / "bin").iterdir() if path.name[0] != "_")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_works_through_links(name: str, tmp_path: Path) -> None:
+    """A relative link to a link, in folders of their own."""
+    folder = clone(tmp_path / "clone")
+    for links in ("first", "second"):
+        (tmp_path / links).mkdir()
+    (tmp_path / "first" / "one").symlink_to(folder / "bin" / name)
+    (tmp_path / "second" / "two").symlink_to("../first/one")
+    printed = output([str(tmp_path / "second" / "two"), "argument"], tmp_path)
+    assert printed.startswith(f"{folder}/.venv/bin/")
+
+
+def output(command: list[str], cwd: Path) -> str:
+    """What a command prints; it must succeed."""
+    environ = {"HOME": str(cwd), "PATH": "/bin:/usr/bin"}
+    return subprocess.run(
+        command, cwd=cwd, env=environ, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
