@@ -148,7 +148,7 @@ class Bench:
         processors = make_processors(sampling, task.prompt_tokens)
         context = mx.array(task.ids[:-1]) if processors else None
         sampler = make_sampler(sampling, self.kv.layout.vocab_size)
-        return Output(PlainParser(), Row(task, sampler, processors, context))
+        return Output(PlainParser(), Row(task, sampler, processors, context, id=task.record.id))
 
     def put(
         self,

@@ -109,7 +109,7 @@ class EventStream(EventSourceResponse):
         self._stream = stream
         self.stopping = anyio.Event()
         super().__init__(
-            _with_errors(events, on_error),
+            _with_errors(events, on_error, stream.record.id),
             sep="\n",
             # Earlier than promised, so that the time to send it is covered too.
             ping=0.9 * settings.ping_seconds,
@@ -137,15 +137,15 @@ class EventStream(EventSourceResponse):
 
 
 async def _with_errors(
-    events: Events, on_error: Callable[[Exception], ServerSentEvent]
+    events: Events, on_error: Callable[[Exception], ServerSentEvent], id: str
 ) -> AsyncIterator[ServerSentEvent]:
     async with aclosing(events):
         try:
             async for item in events:
                 yield item
         except MlxcacheError as error:
-            log.warning("stream failed: %s", error)
+            log.warning("%s: stream failed: %s", id, error)
             yield on_error(error)
         except Exception as error:
-            log.exception("stream failed")
+            log.exception("%s: stream failed", id)
             yield on_error(error)

@@ -317,7 +317,7 @@ class RamTier:
                 self.discard(lineage)
                 if device.is_device_error(error):
                     raise
-                log.exception("compacting a buffer failed for lack of memory; buffer released")
+                log.exception("compacting a buffer failed; buffer released: %s", error)
                 return before
         freed = before - lineage.nbytes
         self.budget.release("kv", freed)

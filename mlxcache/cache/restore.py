@@ -107,7 +107,9 @@ class Restorer:
             self._warn_once(str(error))
             lookup.failed = True
         except Exception:
-            log.exception("lookup of a prefix on disk failed")
+            log.exception(
+                "looking up or verifying a prompt of %d tokens on disk failed", len(lookup.ids)
+            )
             lookup.failed = True
         finally:
             lookup.found = True

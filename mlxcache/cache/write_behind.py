@@ -380,7 +380,7 @@ class WriteBehind:
         except StoreError as error:
             found = error
         except Exception as error:  # logged; the path in RAM must not stay locked
-            log.exception("lookup of a prefix on disk failed")
+            log.exception("looking up a path of %d tokens before its write failed", len(path.ids))
             found = StoreError(f"A prefix could not be looked up: {error!r}.")
         self._answer(lambda: self._looked_up(path, found))
 

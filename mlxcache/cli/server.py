@@ -123,8 +123,8 @@ def _log_request(record: RequestRecord) -> None:
 def _api_settings(settings: Settings, keys: Keys, recorder: Recorder | None) -> ApiSettings:
     """Derive the API's settings; several keys each own their sessions, a single one is shared."""
     if keys.owned:
-        named = f", {', '.join(keys.names)} among them" if keys.names else ""
-        log.info("%d keys, each with sessions of its own%s", len(keys.values), named)
+        named = f"; named keys: {', '.join(keys.names)}" if keys.names else ""
+        log.info("%d API keys; each sees only its own sessions%s", len(keys.values), named)
     return ApiSettings(
         api_key=None if keys.owned else next(iter(keys.values), None),
         owned_keys=keys.values if keys.owned else (),

@@ -42,7 +42,8 @@ class Row:
 
     `context`: all of its tokens so far, shape (n,), kept only if there are processors. `error`:
     raised by its sampler or a processor; no token is drawn then. `drafted` and `accepted` count the
-    tokens that a draft model proposed, and those that the model drew too.
+    tokens that a draft model proposed, and those that the model drew too. `id`: the request's, for
+    the log.
     """
 
     owner: Any
@@ -52,6 +53,7 @@ class Row:
     error: Exception | None = None
     drafted: int = 0
     accepted: int = 0
+    id: str = "no request"
 
     def fail(self, error: Exception) -> None:
         """Record `error`: this row gets no further token."""
@@ -196,7 +198,7 @@ class Decoder:
         try:
             return row.sampler(logprobs[i : i + 1])
         except Exception as error:
-            log.exception("sampler failed")
+            log.exception("%s: sampler failed", row.id)
             row.fail(error)
             return mx.zeros(1, mx.uint32)
 
@@ -226,7 +228,7 @@ def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
         for process in row.processors:
             logits = process(context, logits)
     except Exception as error:
-        log.exception("logits processor failed")
+        log.exception("%s: logits processor failed", row.id)
         row.fail(error)
     return logits
 

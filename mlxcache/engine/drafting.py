@@ -58,7 +58,7 @@ class _Draws:
         try:
             token = sampler(logprobs)
         except Exception as error:
-            log.exception("sampler failed")
+            log.exception("%s: sampler failed", self.row.id)
             self.row.fail(error)
             token = mx.zeros(1, mx.uint32)
         return token, logprobs, finite, _Draws(self.row, sampler, self.context)

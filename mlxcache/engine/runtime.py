@@ -442,7 +442,7 @@ class ModelRuntime:
         processors = make_processors(job.sampling, task.prompt_tokens)
         context = mx.array(np.asarray(task.fed[:-1])) if processors else None
         sampler = make_sampler(job.sampling, self.layout.vocab_size)
-        row = Row(task, sampler, processors, context)
+        row = Row(task, sampler, processors, context, id=task.record.id)
         wanted = job.top_logprobs
         if wanted is None:
             return Output(parser, row)

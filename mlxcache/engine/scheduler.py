@@ -485,5 +485,8 @@ def retry_after_oom(kv: KVCache, task: Task, error: Exception) -> bool:
         return False
     if task.restoring or not task.note_oom():
         return False
-    log.warning("out of memory at token %d, evicting and retrying: %s", task.held.length, error)
+    log.warning(
+        "%s: out of memory at token %d, evicting and retrying: %s",
+        *(task.record.id, task.held.length, error),
+    )
     return kv.free_after_oom(task.lease)

@@ -129,11 +129,14 @@ async def test_a_stream_is_closed_when_its_task_is_cancelled(engine: FakeEngine)
     assert stream.cancelled
 
 
-async def test_an_error_after_the_beginning_is_the_last_event(engine: FakeEngine) -> None:
+async def test_an_error_after_the_beginning_is_the_last_event(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     engine.script = [*reply("Hi")[:2], GenerationFailed("no")]
     stream, wire = await opened(engine), Wire()
     await play(response(stream), wire)
     assert wire.body == b"data: Hi\n\ndata: failed: no\n\n"
+    assert caplog.messages == [f"{stream.record.id}: stream failed: no"]
     assert wire.ended
     assert stream.closed.is_set()
 

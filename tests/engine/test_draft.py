@@ -330,7 +330,11 @@ class Breaks:
 
 @pytest.mark.parametrize("at", [1, 5, 6])
 def test_a_sampler_that_raises_fails_its_own_request(
-    alike: Bench, rng: np.random.Generator, at: int, monkeypatch: pytest.MonkeyPatch
+    alike: Bench,
+    rng: np.random.Generator,
+    at: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What was handed out before is right, and is kept."""
     ids = prompt(rng, 60)
@@ -339,6 +343,7 @@ def test_a_sampler_that_raises_fails_its_own_request(
         task = alike.put(ids, tokens=50)
         alike.run()
     assert isinstance(task.events[-1], GenerationFailed)  # type: ignore[attr-defined]
+    assert f"{task.record.id}: sampler failed" in caplog.messages
     assert 0 < len(task.out) <= at
     longer = ids + task.out + prompt(rng, 5)
     again = alike.ask(longer)

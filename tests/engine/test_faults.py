@@ -167,7 +167,11 @@ def test_one_row_that_always_raises_fails_alone(bench: Bench, rng: np.random.Gen
 @pytest.mark.parametrize("count", [1, 7])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_sampler_that_raises_fails_its_own_request(
-    bench: Bench, rng: np.random.Generator, rows: int, count: int
+    bench: Bench,
+    rng: np.random.Generator,
+    rows: int,
+    count: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     prompts = [prompt(rng, 100 + n) for n in range(rows)]
     tasks = [bench.put(ids, tokens=20, sampling=SEEDED if i else Sampling()) for i, ids in
@@ -179,6 +183,7 @@ def test_a_sampler_that_raises_fails_its_own_request(
     bench.run()
     assert isinstance(error(tasks[0]), GenerationFailed)
     assert "no choice" in str(error(tasks[0]))
+    assert f"{tasks[0].record.id}: sampler failed" in caplog.messages
     assert len(tasks[0].out) == drawn + count
     for task, expected in zip(tasks[1:], alone, strict=True):
         assert task.out == expected

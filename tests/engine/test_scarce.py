@@ -82,7 +82,7 @@ def test_a_batch_without_memory_goes_on_row_by_row(
 
 
 def test_who_finds_no_memory_twice_is_refused(
-    bench: Bench, model: FaultyModel, rng: np.random.Generator
+    bench: Bench, model: FaultyModel, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With what MLX said; what was committed stays, and the next request is served."""
     ids = prompt(rng, 100)
@@ -90,6 +90,8 @@ def test_who_finds_no_memory_twice_is_refused(
     task = bench.put(ids, tokens=20)
     bench.run()
     assert re.search("Unable to allocate", str(error(task)))
+    (message,) = (one for one in caplog.messages if "evicting and retrying" in one)
+    assert message.startswith(f"{task.record.id}: out of memory at token ")
     model.when = lambda tokens: False
     assert bench.ask(ids).out == bench.cold(ids)
     at_rest(bench)

@@ -79,7 +79,20 @@ def test_an_exclusion_that_fails_is_a_warning(mac, caplog):
     mac.library.fails = errno.ENOTSUP
     assert prepare_cache_dir(mac.new) == mac.new
     (message,) = caplog.messages
-    assert message.startswith(f"{mac.new} not made private or not excluded from Time Machine: ")
+    assert message.startswith(f"{mac.new} not excluded from Time Machine: ")
+
+
+def test_a_folder_that_cannot_be_made_private_is_a_warning(mac, caplog, monkeypatch):
+    """It is excluded from backups all the same."""
+
+    def refuse(self: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(self))
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    assert prepare_cache_dir(mac.new) == mac.new
+    (message,) = caplog.messages
+    assert message.startswith(f"{mac.new} not made private: ")
+    assert str(mac.new) in mac.library.set
 
 
 def test_a_config_file_in_the_new_folder_stops_no_move(mac):
