@@ -114,7 +114,7 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
         **_model_object(settings),
         "prompt_tokens": {"first": old, "second": new},
         "shared_tokens": explained.at_token,
-        "new_tokens": new - max(explained.at_token, explained.new_from),
+        "new_tokens": new - max(explained.at_token, explained.again_to),
         "lost": _lost_object(explained),
         "later": [
             _members(one, "where", "reason", "cause", "before", "after") for one in explained.later

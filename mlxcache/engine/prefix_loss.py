@@ -137,7 +137,9 @@ class PrefixLossReporter:
         explanation = self._explainer.explain(candidate.side, side)
         kept = min(explanation.at_token, candidate.computed)
         missing = kept - reuse.cached
-        parted = explanation.new_from - max(explanation.at_token, reuse.cached)
+        # what the earlier prompt never had cannot be lost, though it comes before what is new
+        again = min(explanation.new_from, candidate.computed)
+        parted = again - max(explanation.at_token, reuse.cached)
         if explanation.first is None:
             parted = 0
         if max(missing, parted) <= LEAST_LOSS:
@@ -147,7 +149,7 @@ class PrefixLossReporter:
             return self._lost(
                 reason, cause, reuse.cached, missing, self._around(side, reuse.cached)
             )
-        return self._parted(explanation, reuse)
+        return self._parted(explanation, again - reuse.cached)
 
     def _unknown(self, job: Job, side: Side, reuse: Found) -> dict[str, Any]:
         """Explain the loss of a prompt unlike any since the start, by the sessions on disk."""
@@ -159,8 +161,8 @@ class PrefixLossReporter:
         reason, cause = _gone(reuse, most) if own else ("namespace", "other_model")
         return self._lost(reason, cause, cached, most - cached, self._around(side, cached))
 
-    def _parted(self, found: Explanation, reuse: Found) -> dict[str, Any]:
-        first, lost = found.first, found.new_from - reuse.cached
+    def _parted(self, found: Explanation, lost: int) -> dict[str, Any]:
+        first = found.first
         assert first is not None
         texts = first.before, first.after
         told = self._lost(first.reason, first.cause, found.at_token, lost, texts)

@@ -72,8 +72,9 @@ class Explanation:
 
     `at_token`: the number of shared leading tokens. `new_from`: the token of the later prompt at
     which messages begin that the earlier prompt and its reply did not have; the tokens between the
-    two are computed again. `first`: None where nothing differs before `new_from`. `later`: further
-    differences. `removed`: differences as sent that canonicalisation removed, each with its rule.
+    two are computed for a second time, as far as there were `once` of them, the earlier prompt's
+    own. `first`: None where nothing differs before `new_from`. `later`: further differences.
+    `removed`: differences as sent that canonicalisation removed, each with its rule.
     """
 
     at_token: int
@@ -81,11 +82,18 @@ class Explanation:
     first: Difference | None = None
     later: tuple[Difference, ...] = ()
     removed: tuple[tuple[str, Difference], ...] = ()
+    once: int = 0
+
+    @property
+    def again_to(self) -> int:
+        """The token of the later prompt up to which tokens are computed for a second time."""
+        most = self.at_token + self.once if self.first else self.new_from
+        return min(self.new_from, most)
 
     @property
     def lost_tokens(self) -> int:
         """Tokens of the later prompt that the earlier one had too and that are computed again."""
-        return max(0, self.new_from - self.at_token) if self.first else 0
+        return max(0, self.again_to - self.at_token) if self.first else 0
 
 
 class Explainer:
@@ -103,7 +111,9 @@ class Explainer:
 
     def explain(self, old: Side, new: Side) -> Explanation:
         """Find the first difference of `new` from `old`, and its cause."""
-        return replace(self._explain(old, new), removed=_removed(old.source, new.source))
+        found = self._explain(old, new)
+        once = len(old.ids) - found.at_token
+        return replace(found, removed=_removed(old.source, new.source), once=once)
 
     def _explain(self, old: Side, new: Side) -> Explanation:
         shared = common_length(old.ids, new.ids)

@@ -205,6 +205,16 @@ async def test_changed_history_is_told(talk: Talk, reason: str, cause: str, chan
     assert found["lost_tokens"] > LEAST_LOSS
 
 
+async def test_no_more_is_lost_than_there_was(talk: Talk):
+    """A short prompt with the same first message is no long one that was lost."""
+    short = await talk.say({"role": "system", "content": "Write a title."}, user("Fix the parser."))
+    long = Talk(talk.engine, talk.session)
+    record = await long.say(long.system(text(60, "long")), user("Fix the parser."))
+    assert record.fed_tokens > 2 * short.prompt_tokens
+    told = record.lost["lost_tokens"] if record.lost else 0
+    assert told <= short.prompt_tokens + short.generated_tokens
+
+
 async def test_a_message_that_is_taken_back_is_no_loss(talk: Talk):
     """What was said instead is new."""
     await talk.say(talk.system(), user("Fix the parser. " + text(9, "ask")))
