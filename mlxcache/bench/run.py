@@ -155,15 +155,26 @@ def conduct(
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A temporary folder; SIGTERM raises KeyboardInterrupt, so that no server outlives the run."""
+    """A temporary folder; the first SIGTERM or SIGHUP raises KeyboardInterrupt. Main thread only.
+
+    So no server outlives the run. Later ones are ignored: a closed terminal sends several, and the
+    end of the servers must not be cut off. Under nohup SIGHUP stays ignored.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.getsignal(one) for one in numbers}
+    before = {one: handler for one, handler in before.items() if handler != signal.SIG_IGN}
+    for one in before:
+        signal.signal(one, interrupt)
     folder = Path(tempfile.mkdtemp(prefix="mlxcache-bench-"))
     try:
         yield folder
     finally:
-        signal.signal(signal.SIGTERM, before)
         shutil.rmtree(folder, ignore_errors=True)
+        for one, handler in before.items():
+            signal.signal(one, handler)

@@ -81,7 +81,7 @@ def prove(
     scale = QUICK if quick else FULL
     console = wide_console()
     with scratch() as folder, console.status("preparing") as status:
-        options = Options(model, size, chosen, names, scale, minutes)
+        options = Options(model, size, chosen, names, scale, minutes, out)
         proof = Proof(options, folder, status.update)
         try:
             proof.play()

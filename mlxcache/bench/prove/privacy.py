@@ -4,29 +4,138 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import os
+import pwd
 import re
 import socket
-from collections.abc import Iterable
+import sysconfig
+import tempfile
+import unicodedata
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
 
-PATH = re.compile(r"(?<![\w.:/])(?:~[/\\]|/|[A-Za-z]:[\\/])(?:[^\s/\\:'\"]+[/\\])+")
-"""Folders of an absolute path, up to its last name."""
+import mlxcache
 
-COMMON = frozenset({"root", "user", "admin", "localhost", "mlxcache", "model", "runner"})
-"""Names that tell nothing, and are words of error messages."""
+CUT = "..."
+HOSTS = frozenset({"huggingface.co", "github.com", "127.0.0.1", "localhost"})
+"""Hosts whose URLs stay, without their queries."""
+
+COMMON = frozenset({"localhost", "mlxcache", "model", "models", "snapshots"})
+"""Names that tell nothing, and are words of the report."""
+
+LEAST_NAME = 3
+"""Least letters of a folder's name that is cut as a word of its own."""
+
+_REST = r"[^\n'\"`<>]*?(?=:\s|:?$|['\"`<>\n])"
+"""Rest of a path: names may contain blanks, so it ends at a quote, a line's end, or `: `."""
+
+_KNOWN, _SLASH = "\0", "\1"
+"""Stand for a known folder, and for a slash that is none of a path."""
+
+_PATH = re.compile(
+    rf"{_KNOWN}(?:[/\\]{_REST})?"
+    r"|(?<![\w.~/\\])(?:~\w*[/\\]|/(?!v1/|health\b)(?=[^\s/])|[A-Za-z]:[\\/]|\\\\(?=\w))" + _REST,
+    re.MULTILINE,
+)
+_FILE_URL = re.compile(rf"\bfile:(?=/){_REST}", re.MULTILINE | re.IGNORECASE)
+_URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\"`<>]*", re.IGNORECASE)
+_HOST = re.compile(r"(\bhost=)(['\"])[^'\"]*\2")
+_PUBLIC = re.compile(
+    r"[/\\]((?:config|generation_config|tokenizer\w*|model[\w-]*?(?:-of-\d+)?)"
+    r"(?:\.safetensors\.index)?\.(?:json|safetensors))$"
+)
+"""Names of files that every model has."""
 
 
-def scrub(text: str, names: Iterable[str] | None = None) -> str:
-    """Replace folders of paths, and `names` (default: `private_names`) as whole words."""
-    text = PATH.sub(".../", text)
-    for name in private_names() if names is None else names:
-        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", text, flags=re.IGNORECASE)
-    return text
+def scrub(text: str, private: Iterable[str] | None = None) -> str:
+    """Cut `private` strings (default: `private_strings`), absolute paths, and URLs of other hosts.
+
+    Strings are cut in any case and as whole words. A path is cut with its last name, and up to a
+    quote, `: ` or the end of its line, because names may contain blanks. Of installed Python
+    files, the path inside its package stays.
+    """
+    text = unicodedata.normalize("NFC", text.replace(_KNOWN, "").replace(_SLASH, ""))
+    for root, package in _code_roots():
+        inside = rf"{re.escape(root)}/({package}(?:[\w.-]+/)*[\w.-]+\.py)\b"
+        text = re.sub(inside, rf"{CUT}/\1", text)
+    known = private_strings() if private is None else private
+    for one in sorted({unicodedata.normalize("NFC", one) for one in known}, key=len)[::-1]:
+        pattern = r"\s+".join(map(re.escape, one.split()))
+        mark = _KNOWN if "/" in one or "\\" in one else CUT
+        text = re.sub(rf"(?<!\w){pattern}(?!\w)", mark, text, flags=re.IGNORECASE)
+    text = _FILE_URL.sub(CUT, text)
+    text = _URL.sub(lambda found: _url(found[0]), text)
+    text = _HOST.sub(rf"\1\2{CUT}\2", text)
+    return _PATH.sub(lambda found: _path(found[0]), text).replace(_SLASH, "/")
 
 
-def private_names() -> list[str]:
-    """This user's and this host's names, the longest first, without those that tell nothing."""
+def private_strings(*paths: str | Path | None) -> list[str]:
+    """All strings of this machine, and of `paths` as given and resolved, that nobody is to see.
+
+    Of each path: itself, its parents, and their names.
+    """
+    found = {one for one in _strings(paths) if re.search(r"\w", one)}
+    return sorted(one for one in found if one.lower() not in COMMON)
+
+
+def _strings(paths: Iterable[str | Path | None]) -> Iterator[str]:
     host = socket.gethostname()
-    names = {host, host.partition(".")[0]}
+    yield from (host, host.partition(".")[0])
     with contextlib.suppress(OSError, KeyError):  # a user id without a name
-        names.add(getpass.getuser())
-    return sorted((one for one in names if one and one.lower() not in COMMON), key=len)[::-1]
+        yield getpass.getuser()
+    with contextlib.suppress(KeyError):
+        user = pwd.getpwuid(os.getuid())
+        yield from (user.pw_name, user.pw_gecos.partition(",")[0].strip())
+    for name, value in os.environ.items():
+        if name.lower().endswith("_proxy") or name == "HF_ENDPOINT":
+            with contextlib.suppress(ValueError):
+                yield urlsplit(value).hostname or ""
+    for folder in (Path.home(), Path.cwd(), Path(tempfile.gettempdir())):
+        yield from _folders(folder)
+    for path in paths:
+        if path is not None:
+            yield from _of_path(path)
+
+
+def _of_path(path: str | Path) -> Iterator[str]:
+    if "/" in str(path):
+        yield str(path)
+    for one in {Path(path), Path(path).expanduser().absolute()}:
+        yield from _folders(one)
+        below = [part for part in (*one.parts, *one.resolve().parts) if part != one.anchor]
+        usual = {part for root in _roots() for part in root.parts}
+        yield from (part for part in below if part not in usual and len(part) >= LEAST_NAME)
+
+
+def _folders(path: Path) -> Iterator[str]:
+    for one in (path, path.resolve()):
+        yield from (str(folder) for folder in (one, *one.parents) if folder != Path())
+
+
+def _roots() -> tuple[Path, ...]:
+    """Folders that every machine has."""
+    usual = "/Users", "/Volumes", "/home", "/private/var/folders", "/mnt", "/opt", "/tmp"
+    return tuple(map(Path, usual))
+
+
+def _code_roots() -> list[tuple[str, str]]:
+    """Folders of installed code, and a prefix of what is public below them."""
+    paths = sysconfig.get_paths()
+    installed = [(paths[name], "") for name in ("purelib", "platlib", "stdlib")]
+    return [*installed, (str(Path(mlxcache.__file__).parent.parent), "mlxcache/")]
+
+
+def _url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return CUT
+    if parts.hostname not in HOSTS or "@" in parts.netloc:
+        return CUT
+    return url.partition("?")[0].replace("/", _SLASH)
+
+
+def _path(path: str) -> str:
+    public = _PUBLIC.search(path)
+    return f"{CUT}/{public[1]}" if public else CUT

@@ -24,7 +24,7 @@ from mlxcache.bench.prove.context import (
 )
 from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.machine import device_info
-from mlxcache.bench.prove.privacy import scrub
+from mlxcache.bench.prove.privacy import private_strings, scrub
 from mlxcache.bench.prove.scale import Scale
 from mlxcache.model.hub import resolve
 from mlxcache.model.random_model import Weights, make_random
@@ -58,7 +58,10 @@ LAST = ("first_token_long",)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure. `model` None: random weights of `size`, in each of `weights`."""
+    """What to measure. `model` None: random weights of `size`, in each of `weights`.
+
+    `out`: the report, whose folder is private.
+    """
 
     model: str | None
     size: str
@@ -66,6 +69,7 @@ class Options:
     names: Sequence[str]
     scale: Scale
     minutes: float
+    out: Path | None = None
 
 
 @dataclass(slots=True)
@@ -99,7 +103,7 @@ class Proof:
             began = time.monotonic()
             self._play_one(SCENARIOS[name], context)
             found.seconds = time.monotonic() - began
-            _scrub(found)
+            _scrub(found, private_strings(options.model, subject.path, options.out, self.folder))
 
     def _subjects(self) -> Iterator[Subject]:
         options = self.options
@@ -185,9 +189,8 @@ def end_children(before: set[psutil.Process]) -> None:
     psutil.wait_procs(left, timeout=5)
 
 
-def _scrub(found: Findings) -> None:
+def _scrub(found: Findings, private: Sequence[str]) -> None:
     """Remove what is private from the texts of `found`."""
-    found.error = None if found.error is None else scrub(found.error)
-    found.notes = [scrub(note) for note in found.notes]
-    found.not_run = [scrub(one) for one in found.not_run]
-    found.unchecked = [scrub(one) for one in found.unchecked]
+    found.error = None if found.error is None else scrub(found.error, private)
+    for texts in (found.notes, found.not_run, found.unchecked):
+        texts[:] = [scrub(one, private) for one in texts]

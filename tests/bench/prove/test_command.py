@@ -5,17 +5,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
-from subprocess import CompletedProcess, run
+from subprocess import PIPE, CompletedProcess, Popen, run
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 from mlxcache.bench.prove import report
 from mlxcache.bench.prove.findings import Findings
-from mlxcache.bench.prove.privacy import private_names
+from mlxcache.bench.prove.privacy import private_strings
 from mlxcache.bench.prove.run import SCENARIOS, Proof
 from mlxcache.cli.main import app
 from tests.toys.toy import make_toy
@@ -47,7 +50,7 @@ def test_a_quick_run_measures_everything_and_tells_nothing_private(tmp_path: Pat
     fed = figures["Prompt tokens computed, of all"]["600 tokens, mlxcache"]
     assert fed["cold"]["median"] > 600 > 10 * fed["restored"]["median"] > 0
     page = (tmp_path / "report.md").read_text() + (tmp_path / "report.json").read_text()
-    for private in (*private_names(), str(Path.home()) + "/", tempfile.gettempdir() + "/"):
+    for private in private_strings(tempfile.gettempdir()):
         assert private not in page
 
 
@@ -63,6 +66,34 @@ def test_one_scenario_on_a_model_of_the_users(tmp_path: Path) -> None:
     assert grown["where it grows"]["median"] > 0
     page = (tmp_path / "report.md").read_text() + json.dumps(found)
     assert "secret" not in page
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_closed_terminal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """No process and no folder; nobody reads the output any more."""
+    command = [*PROVE, "--out", str(tmp_path / "r.md"), "--only", "growth", "--only", "equality"]
+    temp = tmp_path / "temp"
+    temp.mkdir()
+    process = Popen(command, stdout=PIPE, stderr=PIPE, env={**os.environ, "TMPDIR": str(temp)})
+    assert process.stdout is not None
+    assert process.stderr is not None
+    deadline = time.monotonic() + 120
+    while not list(temp.glob("mlxcache-bench-*/within-equality.log")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.stdout.close()
+    process.stderr.close()
+    for _ in range(2):
+        process.send_signal(number)
+        time.sleep(0.2)
+    process.wait(60)
+    assert children
+    assert not any(child.is_running() for child in children)
+    assert list(temp.glob("mlxcache-bench-*")) == []
+    statuses = [one["status"] for one in json.loads((tmp_path / "r.json").read_text())["scenarios"]]
+    assert set(statuses) == {"not run"}
 
 
 def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: str, fails: bool) -> int:
