@@ -91,13 +91,16 @@ def prove(
     run = {"lengths": "quick" if quick else "full", "minutes": minutes}
     machine = describe_machine()
     markdown = report.as_markdown(machine, run, proof.found)
-    console.print(markdown, markup=False, highlight=False, soft_wrap=True)
-    try:
+    failure: OSError | None = None
+    try:  # before it is shown: the terminal may be closed
         beside = report.write(out, markdown, report.as_json(machine, run, proof.found))
-    except OSError as error:
-        console.print(f"Not written: {error}. The report is above.", style="red", markup=False)
+        written = f"Written: {out} and {beside}."
+    except OSError as why:
+        failure, written = why, f"Not written: {why}. The report is above."
+    console.print(markdown, markup=False, highlight=False, soft_wrap=True)
+    console.print(written, style="red" if failure else "", markup=False, soft_wrap=True)
+    if failure is not None:
         sys.exit(1)
-    console.print(f"Written: {out} and {beside}.", markup=False)
     failed = any(found.status == "failed" for found in proof.found)
     broken = any(not check.ok for found in proof.found for check in found.checks)
     if failed or (strict and broken):
