@@ -53,13 +53,13 @@ def make_comment(text: str) -> ServerSentEvent:
 
 
 class ReplyProgress:
-    """Progress of one reply, as comments for its silences."""
+    """Phase of one reply, sent as a comment (a ping) when no event was sent for a while."""
 
     def __init__(self) -> None:
         self._text = "queued"
 
     def update(self, event: Event) -> None:
-        """Note one event of the stream."""
+        """Set the phase that follows from an event of the stream; call it for each event."""
         match event:
             case Progress(done, total):
                 self._text = f"prefill {done}/{total}"

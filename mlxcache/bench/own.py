@@ -64,7 +64,12 @@ class OwnTime:
 
 @contextlib.contextmanager
 def measuring(model: Path, logs: Path) -> Iterator[OwnTime | None]:
-    """Run the process; yields None where the model cannot be measured by itself."""
+    """Start `mlxcache.model.own_time` for a model; end that process with the `with` block.
+
+    Blocks until the model is loaded. Yields None if it cannot be measured by mlx-lm alone: its
+    cache cannot be cut back, or it cannot be loaded. The process writes errors to `own_time.log` in
+    `logs`.
+    """
     command = [sys.executable, "-m", "mlxcache.model.own_time", str(model)]
     with (logs / "own_time.log").open("wb") as errors:
         process = subprocess.Popen(

@@ -96,7 +96,7 @@ class Visit:
         return self.filler.text(tokens, f"{self.seed}/{self.said}")
 
     @property
-    def grown_share(self) -> int:
+    def grown_turn_tokens(self) -> int:
         """Tokens of each user message in a grown conversation."""
         return round(self.tokens * GROWN_SHARE)
 
@@ -116,9 +116,9 @@ class Visit:
             body = self._text("billed system", system)
             return f"{self.attribution()}\n{body}", self._text("billed first", first)
         if name == "grown":
-            share = self.grown_share
-            rest = self.tokens - GROWN_TURNS * share
-            return self._text("grown system", rest), self._text("grown first", share)
+            turn = self.grown_turn_tokens
+            rest = self.tokens - GROWN_TURNS * turn
+            return self._text("grown system", rest), self._text("grown first", turn)
         if name.startswith("crowd"):
             share = max(64, self.tokens // len(CROWD))
             return self._text(f"{name} system", share // 2), self._text(name, share - share // 2)
@@ -212,14 +212,14 @@ def grown(visit: Visit) -> Outcome:
     """A conversation of six turns; the figures are averages over all of them."""
     replies = [visit.open("grown")]
     talk = visit.talks["grown"]
-    replies += [talk.ask(visit.words(visit.grown_share)) for _ in range(GROWN_TURNS - 1)]
+    replies += [talk.ask(visit.words(visit.grown_turn_tokens)) for _ in range(GROWN_TURNS - 1)]
     return Outcome(replies, sum(reply.total_s for reply in replies))
 
 
 def last_edited(visit: Visit) -> Outcome:
     """The user's last message of the grown conversation replaced by another one."""
     before = visit.grown().messages[:-2]
-    said = {"role": "user", "content": visit.words(visit.grown_share)}
+    said = {"role": "user", "content": visit.words(visit.grown_turn_tokens)}
     return _one(visit.client.chat([*before, said], visit.reply_tokens))
 
 
@@ -246,7 +246,7 @@ def _branch(visit: Visit) -> Outcome:
     at = 2 * BRANCH_TURN - 1  # after the system prompt, and two messages for each turn before
     lines = messages[at]["content"].splitlines()
     kept = "\n".join(lines[: max(1, len(lines) // 2)])
-    text = f"{kept}\n{visit.words(visit.grown_share // 2)}"
+    text = f"{kept}\n{visit.words(visit.grown_turn_tokens // 2)}"
     said = {"role": "user", "content": text}
     return _one(visit.client.chat([*messages[:at], said], visit.reply_tokens))
 

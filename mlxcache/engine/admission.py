@@ -199,5 +199,9 @@ class Admission:
             self.admit(task)
 
     def cancel_restore(self, task: Task) -> None:
-        """Release the lease of a failed restore; what was loaded is kept where it can be used."""
+        """End a restore that failed: release the lease of the task, which can then start again.
+
+        The prefix loaded so far stays in RAM, unless the failed read made the buffers unusable. The
+        task does not read from disk again: it computes what RAM lacks.
+        """
         self._kv.cancel_restore(task.stop_restore())

@@ -84,12 +84,19 @@ class DecodingCost:
 class Cost:
     """Measured costs of one model on this machine.
 
-    `per_token`, `per_pair`, `per_key`, `per_square`: bytes, see above; `fixed`: bytes of one row's
-    logits. `rate`: prefill tokens per second, a moving average. `longest`: tokens above which a
-    pass is slower, 0 for no limit. `per_pass`: seconds of the shortest pass. `growth`: share by
-    which a token takes longer for each cached one before it. `paces`: seconds per token by range of
-    positions, see `NEAR`. `even`: passes of a chunk are equally long; else all but the last have
-    `longest` tokens. `decoding`: the cost of decoding.
+    Memory: a forward pass over c tokens after k cached ones needs, beyond the new KV,
+    `per_token * c + per_pair * c * (k + c) + per_key * (k + c) + per_square * c * c` bytes for its
+    activations and `fixed` bytes for one row's logits.
+
+    Time: `rate` is the speed of prefill in tokens/s, a moving average over all positions. `paces`
+    are moving averages of seconds per token by range: key 0 for tokens after fewer than `NEAR`
+    cached ones, key n for those after 2^(n-1) to 2^n times `NEAR`. `growth`: a token after k cached
+    ones takes 1 + `growth` * k times as long as the first. `per_pass`: seconds of the shortest
+    pass, with a copy of the state.
+
+    Passes: a chunk of more than `longest` tokens is fed in several passes, because a longer one
+    takes more time per token; 0 means no limit. They are equally long if `even`; otherwise all but
+    the last have `longest` tokens. `decoding`: the cost of decoding.
     """
 
     per_token: float

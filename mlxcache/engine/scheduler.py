@@ -248,7 +248,9 @@ class Scheduler:
         except (StoreError, OSError, RuntimeError, ValueError) as error:
             if device.is_device_error(error):
                 raise
-            log.warning("restore failed, computing the rest of the prefix: %s", error)
+            log.warning(
+                "%s: restore failed, computing the rest of the prefix: %s", task.record.id, error
+            )
             self.admission.cancel_restore(task)
             self.prefilling.remove(task)
             self.waiting.insert(0, task)

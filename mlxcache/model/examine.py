@@ -60,10 +60,13 @@ class Examined:
 
 
 def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
-    """Examine the model that `spec` names; of one not on this machine, download only config.json.
+    """Find how a model's layers cache, and how many bytes they need, without loading weights.
 
-    With a draft, both models are examined as one, and both must be on this machine. Raises
-    ModelError, also where the model cannot be fed, or not with `kv_bits` or the draft.
+    `kv_bits` as in `mlxcache serve`: bits of stored keys and values, None for the model's dtype. If
+    the model is not on this machine, only its config.json is downloaded, and random weights that
+    are never computed take the place of its own. With a draft, both models are examined as one, and
+    both must be on this machine. Blocks for a download. Raises ModelError if the model cannot be
+    found or fed, or not with `kv_bits` or the draft.
     """
     try:
         if spec.draft is not None and None in (here(spec.model, spec.revision), here(spec.draft)):

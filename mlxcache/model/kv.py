@@ -176,7 +176,11 @@ class Layout:
         return max((h * d * t.size for spec in self.specs for h, d, t in spec), default=0)
 
     def row_bytes(self, length: int) -> int:
-        """Bytes of a batch's row of `length` positions; a window holds at most its size."""
+        """Bytes that one row takes in a batch padded to `length` positions.
+
+        That is KV of `length` positions in each layer, at most its window's in a layer with a
+        sliding window, and the states of all opaque slots.
+        """
         total = self.checkpoint_bytes
         for spec, window in zip(self.specs, self.windows, strict=True):
             held = length if window is None else min(length, window)

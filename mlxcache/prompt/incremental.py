@@ -217,9 +217,13 @@ class Tokeniser:
     def extend(
         self, old: Tokenised, shared: int, text: str, splices: tuple[Splice, ...] = ()
     ) -> Tokenised | None:
-        """Tokenise a text whose first `shared` characters equal those of `old`.
+        """Tokenise a text that begins like `old`; its ids are reused for the common beginning.
 
-        None where no control token is shared, or the ids do not correspond to the text.
+        The first `shared` characters of both are equal. The ids before the last control token that
+        lies in them are copied from `old`, the text from that token on is encoded, and both are
+        joined. `splices` are those of `text`. Mutates nothing. Returns None if no control token is
+        shared, or if the new ids have other control tokens than the text: the caller then encodes
+        the whole text.
         """
         shared = min(shared, first_difference(old.splices, splices))
         # A control token is shared only if no longer token could start there in either text.
@@ -307,10 +311,11 @@ def _ends(matches: Sequence[re.Match[str]]) -> Ints:
 
 
 class RecentTexts:
-    """The latest tokenised texts of each session, bounded in number and bytes.
+    """The latest tokenised texts, which new texts are compared with. Safe in any thread.
 
-    Safe in any thread. `each` texts per session, `latest` without a session; the `latest` newest
-    of all are compared with any text.
+    Keeps at most `each` texts of a session, `latest` of requests without a session, and `count`
+    texts and `limit` bytes in all; the oldest are dropped. A new text is compared with those of its
+    session and with the `latest` newest of all sessions.
     """
 
     def __init__(self, *, count: int = 128, each: int = 4, latest: int = 8, limit: int = 64 << 20):

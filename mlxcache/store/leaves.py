@@ -72,8 +72,10 @@ def _raw(ids: Tokens) -> bytes:
 def find_continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:
     """Find the leaf that a request with `ids` continues; None if it begins a conversation.
 
-    The leaf with the longest common prefix that covers its conversation key. Of equals, one that
-    `ids` contains whole, so that a fork and its source continue apart; then the oldest.
+    A leaf is considered if `ids` begins with its conversation key, its first `key_tokens` tokens.
+    Of those, the one with the longest common prefix with `ids` is returned. Of equally long ones it
+    is a leaf whose tokens are all in that prefix: if only the source of a fork has got a further
+    turn, a request without that turn continues the fork. After that the leaf with the lowest id.
     """
     best, rank = None, (0, False, 0)
     for leaf in leaves:

@@ -97,9 +97,12 @@ def state_name(index: int, name: str) -> str:
 
 
 class Leaf(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a leaf beyond its parent: tokens [start, start + tokens), KV of the first `rows`.
+    """A leaf in the description of a snapshot: the tokens that it does not share with its parent.
 
-    The tokens before `start` are those of the earlier leaf with index `parent`.
+    `parent`: index of an earlier leaf with the same first `start` tokens; None, and `start` 0, if
+    there is none. `start` is a multiple of 64. The snapshot has the ids of the leaf's own tokens,
+    [start, start + tokens), and KV of the first `rows` of them; an importer computes the rest. The
+    other fields are those of `LeafInfo`. `key_tokens` is called `anchor` in the file.
     """
 
     parent: Count | None
