@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
 
 from mlxcache.bench.command import check_names
 from mlxcache.bench.prove import report
@@ -18,6 +23,8 @@ from mlxcache.bench.report import wide_console
 from mlxcache.bench.run import scratch
 from mlxcache.errors import MlxcacheError
 from mlxcache.model.random_model import SIZES, WEIGHTS, Weights
+
+OnText = Callable[[str], None]
 
 DEFAULT_SIZE, QUICK_SIZE = "0.6b", "tiny"
 
@@ -48,12 +55,17 @@ Only = Annotated[
 Quick = Annotated[
     bool, typer.Option("--quick", help="Small lengths: shows that all works, and no bounds.")
 ]
-Minutes = Annotated[float, typer.Option(min=0.1, help="Time limit of the scenarios together.")]
+Minutes = Annotated[
+    float, typer.Option(min=0.1, help="Time limit of all, also of making or loading models.")
+]
 Out = Annotated[
     Path,
     typer.Option("--out", metavar="FILE", help="The report; its figures go beside it, as .json."),
 ]
-Strict = Annotated[bool, typer.Option("--assert", help="Exit with 1 where a bound failed, too.")]
+Strict = Annotated[
+    bool,
+    typer.Option("--assert", help="Exit with 1 where a bound failed or none was checked, too."),
+]
 
 
 def prove(
@@ -69,7 +81,9 @@ def prove(
 ) -> None:
     """Measure this machine beside mlx-lm, and write one report that can be published.
 
-    Exit status 1: a scenario failed. The others are in the report.
+    Exit status 1: a scenario failed, the run was interrupted, or nothing was measured; with
+    --assert also: a bound failed, or none was checked. 2: wrong usage, or a model that cannot be
+    loaded.
     """
     names = check_names(only or (), list(SCENARIOS)) or list(SCENARIOS)
     size = size or (QUICK_SIZE if quick else DEFAULT_SIZE)
@@ -79,15 +93,15 @@ def prove(
         raise typer.BadParameter(f"--weights {weights}: not one of {', '.join(WEIGHTS)}")
     _check_out(out)
     scale = QUICK if quick else FULL
-    console = wide_console()
-    with scratch() as folder, console.status("preparing") as status:
+    console, errors = wide_console(), Console(stderr=True, highlight=False, soft_wrap=True)
+    with scratch() as folder, steps(console, errors) as (on_step, on_begin):
         options = Options(model, size, chosen, names, scale, minutes, out)
-        proof = Proof(options, folder, status.update)
+        proof = Proof(options, folder, on_step, on_begin)
         try:
             proof.play()
         except (MlxcacheError, OSError, ValueError) as error:
-            console.print(str(error), style="red", markup=False)
-            sys.exit(1)
+            errors.print(Text.assemble(("Error: ", "bold red"), str(error)))
+            sys.exit(2)
     run = {"lengths": "quick" if quick else "full", "minutes": minutes}
     machine = describe_machine()
     markdown = report.as_markdown(machine, run, proof.found)
@@ -95,16 +109,42 @@ def prove(
     try:  # before it is shown: the terminal may be closed
         beside = report.write(out, markdown, report.as_json(machine, run, proof.found))
         written = f"Written: {out} and {beside}."
-    except OSError as why:
-        failure, written = why, f"Not written: {why}. The report is above."
+    except OSError as error:
+        failure, written = error, f"Not written: {error}. The report is above."
     console.print(markdown, markup=False, highlight=False, soft_wrap=True)
     console.print(written, style="red" if failure else "", markup=False, soft_wrap=True)
     if failure is not None:
         sys.exit(1)
-    failed = any(found.status == "failed" for found in proof.found)
-    broken = any(not check.ok for found in proof.found for check in found.checks)
-    if failed or (strict and broken):
+    if why := why_failed(proof, strict=strict):
+        errors.print(f"Exit status 1: {why}.", markup=False)
         sys.exit(1)
+
+
+def why_failed(proof: Proof, *, strict: bool) -> str | None:
+    """Reason for exit status 1; None for a run in which all that was played is well."""
+    findings = proof.found
+    checks = [check for found in findings for check in found.checks]
+    if proof.interrupted is not None:
+        return proof.interrupted
+    if any(found.status == "failed" for found in findings):
+        return "a scenario failed"
+    if not any(found.status == "done" or found.tables for found in findings):
+        return "nothing was measured"
+    if strict and not checks:
+        return "no bound was checked"
+    if strict and not all(check.ok for check in checks):
+        return "a bound failed"
+    return None
+
+
+@contextmanager
+def steps(console: Console, errors: Console) -> Iterator[tuple[OnText, OnText]]:
+    """Show steps on a terminal; elsewhere print a line per scenario begun, as an error output."""
+    if not console.is_terminal:
+        yield lambda _: None, lambda line: errors.print(line, markup=False)
+        return
+    with console.status("preparing") as status:
+        yield lambda step: status.update(escape(step)), lambda _: None
 
 
 def _check_out(out: Path) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 import psutil
@@ -23,13 +25,14 @@ from mlxcache.bench.prove.context import (
     usable_bytes,
 )
 from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.loading import load_in_child
 from mlxcache.bench.prove.machine import device_info
 from mlxcache.bench.prove.privacy import private_strings, scrub
 from mlxcache.bench.prove.scale import Scale
-from mlxcache.model.hub import resolve
 from mlxcache.model.random_model import Weights, make_random
 
 Scenario = Callable[[Context], None]
+T = TypeVar("T")
 
 SCENARIOS: Mapping[str, Scenario] = {
     "equality": in_child("equality"),
@@ -52,6 +55,8 @@ QUANTISED = ("equality", "first_token", "decode", "prefill", "first_token_long")
 QUICKLY = ("equality",)
 """Those played on the second model in a quick run."""
 
+INTERRUPTED = "the run was interrupted"
+
 LAST = ("first_token_long",)
 """Those played on every model only after all others."""
 
@@ -72,61 +77,129 @@ class Options:
     out: Path | None = None
 
 
+class Draft:
+    """A model that is made or loaded when it is first needed, within the time left."""
+
+    def __init__(self, label: str, make: Callable[[], Subject]):
+        self.label = label
+        self._make = make
+        self._subject: Subject | None = None
+        self._error: Exception | None = None
+
+    def subject(self, clock: Clock) -> Subject:
+        """The model. Raises TimeUp, and what `make` raises: later calls, the same again."""
+        if self._error is not None:
+            raise self._error
+        if self._subject is None:
+            try:
+                with clock.bounding():
+                    self._subject = self._make()
+            except TimeUp as why:
+                self._error = TimeUp(f"no model: {why}")
+                raise self._error from why
+            except Exception as error:
+                self._error = error
+                raise
+        return self._subject
+
+
 @dataclass(slots=True)
 class Proof:
-    """The scenarios of one run, and what they found so far. `folder` receives all files."""
+    """The scenarios of one run, and what they found so far. `folder` receives all files.
+
+    `on_step` is called with each step, `on_begin` with each scenario begun.
+    """
 
     options: Options
     folder: Path
     on_step: Callable[[str], None]
+    on_begin: Callable[[str], None] = lambda _: None
     found: list[Findings] = field(default_factory=list)
     interrupted: str | None = None
+    _making_s: float = 0.0
 
     def play(self) -> None:
         """Play every scenario that fits the time limit; list the others. Blocks.
 
-        Main thread only. Raises ModelError or OSError if the model cannot be resolved or made.
+        The limit bounds all of it, also the download and the making of models. Main thread only.
+        Raises ModelError if the model given cannot be loaded.
         """
         options = self.options
-        subjects = list(self._subjects())
         clock = Clock(60 * options.minutes)
-        memory = usable_bytes(device_info())
-        again = QUICKLY if options.scale.quick else QUANTISED
-        for name, subject in planned(options.names, subjects, again):
-            found = Findings(name, subject.label)
+        drafts = self._drafts(clock)
+        began = time.monotonic()
+        plan = list(planned(options.names, drafts, QUANTISED))
+        for number, (name, draft) in enumerate(plan, 1):
+            found = Findings(name, draft.label)
             self.found.append(found)
-            label = f"{name}, {subject.label}"
-            context = Context(
-                subject, options.scale, clock, self.folder, memory, found,
-                lambda step, label=label: self.on_step(f"{label}: {step}"),  # type: ignore[misc]
-            )  # fmt: skip
-            began = time.monotonic()
-            self._play_one(SCENARIOS[name], context)
-            found.seconds = time.monotonic() - began
-            _scrub(found, private_strings(options.model, subject.path, options.out, self.folder))
+            if options.scale.quick and draft is not drafts[0] and name not in QUICKLY:
+                found.status = "not run"
+                found.error = f"on a second model, a quick run has only {', '.join(QUICKLY)}"
+                continue
+            if self.interrupted is None and clock.left_s:
+                minutes = (time.monotonic() - began) / 60
+                self.on_begin(f"{number} of {len(plan)} {name}, {minutes:.0f} min so far")
+            self._play_one(SCENARIOS[name], found, draft, clock)
+            _scrub(found, private_strings(options.model, self.folder, options.out))
 
-    def _subjects(self) -> Iterator[Subject]:
+    def _drafts(self, clock: Clock) -> list[Draft]:
         options = self.options
         if options.model is not None:
-            folder = resolve(options.model)
-            config = read_config(folder)
-            yield Subject(folder, describe_config(config), config)
-            return
-        for weights in options.weights:
-            self.on_step(f"making the model: {options.size}, {weights}")
-            folder = make_random(self.folder / f"{options.size}-{weights}", options.size, weights)
-            label = f"{options.size} with random weights, {weights}"
-            yield Subject(folder, label, read_config(folder))
-        mx.clear_cache()
+            return [self._given(options.model, clock)]
+        return [
+            Draft(
+                f"{options.size} with random weights, {weights}",
+                partial(self._made, weights, clock),
+            )
+            for weights in options.weights
+        ]
 
-    def _play_one(self, scenario: Scenario, context: Context) -> None:
-        found = context.found
+    def _given(self, model: str, clock: Clock) -> Draft:
+        """The user's model, loaded once. Raises ModelError."""
+
+        def look() -> Subject:
+            folder = load_in_child(model, self.folder)
+            config = read_config(folder)
+            return Subject(folder, describe_config(config), config)
+
+        self.on_step("loading the model, which may be downloaded first")
+        draft = Draft("the model given", look)
+        try:
+            subject = draft.subject(clock)
+        except TimeUp:
+            return draft
+        except KeyboardInterrupt:
+            self.interrupted = INTERRUPTED
+            return draft
+        return Draft(subject.label, lambda: subject)
+
+    def _made(self, weights: Weights, clock: Clock) -> Subject:
+        """Make a model; raise TimeUp where the one before took longer than what is left."""
+        if self._making_s > clock.left_s:
+            raise TimeUp(f"about {self._making_s:.0f} s needed, {clock.left_s:.0f} s left")
+        size = self.options.size
+        label = f"{size} with random weights, {weights}"
+        self.on_step(f"making the model: {label}")
+        began = time.monotonic()
+        folder = make_random(self.folder / f"{size}-{weights}", size, weights)
+        mx.clear_cache()
+        self._making_s = time.monotonic() - began
+        return Subject(folder, label, read_config(folder))
+
+    def _play_one(self, scenario: Scenario, found: Findings, draft: Draft, clock: Clock) -> None:
         if self.interrupted is not None:
             found.status, found.error = "not run", self.interrupted
             return
         before = children()
+        began = time.monotonic()
         try:
-            with context.clock.bounding():
+            subject = draft.subject(clock)
+            began = time.monotonic()
+            context = Context(
+                subject, self.options.scale, clock, self.folder, usable_bytes(device_info()), found,
+                lambda step: self.on_step(f"{found.name}, {found.model}: {step}"),
+            )  # fmt: skip
+            with clock.bounding():
                 scenario(context)
         except NotApplicable as why:
             found.status, found.error = "not applicable", str(why)
@@ -135,19 +208,20 @@ class Proof:
             if found.tables:
                 found.not_run.append("the rest of it: the time limit has passed")
         except KeyboardInterrupt:
-            self.interrupted = "the run was interrupted"
-            found.status, found.error = "not run", self.interrupted
+            self.interrupted = INTERRUPTED
+            found.status, found.error = "not run", INTERRUPTED
         except Exception as error:  # noqa: BLE001 - it is reported, and the other scenarios go on
             found.status, found.error = "failed", f"{type(error).__name__}: {error}"
         finally:
             end_children(before)
+            found.seconds = time.monotonic() - began
         if found.status == "done" and not found.tables and found.not_run:
             found.status, found.error = "not run", found.not_run.pop(0)
 
 
 def planned(
-    names: Sequence[str], subjects: Sequence[Subject], again: Sequence[str]
-) -> Iterator[tuple[str, Subject]]:
+    names: Sequence[str], subjects: Sequence[T], again: Sequence[str]
+) -> Iterator[tuple[str, T]]:
     """Each scenario of `names` with each model that it is played on, in order.
 
     Only those in `again` are played on other models than the first.

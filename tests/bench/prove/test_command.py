@@ -16,10 +16,13 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from mlxcache.bench.checks import Check
 from mlxcache.bench.prove import report
+from mlxcache.bench.prove.command import why_failed
 from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.privacy import private_strings
-from mlxcache.bench.prove.run import SCENARIOS, Proof
+from mlxcache.bench.prove.run import SCENARIOS, Options, Proof
+from mlxcache.bench.prove.scale import QUICK
 from mlxcache.cli.main import app
 from tests.toys.toy import make_toy
 
@@ -41,6 +44,9 @@ def test_a_quick_run_measures_everything_and_tells_nothing_private(tmp_path: Pat
     assert {name for name, _ in played} == set(SCENARIOS)
     assert {model.rpartition(" ")[2] for _, model in played} == {"bfloat16", "4bit"}
     for one in played.values():
+        if "quick run has only" in (one["error"] or ""):
+            assert one["model"].endswith("4bit")
+            continue
         assert one["status"] == "done" or one["name"] == "awake", one
         assert one["tables"] or one["name"] == "awake", one
         assert one["not_run"] == []
@@ -98,7 +104,6 @@ def test_a_closed_terminal_leaves_nothing(tmp_path: Path, number: signal.Signals
 
 def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: str, fails: bool) -> int:
     """Exit status of a run whose one scenario fails, or breaks a bound."""
-    from mlxcache.bench.checks import Check
 
     def play(proof: Proof) -> None:
         found = Findings("growth", "m", "failed" if fails else "done")
@@ -158,19 +163,41 @@ def test_a_report_that_cannot_be_written_is_shown(tmp_path, monkeypatch) -> None
     assert "Not written: [Errno 28] No space left" in done.output
 
 
-def test_a_folder_without_a_model_is_a_sentence(tmp_path: Path) -> None:
-    done = prove(tmp_path, "--model", str(tmp_path))
-    assert done.returncode == 1
-    assert "is not a model that can be read" in " ".join(done.stdout.split())
+def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> None:
+    """As `serve` says it: exit status 2, before any scenario, without a report."""
+    broken = make_toy(tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for model, why in [(broken, "broken"), (empty, "has no config.json"), ("/absent", "no folder")]:
+        done = prove(tmp_path, "--model", str(model))
+        assert done.returncode == 2
+        assert done.stderr.startswith("Error: ")
+        assert why in done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+        assert done.stderr.count("\n") == 1
+        assert not (tmp_path / "report.md").exists()
 
 
-def test_a_model_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    """Exit status 1, no traceback, no report."""
-    done = prove(tmp_path, "--model", "/absent")
-    assert done.returncode == 1
-    assert "/absent" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
-    assert not (tmp_path / "report.md").exists()
+@pytest.mark.parametrize(
+    ("found", "interrupted", "status", "strict_status"),
+    [
+        (Findings("a", "m"), None, 0, 1),
+        (Findings("a", "m", checks=[Check("x", 1.0, 2.0)]), None, 0, 0),
+        (Findings("a", "m", checks=[Check("x", 3.0, 2.0)]), None, 0, 1),
+        (Findings("a", "m"), "the run was interrupted", 1, 1),
+        (Findings("a", "m", "not applicable"), None, 1, 1),
+        (Findings("a", "m", "not run"), None, 1, 1),
+    ],
+)
+def test_a_run_that_proves_nothing_is_exit_status_1(
+    tmp_path: Path, found: Findings, interrupted: str | None, status: int, strict_status: int
+) -> None:
+    """Also one that was interrupted; with --assert also one that checked no bound."""
+    options = Options(None, "tiny", (), (), QUICK, 1.0)
+    proof = Proof(options, tmp_path, print, print, [found], interrupted)
+    assert bool(why_failed(proof, strict=False)) == bool(status)
+    assert bool(why_failed(proof, strict=True)) == bool(strict_status)
 
 
 def test_the_command_of_the_wheel_and_of_the_clone_are_one() -> None:

@@ -42,6 +42,7 @@ def played(
     **scenarios: Callable[[Context], None],
 ) -> list[Findings]:
     monkeypatch.setattr(run, "SCENARIOS", scenarios)
+    monkeypatch.setattr(run, "load_in_child", lambda model, folder: Path(model))
     proof = Proof(
         Options(str(toy), "tiny", ("bfloat16",), list(scenarios), QUICK, minutes),
         tmp_path,
@@ -186,3 +187,50 @@ def test_no_child_is_left() -> None:
     assert other.poll() is None
     other.kill()
     other.wait()
+
+
+def made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, making_s: float, minutes: float
+) -> tuple[list[Findings], list[str]]:
+    """Findings and lines of a run with two models, each of which takes `making_s` to make."""
+
+    def make(folder: Path, size: str, weights: str) -> Path:
+        time.sleep(making_s)
+        return make_toy(folder)
+
+    lines: list[str] = []
+    monkeypatch.setattr(run, "SCENARIOS", {"equality": measure, "decode": measure})
+    monkeypatch.setattr(run, "make_random", make)
+    options = Options(None, "4b", ("bfloat16", "4bit"), ["equality", "decode"], QUICK, minutes)
+    proof = Proof(options, tmp_path, lambda _: None, lines.append)
+    proof.play()
+    return proof.found, lines
+
+
+def test_the_time_limit_bounds_the_making_of_models(tmp_path, monkeypatch) -> None:
+    """A model that is not made in time is left out, with its scenarios."""
+    began = time.monotonic()
+    found, _ = made(tmp_path, monkeypatch, 60.0, 1 / 60)
+    assert time.monotonic() - began < 20
+    assert {one.status for one in found} == {"not run"}
+    assert found[0].error == "no model: the time limit has passed"
+
+
+def test_a_second_model_that_does_not_fit_is_not_begun(tmp_path, monkeypatch) -> None:
+    """It would take about as long as the first."""
+    found, _ = made(tmp_path, monkeypatch, 2.0, 3.5 / 60)
+    assert [one.status for one in found] == ["done", "done", "not run", "not run"]
+    assert found[2].error is not None
+    assert found[2].error.startswith("no model: about 2 s needed, ")
+
+
+def test_each_scenario_begun_has_a_line(tmp_path, monkeypatch) -> None:
+    """What a quick run does not play on a second model is listed as not run."""
+    found, lines = made(tmp_path, monkeypatch, 0.0, 5.0)
+    assert lines == [
+        "1 of 4 equality, 0 min so far",
+        "2 of 4 decode, 0 min so far",
+        "3 of 4 equality, 0 min so far",
+    ]
+    assert [one.status for one in found] == ["done", "done", "done", "not run"]
+    assert found[3].error == "on a second model, a quick run has only equality"
