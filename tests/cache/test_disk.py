@@ -288,6 +288,32 @@ def test_a_disk_that_is_full_costs_nothing_but_the_disk(
     assert not disk.write_behind.backoff.failing
 
 
+def test_a_lookup_that_fails_says_what_it_was_for(
+    llama: Bench,
+    start: Callable[..., DiskTier],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One for a prompt, one before a write; the request is served, and written later."""
+
+    def broken(*args: object, **options: object) -> None:
+        raise RuntimeError("no lookup")
+
+    disk = start(llama)
+    ids = prompt(rng, 300)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.store, "find", broken)
+        task = llama.ask(ids)
+        disk.write_behind.drain(2.0)
+    assert task.out == llama.cold(ids)
+    assert "looking up or verifying a prompt of 300 tokens on disk failed" in caplog.messages
+    path = len(ids) + len(task.out)
+    assert f"looking up a path of {path} tokens before its write failed" in caplog.messages
+    while disk.store.find(task.ids).length < len(ids):
+        llama.scheduler.tick()  # the disk's timer wakes it
+
+
 def test_a_slow_disk_holds_dirty_segments_in_ram_and_drops_none(
     llama: Bench,
     start: Callable[..., DiskTier],
