@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from mlxcache.bench.command import check_names
 from mlxcache.bench.prove import report
-from mlxcache.bench.prove.machine import describe_machine
+from mlxcache.bench.prove.machine import describe_machine, load_average
 from mlxcache.bench.prove.run import SCENARIOS, Options, Proof
 from mlxcache.bench.prove.scale import FULL, QUICK
 from mlxcache.bench.report import wide_console
@@ -59,8 +60,13 @@ Minutes = Annotated[
     float, typer.Option(min=0.1, help="Time limit of all, also of making or loading models.")
 ]
 Out = Annotated[
-    Path,
-    typer.Option("--out", metavar="FILE", help="The report; its figures go beside it, as .json."),
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="The report; its figures go beside it, as .json. Both are overwritten. "
+        "Default: mlxcache-proof-DATE-TIME.md.",
+    ),
 ]
 Strict = Annotated[
     bool,
@@ -76,7 +82,7 @@ def prove(
     only: Only = None,
     quick: Quick = False,
     minutes: Minutes = 30.0,
-    out: Out = Path("mlxcache-proof.md"),
+    out: Out = None,
     strict: Strict = False,
 ) -> None:
     """Measure this machine beside mlx-lm, and write one report that can be published.
@@ -91,6 +97,8 @@ def prove(
     chosen: tuple[Weights, ...] = tuple(one for one in WEIGHTS if weights in (None, one))
     if not chosen:
         raise typer.BadParameter(f"--weights {weights}: not one of {', '.join(WEIGHTS)}")
+    began, load = datetime.now(UTC), load_average()
+    out = out or Path(f"mlxcache-proof-{began.astimezone():%Y%m%d-%H%M%S}.md")
     _check_out(out)
     scale = QUICK if quick else FULL
     console, errors = wide_console(), Console(stderr=True, highlight=False, soft_wrap=True)
@@ -102,7 +110,13 @@ def prove(
         except (MlxcacheError, OSError, ValueError) as error:
             errors.print(Text.assemble(("Error: ", "bold red"), str(error)))
             sys.exit(2)
-    run = {"lengths": "quick" if quick else "full", "minutes": minutes}
+    run = {
+        "date": began.isoformat(timespec="seconds"),
+        "lengths": "quick" if quick else "full",
+        "minutes": minutes,
+        "load average before": load,
+        "load average after": load_average(),
+    }
     machine = describe_machine()
     markdown = report.as_markdown(machine, run, proof.found)
     failure: OSError | None = None

@@ -29,6 +29,18 @@ Rows = dict[str, dict[str, Figure]]
 """Figures by row, then by column."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unchecked:
+    """A bound as in `Check`, and why it was not checked; `measured` None: there is no figure."""
+
+    name: str
+    why: str
+    measured: float | None
+    bound: float
+    unit: str = ""
+    least: bool = False
+
+
 @dataclass(slots=True)
 class Findings:
     """Result of one scenario on one model.
@@ -45,7 +57,7 @@ class Findings:
     seconds: float = 0.0
     tables: dict[str, Rows] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
+    unchecked: list[Unchecked] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
 
@@ -65,7 +77,7 @@ class Findings:
             if why_not is None:
                 self.checks.append(check)
             else:
-                self.unchecked.append(f"{check.name}: {why_not} ({check.measured:.2f})")
+                self.unchecked.append(Unchecked(why=why_not, **asdict(check)))
 
     def as_json(self) -> dict[str, Any]:
         """All of it, each figure with its median and number of runs."""
@@ -85,6 +97,6 @@ class Findings:
                     self.add(table, row, column, figure["unit"], *figure["samples"])
         fields = Check.__dataclass_fields__
         self.checks += [Check(**{name: one[name] for name in fields}) for one in value["checks"]]
-        self.unchecked += value["unchecked"]
+        self.unchecked += [Unchecked(**one) for one in value["unchecked"]]
         self.notes += value["notes"]
         self.not_run += value["not_run"]

@@ -12,6 +12,7 @@ from mlxcache.bench.measure import by, middle
 from mlxcache.bench.own import OwnTime
 from mlxcache.bench.process import OURS, THEIRS, Lives
 from mlxcache.bench.prove.context import Context, NotApplicable, settle
+from mlxcache.bench.prove.findings import Unchecked
 from mlxcache.bench.scenarios import Conversation, Visit
 
 TIMES, FED = "First token", "Prompt tokens computed, of all"
@@ -157,7 +158,8 @@ def _note(context: Context, row: str, column: str, reply: Reply) -> None:
 def _bound(context: Context, tokens: int, ratio: float | None) -> None:
     name = f"warm first token at {tokens:,} tokens, by the model's own time"
     if ratio is None:
-        context.found.unchecked.append(f"{name}: the model's own time was not measured")
+        why = "the model's own time was not measured"
+        context.found.unchecked.append(Unchecked(name, why, None, OWN_TIME))
         return
     check = Check(name, ratio, OWN_TIME)
     short = f"prompts under {BOUND_TOKENS:,} tokens do not show it"

@@ -35,7 +35,7 @@ def describe_machine() -> dict[str, Any]:
         "device": str(mx.default_device()),
         "device_info": device_info(),
         "python": platform.python_version(),
-        "mlxcache": __version__,
+        "mlxcache": _own_version(),
         "versions": _versions(),
     }
     return _scrubbed(found)
@@ -68,6 +68,26 @@ def _system() -> str:
     if sys.platform == "darwin":
         return f"macOS {platform.mac_ver()[0]} ({platform.machine()})"
     return f"{platform.system()} {platform.release()} ({platform.machine()})"
+
+
+def _own_version() -> str:
+    """The version of mlxcache, in a clone with its commit, and whether files differ from it."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return __version__
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    command.append("--exclude=*")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):  # no git
+        return __version__
+    commit = done.stdout.strip()
+    return f"{__version__}, commit {commit}" if commit else __version__
+
+
+def load_average() -> str:
+    """Processes that wanted a core in the last 1, 5 and 15 minutes."""
+    return ", ".join(f"{load:.1f}" for load in os.getloadavg())
 
 
 def _versions() -> dict[str, str]:

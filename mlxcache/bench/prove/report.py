@@ -10,6 +10,10 @@ from typing import Any
 from mlxcache.bench.prove.findings import Figure, Findings, Rows
 
 FORMAT = 1
+CLOSING = (
+    "Read this page and the .json file beside it, then send both as an issue of mlxcache on "
+    "GitHub, with the title `prove:` and your chip."
+)
 
 
 def as_json(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Findings]) -> str:
@@ -33,7 +37,7 @@ def as_markdown(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequenc
             for title, rows in found.tables.items():
                 lines += [*_table(title, rows), ""]
             lines += [f"- {note}" for note in found.notes]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, "", CLOSING]) + "\n"
 
 
 def write(file: Path, markdown: str, json_text: str) -> Path:
@@ -66,8 +70,13 @@ def _bounds(all: Sequence[Findings]) -> Iterator[str]:
             verdict = "passed" if check.ok else "**failed**"
             name = f"{check.name} ({found.model})"
             yield f"| {_cell(name)} | {check.measured:.3g} | {sign} {check.bound:g} | {verdict} |"
-        for why in found.unchecked:
-            yield f"| {_cell(why)} ({_cell(found.model)}) | | | not checked |"
+        for one in found.unchecked:
+            sign = "≥" if one.least else "≤"
+            measured = "" if one.measured is None else f"{one.measured:.3g}"
+            yield (
+                f"| {_cell(one.name)} ({_cell(found.model)}) | {measured} | {sign} "
+                f"{one.bound:g} | not checked: {_cell(one.why)} |"
+            )
 
 
 def _left_out(all: Sequence[Findings]) -> Iterator[str]:

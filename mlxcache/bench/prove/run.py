@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -266,5 +266,6 @@ def end_children(before: set[psutil.Process]) -> None:
 def _scrub(found: Findings, private: Sequence[str]) -> None:
     """Remove what is private from the texts of `found`."""
     found.error = None if found.error is None else scrub(found.error, private)
-    for texts in (found.notes, found.not_run, found.unchecked):
+    found.unchecked = [replace(one, why=scrub(one.why, private)) for one in found.unchecked]
+    for texts in (found.notes, found.not_run):
         texts[:] = [scrub(one, private) for one in texts]

@@ -13,6 +13,7 @@ from mlxcache.bench.measure import by, middle
 from mlxcache.bench.own import OwnTime
 from mlxcache.bench.process import OURS, THEIRS, Lives
 from mlxcache.bench.prove.context import Context, NotApplicable, settle
+from mlxcache.bench.prove.findings import Unchecked
 
 DECODE = "Decoding"
 PREFILL = "Prefill of one prompt"
@@ -42,6 +43,7 @@ def decode(context: Context) -> None:
 
 
 def _beside_generate(context: Context, tokens: int) -> None:
+    name = f"tokens/s at {tokens:,} tokens, by {GENERATE}'s"
     with ExitStack() as stack:
         lives = stack.enter_context(context.serving())
         try:
@@ -49,12 +51,12 @@ def _beside_generate(context: Context, tokens: int) -> None:
                 raise NotApplicable("memory is short for two processes")
             own = stack.enter_context(context.own_time())
         except NotApplicable as why:
-            context.found.unchecked.append(f"decoding at {tokens:,} tokens: {why}")
+            context.found.unchecked.append(Unchecked(name, str(why), None, SHARE, least=True))
             own = None
         pairs = _play(context, tokens, lives, own)
     ratio = middle(by(*pair) for pair in pairs)
     if ratio is not None:
-        check = Check(f"tokens/s at {tokens:,} tokens, by {GENERATE}'s", ratio, SHARE, least=True)
+        check = Check(name, ratio, SHARE, least=True)
         quick = "replies of a quick run are too short" if context.scale.quick else None
         context.found.hold([check], why_not=quick)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -198,6 +199,20 @@ def test_a_run_that_proves_nothing_is_exit_status_1(
     proof = Proof(options, tmp_path, print, print, [found], interrupted)
     assert bool(why_failed(proof, strict=False)) == bool(status)
     assert bool(why_failed(proof, strict=True)) == bool(strict_status)
+
+
+def test_a_report_does_not_replace_an_earlier_one(tmp_path, monkeypatch) -> None:
+    """The default name has date and time; the page has them too, with version and load."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Proof, "play", lambda proof: proof.found.append(Findings("growth", "m")))
+    (tmp_path / "mlxcache-proof.md").write_text("earlier")
+    assert CliRunner().invoke(app, ["prove"]).exit_code == 0
+    assert (tmp_path / "mlxcache-proof.md").read_text() == "earlier"
+    (page,) = tmp_path.glob("mlxcache-proof-*.md")
+    assert re.fullmatch(r"mlxcache-proof-\d{8}-\d{6}", page.stem)
+    assert page.with_suffix(".json").exists()
+    for row in ("date", "mlxcache", "load average before", "load average after"):
+        assert f"| {row} | " in page.read_text()
 
 
 def test_the_command_of_the_wheel_and_of_the_clone_are_one() -> None:

@@ -155,7 +155,7 @@ def test_the_bound_on_warm_turns_is_checked_on_long_prompts(context: Played) -> 
     context.found.checks.clear()
     first_token.long(context)
     assert context.found.checks == []
-    assert "was not measured" in context.found.unchecked[-1]
+    assert "was not measured" in context.found.unchecked[-1].why
 
 
 def test_a_server_that_restores_nothing_fails(context: Played) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlxcache.bench.checks import Check
 from mlxcache.bench.prove import report
-from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.findings import Findings, Unchecked
 
 
 def findings() -> Findings:
@@ -16,6 +16,7 @@ def findings() -> Findings:
     found.add("Decoding", "1,000 tokens, mlx_lm.generate", "one reply", "tokens/s", 200.0)
     found.add("Decoding", "1,000 tokens, mlxcache", "8 at once | all", "s", 0.25)
     found.hold([Check("speed", 0.96, 0.97, least=True), Check("time", 1.05, 1.10)])
+    found.unchecked.append(Unchecked("near", "no memory", None, 0.97, least=True))
     found.hold([Check("far", 2.0, 1.0)], why_not="too short")
     found.not_run.append("100,000 tokens: about 340 s needed, 12 s left")
     return found
@@ -39,7 +40,13 @@ def test_every_bound_has_its_verdict() -> None:
     page = pages(findings())
     assert "| speed (tiny, 4bit) | 0.96 | ≥ 0.97 | **failed** |" in page
     assert "| time (tiny, 4bit) | 1.05 | ≤ 1.1 | passed |" in page
-    assert "| far: too short (2.00) (tiny, 4bit) | | | not checked |" in page
+    assert "| far (tiny, 4bit) | 2 | ≤ 1 | not checked: too short |" in page
+    assert "| near (tiny, 4bit) |  | ≥ 0.97 | not checked: no memory |" in page
+
+
+def test_the_page_ends_with_what_to_do_with_it() -> None:
+    """It goes nowhere by itself."""
+    assert pages(findings()).rstrip().endswith(report.CLOSING)
 
 
 def test_what_was_left_out_or_failed_is_listed() -> None:
