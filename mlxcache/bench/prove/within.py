@@ -43,11 +43,11 @@ async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
     row = f"{scale.deep:,} tokens"
     for run in range(scale.runs):
         prompt = _continued(inside, ids, run)
-        stream = await inside.ask(prompt, 2 * scale.reply + SETTLE_TOKENS, endless=True)
+        stream = await inside.ask(prompt, 4 * scale.reply + SETTLE_TOKENS, endless=True)
         async with stream:
-            await _texts(stream, SETTLE_TOKENS)
+            await _generated(stream, SETTLE_TOKENS)
             await inside.engine.call(lambda _: mx.reset_peak_memory())
-            await _texts(stream, scale.reply)
+            await _generated(stream, SETTLE_TOKENS + scale.reply)
             peak = await inside.engine.call(lambda _: mx.get_peak_memory())
         await _ended(inside, stream)
         await inside.written()
@@ -141,11 +141,13 @@ async def _ended(inside: Inside, stream: Any) -> None:
     await inside.until(lambda: stream.over)
 
 
-async def _texts(stream: Any, count: int) -> None:
-    """Read `count` pieces of text. Raises ValueError if the reply ends before."""
-    async for event in stream:
-        count -= isinstance(event, Text)
-        if count <= 0:
+async def _generated(stream: Any, count: int) -> None:
+    """Read until `count` tokens of the reply were drawn. Raises ValueError if it ends before.
+
+    Pieces of text are not counted: those that are read late come joined.
+    """
+    async for _ in stream:
+        if stream.record.generated_tokens >= count:
             return
     raise ValueError("the reply ended early")
 
