@@ -157,11 +157,14 @@ def conduct(
 def scratch() -> Iterator[Path]:
     """A temporary folder; the first SIGTERM or SIGHUP raises KeyboardInterrupt. Main thread only.
 
-    So no server outlives the run. Later ones are ignored: a closed terminal sends several, and the
-    end of the servers must not be cut off. Under nohup SIGHUP stays ignored.
+    So no server outlives the run. Later ones are ignored, also afterwards: a closed terminal sends
+    several, and the end of the servers and the report must not be cut off. Under nohup SIGHUP stays
+    ignored.
     """
+    interrupted: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupted.append(number)
         for one in before:
             signal.signal(one, signal.SIG_IGN)
         raise KeyboardInterrupt
@@ -176,5 +179,6 @@ def scratch() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        if not interrupted:
+            for one, handler in before.items():
+                signal.signal(one, handler)
