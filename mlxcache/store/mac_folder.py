@@ -123,6 +123,8 @@ def _take_over(former: Path, cache_dir: Path) -> bool:
                 *(former, names or "another mlxcache command", cache_dir),
             )
         except (OSError, StoreError) as error:
+            if _has_store(cache_dir) and not _has_store(former):
+                return True  # the process that moved it removed the lock file while we opened it
             log.warning(
                 "cache folder stays in %s: cannot be moved to %s: %s. Move it while no server "
                 "runs, or name it with --cache-dir",
@@ -172,5 +174,7 @@ def _remove_empty(former: Path) -> None:
         if [entry.name for entry in former.iterdir()] == [NAME]:
             (former / NAME).unlink()
             former.rmdir()
+    except FileNotFoundError:
+        log.debug("empty folder %s was removed by another process", former)
     except OSError as error:
         log.info("empty folder %s stays: %s", former, error.strerror)

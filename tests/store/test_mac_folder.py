@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import platformdirs
 import pytest
 
 from mlxcache.config import Settings, folder
+from mlxcache.errors import StoreError
 from mlxcache.store import mac_folder
 from mlxcache.store.lock import NAME, exclusive_lock, serving
 from mlxcache.store.mac_folder import locate_cache_dir, prepare_cache_dir
@@ -141,6 +144,21 @@ def test_two_servers_that_start_at_once_move_it_once(mac, caplog):
     assert used == [mac.new] * 4
     assert caplog.messages == [f"cache folder moved from {mac.former} to {mac.new}"]
     assert not mac.former.exists()
+
+
+def test_a_server_finds_the_folder_moved_while_it_opens_the_lock(mac, monkeypatch, caplog):
+    """The server that moved it has removed the lock file, and the folder with it."""
+    mac.fill(mac.former)
+
+    def move_and_fail(_: Path) -> NoReturn:
+        mac.new.mkdir(parents=True)
+        os.rename(mac.former / "store", mac.new / "store")
+        shutil.rmtree(mac.former)
+        raise StoreError("serving.lock: No such file or directory")
+
+    monkeypatch.setattr(mac_folder, "exclusive_lock", move_and_fail)
+    assert prepare_cache_dir(mac.new) == mac.new
+    assert not caplog.messages
 
 
 def test_a_server_that_waited_finds_the_folder_moved(mac, monkeypatch, caplog):
