@@ -119,6 +119,29 @@ class Sampling:
     seed: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """The form that a reply's visible text must have.
+
+    `value` by `kind`: `json_schema` the schema as JSON text, `regex` a regular expression,
+    `grammar` a Lark grammar, `choice` a JSON list of strings, `json_object` empty.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
+    value: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """The tools that a reply may or must call.
+
+    `required`: the reply is at least one call. `names`: the tools that it may call; empty: any.
+    """
+
+    required: bool = False
+    names: tuple[str, ...] = ()
+
+
 WARMING = "warm"
 """The `Job.api` of prompts computed ahead of use, which are no turns of a session."""
 
@@ -135,6 +158,9 @@ class Job:
     it ends in DeadlineExceeded; None: the server's limit.
     `session` is a label for users, never a key of the cache. `title`: the beginning of the user's
     first message. `owner`: set by the engine; see `mlxcache.owner`.
+    `format`: the form of the visible text; None: free. `tool_choice` applies to `tools`; a tool
+    whose `function` has `strict` true is called with valid arguments only. `thinking_budget`: most
+    tokens of a think block; None: no limit.
     """
 
     id: str
@@ -143,7 +169,10 @@ class Job:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     tools: tuple[Mapping[str, Any], ...] | None = None
+    tool_choice: ToolChoice = ToolChoice()
     parallel_tools: bool = True
+    format: OutputFormat | None = None
+    thinking_budget: int | None = None
     top_logprobs: int | None = None
     raw: bool = False
     session: str | None = None
