@@ -258,5 +258,6 @@ class RefusalLog:
         client = request.client.host if request.client else "unknown address"
         more = f" (and {self._unlogged} others not logged)" if self._unlogged else ""
         path = request.scope["path"][:100]
-        log.warning("%d for %s, %s %r: %s%s", status, client, request.method, path, reason, more)
+        method = request.method
+        log.warning("refused with %d: %s, %s %r: %s%s", status, client, method, path, reason, more)
         self._silent_until, self._unlogged = now + LOG_INTERVAL_S, 0

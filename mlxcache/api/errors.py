@@ -140,7 +140,7 @@ async def _handle(request: Request, error: Exception) -> Response:
         id = request.scope.get("state", {}).get("request_id")
         # The message of a StoreError names the file and the cause: no traceback is needed.
         trace = None if isinstance(error, errors.StoreError) else error
-        log.error("%s: %s", id, error, exc_info=trace)
+        log.error("%s: request failed: %s", id, error, exc_info=trace)
     return error_response(request, error)
 
 

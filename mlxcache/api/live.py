@@ -172,7 +172,10 @@ class Feed:
             await asyncio.sleep(BUSY_S if runs else IDLE_S)
 
     def _poll(self) -> bool:
-        """Read what needs no wait, and start the reads that are due; True while a request runs."""
+        """Read the parts that need no wait, and start the other reads that are due.
+
+        Returns True while a request runs.
+        """
         engine, now = self._engine, asyncio.get_running_loop().time()
         info = engine.info
         self._set_part(
@@ -241,7 +244,7 @@ class Feed:
         self._sessions_due = loop.time() + min(MAX_SESSIONS_S, max(SESSIONS_S, cost))
 
     def _held_bytes(self) -> Any:
-        """Return figures that differ whenever the tiers hold something else."""
+        """Return figures of both tiers that change whenever their content changes."""
         figures = self._engine.figures()
         tiers = [figures.get(tier, {}).get("used_bytes") for tier in ("ram", "disk")]
         return (*tiers, figures.get("pending_bytes"), figures.get("segments"))

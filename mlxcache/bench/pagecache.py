@@ -20,7 +20,7 @@ def drop(files: Sequence[Path]) -> str | None:
     """Drop `files`, which must be durable, from the page cache; return the method used.
 
     None: this system has no method. On a Mac it is `msync(MS_INVALIDATE)`, which the system may
-    ignore: readers of a speed above the disk's know that it did.
+    ignore: it did if a file is then read faster than the disk can.
     """
     try:
         EVERYTHING.write_text("3")

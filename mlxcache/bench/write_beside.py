@@ -41,10 +41,10 @@ class Paces:
 def write_beside(
     model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int = TOTAL_BYTES
 ) -> Measured:
-    """Write a new session of `total` bytes `runs` times beside a reply, by store and plain thread.
+    """Write a new session of `total` bytes beside a reply: by the store, then by a plain thread.
 
-    The plain thread writes files of the same sizes in the same way: fsync, then rename. Raises
-    ValueError, MlxcacheError, OSError.
+    Repeats that `runs` times. The plain thread writes files of the same sizes in the same way:
+    fsync, then rename. Raises ValueError, MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 
@@ -122,7 +122,7 @@ async def _decoding(inside: Inside, run: int) -> AsyncIterator[None]:
 
 
 async def _pace(inside: Inside, work: Work) -> tuple[float, float]:
-    """Do `work`; tokens per second during it, and its seconds."""
+    """Run `work`; return the reply's tokens per second during it, and its duration in seconds."""
     before, began = inside.generated(), time.perf_counter()
     await work
     seconds = time.perf_counter() - began

@@ -206,7 +206,9 @@ class KVCache:
         return lease
 
     def _set_state(self, lease: Lease, state: State | None, evict: Evict) -> bool:
-        """Reserve and set the state of opaque layers. Without room, release the lease; False."""
+        """Reserve and set the state of opaque layers; without room, release the lease and return
+        False.
+        """
         try:
             reserved = self.ram.reserve("states", self.layout.running_bytes, evict=evict)
             if reserved:

@@ -107,9 +107,7 @@ class Restorer:
             self._warn_once(str(error))
             lookup.failed = True
         except Exception:
-            log.exception(
-                "looking up or verifying a prompt of %d tokens on disk failed", len(lookup.ids)
-            )
+            log.exception("disk lookup failed for a prompt of %d tokens", len(lookup.ids))
             lookup.failed = True
         finally:
             lookup.found = True

@@ -224,9 +224,10 @@ class PathWrite:
 
 
 def _lacking(positions: list[int], present: list[int]) -> set[int]:
-    """Those of `positions` that the disk never had, given its checkpoints at `present`.
+    """Positions of checkpoints to write: those of `positions` that the disk never had.
 
-    A position before the newest on disk was there once and was thinned. The first is kept for ever.
+    `present`: positions of its checkpoints. A position before the newest on disk was there once and
+    was thinned. The first is always kept.
     """
     newer = {at for at in positions if at > max(present, default=0)}
     head = {at for at in positions[:1] if at < min(present, default=0)}
@@ -371,7 +372,7 @@ class WriteBehind:
             self.writer.call(lambda: self._look_up(path))
 
     def _look_up(self, path: PathWrite) -> None:
-        """On the writer's thread."""
+        """Find out what the store has of a path. On the writer's thread."""
         found: Found | StoreError
         try:
             found = self._store.find(path.ids, touch=False)
@@ -380,7 +381,9 @@ class WriteBehind:
         except StoreError as error:
             found = error
         except Exception as error:  # logged; the path in RAM must not stay locked
-            log.exception("looking up a path of %d tokens before its write failed", len(path.ids))
+            log.exception(
+                "disk lookup before a write failed for a path of %d tokens", len(path.ids)
+            )
             found = StoreError(f"A prefix could not be looked up: {error!r}.")
         self._answer(lambda: self._looked_up(path, found))
 
@@ -440,11 +443,11 @@ class WriteBehind:
     # -- answers of the writer's thread ------------------------------------------------------------
 
     def _on_written(self, job: Job, error: StoreError | None) -> None:
-        """On the writer's thread."""
+        """Queue the result of a job for the MLX thread. On the writer's thread."""
         self._answer(lambda: self._written(job, error))
 
     def _on_idle(self) -> None:
-        """On the writer's thread."""
+        """Have the MLX thread release unused buffers. On the writer's thread."""
         self._answer(self.buffers.release_free)
 
     def _answer(self, action: Callable[[], None]) -> None:

@@ -125,7 +125,7 @@ class Admission:
         return task.lookup is not None
 
     def _stop_near(self, other: Task, shared: int) -> int:
-        """The last stop of a running prefill before another prompt diverges; a new one if far."""
+        """Last stop of a running prefill before another prompt diverges; adds one if it is far."""
         before = max((at for at in other.stops if at <= shared), default=0)
         if shared - max(before, other.held.length) < MIN_SHARED or other.restoring:
             return before

@@ -55,9 +55,10 @@ MAX_ENDED = 64
 
 @dataclass(slots=True)
 class NextTurn:
-    """A turn that may come. `before`: the conversation's tokens so far, shape (n,), reply included.
+    """A turn that the client may send next, to be computed ahead.
 
-    `blocked`: there is no room until something is on disk.
+    `before`: the conversation's tokens so far, shape (n,), reply included. `blocked`: there is no
+    room until something is on disk.
     """
 
     task: Task
@@ -130,7 +131,7 @@ class IdlePrefill:
         return False
 
     def _start(self, turn: NextTurn) -> bool:
-        """Acquire the lineage to continue in, if there is room, and enough to feed."""
+        """Acquire the lineage to continue in, if there is room and enough tokens are missing."""
         task, kv = turn.task, self._kv
         was_blocked = turn.unblock()
         if kv.layout.opaque:
@@ -265,7 +266,7 @@ class NextTurnRenderer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, task: Task, pieces: Sequence[Piece]) -> None:
-        """On the renderer's thread."""
+        """Render the next turn of a conversation and queue it. On the renderer's thread."""
         job, sent = task.job, task.job.prompt.source.sent
         try:
             chat = append_reply(sent, pieces, job.prompt.names, thoughts=job.api == "messages")

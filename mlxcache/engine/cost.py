@@ -293,9 +293,9 @@ def measure(
 ) -> Cost:
     """Measure a model with a few short chunks, which also warms up its kernels. MLX thread only.
 
-    `room`: bytes that cached positions may take, and again a pass. `kind`: what the model runs on.
-    `most`: tokens of the longest chunk; on a GPU passes up to that length are compared, which takes
-    about `COMPARE_S` seconds at most.
+    `room`: bytes that cached positions may take, and as many again for a pass. `kind`: what the
+    model runs on. `most`: tokens of the longest chunk; on a GPU passes up to that length are
+    compared, which takes about `COMPARE_S` seconds at most.
     """
     far = min(FAR, room // max(1, layout.bytes_per_token))
     probe = _Probe(model, layout, far + 4 * PROBE)

@@ -45,7 +45,7 @@ RENDER_THREADS = 4
 
 
 def _ignore(*_: Any) -> None:
-    """The default of callbacks."""
+    """Do nothing: the default of callbacks."""
 
 
 def _call_later(seconds: float, action: Callable[[], None]) -> Timer:
@@ -102,7 +102,7 @@ class Engine:
         self.state = "ready"
 
     def _load(self, spec: load.ModelSpec | None) -> ModelRuntime:
-        """On the MLX thread."""
+        """Load the model, and make its runtime. On the MLX thread."""
         self._on_progress("loading the weights", None)
         loaded = load.load(spec or demo_spec(self.settings))
         return self.make_runtime(loaded)
@@ -112,13 +112,13 @@ class Engine:
         return ModelRuntime(loaded, self.settings, self._thread, self.submit, self._on_progress)
 
     def _serve(self) -> None:
-        """On the MLX thread, until `stop`."""
+        """Run the scheduler until `stop`, then close the runtime. On the MLX thread."""
         assert self._runtime is not None
         self._runtime.scheduler.run()
         self._runtime.close(died=False)
 
     def _on_death(self, error: BaseException) -> None:
-        """On the MLX thread, which ends with this."""
+        """Record the error that ended the MLX thread, and save what was committed. On it."""
         self.failure = f"The MLX thread died ({type(error).__name__}: {str(error)[:200]})."
         self._loop.call_soon_threadsafe(self._died, self.failure)
         if self._runtime is not None:
@@ -208,7 +208,7 @@ class Engine:
         return shared.join(record, reply, min((s for s in limits if s is not None), default=None))
 
     def _begin(self, job: Job, record: RequestRecord, runtime: ModelRuntime) -> SharedReply:
-        """Have `job` computed."""
+        """Submit `job` to the scheduler; return the reply for its readers."""
         keep = not self.settings.no_anticipate and runtime.next_turns.note_begin(job)
         scheduler = runtime.scheduler
         live = self._requests.add(job, record, scheduler, self.stall_s, keep_pieces=keep)

@@ -28,7 +28,7 @@ class Timer(Protocol):
     """A call that is due later."""
 
     def cancel(self) -> None:
-        """Do without the call."""
+        """Cancel the call."""
 
 
 class Process(Protocol):
@@ -80,7 +80,7 @@ class KeepAwake:
         self._end: Timer | None = None
 
     def note_running(self, requests: int) -> None:
-        """Start the command if requests run; end it `GRACE_S` after none does."""
+        """Start the command if requests run; end it `GRACE_S` after the last one."""
         if not self._usable:
             return
         if not requests:
@@ -125,7 +125,7 @@ class KeepAwake:
         self._call_later(CHECK_S, self._check)
 
     def _check(self) -> None:
-        """Notice that the command has ended by itself; one that a signal ended may start again."""
+        """Handle a command that ended by itself; after a signal it may be started again."""
         status = self._process.poll() if self._process is not None else None
         if status is None:
             return

@@ -144,8 +144,8 @@ class Lanes:
     def _worthwhile(self, lengths: list[int], new: int) -> bool:
         """True if a row of `new` positions should join a lane whose rows have `lengths`.
 
-        Either the padding is small, or a step reads less than the two lanes do apart: the padded
-        rows, but the weights once.
+        Either the padding is small, or one joint step reads fewer bytes than two separate ones:
+        more padding, but the weights only once.
         """
         longer = [*lengths, new]
         if max(longer) * len(longer) <= PADDING * sum(longer):

@@ -83,7 +83,7 @@ class PrefillDecodeBalance:
         self.owed = max(self.owed, DECODE_SHARE * chunk_s)
 
     def due(self, left_s: float) -> float:
-        """Seconds of decoding that are due now, with about `left_s` seconds of prefill left."""
+        """Seconds of decoding that are due now; prefill has about `left_s` seconds left."""
         if not left_s:
             self.owed = 0.0
         return self.owed - (self._bound if left_s <= self._bound else 0.0)
@@ -157,8 +157,8 @@ class Prefill:
     def feed_chunk(self, task: Task, seconds: float) -> None:
         """Feed one chunk that takes about `seconds`, and commit it.
 
-        Raises GenerationFailed where the model's cache does not grow by what it was fed,
-        NonFiniteOutput where it holds NaN then; nothing of the chunk is committed in either case.
+        Raises GenerationFailed where the model's cache does not grow by the number of tokens fed,
+        and NonFiniteOutput where the new KV is not finite; nothing of the chunk is committed then.
         """
         if task.remaining > 0:
             self._feed(task, self._size(task, seconds))
@@ -221,7 +221,11 @@ class Prefill:
         if self._feeding is not None:
             at, size = self._feeding
             self._most[range_of(at)] = shorter = max(FEWEST, size // 4)
-            log.warning("prefill from token %d on in chunks of %d tokens at most", at, shorter)
+            log.warning(
+                "device error in the chunk at token %d: later chunks have at most %d tokens",
+                at,
+                shorter,
+            )
         self._feeding = None
         if self._images is not None:
             self._images.drop_rows()

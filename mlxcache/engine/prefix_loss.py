@@ -70,7 +70,7 @@ class PrefixLossReporter:
         self._begin(task, Found(event.cached_tokens, task.matched, damaged))
 
     def note_reply(self, task: Task) -> None:
-        """Set the measured cost of a loss: the prompt is computed and the reply begins."""
+        """Set the measured cost of a loss; call once the prompt is computed."""
         _set_cost(task.record, task.record.timing.get("prefill_s"))
 
     def _begin(self, task: Task, found: Found) -> None:

@@ -208,7 +208,7 @@ class LiveRequest:
         self.task = Task(job, self._push, record)
 
     def _push(self, event: Event | BaseException) -> None:
-        """On any thread."""
+        """Pass an event of the task to the event loop. On any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._receive, event)
 

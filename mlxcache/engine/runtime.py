@@ -108,8 +108,8 @@ def demo_spec(settings: Settings) -> load.ModelSpec:
 class PromptBuilders:
     """A prompt builder for each owner, made at its first use. Any thread.
 
-    A builder puts replies, tool results and orders that it has seen back where a client lost them,
-    and tokenises faster what it knows. Shared between owners, it would reveal others' sessions.
+    A builder remembers replies, tool results and the order of tools, to restore them, and texts, to
+    tokenise them faster. Shared between owners, it would reveal others' sessions.
     """
 
     def __init__(self, make: Callable[[Replies], PromptBuilder]):

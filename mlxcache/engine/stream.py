@@ -73,7 +73,7 @@ class Stream:
             self._loop.call_later(min(GRACE_S, self._stall_s), self._give_up, self._taken)
 
     def _give_up(self, taken: int) -> None:
-        """Cancel if nothing was read since: the whole process may have been suspended meanwhile."""
+        """Cancel if nothing was read since this call was scheduled: the process may have slept."""
         if not self._over and self._taken == taken:
             self._cancel()
 

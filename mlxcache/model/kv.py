@@ -115,7 +115,7 @@ def settle(slots: Sequence[Any]) -> None:
 
 
 def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
-    """Evaluate all arrays of `caches`; with `wait` False, only start to."""
+    """Evaluate all arrays of `caches`; with `wait` False, start that and return at once."""
     arrays = tree_arrays([slot.state for slot in flatten(caches)])
     if wait:
         mx.eval(arrays)

@@ -261,11 +261,13 @@ class Lineage:
         kv.restore(self.slots, state)
 
     def settle(self) -> None:
-        """Copy the opaque slots' states out of larger buffers; see `kv.settle`."""
+        """Copy the opaque slots' states out of the larger buffers that they are views of; see
+        `kv.settle`.
+        """
         kv.settle(self.slots)
 
     def rest(self) -> None:
-        """Drop the opaque slots' live state, which the tree's checkpoints replace."""
+        """Drop the states of the opaque slots: checkpoints of the prefix tree replace them."""
         if not self.layout.opaque:
             return
         kept = [kv.arrays_of(slot) for slot in self.linear]
@@ -306,7 +308,7 @@ class Lineage:
 
 
 def _window_valid_from(span: Span) -> int:
-    """The first position of a span from which windows hold values; 0 if all of them do."""
+    """First position of a span from which windows hold values; 0 if all of them do."""
     owner, start, end = span
     return min(owner.window_valid_from, end) if owner.window_valid_from > start else 0
 

@@ -102,9 +102,9 @@ class SessionBook:
         self._writer.add_turn(job, ids, time.time(), reply, gain)
 
     def shared_with_sessions(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
-        """For each leaf of the label's sessions: whether it is of this model, and the tokens it
-        shares.
+        """Compare `ids` with each leaf of the label's sessions.
 
+        Returns for each leaf: True if it is of this model, and the number of leading tokens shared.
         Any thread; blocks. Raises StoreError.
         """
         return [
@@ -278,7 +278,7 @@ class SessionBook:
         return await self.get(made)
 
     async def settled(self) -> bool:
-        """Wait until nothing is on its way to disk; False if that takes too long."""
+        """Wait until no write to disk is pending; False if that takes longer than `SETTLE_S`."""
         deadline = time.monotonic() + SETTLE_S
         while await self._thread.ask(lambda: self._kv.writing):
             if time.monotonic() > deadline:

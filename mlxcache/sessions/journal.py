@@ -1,5 +1,6 @@
-"""The session writer: finished requests become turns in the sessions table, on one thread, in
-order.
+"""The session writer: writes finished requests as turns to the sessions table, in order.
+
+One thread does all of it; "writer's thread" below means that one.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class SessionWriter:
         self._write_with_late()
 
     def _later(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
-        """Submit `action` after `seconds`."""
+        """Submit `action` to the writer's thread after `seconds`."""
         timer = threading.Timer(seconds, lambda: self._submit(action))
         timer.daemon = True
         timer.start()
@@ -179,14 +180,17 @@ class SessionWriter:
             self.pin(id, pinned=True)
 
     def pin(self, id: str, *, pinned: bool) -> None:
-        """Have the files of a session evicted last, or no longer so. On the thread."""
+        """Pin the files of a session, so that they are evicted last, or unpin them.
+
+        On the writer's thread.
+        """
         if self._store is not None:
             self._store.pin_session(self._sessions, id, pinned=pinned)
 
     def with_room(self, tokens: int, action: Callable[[], T]) -> T:
-        """The result of `action`, which writes rows of `tokens` tokens, within the disk's limit.
+        """Run `action` once the disk has room for rows of `tokens` tokens; return its result.
 
-        On the thread. Raises DiskFull if no room can be made for them.
+        On the writer's thread. Raises DiskFull if no room can be made for them.
         """
         if self._store is None:
             return action()
@@ -195,7 +199,7 @@ class SessionWriter:
             return action()
 
     async def run(self, action: Callable[[], T]) -> T:
-        """The result of `action`, run on the thread after the turns that were added before.
+        """Run `action` on the writer's thread after the turns added before; return its result.
 
         Raises what it raises; Busy, with nothing done, where it cannot begin or the table is locked
         for `WRITE_WAIT_S`; NotReady once the writer is closed.
@@ -225,7 +229,8 @@ class SessionWriter:
             log.debug("sessions not counted: %s", error)
 
     async def read(self, action: Callable[[], T]) -> T:
-        """The result of `action`, which only reads, and so does not wait for a locked table.
+        """Run `action`, which only reads and so does not wait for a locked table; return its
+        result.
 
         Waits for the turns added before, for at most `READ_WAIT_S`. Raises what it raises, and
         NotReady once the writer is closed.
@@ -241,7 +246,9 @@ class SessionWriter:
             raise NotReady("The server is stopping.", retry_after=5.0)
 
     def close(self, seconds: float = CLOSE_S) -> int:
-        """Write what was added, for at most `seconds`, and end; returns the turns not written."""
+        """Write the turns added so far, for at most `seconds`, and end; returns the number not
+        written.
+        """
         self._closed = True
         for timer in (self._pin_timer, self._retry_timer):
             if timer is not None:
@@ -255,7 +262,7 @@ class SessionWriter:
 
 
 def _nothing() -> None:
-    """The action that a reader waits for."""
+    """The empty action of `read`: once it has run, earlier actions have too."""
 
 
 def _busy() -> Busy:

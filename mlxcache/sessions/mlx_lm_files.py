@@ -95,13 +95,14 @@ class PromptCacheReader:
         self._tokenise = tokenise
 
     def read(self, path: Path, prompt: str | None, owner: str | None = None) -> Tokens:
-        """The token ids of the file at `path`, shape (n,); its KV enters the owner's tree if it
+        """Read the file at `path`: return its token ids, shape (n,), and insert its KV if it
         agrees.
 
-        `prompt`: the text, or JSON list of ids, that the file was made of; not needed where the
-        file has its tokens. KV that does not agree, or for which there is no memory, is left out.
-        On the MLX thread. Raises SnapshotRefused for a file that is no prompt cache of such a
-        model, BadRequest where there are no tokens or unknown ones.
+        It is inserted into the owner's prefix tree. `prompt`: the text, or JSON list of ids, that
+        the file was made of; not needed where the file has its tokens. KV that does not agree, or
+        for which there is no memory, is left out. On the MLX thread. Raises SnapshotRefused for a
+        file that is no prompt cache of such a model, BadRequest where there are no tokens or
+        unknown ones.
         """
         kv = self._kv
         vocabulary = kv.layout.vocab_size
@@ -111,14 +112,14 @@ class PromptCacheReader:
             raise BadRequest(f"Token ids must be from 0 to {vocabulary - 1}.", param="prompt")
         size = path.stat().st_size  # comparing an array reads all of it
         if not kv.ram.reserve("import", size):
-            log.warning("prompt cache not read, %d bytes of memory needed: computing it", size)
+            log.warning("imported KV not used, its prompt is computed: no room for %d bytes", size)
             return ids
         try:
             if self._agrees(found, ids):
                 self._insert(found, own_ids(ids, owner))
             else:
                 log.warning(
-                    "imported prompt cache differs from this model's KV: computing it instead"
+                    "imported KV not used, its prompt is computed: it differs from this model's KV"
                 )
         finally:
             del found

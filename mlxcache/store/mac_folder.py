@@ -162,11 +162,11 @@ def _move_rest(source: Path, target: Path) -> None:
                 _move_rest(entry, new)
                 entry.rmdir()
         except OSError as error:
-            log.warning("%s stays where it is: %s", entry, error.strerror)
+            log.warning("%s not moved to the new cache folder: %s", entry, error.strerror)
 
 
 def _remove_empty(former: Path) -> None:
-    """Remove the former folder if only its lock is left in it, and nobody waits for that.
+    """Remove the former folder if only its lock is left in it, and no process waits for that lock.
 
     It may also be a link, or in a folder that cannot be changed: it stays then.
     """
@@ -175,6 +175,6 @@ def _remove_empty(former: Path) -> None:
             (former / NAME).unlink()
             former.rmdir()
     except FileNotFoundError:
-        log.debug("empty folder %s was removed by another process", former)
+        log.debug("former cache folder %s was removed by another process", former)
     except OSError as error:
-        log.info("empty folder %s stays: %s", former, error.strerror)
+        log.info("empty former cache folder %s not removed: %s", former, error.strerror)

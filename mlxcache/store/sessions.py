@@ -29,7 +29,7 @@ ID = re.compile(r"ses_[0-9A-Za-z]{1,64}")
 
 
 def id_of(namespace: str, label: str, owner: str | None = None) -> str:
-    """Id of a label's session, the same on every machine and after a lost index."""
+    """Id of a label's session: the same on every machine, also after the index was lost."""
     own = "" if owner is None else f"\0{owner}"
     text = f"{namespace}\0{label}{own}".encode(errors="surrogatepass")
     return "ses_" + hashlib.blake2b(text, digest_size=6).hexdigest()
@@ -102,7 +102,10 @@ class Sessions:
             return [str(id) for (id,) in db.execute("SELECT id FROM sessions WHERE pinned")]
 
     def sharing(self, namespace: str, ids: Tokens) -> dict[int, int]:
-        """Leaves that share leading tokens with `ids`, as tokens shared by leaf id."""
+        """Numbers of leading tokens that the leaves of a namespace share with `ids`, by leaf id.
+
+        A leaf that shares none is left out.
+        """
         query = "SELECT id FROM leaves WHERE namespace = ?"
         with self._database.read() as db:
             held = db.execute(query, (namespace,)).fetchall()

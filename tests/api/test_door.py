@@ -185,7 +185,7 @@ class TestRefusals:
         for _ in range(50):
             refusals.log_refusal(self.request(), Unauthorized("The API key is missing or wrong."))
         assert len(caplog.records) == 1
-        assert "401 for 10.0.0.7" in caplog.text
+        assert "refused with 401: 10.0.0.7" in caplog.text
         now += LOG_INTERVAL_S
         refusals.log_refusal(self.request("/v1/\nfake line"), Unauthorized("wrong"))
         assert len(caplog.records) == 2

@@ -307,9 +307,9 @@ def test_a_lookup_that_fails_says_what_it_was_for(
         task = llama.ask(ids)
         disk.write_behind.drain(2.0)
     assert task.out == llama.cold(ids)
-    assert "looking up or verifying a prompt of 300 tokens on disk failed" in caplog.messages
+    assert "disk lookup failed for a prompt of 300 tokens" in caplog.messages
     path = len(ids) + len(task.out)
-    assert f"looking up a path of {path} tokens before its write failed" in caplog.messages
+    assert f"disk lookup before a write failed for a path of {path} tokens" in caplog.messages
     while disk.store.find(task.ids).length < len(ids):
         llama.scheduler.tick()  # the disk's timer wakes it
 

@@ -1,4 +1,4 @@
-"""Runs a scenario of `within` in a child process."""
+"""Run a scenario of `within` in a child process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ChildFailed(Exception):
 
 
 def in_child(name: str) -> Callable[[Context], None]:
-    """Make the scenario that runs `name` of `within` in a child process. It raises ChildFailed."""
+    """Return a scenario that runs `name` of `within` in a child process, and raises ChildFailed."""
 
     def play(context: Context) -> None:
         if not context.fits(name, scale_for(context.subject, context.scale).deep):

@@ -135,7 +135,7 @@ def prove(
 
 
 def why_failed(proof: Proof, *, strict: bool) -> str | None:
-    """Reason for exit status 1; None for a run in which all that was played is well."""
+    """Reason for exit status 1; None if every scenario that was played succeeded."""
     findings = proof.found
     checks = [check for found in findings for check in found.checks]
     if proof.interrupted is not None:
@@ -153,7 +153,7 @@ def why_failed(proof: Proof, *, strict: bool) -> str | None:
 
 @contextmanager
 def steps(console: Console, errors: Console) -> Iterator[tuple[OnText, OnText]]:
-    """Show steps on a terminal; elsewhere print a line per scenario begun, as an error output."""
+    """Show steps on a terminal; elsewhere print one line to standard error per scenario."""
     if not console.is_terminal:
         yield lambda _: None, lambda line: errors.print(line, markup=False)
         return

@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """KV bytes of a token if every layer has plain 16-bit KV; 0 where config.json is unlike."""
+        """KV bytes of a token if every layer has plain 16-bit KV; 0 if config.json lacks sizes."""
         text = self.config.get("text_config") or self.config
         heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
         width = text.get("head_dim") or (

@@ -35,7 +35,7 @@ class Outcomes:
 
 
 async def device_error(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
-    """Ask the same prompt while each time another evaluation fails, and then continue it.
+    """Send one prompt many times, another evaluation failing each time, and then continue it.
 
     Every reply must be the cold one, or end in an error; the next turn, while nothing fails, must
     be that of a cold cache: then nothing wrong was kept. Raises Unequal once all were asked.

@@ -31,7 +31,7 @@ ROWS = 4
 
 
 class Unequal(Exception):
-    """A reply from the cache is not the cold one."""
+    """A reply from the cache differs from the cold one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ async def rounding_of(inside: Inside, ids: Tokens) -> float:
 
 
 def tolerance_for(noise: float) -> float:
-    """Most difference of log-probabilities, where mlx-lm's own is `noise`."""
+    """Largest accepted difference of log-probabilities, where mlx-lm's own is `noise`."""
     return max(LEAST_TOLERANCE, TOLERANCE * noise)
 
 

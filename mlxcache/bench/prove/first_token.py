@@ -28,12 +28,12 @@ GROWTH_POWER = 1.6
 
 
 def short(context: Context) -> None:
-    """First tokens at the shorter lengths."""
+    """Measure first tokens at the shorter lengths."""
     _lengths(context, context.scale.short)
 
 
 def long(context: Context) -> None:
-    """First tokens at the longer lengths."""
+    """Measure first tokens at the longer lengths."""
     _lengths(context, context.scale.long)
 
 

@@ -71,7 +71,7 @@ def _system() -> str:
 
 
 def _own_version() -> str:
-    """The version of mlxcache, in a clone with its commit, and whether files differ from it."""
+    """The version of mlxcache; in a clone also its commit, with `-dirty` if files differ."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return __version__
@@ -86,7 +86,7 @@ def _own_version() -> str:
 
 
 def load_average() -> str:
-    """Processes that wanted a core in the last 1, 5 and 15 minutes."""
+    """Average number of processes that ran or waited for a core in the last 1, 5 and 15 minutes."""
     return ", ".join(f"{load:.1f}" for load in os.getloadavg())
 
 

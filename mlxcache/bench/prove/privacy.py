@@ -71,7 +71,7 @@ def scrub(text: str, private: Iterable[str] | None = None) -> str:
 
 
 def private_strings(*paths: str | Path | None) -> list[str]:
-    """All strings of this machine, and of `paths` as given and resolved, that nobody is to see.
+    """Strings that identify this machine, its user, or `paths` as given and resolved.
 
     Of each path: itself, its parents, and their names.
     """
@@ -114,13 +114,13 @@ def _folders(path: Path) -> Iterator[str]:
 
 
 def _roots() -> tuple[Path, ...]:
-    """Folders that every machine has."""
+    """Folders that exist on most machines, and so identify none."""
     usual = "/Users", "/Volumes", "/home", "/private/var/folders", "/mnt", "/opt", "/tmp"
     return tuple(map(Path, usual))
 
 
 def _code_roots() -> list[tuple[str, str]]:
-    """Folders of installed code, and a prefix of what is public below them."""
+    """Folders of installed code, each with a public prefix that replaces it in texts."""
     paths = sysconfig.get_paths()
     installed = [(paths[name], "") for name in ("purelib", "platlib", "stdlib")]
     return [*installed, (str(Path(mlxcache.__file__).parent.parent), "mlxcache/")]

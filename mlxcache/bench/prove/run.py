@@ -63,9 +63,10 @@ LAST = ("first_token_long",)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure. `model` None: random weights of `size`, in each of `weights`.
+    """Options of one run of `mlxcache prove`.
 
-    `out`: the report, whose folder is private.
+    `model` None: random weights of `size`, in each of `weights`. `out`: the report, whose folder is
+    private.
     """
 
     model: str | None

@@ -29,7 +29,7 @@ Pair = tuple[float, float]
 
 
 def decode(context: Context) -> None:
-    """One reply and several at once, here, by mlx_lm.generate and by mlx_lm.server."""
+    """Measure one reply, and several at once: this server, mlx_lm.generate and mlx_lm.server."""
     for tokens in context.scale.decode:
         what = f"decoding at {tokens:,} tokens"
         if not context.fits(what, tokens):
@@ -136,7 +136,7 @@ def _together(client: Client, prompts: Sequence[Messages], reply: int) -> float:
 
 
 def prefill(context: Context) -> None:
-    """A prompt by mlx-lm in passes of several lengths, and by this server in its own."""
+    """Measure prefill: mlx-lm's in passes of several lengths, and this server's in its own."""
     scale, found = context.scale, context.found
     row = f"{scale.prompt:,} tokens"
     if not context.fits("prefill", scale.prompt):

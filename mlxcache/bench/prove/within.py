@@ -37,7 +37,7 @@ COPIED_SHARE = 0.5
 
 
 async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
-    """MLX's peak while one reply decodes, beyond the bytes that it holds once the reply is over."""
+    """Measure MLX's peak while one reply decodes, beyond the bytes held once the reply is over."""
     ids = await _prefix(inside, scale.deep)
     per_token = inside.core.layout.bytes_per_token
     row = f"{scale.deep:,} tokens"
@@ -65,7 +65,7 @@ async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
-    """The time between two tokens where the reply's buffers grow, beside the usual time."""
+    """Measure the time between two tokens where the reply's buffers grow, and elsewhere."""
     ids = await _prefix(inside, scale.deep)
     row = f"{scale.deep:,} tokens"
     for run in range(scale.runs):
@@ -137,7 +137,7 @@ def _continued(inside: Inside, ids: Tokens, run: int) -> Tokens:
 
 
 async def _ended(inside: Inside, stream: Any) -> None:
-    """Wait until a reply that was left is over."""
+    """Wait until a cancelled reply has ended."""
     await inside.until(lambda: stream.over)
 
 
@@ -217,7 +217,7 @@ def run(name: str, model: Path, folder: Path, scale: Scale) -> Findings:
 
 
 def _ignore(_: str) -> None:
-    """The steps of a child process are not shown."""
+    """Ignore a step: a child process shows none."""
 
 
 def main() -> None:

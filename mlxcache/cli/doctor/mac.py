@@ -150,7 +150,7 @@ def _sleep(power: Power, *, keep_awake: bool, missing: bool) -> Finding:
 
 
 def _float32(chip: str, macos: str, environ: Mapping[str, str]) -> Finding | None:
-    """Tell on which Macs float32 is computed with fewer bits; None on the others."""
+    """Describe the Macs that compute float32 with fewer bits; None for other Macs."""
     found = re.search(r"\bM(\d+)", chip)
     if found is None or int(found[1]) < TF32_CHIP or version_of(macos) < TF32_MACOS:
         return None
