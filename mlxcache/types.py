@@ -74,8 +74,9 @@ class Prompt:
     `marks` are ascending token positions worth a checkpoint: the end of tools and system, of
     each message, and just before the generation prompt (the last one). `breakpoint` is the
     token position that `Chat.breakpoint` falls on, or None. `thinking_open`: the prompt ends
-    inside a think block, so the first generated text is reasoning. `generic_tools`: the template
-    has no tools, so they were described in the system text and calls come as
+    inside a think block, so the first generated text is reasoning. `continued`: the prompt ends
+    inside the text of an assistant's message, which the reply continues. `generic_tools`: the
+    template has no tools, so they were described in the system text and calls come as
     `<tool_call>{json}</tool_call>`. `rules`: the rules of canonicalisation that changed the
     conversation. `names`: replacements in the reply, from the text that the model writes to the
     text that the client reads. `source`: the input of the rendering, for `prompt.explain`.
@@ -86,6 +87,7 @@ class Prompt:
     marks: tuple[int, ...] = ()
     breakpoint: int | None = None
     thinking_open: bool = False
+    continued: bool = False
     generic_tools: bool = False
     tokens: Tokens | None = None
     images: tuple[ImageSpan, ...] = ()
@@ -158,6 +160,7 @@ class Job:
     it ends in DeadlineExceeded; None: the server's limit.
     `session` is a label for users, never a key of the cache. `title`: the beginning of the user's
     first message. `owner`: set by the engine; see `mlxcache.owner`.
+    `choice`: the index of this reply among those of one client's request, which asked for several.
     `format`: the form of the visible text; None: free. `tool_choice` applies to `tools`; a tool
     whose `function` has `strict` true is called with valid arguments only. `thinking_budget`: most
     tokens of a think block; None: no limit.
@@ -183,6 +186,7 @@ class Job:
     render_s: float = 0.0
     retry: bool = False
     timeout_s: float | None = None
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ MAX_ASKERS = 1024
 """Askers whose last start is remembered, the most recent."""
 
 MIN_SHARED = 256
-"""Tokens that a running prefill must be about to share for a new request to wait for them."""
+"""Tokens that a running prefill must be about to share for a new request to wait for them.
+
+For its whole prompt a request waits however short that is, as the choices of one request do."""
 
 MIN_UNKNOWN_BESIDE = 512
 """As `MIN_UNKNOWN`, while other prompts are computed.
@@ -113,9 +115,10 @@ class Admission:
         known = self._kv.reusable(task.ids)
         for other in prefilling:
             shared = min(common_length(other.ids, task.ids), task.target)
+            whole = shared == task.target
             if self._kv.layout.opaque:
                 shared = self._stop_near(other, shared)
-            enough = 1 if task.deferred else MIN_SHARED
+            enough = 1 if task.deferred or whole else MIN_SHARED
             if shared - known >= enough and other.held.length < shared:
                 return task.defer(self._kv.layout.cacheable)
         least = MIN_UNKNOWN_BESIDE if prefilling else MIN_UNKNOWN

@@ -35,10 +35,15 @@ FOLLOWED_FIELDS = (
 """Fields that the record of a joined request copies while the computation runs."""
 
 SAME_FIELDS = (
-    "owner", "session", "client", "api", "max_tokens", "stop", "tools", "parallel_tools", "raw",
-    "top_logprobs",
+    "owner", "session", "client", "api", "max_tokens", "stop", "tools", "tool_choice",
+    "parallel_tools", "raw", "top_logprobs", "format", "thinking_budget",
 )  # fmt: skip
-"""Fields in which two jobs agree where one reply answers both, beside prompt and sampling."""
+"""Fields in which two jobs agree where one reply answers both, beside prompt and sampling.
+
+A retry of a sampled reply also agrees in `choice`: each choice of a request is another sample."""
+
+SAME_STATE = ("thinking_open", "continued", "generic_tools")
+"""Fields of their prompts in which they agree: the state that the parser of the reply begins in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +123,14 @@ class SharedReply:
         """True if `job` asks for the same reply and may share this one.
 
         If the reply is sampled without a seed, only a request marked as a retry may: any other
-        client expects a sample of its own.
+        client expects a sample of its own. So does each choice of one request.
         """
         if self.left or self.over:
             return False
-        drawn = job.sampling.temperature > 0 and job.sampling.seed is None
+        greedy = job.sampling.temperature == 0
+        if not greedy and job.choice != self.job.choice:
+            return False
+        drawn = not greedy and job.sampling.seed is None
         return (job.retry or not drawn) and _same_reply(self.job, job)
 
     def join(self, record: RequestRecord, reply: ReplyRestorer, timeout_s: float | None) -> Stream:
@@ -256,9 +264,13 @@ class RequestTable:
     def check_places(self, job: Job, *, rate: float, round_s: float) -> None:
         """Raise QueueFull if the queue is full, TooMany if `job`'s session has its share of it.
 
-        Both carry a forecast of when to retry: see `Forecast.next_place` for `rate` and `round_s`.
+        All choices of one request take one place, that of the first. Both errors carry a forecast
+        of when to retry: see `Forecast.next_place` for `rate` and `round_s`.
         """
-        records = [(one.task.job, one.shared.record) for one in self._live.values()]
+        if job.choice:
+            return
+        live = [one for one in self._live.values() if not one.task.job.choice]
+        records = [(one.task.job, one.shared.record) for one in live]
         waiting = Counter(asker_of(j) for j, record in records if record.status == "queued")
         total = waiting.total()
         own = waiting[asker_of(job)] if job.session is not None else 0
@@ -337,7 +349,7 @@ def _same_reply(one: Job, other: Job) -> bool:
         return False
     if any(getattr(one, name) != getattr(other, name) for name in SAME_FIELDS):
         return False
-    same = (a.thinking_open, a.generic_tools) == (b.thinking_open, b.generic_tools)
+    same = all(getattr(a, name) == getattr(b, name) for name in SAME_STATE)
     return same and np.array_equal(a.ids, b.ids) and np.array_equal(a.fed, b.fed)
 
 

@@ -15,7 +15,7 @@ from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.stream import Stream
 from mlxcache.errors import DeadlineExceeded, QueueFull, TooMany
-from mlxcache.types import Finished, Job, Prompt, Sampling, Text
+from mlxcache.types import Finished, Job, OutputFormat, Prompt, Sampling, Text, ToolChoice
 
 IDS = np.random.default_rng(4).integers(10, 400, 300, np.int32)
 
@@ -99,7 +99,8 @@ async def test_when_all_have_left_it_is_cancelled_and_kept(engine: Engine) -> No
 @pytest.mark.parametrize(
     "other",
     [{"session": "t"}, {"client": "curl"}, {"max_tokens": 41}, {"stop": ("x",)},
-     {"sampling": Sampling(temperature=1.0)}],
+     {"sampling": Sampling(temperature=1.0)}, {"format": OutputFormat("json_object")},
+     {"tool_choice": ToolChoice(required=True)}, {"thinking_budget": 9}],
     ids=str,
 )  # fmt: skip
 async def test_what_differs_is_computed_apart(engine: Engine, other: dict[str, Any]) -> None:
@@ -116,6 +117,43 @@ async def test_a_random_reply_is_shared_only_with_who_tries_again(engine: Engine
     texts = [text for text, _ in await asyncio.gather(*map(read, streams))]
     assert texts[0] != texts[1]
     assert texts[2] == texts[0]
+    assert engine.figures()["requests"]["total"] == 2
+
+
+@pytest.mark.parametrize("length", [300, 2])
+async def test_choices_of_one_request_share_one_prefill_however_short(
+    engine: Engine, length: int
+) -> None:
+    """Two run at once, and the others wait; a queue of four does not refuse them."""
+    ids = IDS[:length]
+    streams = [
+        await engine.submit(
+            job(f"c{i}", ids, sampling=Sampling(1.0, seed=i), choice=i, max_tokens=8)
+        )
+        for i in range(7)
+    ]
+    replies = await asyncio.gather(*map(read, streams))
+    assert len({text for text, _ in replies}) == 7
+    assert replies[0][1].cached_tokens == 0
+    assert {end.cached_tokens for _, end in replies[1:]} == {length - 1}
+
+
+async def test_a_retry_of_several_samples_joins_each_of_them(engine: Engine) -> None:
+    drawn: dict[str, Any] = {"sampling": Sampling(temperature=1.0), "max_tokens": 200}
+    streams = [await engine.submit(job(f"a{i}", **drawn, choice=i)) for i in range(2)]
+    streams += [await engine.submit(job(f"b{i}", **drawn, choice=i, retry=True)) for i in range(2)]
+    texts = [text for text, _ in await asyncio.gather(*map(read, streams))]
+    assert texts[0] != texts[1]
+    assert texts[2:] == texts[:2]
+
+
+async def test_choices_of_other_requests_are_samples_of_their_own(engine: Engine) -> None:
+    """The second choice of a request of seed 5 has the seed of another's first choice."""
+    seeded: dict[str, Any] = {"sampling": Sampling(temperature=1.0, seed=6)}
+    streams = [await engine.submit(job("a", **seeded, choice=1))]
+    streams += [await engine.submit(job("b", **seeded))]
+    texts = [text for text, _ in await asyncio.gather(*map(read, streams))]
+    assert texts[0] == texts[1]
     assert engine.figures()["requests"]["total"] == 2
 
 
