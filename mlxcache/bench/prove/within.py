@@ -82,9 +82,9 @@ async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[int]]:
-    """Seconds between tokens, and the numbers of those in which a buffer was seen to have grown.
+    """Measure seconds between tokens; return them, and the indices of those in which a buffer grew.
 
-    Ends a while after one did.
+    Ends `AFTER_GROWTH` intervals after the first growth.
     """
     intervals: list[float] = []
     grown: list[int] = []
@@ -105,9 +105,11 @@ async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[int
 
 
 def split_at(intervals: Sequence[float], grown: Sequence[int]) -> tuple[list[float], list[float]]:
-    """The longest interval at or beside each number in `grown`, and all intervals elsewhere.
+    """Split intervals between tokens into those where a buffer grew, and all others.
 
-    Beside, because steps are pipelined: a buffer grows while an earlier token is on its way.
+    `grown`: indices of intervals at whose end a buffer was seen to have grown. Steps are pipelined,
+    so growth may delay a neighbouring interval: the longest of an interval and its two neighbours
+    is taken for it.
     """
     near = {at for number in grown for at in range(max(0, number - 1), number + 2)}
     longest = [max(intervals[max(0, number - 1) : number + 2]) for number in grown]
@@ -122,7 +124,7 @@ def _capacity(inside: Inside) -> int:
 
 
 async def _prefix(inside: Inside, tokens: int) -> Tokens:
-    """Have KV for `tokens` random tokens in RAM: random where that is enough, else computed."""
+    """Put KV of `tokens` random tokens into RAM: random KV if the model caches nothing else."""
     ids = np.random.default_rng(7).integers(0, equality.TOKEN_IDS, tokens, np.int32)
     if inside.plain:
         await inside.put(ids)
@@ -142,7 +144,7 @@ async def _ended(inside: Inside, stream: Any) -> None:
 
 
 async def _generated(stream: Any, count: int) -> None:
-    """Read until `count` tokens of the reply were drawn. Raises ValueError if it ends before.
+    """Read a reply until it has `count` tokens. Raises ValueError if it ends before.
 
     Pieces of text are not counted: those that are read late come joined.
     """

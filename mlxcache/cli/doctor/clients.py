@@ -1,4 +1,4 @@
-"""Check of coding agents' settings for those known to break caching.
+"""Check coding agents' settings for values that are known to break caching.
 
 Reads `env` of Claude Code's ~/.claude/settings.json and OpenCode's configuration, no other file of
 the user. Writes nothing.
