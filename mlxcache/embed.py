@@ -22,13 +22,14 @@ from mlxcache.store.lock import serving
 from mlxcache.store.mac_folder import prepare_cache_dir
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
 from mlxcache.wire.decode import decode
+from mlxcache.wire.formats import check_not_continued
+from mlxcache.wire.openai_output import read_format, read_tool_use
 from mlxcache.wire.openai_request import (
     check_supported,
     read_max_tokens,
     read_stop_strings,
     to_chat,
     to_sampling,
-    wants_tool_calls,
 )
 from mlxcache.wire.openai_types import ChatRequest
 from mlxcache.wire.reply import gather_reply
@@ -151,6 +152,9 @@ class Model:
         body = decode(ChatRequest, raw)
         check_supported(body)
         chat = to_chat(body, images=self.info.has_images)
+        form, field = read_format(body)
+        check_not_continued(chat, form, field)
+        use = read_tool_use(body, chat.tools)
         prompt = await self._engine.render(chat, session=session, stop=read_stop_strings(body))
         return await self._engine.submit(
             Job(
@@ -159,8 +163,10 @@ class Model:
                 sampling=to_sampling(body),
                 max_tokens=read_max_tokens(body, self.settings.max_tokens),
                 stop=read_stop_strings(body),
-                tools=tuple(chat.tools) if wants_tool_calls(body) else None,
-                parallel_tools=body.parallel_tool_calls is not False,
+                tools=use.tools,
+                tool_choice=use.choice,
+                parallel_tools=use.parallel,
+                format=form,
                 session=session,
                 client="mlxcache.embed",
                 title=title_from_messages(chat.messages),

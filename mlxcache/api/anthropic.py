@@ -17,8 +17,9 @@ from starlette.routing import Route
 from mlxcache.api import http, sse
 from mlxcache.api.errors import build_anthropic_error
 from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
-from mlxcache.types import Admitted, Finished, Job, Text, Thinking, ToolCall
+from mlxcache.types import Admitted, Finished, Job, Text, Thinking, ToolCall, ToolChoice
 from mlxcache.wire import anthropic_types as types
+from mlxcache.wire.anthropic_output import read_format, read_tool_choice
 from mlxcache.wire.anthropic_reply import (
     ContentBlocks,
     StreamEvent,
@@ -27,6 +28,7 @@ from mlxcache.wire.anthropic_reply import (
     end_fields,
 )
 from mlxcache.wire.anthropic_request import shows_thinking, to_chat, to_sampling
+from mlxcache.wire.formats import check_not_continued
 from mlxcache.wire.reply import finished_or_raise
 from mlxcache.wire.titles import title_from_messages
 
@@ -115,20 +117,25 @@ async def _events(
 
 async def _job(request: Request, body: types.Request, deps: http.Deps) -> Job:
     chat, tools = to_chat(body, images=http.accepts_images(deps))
+    form, field = read_format(body)
+    check_not_continued(chat, form, field)
+    choice = read_tool_choice(body, tools)
     http.require_model(deps)
     session = _label(request, body)
     begun = time.perf_counter()
     stop = tuple(body.stop_sequences or ())
     prompt = await deps.engine.render(chat, session=session, stop=stop)
-    choice = body.tool_choice or types.ToolChoice("auto")
+    single = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     return Job(
         id=http.get_request_id(request),
         prompt=prompt,
         sampling=to_sampling(body),
         max_tokens=body.max_tokens,
         stop=stop,
-        tools=tools if tools and choice.type != "none" else None,
-        parallel_tools=not choice.disable_parallel_tool_use,
+        tools=None if choice is None else tools,
+        tool_choice=choice or ToolChoice(),
+        parallel_tools=not single,
+        format=form,
         session=session,
         client=read_client_name(request.headers),
         **read_job_options(request.headers),

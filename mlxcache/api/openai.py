@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +35,8 @@ from mlxcache.api.sse import (
 from mlxcache.errors import BadRequest
 from mlxcache.types import Job
 from mlxcache.wire import openai_request as wire
+from mlxcache.wire.formats import check_not_continued
+from mlxcache.wire.openai_output import read_format, read_tool_use
 from mlxcache.wire.openai_reply import (
     ChatChunks,
     Chunks,
@@ -62,18 +64,24 @@ class _Whole(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Reply format of one endpoint: id prefix, object names, and builders of the bodies."""
+    """Reply format of one endpoint: id prefix, object names, and builders of the bodies.
+
+    `called`: the `finish_reason` of a reply that calls tools.
+    """
 
     id_prefix: str
     object: str
     chunk_object: str
     whole: _Whole
     chunks: type[Chunks]
+    called: str = "tool_calls"
 
 
 CHAT = Endpoint(
     "chatcmpl-", "chat.completion", "chat.completion.chunk", chat_completion, ChatChunks
 )
+CHAT_NAMED = replace(CHAT, called="stop")
+"""Chat whose `tool_choice` names a function: that it was called is no decision of the model's."""
 TEXT = Endpoint("cmpl-", "text_completion", "text_completion", text_completion, TextChunks)
 
 
@@ -90,9 +98,14 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
     body = await read_json(request, ChatRequest, deps)
     wire.check_supported(body)
     chat = wire.to_chat(body, images=accepts_images(deps))
+    form, field = read_format(body)
+    check_not_continued(chat, form, field)
+    use = read_tool_use(body, chat.tools)
     fields = _fields(deps, request, body) | {
-        "tools": tuple(chat.tools) if wire.wants_tool_calls(body) else None,
-        "parallel_tools": body.parallel_tool_calls is not False,
+        "tools": use.tools,
+        "tool_choice": use.choice,
+        "parallel_tools": use.parallel,
+        "format": form,
         "max_tokens": wire.read_max_tokens(body, deps.settings.default_max_tokens),
         "top_logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "title": title_from_messages(chat.messages),
@@ -104,7 +117,7 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
         prompt = await deps.engine.render(chat, session=fields["session"], stop=fields["stop"])
         return Job(prompt=prompt, render_s=time.perf_counter() - began, **fields)
 
-    return await _answer(deps, request, body, CHAT, job)
+    return await _answer(deps, request, body, CHAT_NAMED if use.named else CHAT, job)
 
 
 async def completions(deps: Deps, request: Request) -> Response:
@@ -120,6 +133,7 @@ async def completions(deps: Deps, request: Request) -> Response:
         "title": title_from_text(given) if isinstance(given, str) else None,
         "api": "completions",
         "raw": True,
+        "format": read_format(body)[0],
     }
 
     async def job() -> Job:
@@ -162,7 +176,7 @@ async def _answer(
     async def whole() -> dict[str, Any]:
         stream, logprobs = await begin()
         try:
-            envelope = Envelope(id, model, endpoint.object)
+            envelope = Envelope(id, model, endpoint.object, endpoint.called)
             return endpoint.whole(await gather_reply(stream), envelope, logprobs=logprobs)
         finally:
             await close_stream(stream)
@@ -172,7 +186,7 @@ async def _answer(
     stream, logprobs = await while_connected(request, begin())
     progress = ReplyProgress()
     chunks = endpoint.chunks(
-        Envelope(id, model, endpoint.chunk_object),
+        Envelope(id, model, endpoint.chunk_object, endpoint.called),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         logprobs=logprobs,
     )

@@ -82,12 +82,7 @@ def shows_thinking(body: types.Request) -> bool:
 
 
 def _check_supported(body: types.Conversation) -> None:
-    if body.tool_choice is not None and body.tool_choice.type not in ("auto", "none"):
-        name = body.tool_choice.type[:64]
-        raise Unsupported(f"tool_choice: {name!r} is not supported.", param="tool_choice")
     unsupported = {
-        "output_config.format": body.output_config.format if body.output_config else None,
-        "output_format": body.output_format,
         "mcp_servers": body.mcp_servers,
         "compaction": body.compaction,
         "thread": body.thread,
@@ -371,9 +366,10 @@ def _without_encrypted(value: Any) -> Any:
 class Toolbox:
     """Tools of one request, in the client's order.
 
-    `head`: tools described at the start of the prompt. `all`: tools that may be called. A tool with
-    `defer_loading` is not in the head: a `tool_reference` in a tool result, or a `tool_addition`
-    in a system message, describes it at that place, so that loading it leaves the head unchanged.
+    `head`: tools described at the start of the prompt. `all`: tools that may be called; these say
+    which are `strict`, which is no part of the prompt. A tool with `defer_loading` is not in the
+    head: a `tool_reference` in a tool result, or a `tool_addition` in a system message, describes
+    it at that place, so that loading it leaves the head unchanged.
 
     Raises Unsupported for a tool that only Anthropic's servers run, BadRequest for one without a
     name or a schema.
@@ -404,7 +400,7 @@ class Toolbox:
 
     def _add(self, tool: types.Tool, where: str) -> Function:
         function = _function(tool, where)
-        self.all.append(function)
+        self.all.append(_with_strict(function) if tool.strict else function)
         if tool.defer_loading:
             self._deferred[tool.name] = function
         return function
@@ -431,6 +427,10 @@ def _function(tool: types.Tool, where: str) -> Function:
         )
     body = {"name": tool.name, "description": description, "parameters": schema}
     return {"type": "function", "function": body}
+
+
+def _with_strict(function: Function) -> Function:
+    return {**function, "function": {**function["function"], "strict": True}}
 
 
 def _object(required: list[str], **properties: dict[str, Any]) -> dict[str, Any]:

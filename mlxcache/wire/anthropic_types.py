@@ -144,11 +144,13 @@ class Tool(Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     defer_loading: bool | None = None
+    strict: bool | None = None
     cache_control: Any = None
 
 
 class ToolChoice(Struct):
     type: str
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -157,8 +159,13 @@ class ThinkingConfig(Struct):
     display: str | None = None
 
 
+class Format(Struct):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
 class OutputConfig(Struct):
-    format: Any = None
+    format: Format | None = None
 
 
 class Conversation(Struct, kw_only=True):
@@ -171,7 +178,7 @@ class Conversation(Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: Any = None
+    output_format: Format | None = None
     mcp_servers: list[Any] | None = None
     compaction: Any = None
     thread: Any = None

@@ -22,11 +22,16 @@ Payload = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields that all chunks of one reply share. `created` is in seconds since 1970."""
+    """Fields that all chunks of one reply share. `created` is in seconds since 1970.
+
+    `called`: the `finish_reason` if tools were called. OpenAI's is `stop` where `tool_choice` names
+    the function, also in a stream.
+    """
 
     id: str
     model: str
     object: str
+    called: str = "tool_calls"
     created: int = field(default_factory=lambda: int(time.time()))
 
     def wrap(self, **fields: Any) -> Payload:
@@ -52,11 +57,11 @@ def count_usage(last: Finished) -> Payload:
     }
 
 
-def _finish_reason(last: Finished, *, called: bool) -> str:
-    """Return `stop`, `length` or `tool_calls`."""
+def _finish_reason(last: Finished, envelope: Envelope, *, called: bool) -> str:
+    """Return `stop`, `length` or, if tools were called, `Envelope.called`."""
     if last.reason == "length":
         return "length"
-    return "tool_calls" if called or last.reason == "tool_calls" else "stop"
+    return envelope.called if called or last.reason == "tool_calls" else "stop"
 
 
 def chat_completion(reply: WholeReply, envelope: Envelope, *, logprobs: bool) -> Payload:
@@ -73,7 +78,7 @@ def chat_completion(reply: WholeReply, envelope: Envelope, *, logprobs: bool) ->
         "index": 0,
         "message": message,
         "logprobs": _chat_logprobs(reply.logprobs) if logprobs else None,
-        "finish_reason": _finish_reason(reply.last, called=bool(reply.calls)),
+        "finish_reason": _finish_reason(reply.last, envelope, called=bool(reply.calls)),
     }
     return envelope.wrap(choices=[choice], usage=count_usage(reply.last))
 
@@ -84,7 +89,7 @@ def text_completion(reply: WholeReply, envelope: Envelope, *, logprobs: bool) ->
         "index": 0,
         "text": reply.thinking + reply.text,
         "logprobs": text_logprobs(reply.logprobs) if logprobs else None,
-        "finish_reason": _finish_reason(reply.last, called=False),
+        "finish_reason": _finish_reason(reply.last, envelope, called=False),
     }
     return envelope.wrap(choices=[choice], usage=count_usage(reply.last))
 
@@ -112,7 +117,8 @@ class Chunks:
     def end(self) -> list[Payload]:
         """Return the last chunks. Raises what `finished_or_raise` raises."""
         last = finished_or_raise(self._last)
-        chunks = [self._chunk(self._empty, _finish_reason(last, called=self._called))]
+        reason = _finish_reason(last, self._envelope, called=self._called)
+        chunks = [self._chunk(self._empty, reason)]
         if self._include_usage:
             chunks.append(self._envelope.wrap(choices=[], usage=count_usage(last)))
         return chunks

@@ -60,9 +60,6 @@ def check_supported(body: Generation) -> None:
 
 
 def _check_chat(body: ChatRequest) -> None:
-    if body.response_format and body.response_format.type != "text":
-        kind = body.response_format.type
-        raise Unsupported(f"`response_format` {kind!r} is not supported.", param="response_format")
     for kind in body.modalities or ():
         if kind != "text":
             raise Unsupported(f"The modality {kind!r} is not supported.", param="modalities")
@@ -149,21 +146,6 @@ def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
         continue_final=bool(body.continue_final_message),
         keeps=hints_from_retention(body.prompt_cache_retention, len(body.messages)),
     )
-
-
-def wants_tool_calls(body: ChatRequest) -> bool:
-    """Return True if tool calls are to be parsed from the reply.
-
-    Tools are rendered in any case, so that the prefix stays the same. Raises Unsupported if
-    `tool_choice` forces a call, BadRequest for an unknown value.
-    """
-    choice = body.tool_choice
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind in ("required", "any", "function", "tool", "custom", "allowed_tools"):
-        raise Unsupported(f"`tool_choice` {kind!r} is not supported.", param="tool_choice")
-    if kind not in (None, "auto", "none"):
-        raise BadRequest("`tool_choice` must be 'auto' or 'none'.", param="tool_choice")
-    return bool(body.tools) and kind != "none"
 
 
 def _template_args(body: ChatRequest) -> dict[str, Any]:

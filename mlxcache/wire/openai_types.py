@@ -2,7 +2,10 @@
 
 Source: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create;
 `top_k`, `min_p`, `repetition_penalty`, `chat_template_kwargs` and `reasoning_content` are
-extensions of local servers. All other fields are ignored.
+extensions of local servers. `structured_outputs` and the older `guided_...` are vLLM's
+(https://docs.vllm.ai/en/latest/features/structured_outputs/), top-level `json_schema` and `grammar`
+llama.cpp's (https://github.com/ggml-org/llama.cpp/tree/master/tools/server). All other fields are
+ignored.
 """
 
 from __future__ import annotations
@@ -53,9 +56,12 @@ class Message(Struct):
 
 
 class Function(Struct):
+    """A function; `strict`: calls have arguments that are valid by `parameters`."""
+
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(Struct):
@@ -67,8 +73,61 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class Format(Struct):
+class NamedFunction(Struct):
+    name: Name
+
+
+class AllowedTool(Struct):
+    """A reference to a tool: Chat Completions nests the name, Responses does not."""
+
     type: str
+    function: NamedFunction | None = None
+    name: str | None = None
+
+
+class AllowedTools(Struct):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class ToolChoice(Struct):
+    """The object form of `tool_choice`; each type has its own fields."""
+
+    type: str
+    function: NamedFunction | None = None
+    name: str | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class JsonSchema(Struct):
+    """A named schema; `strict` false changes nothing: the reply follows the schema in any case."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class Format(Struct):
+    """The format of a reply; `schema` beside `json_object` is an extension of local servers."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(Struct):
+    """The format of a reply as vLLM names it: exactly one of the first five, no other."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    whitespace_pattern: Any = None
+    disable_any_whitespace: Any = None
+    disable_additional_properties: Any = None
 
 
 class Thinking(Struct):
@@ -86,17 +145,12 @@ class UnsupportedFields(Struct, kw_only=True):
     echo: Any = None
     function_call: Any = None
     functions: Any = None
-    grammar: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
+    guided_whitespace_pattern: Any = None
     ignore_eos: Any = None
-    json_schema: Any = None
     min_tokens: Any = None
     repetition_context_size: Any = None
     role_mapping: Any = None
-    structured_outputs: Any = None
+    structural_tag: Any = None
     suffix: Any = None
     use_beam_search: Any = None
     web_search_options: Any = None
@@ -124,6 +178,14 @@ class Generation(UnsupportedFields, kw_only=True):
     best_of: int | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Any = None
+    response_format: Format | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
 
 
 class ChatRequest(Generation, kw_only=True):
@@ -132,11 +194,10 @@ class ChatRequest(Generation, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Any = None
+    tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: Format | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )

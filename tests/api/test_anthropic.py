@@ -12,7 +12,7 @@ import httpx
 import httpx2
 import pytest
 
-from mlxcache.types import Text, Thinking, ToolCall
+from mlxcache.types import OutputFormat, Text, Thinking, ToolCall, ToolChoice
 from tests.api.conftest import FakeEngine, reply
 from tests.api.messages import HELLO, events, post
 from tests.wire.anthropic_bodies import MARK, assistant, result, text, tool, use, user
@@ -174,6 +174,38 @@ class TestJobs:
         assert [t["function"]["name"] for t in job.tools or ()] == ["weather", "later"]
         assert not job.parallel_tools
         assert job.render_s > 0
+
+    async def test_a_format_and_a_forced_tool_reach_the_engine_and_change_no_prompt(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        """Also with thinking, which comes before the call."""
+        form = {"type": "json_schema", "schema": {"type": "object"}}
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        await post(client, tools=[WEATHER], thinking=thinking)
+        await post(client, tools=[WEATHER], thinking=thinking, output_config={"format": form})
+        choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+        strict = WEATHER | {"strict": True}
+        await post(client, tools=[strict], thinking=thinking, tool_choice=choice)
+        free, formed, forced = engine.jobs
+        assert (free.format, free.tool_choice) == (None, ToolChoice())
+        assert formed.format == OutputFormat("json_schema", '{"type":"object"}')
+        assert forced.tool_choice == ToolChoice(required=True, names=("weather",))
+        assert forced.tools
+        assert forced.tools[0]["function"]["strict"]
+        assert (free.parallel_tools, forced.parallel_tools) == (True, False)
+        assert engine.chats[0] == engine.chats[1] == engine.chats[2]
+
+    @pytest.mark.parametrize("field", ["output_config", "output_format"])
+    async def test_a_format_is_no_form_for_a_message_that_is_continued(
+        self, client: httpx.AsyncClient, engine: FakeEngine, field: str
+    ) -> None:
+        form = {"type": "json_schema", "schema": {}}
+        messages = [*HELLO, {"role": "assistant", "content": "{"}]
+        value = {"format": form} if field == "output_config" else form
+        response = await post(client, messages=messages, **{field: value})
+        assert response.status_code == 400
+        assert field in response.json()["error"]["message"]
+        assert engine.jobs == []
 
     async def test_what_is_not_said_is_as_anthropic_documents_it(
         self, client: httpx.AsyncClient, engine: FakeEngine

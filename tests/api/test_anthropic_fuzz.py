@@ -84,7 +84,12 @@ BODIES = st.fixed_dictionaries(
         "system": WORDS | st.lists(BLOCKS, max_size=2),
         "tools": st.lists(TOOLS, max_size=3),
         "thinking": st.fixed_dictionaries({"type": WORDS}, optional={"display": WORDS}) | JUNK,
-        "tool_choice": st.fixed_dictionaries({"type": st.sampled_from(["auto", "none", "any"])}),
+        "tool_choice": st.fixed_dictionaries(
+            {"type": st.sampled_from(["auto", "none", "any", "tool"])}, optional={"name": WORDS}
+        ),
+        "output_format": st.fixed_dictionaries(
+            {"type": st.just("json_schema") | WORDS}, optional={"schema": JUNK}
+        ),
         "stream": st.booleans(),
         "cache_control": JUNK,
         "metadata": st.dictionaries(st.just("user_id"), JUNK) | JUNK,

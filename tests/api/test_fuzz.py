@@ -91,7 +91,7 @@ good_bodies = st.fixed_dictionaries(
         "system": st.one_of(texts, st.just([{"type": "text", "text": "x"}])),
         "stream": st.booleans(),
         "tools": st.lists(st.one_of(openai_tools, anthropic_tools), max_size=2),
-        "tool_choice": st.sampled_from(["auto", "none", {"type": "auto"}]),
+        "tool_choice": st.sampled_from(["auto", "none", {"type": "auto"}, {"type": "any"}]),
         "stop": st.lists(st.just("."), max_size=2),
         "stop_sequences": st.lists(st.just("."), max_size=2),
         "temperature": st.floats(0, 1),
@@ -104,9 +104,16 @@ good_bodies = st.fixed_dictionaries(
         "thinking": st.just({"type": "disabled"}),
         "stream_options": st.just({"include_usage": True}),
         "chat_template_kwargs": st.just({"enable_thinking": True}),
-        "response_format": st.just({"type": "text"}),
+        "response_format": st.one_of(
+            st.just({"type": "text"}),
+            schema.map(lambda s: {"type": "json_schema", "json_schema": {"schema": s}}),
+        ),
+        "structured_outputs": st.sampled_from([{"regex": "a"}, {"choice": ["a"]}, {"json": "{}"}]),
         "context_management": values,
-        "output_config": st.just({"effort": "low"}),
+        "output_config": st.one_of(
+            st.just({"effort": "low"}),
+            schema.map(lambda s: {"format": {"type": "json_schema", "schema": s}}),
+        ),
     },
 )
 

@@ -7,8 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.conftest import FakeEngine
-from tests.api.openai_bodies import USER, WEATHER, chat, refused
+from mlxcache.types import OutputFormat
+from tests.api.conftest import FakeEngine, reply
+from tests.api.openai_bodies import CALL, USER, WEATHER, chat, events, refused
 
 
 class TestRequests:
@@ -164,6 +165,55 @@ class TestRequests:
         await chat(client, tools=[WEATHER], parallel_tool_calls=False)
         assert engine.jobs[0].parallel_tools is False
 
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("choice", "reason"),
+        [
+            ("required", "tool_calls"),
+            ({"type": "function", "function": {"name": "weather"}}, "stop"),
+        ],
+    )
+    async def test_a_forced_call_ends_with_the_reason_that_openai_gives(
+        self,
+        client: httpx.AsyncClient,
+        engine: FakeEngine,
+        choice: Any,
+        reason: str,
+        stream: bool,
+    ) -> None:
+        engine.script = reply(CALL)
+        response = await chat(client, tools=[WEATHER], tool_choice=choice, stream=stream)
+        bodies = events(response.text)[:-1] if stream else [response.json()]
+        assert bodies[-1]["choices"][0]["finish_reason"] == reason
+        assert engine.jobs[0].tool_choice.required
+
+    async def test_a_forced_call_that_was_cut_says_so(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        engine.script = reply("{", reason="length")
+        choice = {"type": "function", "function": {"name": "weather"}}
+        response = await chat(client, tools=[WEATHER], tool_choice=choice)
+        assert response.json()["choices"][0]["finish_reason"] == "length"
+
+    async def test_a_format_reaches_the_engine_and_changes_no_prompt(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+        await chat(client, response_format=form)
+        await chat(client)
+        assert [job.format for job in engine.jobs] == [
+            OutputFormat("json_schema", '{"type":"object"}'),
+            None,
+        ]
+        assert engine.chats[0] == engine.chats[1]
+
+    async def test_a_text_completion_takes_a_format_too(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        body = {"prompt": "Hi", "structured_outputs": {"choice": ["yes", "no"]}}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert engine.jobs[0].format == OutputFormat("choice", '["yes","no"]')
+
     async def test_a_tool_without_description_or_parameters_gets_empty_ones(
         self, client: httpx.AsyncClient, engine: FakeEngine
     ) -> None:
@@ -242,12 +292,9 @@ class TestRefusals:
             ({"functions": [{"name": "f"}]}, "functions"),
             ({"web_search_options": {"a": 1}}, "web_search_options"),
             ({"modalities": ["text", "audio"]}, "modalities"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
-            ({"response_format": {"type": "json_schema"}}, "response_format"),
-            ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-            ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
+            ({"response_format": {"type": "structural_tag"}}, "response_format"),
+            ({"tools": [WEATHER], "tool_choice": {"type": "custom"}}, "tool_choice"),
             ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-            ({"grammar": "root ::= x"}, "grammar"),
         ],
     )
     async def test_what_is_not_served_is_named(
@@ -286,6 +333,16 @@ class TestRefusals:
             ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
             ({"top_logprobs": 2}, "top_logprobs"),
             ({"tool_choice": 7}, "tool_choice"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+            (
+                {
+                    "messages": [*USER, {"role": "assistant", "content": "{"}],
+                    "continue_final_message": True,
+                    "guided_regex": "a",
+                },
+                "guided_regex",
+            ),
             ({"tools": [{"type": "function"}]}, "tools[0].function"),
             ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
             ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),

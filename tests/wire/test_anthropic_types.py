@@ -1,4 +1,4 @@
-"""Every field of a request changes the chat, is refused by name, or changes nothing."""
+"""Every field of a request changes the chat, is refused by name, or leaves the prompt as it is."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ def test_thinking_is_the_templates_to_switch(thinking: Any, expected: dict[str, 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tool_choice", {"type": "any"}),
-        ("tool_choice", {"type": "tool", "name": "A"}),
-        ("output_config", {"format": {"type": "json_schema", "schema": {}}}),
-        ("output_format", {"type": "json_schema", "schema": {}}),
         ("mcp_servers", [{"type": "url", "url": "https://example.org"}]),
         ("thread", {"type": "continue", "previous_message_id": "msg_1"}),
     ],
@@ -45,6 +41,9 @@ def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any)
     [
         ("tool_choice", {"type": "auto", "disable_parallel_tool_use": True}),
         ("tool_choice", {"type": "none"}),
+        ("tool_choice", {"type": "any"}),
+        ("output_format", {"type": "json_schema", "schema": {}}),
+        ("output_config", {"format": {"type": "json_schema", "schema": {}}}),
         ("output_config", {"effort": "high"}),
         ("output_config", {"format": None}),
         ("mcp_servers", []),
@@ -58,5 +57,5 @@ def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any)
         ("a_field_of_tomorrow", [1]),
     ],
 )
-def test_what_changes_no_answer_is_accepted(field: str, value: Any) -> None:
+def test_what_changes_no_prompt_is_accepted(field: str, value: Any) -> None:
     assert rendered(read(**{field: value})) == rendered(read())

@@ -1,0 +1,66 @@
+"""The output that Anthropic's bodies ask for: its format, and the tools that are or must be called.
+
+Sources: https://docs.anthropic.com/en/docs/build-with-claude/structured-outputs and
+.../agents-and-tools/tool-use/implement-tool-use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.types import OutputFormat, ToolChoice
+from mlxcache.wire.anthropic_request import Function
+from mlxcache.wire.anthropic_types import Conversation
+from mlxcache.wire.formats import format_of_schema
+
+
+def read_format(body: Conversation) -> tuple[OutputFormat | None, str]:
+    """Return the format of the reply's text, None for free text, and the path of the field.
+
+    `output_format` is the older name of `output_config.format`. Raises Unsupported for a type other
+    than `json_schema`, BadRequest if the schema is missing or both fields are set.
+    """
+    newer, older = "output_config.format", "output_format"
+    form = body.output_config.format if body.output_config else None
+    if form is not None and body.output_format is not None:
+        raise BadRequest(f"A reply has one format: use {newer}, and not {older}.", param=older)
+    field = older if form is None else newer
+    form = form or body.output_format
+    if form is None:
+        return None, ""
+    if form.type != "json_schema":
+        raise Unsupported(f"{field}: {form.type[:64]!r} is not supported.", param=field)
+    if form.schema is None:
+        raise BadRequest(f"{field}.schema: a schema is required.", param=f"{field}.schema")
+    return format_of_schema(form.schema), f"{field}.schema"
+
+
+def read_tool_choice(body: Conversation, tools: Sequence[Function]) -> ToolChoice | None:
+    """Return which of `tools` may or must be called; None: calls are returned as text.
+
+    Forced calls and thinking go together, other than in Anthropic's API: the model thinks first.
+    Raises BadRequest for an unknown type or tool, and for a forced call without tools.
+    """
+    choice = body.tool_choice
+    kind = choice.type if choice else "auto"
+    if kind == "none" or (kind == "auto" and not tools):
+        return None
+    if kind not in ("auto", "any", "tool"):
+        raise BadRequest(
+            f"tool_choice.type: {kind[:64]!r} is none of auto, any, tool, none.",
+            param="tool_choice.type",
+        )
+    if not tools:
+        raise BadRequest(
+            f"tool_choice: {kind!r} needs tools, and there are none.", param="tool_choice"
+        )
+    if kind != "tool":
+        return ToolChoice(required=kind == "any")
+    name = choice.name if choice else None
+    if not name:
+        raise BadRequest("tool_choice.name: a name is required.", param="tool_choice.name")
+    if all(tool["function"]["name"] != name for tool in tools):
+        message = f"tool_choice.name: {name[:64]!r} is not one of tools."
+        raise BadRequest(message, param="tool_choice.name")
+    return ToolChoice(required=True, names=(name,))

@@ -1,0 +1,224 @@
+"""The output that OpenAI's bodies ask for: its format, and the tools that are or must be called.
+
+Sources: https://platform.openai.com/docs/guides/structured-outputs and .../function-calling;
+extensions: see `openai_types`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.types import OutputFormat, ToolChoice
+from mlxcache.wire import openai_types as types
+from mlxcache.wire.decode import decode
+from mlxcache.wire.formats import format_of_schema
+
+_UNSUPPORTED_OPTIONS = (
+    *("structural_tag", "whitespace_pattern"),
+    *("disable_any_whitespace", "disable_additional_properties"),
+)
+
+
+# -- format ----------------------------------------------------------------------------------
+
+
+def read_format(body: types.Generation) -> tuple[OutputFormat | None, str]:
+    """Return the format of the reply, None for free text, and the path of the field that names it.
+
+    Raises:
+        Unsupported: a kind of format, or an option of vLLM's, that is not supported.
+        BadRequest: a field is incomplete, or two fields ask for a format.
+    """
+    found = list(_formats(body))
+    if len(found) > 1:
+        (_, one), (_, other) = found[:2]
+        message = f"A reply has one format: use `{one}` or `{other}`, not both."
+        raise BadRequest(message, param=other)
+    return found[0] if found else (None, "")
+
+
+def _formats(body: types.Generation) -> Iterator[tuple[OutputFormat, str]]:
+    if body.response_format is not None:
+        yield from _response_format(body.response_format)
+    if body.structured_outputs is not None:
+        yield from _structured_outputs(body.structured_outputs)
+    yield from _constraints(
+        ("json_schema", "guided_json", body.guided_json),
+        ("regex", "guided_regex", body.guided_regex),
+        ("choice", "guided_choice", body.guided_choice),
+        ("grammar", "guided_grammar", body.guided_grammar),
+        ("json_schema", "json_schema", body.json_schema),
+        ("grammar", "grammar", body.grammar),
+    )
+
+
+def _response_format(form: types.Format) -> Iterator[tuple[OutputFormat, str]]:
+    at = "response_format"
+    match form.type:
+        case "text":
+            return
+        case "json_object" if form.schema is not None:
+            yield format_of_schema(form.schema), f"{at}.schema"
+        case "json_object":
+            yield OutputFormat("json_object"), at
+        case "json_schema" if form.json_schema is not None:
+            yield format_of_schema(form.json_schema.schema), f"{at}.json_schema.schema"
+        case "json_schema":
+            raise BadRequest(
+                f"`{at}` of type 'json_schema' needs `json_schema` with `name` and `schema`.",
+                param=f"{at}.json_schema",
+            )
+        case other:
+            raise Unsupported(f"`response_format` {other[:64]!r} is not supported.", param=at)
+
+
+def _structured_outputs(asked: types.StructuredOutputs) -> Iterator[tuple[OutputFormat, str]]:
+    at = "structured_outputs"
+    for option in _UNSUPPORTED_OPTIONS:
+        if getattr(asked, option):
+            raise Unsupported(f"`{at}.{option}` is not supported.", param=f"{at}.{option}")
+    if asked.json_object:
+        yield OutputFormat("json_object"), f"{at}.json_object"
+    yield from _constraints(
+        ("json_schema", f"{at}.json", asked.json),
+        ("regex", f"{at}.regex", asked.regex),
+        ("choice", f"{at}.choice", asked.choice),
+        ("grammar", f"{at}.grammar", asked.grammar),
+    )
+
+
+def _constraints(
+    *given: tuple[Literal["json_schema", "regex", "choice", "grammar"], str, Any],
+) -> Iterator[tuple[OutputFormat, str]]:
+    """Yield the formats that are set, of each kind, field and value.
+
+    An empty expression or grammar counts as not set: some clients always send the field.
+    """
+    for kind, name, value in given:
+        if value is None or value == "":
+            continue
+        match kind:
+            case "json_schema":
+                yield format_of_schema(_parse_schema(value, name)), name
+            case "choice":
+                yield OutputFormat(kind, _encode_choices(value, name)), name
+            case _:
+                yield OutputFormat(kind, value), name
+
+
+def _parse_schema(value: str | dict[str, Any], field: str) -> dict[str, Any]:
+    if not isinstance(value, str):
+        return value
+    try:
+        return decode(dict[str, Any], value.encode())
+    except BadRequest as error:
+        raise BadRequest(f"`{field}` is not a JSON object: {error}", param=field) from error
+
+
+def _encode_choices(choices: Sequence[str], field: str) -> str:
+    if not choices:
+        raise BadRequest(f"`{field}` needs at least one string.", param=field)
+    return msgspec.json.encode(choices).decode()
+
+
+# -- tools -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Tools that a reply may or must call, as in `Job`; `tools` None: calls are returned as text.
+
+    `named`: the client forced one function by its name, to be called exactly once.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel: bool = True
+    named: bool = False
+
+
+def read_tool_use(body: types.ChatRequest, rendered: Sequence[Mapping[str, Any]]) -> ToolUse:
+    """Return which tools may be called, and how. `rendered`: those of the prompt, in order.
+
+    Tools are rendered in any case and without `strict`, so that the prefix stays the same.
+
+    Raises:
+        Unsupported: the choice is of a type that is not supported.
+        BadRequest: the choice is malformed, names an unknown tool, or there are no tools.
+    """
+    choice = body.tool_choice or "auto"
+    asked = types.ToolChoice(choice) if isinstance(choice, str) else choice
+    if asked.type == "none" or (asked.type == "auto" and not rendered):
+        return ToolUse()
+    known = [tool["function"]["name"] for tool in rendered]
+    found = _tool_choice(asked)
+    if not known:
+        raise BadRequest("`tool_choice` needs `tools`, and there are none.", param="tool_choice")
+    for name in found.names:
+        if name not in known:
+            raise BadRequest(
+                f"`tool_choice` names {name[:64]!r}, which is not one of `tools`.",
+                param="tool_choice",
+            )
+    named = asked.type == "function"
+    return ToolUse(
+        tools=tuple(_with_strict(body.tools or (), rendered)),
+        choice=found,
+        parallel=not named and body.parallel_tool_calls is not False,
+        named=named,
+    )
+
+
+def _tool_choice(asked: types.ToolChoice) -> ToolChoice:
+    match asked.type:
+        case "auto":
+            return ToolChoice()
+        case "required" | "any":
+            return ToolChoice(required=True)
+        case "function" if name := _name(asked):
+            return ToolChoice(required=True, names=(name,))
+        case "function":
+            raise BadRequest(
+                "`tool_choice` of type 'function' needs the function's name.", param="tool_choice"
+            )
+        case "allowed_tools":
+            return _allowed_tools(asked.allowed_tools)
+        case "custom" | "tool":
+            message = f"`tool_choice` {asked.type!r} is not supported."
+            raise Unsupported(message, param="tool_choice")
+    raise BadRequest(
+        "`tool_choice` must be 'auto', 'none', 'required', or an object of type 'function' or "
+        "'allowed_tools'.",
+        param="tool_choice",
+    )
+
+
+def _allowed_tools(allowed: types.AllowedTools | None) -> ToolChoice:
+    at = "tool_choice.allowed_tools"
+    if allowed is None or not allowed.tools:
+        raise BadRequest(f"`{at}` needs `mode`, and `tools` with at least one function.", param=at)
+    names: list[str] = []
+    for i, tool in enumerate(allowed.tools):
+        name = _name(tool)
+        if tool.type != "function" or not name:
+            where = f"{at}.tools[{i}]"
+            raise BadRequest(f"`{where}` must be a function with its name.", param=where)
+        names.append(name)
+    return ToolChoice(required=allowed.mode == "required", names=tuple(dict.fromkeys(names)))
+
+
+def _name(tool: types.ToolChoice | types.AllowedTool) -> str | None:
+    return tool.function.name if tool.function else tool.name
+
+
+def _with_strict(
+    tools: Iterable[types.Tool], rendered: Sequence[Mapping[str, Any]]
+) -> Iterator[Mapping[str, Any]]:
+    for tool, shown in zip(tools, rendered, strict=True):
+        strict = tool.function is not None and tool.function.strict
+        yield {**shown, "function": {**shown["function"], "strict": True}} if strict else shown

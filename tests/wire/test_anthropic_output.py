@@ -1,0 +1,109 @@
+"""Anthropic bodies ask for a format and for tools; what cannot be followed is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.types import OutputFormat, ToolChoice
+from mlxcache.wire import anthropic_types as wire
+from mlxcache.wire.anthropic_output import read_format, read_tool_choice
+from tests.wire.anthropic_bodies import convert, read, rendered, tool, user
+
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+EXPECTED = OutputFormat("json_schema", '{"type":"object"}')
+
+
+def body(**fields: Any) -> wire.Conversation:
+    request = {"model": "m", "messages": [user("hi")], **fields}
+    return msgspec.convert(request, wire.Conversation)
+
+
+def choice(tools: list[dict[str, Any]], **fields: Any) -> ToolChoice | None:
+    asked = body(tools=tools, tool_choice=fields or None)
+    return read_tool_choice(asked, [{"function": {"name": tool["name"]}} for tool in tools])
+
+
+def test_both_names_of_the_format_are_read() -> None:
+    newer = body(output_config={"format": FORMAT, "effort": "low"})
+    assert read_format(newer) == (EXPECTED, "output_config.format.schema")
+    assert read_format(body(output_format=FORMAT)) == (EXPECTED, "output_format.schema")
+
+
+@pytest.mark.parametrize("fields", [{}, {"output_config": {"effort": "low", "format": None}}])
+def test_no_format_leaves_the_text_free(fields: dict[str, Any]) -> None:
+    assert read_format(body(**fields)) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        ({"output_format": {"type": "regex"}}, Unsupported, "output_format"),
+        (
+            {"output_config": {"format": {"type": "json_schema"}}},
+            BadRequest,
+            "output_config.format.schema",
+        ),
+        (
+            {"output_config": {"format": FORMAT}, "output_format": FORMAT},
+            BadRequest,
+            "output_format",
+        ),
+    ],
+)
+def test_a_format_that_cannot_be_followed_is_refused_by_name(
+    fields: dict[str, Any], error: type[BadRequest], param: str
+) -> None:
+    with pytest.raises(error, match=param) as raised:
+        read_format(body(**fields))
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ToolChoice()),
+        ({"type": "auto"}, ToolChoice()),
+        ({"type": "any"}, ToolChoice(required=True)),
+        ({"type": "tool", "name": "B"}, ToolChoice(required=True, names=("B",))),
+        ({"type": "none"}, None),
+    ],
+)
+def test_a_choice_says_which_tools_may_and_must_be_called(
+    fields: dict[str, Any], expected: ToolChoice | None
+) -> None:
+    assert choice([tool("A"), tool("B")], **fields) == expected
+
+
+def test_without_tools_calls_are_text() -> None:
+    assert choice([]) is None
+
+
+@pytest.mark.parametrize(
+    ("tools", "fields", "words"),
+    [
+        ([], {"type": "any"}, "'any' needs tools"),
+        ([], {"type": "tool", "name": "A"}, "'tool' needs tools"),
+        ([tool("A")], {"type": "tool", "name": "B"}, "'B' is not one of tools"),
+        ([tool("A")], {"type": "tool"}, "a name is required"),
+        ([tool("A")], {"type": "sometimes"}, "'sometimes' is none of"),
+    ],
+)
+def test_a_choice_that_cannot_be_followed_is_refused_by_name(
+    tools: list[dict[str, Any]], fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BadRequest, match=words) as raised:
+        choice(tools, **fields)
+    assert str(raised.value.param).startswith("tool_choice")
+
+
+def test_only_what_may_be_called_says_strict_not_what_is_rendered() -> None:
+    """Also of a tool that is loaded later."""
+    plain = [tool("A"), tool("B", defer_loading=True)]
+    strict = [tool("A", strict=True), tool("B", strict=True, defer_loading=True)]
+    assert rendered(read(tools=strict)) == rendered(read(tools=plain))
+    _, found = convert({"model": "m", "messages": [user("hi")], "tools": [*strict, tool("C")]})
+    assert [t["function"].get("strict") for t in found] == [True, True, None]
