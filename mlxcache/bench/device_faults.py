@@ -194,7 +194,10 @@ def _wrong(array: mx.array, *, nan: bool) -> mx.array:
 
 @contextmanager
 def failing(on: FailingDevice) -> Iterator[FailingDevice]:
-    """Evaluate on the failing device, whatever this machine has; one thread may use MLX."""
+    """Run the block's MLX evaluations on the failing device; one thread may use MLX.
+
+    Works on any machine, with a GPU or without.
+    """
     advance = Decoder._advance
 
     def advanced(decoder: Decoder, inputs: mx.array) -> None:

@@ -1,4 +1,4 @@
-"""An engine in this process, for what no client sees; its RAM tier can be filled with random KV."""
+"""An engine in this process, for figures that no client sees; random KV can fill its RAM tier."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def drained(stream: Stream) -> None:
 
 
 class _Prepared(Engine):
-    """An engine that serves what `prepare` makes of the loaded model."""
+    """An engine that serves the model that `prepare` returns for the loaded one."""
 
     def __init__(self, settings: Settings, prepare: Prepare):
         super().__init__(settings)

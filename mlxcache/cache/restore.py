@@ -62,7 +62,7 @@ class DiskLookup:
         self.dropped = True
 
     def disable(self) -> None:
-        """Restore nothing of what was found."""
+        """Discard the result: nothing is restored."""
         self.target = 0
 
 
@@ -114,7 +114,7 @@ class Restorer:
             self._wake()
 
     def _warn_once(self, why: str) -> None:
-        """Log why the disk tier cannot be read, once for each cause in a row."""
+        """Log why the disk tier cannot be read, once for consecutive failures of one cause."""
         if why != self._last_warning:
             log.warning("cannot restore from disk: %s", why)
         self._last_warning = why

@@ -189,7 +189,7 @@ class PathWrite:
         return self.asked and self.at >= len(self.ids) and not self.states
 
     def plan(self, found: Found, layout: Layout, limit: int) -> None:
-        """Choose what to write: all that `found` lacks, within a disk of `limit` bytes."""
+        """Choose the runs and checkpoints that `found` lacks, within a disk of `limit` bytes."""
         whole = found.length // BLOCK * BLOCK if found.length < len(self.ids) else len(self.ids)
         self.at = whole if layout.specs else len(self.ids)
         present = [one.position for one in found.checkpoints]
@@ -405,7 +405,7 @@ class WriteBehind:
     def _next_job(self, path: PathWrite) -> Job | None:
         """The next job of a path; None, and the disk paused, where no memory is left for a copy.
 
-        Raises the error of a device that defers its errors: then the KV may not be what it was.
+        Raises the error of a device that defers its errors: the KV may then be damaged.
         """
         try:
             return (
@@ -518,7 +518,7 @@ class WriteBehind:
         return before > 0
 
     def _give_up(self) -> None:
-        """Unlock what is not on disk yet. Jobs in flight are written from their copies."""
+        """Unlock every path not on disk yet. Jobs in flight are written from their copies."""
         self._suspend(StoreError("writes are slower than eviction needs"), least=RETRY_S)
         self._drop([*self._queue, *self._handed])
 

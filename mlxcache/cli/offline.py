@@ -1,4 +1,4 @@
-"""The cache folder without a server: what commands use if none runs."""
+"""Sessions and files of a cache folder without a server, for commands while none runs."""
 
 from __future__ import annotations
 

@@ -56,10 +56,10 @@ def _bar(what: str, *columns: ProgressColumn) -> Iterator[Step]:
 
 @contextmanager
 def loading_bar(console: Console) -> Iterator[Callable[[str, float | None], None]]:
-    """Show a bar over the steps of loading a model; yields what reports a step and the part done.
+    """Show a bar over the steps of loading a model; yield a function that reports progress.
 
-    The part is from 0 to 1, or None if unknown. May be called from any thread. Without a terminal a
-    step is a line, at most one per tenth.
+    It takes a step and the part done, from 0 to 1, or None if unknown. May be called from any
+    thread. Without a terminal a step is a line, at most one per tenth.
     """
     shown: tuple[str, int] | None = None
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())

@@ -40,7 +40,7 @@ def print_json(value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a command: the object for --json, and for people a line or what prints it.
+    """Result of a command: an object for --json, and a line or a printing function for people.
 
     `status`: exit status of the command.
     """

@@ -165,7 +165,7 @@ class IdlePrefill:
         return True
 
     def _release(self, task: Task) -> None:
-        """Commit what was computed of a turn, and release its lineage."""
+        """Commit the tokens computed of a turn, and release its lineage."""
         lease = task.held
         self._kv.commit(lease, task.ids, checkpoint=True)
         task.give_up_lease()
@@ -192,7 +192,7 @@ class IdlePrefill:
                 self._release(turn.task)
 
     def note_use(self, task: Task) -> None:
-        """Count what a request reuses of anticipated tokens."""
+        """Count the anticipated tokens that a request reuses."""
         for _ in range(len(self._computed)):
             ids, start = self._computed.popleft()
             shared = min(common_length(ids, task.ids), task.held.cached)

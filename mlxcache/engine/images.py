@@ -104,7 +104,10 @@ class Images:
         self._rows: dict[int, mx.array] = {}
 
     def holder(self, tasks: Sequence[Task]) -> Task | None:
-        """The one of `tasks` in the middle of an image, whose rows would be computed again."""
+        """The task that is in the middle of an image; None if none of `tasks` is.
+
+        It should continue first: otherwise the rows of that image are computed again.
+        """
         return self._task if self._task in tasks else None
 
     def inputs(self, task: Task, start: int, end: int) -> dict[str, mx.array]:

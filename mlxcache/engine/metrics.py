@@ -195,7 +195,7 @@ class Totals:
     saved: dict[str, float] = field(default_factory=lambda: {"tokens": 0, "seconds": 0.0})
 
     def add(self, record: RequestRecord, speed: PrefillSpeed) -> Gain:
-        """Count a request that is over; returns what its reuse gained."""
+        """Count a request that is over; returns the time and tokens that its reuse saved."""
         gain = gain_of(record, speed)
         self.requests["total"] += 1
         self.requests[reuse_of(record)] += 1

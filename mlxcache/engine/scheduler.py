@@ -102,7 +102,7 @@ class Scheduler:
             self.cancel(task)
 
     def tick(self) -> None:
-        """Take what has arrived, then do one chunk of prefill and some steps of decoding.
+        """Process new requests, then feed one chunk of prefill and do some steps of decoding.
 
         Raises the third error of the device in a row, with all that was committed in the cache.
         """
@@ -242,7 +242,7 @@ class Scheduler:
             self.kv.persist(task.lease, task.tokens())
 
     def _restore(self, task: Task) -> None:
-        """Load one piece; where that fails, the task starts again from what RAM holds."""
+        """Load one piece; if that fails, start the task again from the prefix that RAM holds."""
         try:
             self.admission.restore(task)
         except (StoreError, OSError, RuntimeError, ValueError) as error:
@@ -414,7 +414,7 @@ class Scheduler:
         return True
 
     def _guard(self, task: Task, action: Callable[[], bool]) -> bool:
-        """Run `action`; what it raises fails `task` and nothing else."""
+        """Run `action`; an exception of it fails `task` and nothing else."""
         try:
             return action()
         except Exception as error:
@@ -454,18 +454,16 @@ class Scheduler:
             self.lanes.leave(lane, [task])
 
     def persist_all(self) -> None:
-        """Hand to the disk tier what running requests have committed, after a failure of the
-        thread.
-        """
+        """Hand the committed KV of running requests to the disk tier, after the thread failed."""
         for task in dict.fromkeys(self.active) | self._interrupted:
             if task.lease is not None and not task.restoring:
                 self.kv.persist(task.lease, task.tokens(), whole=True)
 
 
 def _confirmed_failure(error: Exception) -> MlxcacheError:
-    """The error for a client. Raises the device's own if it failed, which may be the cause.
+    """The error to send to a client. Raises the device's error instead, if the device failed.
 
-    Numbers that a failed pass left can be NaN, or no tokens at all.
+    That may be the cause: numbers that a failed pass left can be NaN, or no tokens at all.
     """
     device.confirm()
     return as_failure(error)

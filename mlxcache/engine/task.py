@@ -206,7 +206,7 @@ class Task:
         self.stops = tuple(sorted(set(stops)))
 
     def note_reuse(self) -> None:
-        """Record what was reused and restored: these counts are exact from now on.
+        """Record the reused and restored tokens: these counts are exact from now on.
 
         Of a task that began again, the counts of its first start stay: its client knows them.
         """
@@ -228,7 +228,7 @@ class Task:
         self.push(Admitted(len(self.ids), self.held.cached, self.restored))
 
     def begin_again(self, kept: int) -> None:
-        """Take back the tokens that were not delivered; what was is fed again after its prefix.
+        """Take back the tokens that were not delivered; delivered ones are fed again as prompt.
 
         `kept`: tokens that the cache still has. The task must have no lease.
         """
@@ -313,7 +313,7 @@ class Task:
         return self._delivered == len(self.out)
 
     def deliver(self) -> None:
-        """Stream what was taken so far: the passes that drew it are confirmed."""
+        """Stream the pieces taken so far: the passes that drew them are confirmed."""
         staged, self._staged = self._staged, []
         self._delivered = len(self.out)
         for piece in staged:

@@ -377,7 +377,7 @@ def class_name(cache: Any) -> str:
 def prepared(cache: Any) -> Any:
     """Replace an empty cache of the model by the class used here: a sliding window by a log.
 
-    A `KVCache` does what a `ConcatenateKVCache` does, and writes in place.
+    A `ConcatenateKVCache` is replaced by a `KVCache`, which is equivalent and writes in place.
     """
     parts = parts_of(cache)
     if parts is not None:

@@ -89,7 +89,7 @@ def confirm() -> None:
 def settle() -> None:
     """Wait for all commands, and discard the errors of those that failed.
 
-    Raises the last error if there is no end of them: the device is of no use any more.
+    Raises the last error if errors do not end: the device is then unusable.
     """
     for left in reversed(range(MOST_PARKED)):
         try:

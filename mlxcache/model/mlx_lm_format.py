@@ -375,7 +375,7 @@ def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
 def _comparable(
     layout: Layout, arrays: Sequence[Sequence[mx.array]], rows: slice
 ) -> list[list[mx.array]]:
-    """Some rows of each linear slot's arrays, as numbers that differ little where KV does."""
+    """Some rows of each linear slot's arrays, in a form in which similar KV has similar numbers."""
     slots = kv.flatten(layout.make())
     return [
         kv.sliced(slots[i]).comparable(slots[i], [array[..., rows, :] for array in held])

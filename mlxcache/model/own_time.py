@@ -91,7 +91,9 @@ class OwnTime:
         return (len(times) - 1) / (times[-1] - times[0]), max(0, peak)
 
     def prefill(self, prompt: int, step: int) -> float:
-        """Prompt tokens per second with mlx-lm's `prefill_step_size` of `step`, from nothing."""
+        """Prompt tokens per second of mlx-lm with `prefill_step_size` of `step`, from an empty
+        cache.
+        """
         tokens = mx.array(self._tokens(prompt))
         cache = make_prompt_cache(self.model)
         mx.eval(tokens)

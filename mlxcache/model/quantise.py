@@ -132,7 +132,7 @@ def _try(
 
 
 def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: int) -> None:
-    """Raise ModelError unless MLX multiplies long KV of these sizes as this device should.
+    """Raise ModelError unless MLX multiplies long KV of these sizes correctly on this device.
 
     A few tokens do not show it: beyond 1,024, a GPU may leave a part of each head unwritten whose
     size is no multiple of 64. Source: https://github.com/ml-explore/mlx/issues/4250

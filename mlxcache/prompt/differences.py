@@ -89,7 +89,9 @@ def _line(text: str, at: int) -> tuple[str, int]:
 
 
 def _span(was: str, now: str, first: int) -> tuple[int, int]:
-    """The changed characters of `was`: from `first` to the start of the common ending."""
+    """Start and end of the changed characters of `was`: from `first` to the start of the common
+    ending.
+    """
     most = min(len(was), len(now)) - first
     same = next((i for i in range(most) if was[-1 - i] != now[-1 - i]), most)
     return first, len(was) - same
@@ -108,7 +110,10 @@ def _in_git(text: str, at: int, line: str) -> bool:
 
 
 def _form(old: str, new: str) -> str | None:
-    """The kind of difference between two texts that read the same; None if none, or if equal."""
+    """Name a difference between two texts that is invisible to a reader, such as white space.
+
+    None if the texts are equal or differ visibly.
+    """
     if old == new:
         return None
     if old.replace("\r\n", "\n").rstrip("\r") == new.replace("\r\n", "\n").rstrip("\r"):
@@ -195,7 +200,7 @@ def _in_place(
 def _moved(
     was: Sequence[Message], now: Sequence[Message], seen: tuple[list[str], list[str]], i: int
 ) -> str | None:
-    """The change of the list of messages at `i`; None where a message was edited."""
+    """The change of the list of messages at index `i`; None if a message was edited instead."""
     old, new = seen
     tail = bool({*old[i:]} & {*new[i:]})
     summary = any(_SUMMARY.search(_text_of(m)) for m in now[i : i + 2])
@@ -216,7 +221,7 @@ def _moved(
 
 
 def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) -> str | None:
-    """The cause of an insertion or a drop at `i` with equal messages after it; None if neither."""
+    """Cause of a message inserted or dropped at `i` before equal messages; None if neither."""
     old, new = seen
     for shift in range(1, _SHIFTS + 1):
         if new[i + shift : i + shift + 1] == old[i : i + 1]:
@@ -227,7 +232,10 @@ def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) 
 
 
 def _shifted_and_edited(was: Sequence[Message], now: Sequence[Message], i: int) -> str | None:
-    """Cause of an insertion or a drop at `i` if the message after it was edited too; else None."""
+    """Cause of a message inserted or dropped at `i`, where the next message was edited too.
+
+    None if there is neither.
+    """
     if was[i].get("role") == now[i].get("role"):
         return None
     if any(_nearly(was[i], later) for later in now[i + 1 : i + 1 + _SHIFTS]):
@@ -360,7 +368,7 @@ def differences(old: Chat, new: Chat) -> list[Difference]:
 
 
 def first_new(old: Chat, new: Chat) -> int:
-    """The number of leading messages of `new` that belong to `old`, edited or not, or its reply."""
+    """Number of leading messages of `new` that `old` has too, edited or not, its reply included."""
     was, now = old.messages, new.messages
     begin = _heads(now)
     known = {_key(message) for message in was if message.get("role") not in SYSTEM}
@@ -457,7 +465,10 @@ def _seen_of(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _described(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The kind of change of a tool's description that reads the same; None if more differs."""
+    """Kind of a difference between two descriptions of a tool that is invisible to a reader.
+
+    See `_form`. None if more than the description differs.
+    """
     old, new = dict(_function_of(was)), dict(_function_of(now))
     texts = str(old.pop("description", "")), str(new.pop("description", ""))
     return _form(*texts) if old == new else None

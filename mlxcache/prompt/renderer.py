@@ -116,7 +116,9 @@ class Renderer:
     def _shared(
         self, text: str, messages: list[Message], tools: Any, args: Mapping[str, Any]
     ) -> int:
-        """The common prefix with messages rendered alone, or else followed by probe messages."""
+        """Common prefix of a text and of its messages rendered alone, or followed by probe
+        messages.
+        """
         asked = bool(messages) and messages[-1]["role"] == "user"
         for shown in (messages, [*messages, *((_REPLY, _USER) if asked else (_USER,))]):
             if not shown:

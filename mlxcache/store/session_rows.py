@@ -235,7 +235,7 @@ def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
 
 
 def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: int) -> None:
-    """Rewrite a leaf's `held` token ids as `ids`, which share the first `same`."""
+    """Replace the `held` token ids of a leaf by `ids`; the first `same` are equal and stay."""
     if same == len(ids) == held:
         return
     first = same // PART_TOKENS * PART_TOKENS

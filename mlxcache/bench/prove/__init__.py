@@ -1,5 +1,6 @@
-"""`mlxcache prove`: one report on what this machine makes of mlxcache, and of mlx-lm beside it.
+"""`mlxcache prove`: one report on mlxcache, and on mlx-lm beside it, on this machine.
 
 Each scenario starts the processes that it needs and writes its figures into `Findings`, so that
-those taken before a failure are kept. Nothing of the report tells whose machine it is.
+those taken before a failure are kept. The report contains nothing that identifies the machine or
+its user.
 """

@@ -39,7 +39,7 @@ SETTLED_S, PATIENCE_S = 0.3, 60.0
 
 
 class NotApplicable(Exception):
-    """A scenario means nothing on this system; the text says why."""
+    """A scenario cannot be played on this system; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def usable_bytes(device: Mapping[str, Any]) -> int:
 
 
 def settle(client: Client) -> None:
-    """Wait until this server has written what it computed, and then a moment. Raises Refused."""
+    """Wait until this server has written all that it computed. Raises Refused."""
     deadline = time.monotonic() + PATIENCE_S
     while client.get("/v1/cache")["pending_bytes"] and time.monotonic() < deadline:
         time.sleep(SETTLED_S / 3)

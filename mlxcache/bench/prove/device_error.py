@@ -25,7 +25,7 @@ PROMPT, MORE = 300, 16
 
 @dataclass(slots=True)
 class Outcomes:
-    """Replies by what became of them. `apart`: largest difference of log-probabilities."""
+    """Replies counted by their outcome. `apart`: largest difference of log-probabilities."""
 
     tolerance: float
     right: int = 0

@@ -62,7 +62,7 @@ class Findings:
     not_run: list[str] = field(default_factory=list)
 
     def add(self, table: str, row: str, column: str, unit: str, *values: float) -> None:
-        """Add samples to a figure; nothing where there are none."""
+        """Add samples to a figure; without samples, do nothing."""
         if values:
             rows = self.tables.setdefault(table, {})
             rows.setdefault(row, {}).setdefault(column, Figure(unit)).samples.extend(values)
@@ -72,7 +72,7 @@ class Findings:
         return self.tables.get(table, {}).get(row, {}).get(column)
 
     def hold(self, checks: Iterable[Check], *, why_not: str | None = None) -> None:
-        """Add bounds; with `why_not`, as bounds that these figures cannot show."""
+        """Add bounds to check; with `why_not`, as bounds that these figures cannot show."""
         for check in checks:
             if why_not is None:
                 self.checks.append(check)
@@ -90,7 +90,7 @@ class Findings:
         return value
 
     def merge(self, value: Mapping[str, Any]) -> None:
-        """Add what `as_json` gave in another process."""
+        """Add findings in the form of `as_json`, as another process printed them."""
         for table, rows in value["tables"].items():
             for row, columns in rows.items():
                 for column, figure in columns.items():

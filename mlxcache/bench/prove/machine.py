@@ -1,4 +1,4 @@
-"""Description of the machine for a report, without anything that tells whose it is."""
+"""Description of the machine for a report, without anything that identifies its user."""
 
 from __future__ import annotations
 

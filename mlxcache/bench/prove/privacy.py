@@ -1,4 +1,4 @@
-"""Removal of what tells whose machine it is from texts that are to be published."""
+"""Removal of texts that identify a machine or its user, from a report to be published."""
 
 from __future__ import annotations
 

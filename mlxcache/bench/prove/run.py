@@ -88,7 +88,10 @@ class Draft:
         self._error: Exception | None = None
 
     def subject(self, clock: Clock) -> Subject:
-        """The model. Raises TimeUp, and what `make` raises: later calls, the same again."""
+        """The model, made or loaded at the first use.
+
+        Raises TimeUp, and what `make` raised; later uses raise the same error again.
+        """
         if self._error is not None:
             raise self._error
         if self._subject is None:
@@ -106,9 +109,10 @@ class Draft:
 
 @dataclass(slots=True)
 class Proof:
-    """The scenarios of one run, and what they found so far. `folder` receives all files.
+    """The scenarios of one run, and their findings so far.
 
-    `on_step` is called with each step, `on_begin` with each scenario begun.
+    `folder` receives all files. `on_step` is called with each step, `on_begin` with each scenario
+    begun.
     """
 
     options: Options
@@ -175,7 +179,7 @@ class Proof:
         return Draft(subject.label, lambda: subject)
 
     def _made(self, weights: Weights, clock: Clock) -> Subject:
-        """Make a model; raise TimeUp where the one before took longer than what is left."""
+        """Make a model; raise TimeUp where the model before took longer than the time left."""
         if self._making_s > clock.left_s:
             raise TimeUp(f"about {self._making_s:.0f} s needed, {clock.left_s:.0f} s left")
         size = self.options.size
@@ -265,7 +269,7 @@ def end_children(before: set[psutil.Process]) -> None:
 
 
 def _scrub(found: Findings, private: Sequence[str]) -> None:
-    """Remove what is private from the texts of `found`."""
+    """Remove strings that identify the machine from the texts of `found`."""
     found.error = None if found.error is None else scrub(found.error, private)
     found.unchecked = [replace(one, why=scrub(one.why, private)) for one in found.unchecked]
     for texts in (found.notes, found.not_run):

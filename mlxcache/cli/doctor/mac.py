@@ -169,5 +169,5 @@ def _watchdog(environ: Mapping[str, str]) -> Finding:
 
 
 def version_of(macos: str) -> tuple[int, ...]:
-    """Parse a version such as `26.1`; zeros for what is no number."""
+    """Parse a version such as `26.1`; a part that is no number becomes 0."""
     return tuple(int(part) if part.isdecimal() else 0 for part in macos.split("."))
