@@ -102,12 +102,19 @@ class Prompt:
         return self.ids if self.tokens is None else self.tokens
 
 
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields of `Sampling` for which a model may have defaults, named so in generation_config.json."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Parameters of sampling, as in mlx-lm.
 
     `temperature` 0 is greedy. `top_p` 1, `top_k` 0 and `min_p` 0 are off. `repetition_penalty`
-    1 is off. `logit_bias` pairs token ids with additive values. `seed` None draws a fresh one.
+    1 is off; it applies to the newest `repetition_context` tokens, prompt included.
+    `xtc_probability` 0 is off: https://github.com/oobabooga/text-generation-webui/pull/6335.
+    `logit_bias` pairs token ids with additive values. `seed` None draws a fresh one. `unset`:
+    fields that the client did not state, for which the model may have a default of its own.
     """
 
     temperature: float = 0.0
@@ -115,10 +122,14 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    repetition_context: int = 64
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
+    unset: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +274,10 @@ Event = Admitted | Progress | Text | Thinking | ToolCall | Finished
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Description of the served model. Lengths are in tokens; `context_length` limits requests."""
+    """Description of the served model. Lengths are in tokens; `context_length` limits requests.
+
+    `sampling`: the model's defaults for fields of `Sampling` that a client does not state.
+    """
 
     id: str
     context_length: int
@@ -276,6 +290,7 @@ class ModelInfo:
     is_demo: bool = False
     created: int = 0
     draft: str | None = None  # the draft model's id
+    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(slots=True)

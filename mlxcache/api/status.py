@@ -94,7 +94,8 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
     """Build a model object with the fields of OpenAI, Anthropic and other local servers.
 
     Lengths are in tokens: `max_context_length` is the model's own limit, the other two are this
-    server's. `created` is in seconds since 1970.
+    server's. `sampling_defaults` apply where a request does not state the field. `created` is in
+    seconds since 1970.
     """
     return {
         "id": name or info.id,
@@ -106,6 +107,7 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
         "loaded_context_length": info.context_length,
         "type": "model",
         "display_name": info.id,
+        "sampling_defaults": dict(info.sampling),
     }
 
 

@@ -145,6 +145,9 @@ class Settings:
         "JSON",
         "Arguments for the chat template, such as '{\"enable_thinking\": false}'.",
     )
+    no_generation_config: bool = _switch(
+        _MODEL, "Do not take sampling defaults from the model's generation_config.json."
+    )
     trust_remote_code: bool = _switch(_MODEL, "Run Python code from the model's folder.")
     ram: str | int = _setting(
         _MEMORY,

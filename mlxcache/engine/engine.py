@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from mlxcache.config import Settings
@@ -21,6 +22,7 @@ from mlxcache.engine.task import for_owner
 from mlxcache.errors import GenerationFailed, MlxcacheError, NotReady
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, load
+from mlxcache.model.generation import resolve
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
 from mlxcache.prompt.canonical.restore import ReplyRestorer
@@ -190,6 +192,7 @@ class Engine:
         runtime, owner = self._ready(), OWNER.get()
         builder = runtime.builders.of(owner)
         job = for_owner(job, owner)
+        job = replace(job, sampling=resolve(job.sampling, runtime.info.sampling))
         record = self._records.begin(job)
         try:
             runtime.check(job.prompt)

@@ -46,11 +46,12 @@ from mlxcache.errors import BadRequest, ContextLengthExceeded, ModelError, Store
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import demo, device, kv, load, serialise
 from mlxcache.model.fingerprint import fingerprint
+from mlxcache.model.generation import describe
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded
 from mlxcache.model.mlx_lm_format import agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader
-from mlxcache.model.sampling import make_processors, make_sampler, top_logprobs
+from mlxcache.model.sampling import make_processors, make_sampler, text_ends, top_logprobs
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.replies import GeneratedReply, Replies
 from mlxcache.sessions.book import SessionBook
@@ -280,8 +281,12 @@ class ModelRuntime:
             self.builders = PromptBuilders(partial(self._make_builder, context))
             builder = self.builders.of(None)
             self.info: ModelInfo = replace(
-                loaded.info, context_length=context, has_images=builder.takes_images
+                loaded.info,
+                context_length=context,
+                has_images=builder.takes_images,
+                sampling=self._sampling_defaults(),
             )
+            self._kept = text_ends(loaded.tokenizer)
             self.book = self._open_book(thread, submit)
             on_failure.pop_all()
         self.prefix_loss = PrefixLossReporter(
@@ -368,6 +373,13 @@ class ModelRuntime:
         book.open()
         return book
 
+    def _sampling_defaults(self) -> Mapping[str, float]:
+        """The model's own, for what clients leave unset; empty where the setting is off."""
+        defaults = {} if self.settings.no_generation_config else self.loaded.info.sampling
+        if defaults:
+            log.info("sampling defaults of the model: %s", describe(defaults))
+        return defaults
+
     def _max_context(self) -> int:
         """Tokens that both the model's context and the budget allow.
 
@@ -441,7 +453,8 @@ class ModelRuntime:
         )
         processors = make_processors(job.sampling, task.prompt_tokens)
         context = mx.array(np.asarray(task.fed[:-1])) if processors else None
-        sampler = make_sampler(job.sampling, self.layout.vocab_size)
+        kept = self._kept if job.sampling.xtc_probability else ()
+        sampler = make_sampler(job.sampling, self.layout.vocab_size, kept)
         row = Row(task, sampler, processors, context, id=task.record.id)
         wanted = job.top_logprobs
         if wanted is None:

@@ -1,7 +1,4 @@
-"""Loading of a model's folder: weights, adapter, draft model, tokenizer, and a description.
-
-Sampling defaults in generation_config.json are not applied.
-"""
+"""Loading of a model's folder: weights, adapter, draft model, tokenizer, and a description."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from mlxcache.errors import ModelError
 from mlxcache.model import demo
 from mlxcache.model.context import context_length, native_length
+from mlxcache.model.generation import FILE, is_object, sampling_defaults
 from mlxcache.model.hub import Progress, display_name, resolve, why
 from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.model.pair import check_tokenizers, make_pair
@@ -96,12 +94,12 @@ def load(spec: ModelSpec, progress: Progress | None = None, *, lazy: bool = Fals
     Raises ModelError that names the file at fault, or says what to do.
     """
     path = resolve(spec.model, spec.revision, progress)
-    config = checked_config(path)
+    config = own = checked_config(path)
     check_files(path)
     template = _template(spec.chat_template)
     context_length(native_length(config), spec.context)  # raises before the weights are read
     model, config = _load_weights(spec, path, lazy=lazy or spec.draft is not None)
-    tokenizer = _load_tokenizer(spec, path, config, template)
+    tokenizer = _load_tokenizer(spec, path, _eos(config) or _eos(own), template)
     info = _info(spec, path, model, tokenizer, config)
     vision = load_vision(model, tokenizer, config)
     loaded = Loaded(model, tokenizer, config, info, path, vision)
@@ -175,6 +173,8 @@ def _load_weights(spec: ModelSpec, path: Path, *, lazy: bool) -> tuple[nn.Module
 
 def _why(path: Path, error: BaseException) -> str:
     text = str(error)
+    if isinstance(error, AttributeError | UnicodeDecodeError) and not is_object(path):
+        return f"{path / FILE} is not a JSON object: mend or remove it."
     if isinstance(error, SystemExit):
         return f"{path / 'config.json'}: mlx-lm lacks a package that this model type needs."
     if "not supported" in text and text.startswith("Model type"):
@@ -191,7 +191,7 @@ def _why(path: Path, error: BaseException) -> str:
 
 
 def _load_tokenizer(
-    spec: ModelSpec, path: Path, config: Mapping[str, Any], template: str | None
+    spec: ModelSpec, path: Path, ends: list[int] | None, template: str | None
 ) -> TokenizerWrapper:
     extra: dict[str, Any] = {}
     if spec.trust_remote_code:
@@ -199,7 +199,7 @@ def _load_tokenizer(
     if template is not None:
         extra["chat_template"] = template
     try:
-        return load_tokenizer(path, extra, eos_token_ids=_eos(config))
+        return load_tokenizer(path, extra, eos_token_ids=ends)
     except _FAILURES as error:
         raise ModelError(
             f"The tokenizer in {path} cannot be loaded: {type(error).__name__}: {error}"
@@ -207,17 +207,15 @@ def _load_tokenizer(
 
 
 def _eos(config: Mapping[str, Any]) -> list[int] | None:
-    """Ids that end a turn, from config.json as mlx-lm merged it with generation_config.json.
+    """Ids that end a turn, from config.json, also as mlx-lm merged it with generation_config.json.
 
-    The tokenizer adds its own. Vision models have theirs in text_config.
+    None without any. The tokenizer adds its own. Vision models have theirs in text_config.
     """
     found = config.get("eos_token_id")
     if found is None:
         found = (config.get("text_config") or {}).get("eos_token_id")
-    if found is None:
-        return None
     ids = found if isinstance(found, list) else [found]
-    return [i for i in ids if isinstance(i, int)]
+    return [i for i in ids if isinstance(i, int) and not isinstance(i, bool)] or None
 
 
 def _template(chat_template: str | None) -> str | None:
@@ -249,6 +247,7 @@ def _info(
         has_tools=bool(tokenizer.has_tool_calling) or is_harmony(tokenizer),
         is_demo=spec.is_demo,
         created=int((path / "config.json").stat().st_mtime),
+        sampling=sampling_defaults(path),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import (
     apply_min_p,
     apply_top_k,
     apply_top_p,
+    apply_xtc,
     greedy_sampler,
     make_repetition_penalty,
 )
@@ -25,9 +26,6 @@ from mlxcache.types import Sampling, TokenLogprob
 
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
-
-REPETITION_CONTEXT = 64
-"""Newest tokens, prompt included, that the repetition penalty applies to."""
 
 COLDEST = 1e-4
 """Below this temperature tokens are drawn greedily: the odds of two tokens whose
@@ -47,7 +45,8 @@ def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
 
     `temperature` 0 to 5 (OpenAI allows 2; with min_p, local models are run hotter), `top_p` (0, 1],
     `min_p` [0, 1], `top_k` from -1 (-1 and 0: off), presence and frequency penalties -2 to 2,
-    `repetition_penalty` 0.01 to 100, biases -100 to 100 on token ids below `vocab_size`,
+    `repetition_penalty` 0.01 to 100, `repetition_context` from 1, `xtc_probability` [0, 1],
+    `xtc_threshold` [0, 0.5], biases -100 to 100 on token ids below `vocab_size`,
     `seed` of 64 bits, signed or not.
 
     Raises BadRequest, its `param` naming the field; NaN and infinities are in no range.
@@ -61,6 +60,9 @@ def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
     _within("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
     _within("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
     _within("repetition_penalty", sampling.repetition_penalty, 0.01, 100.0)
+    _whole("repetition_context_size", sampling.repetition_context, 1, 2**31 - 1)
+    _within("xtc_probability", sampling.xtc_probability, 0.0, 1.0)
+    _within("xtc_threshold", sampling.xtc_threshold, 0.0, 0.5)
     for token, bias in sampling.logit_bias:
         _within("logit_bias", bias, -100.0, 100.0)
         _whole("logit_bias", token, 0, (vocab_size or 2**31) - 1)
@@ -84,23 +86,25 @@ def _refused(field: str, value: object, allowed: str) -> BadRequest:
     )
 
 
-def make_sampler(sampling: Sampling, vocab_size: int) -> Sampler:
+def make_sampler(sampling: Sampling, vocab_size: int, kept: Sequence[int] = ()) -> Sampler:
     """Make a function from log-probabilities, shape (B, V), to token ids, shape (B,).
 
     All greedy requests share one function, so that a batch of them is drawn in one call. Any other
     request has an object of its own with its own random key: the same seed draws the same tokens
-    alone or in a batch. `vocab_size` is V; a top_k of V or more is off.
+    alone or in a batch. `vocab_size` is V; a top_k of V or more is off. `kept`: tokens that XTC
+    never removes.
     """
     if sampling.temperature < COLDEST:
         return greedy_sampler  # type: ignore[no-any-return]
-    return _Draw(sampling, vocab_size)
+    return _Draw(sampling, vocab_size, kept)
 
 
 class _Draw:
-    """Filters in mlx-lm's order (top_p, min_p, top_k), then draws with its own key."""
+    """Filters in mlx-lm's order (top_p, min_p, XTC, top_k), then draws with its own key."""
 
-    def __init__(self, sampling: Sampling, vocab_size: int):
+    def __init__(self, sampling: Sampling, vocab_size: int, kept: Sequence[int]):
         self._sampling = sampling
+        self._kept = [token for token in kept if token < vocab_size]
         self._top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
         seed = sampling.seed
         self._key = mx.random.key(
@@ -116,12 +120,25 @@ class _Draw:
             logprobs = apply_top_p(logprobs, chosen.top_p)
         if chosen.min_p > 0:
             logprobs = apply_min_p(logprobs, chosen.min_p)
+        if chosen.xtc_probability > 0:
+            key, coin = mx.random.split(key)
+            logprobs = self._exclude(logprobs, coin)
         if self._top_k:
             logprobs = apply_top_k(logprobs, self._top_k)
         # not mx.random.categorical: it searches the summed probabilities, where a rounding error
         # shifts all later tokens, and the same seed gave another text
         noise = mx.random.gumbel(logprobs.shape, key=key)
         return mx.argmax(logprobs / chosen.temperature + noise, axis=-1)
+
+    def _exclude(self, logprobs: mx.array, key: mx.array) -> mx.array:
+        """Remove the likeliest tokens, all but the last above the threshold, in some draws.
+
+        mlx-lm draws from MLX's global generator whether to; here the request's own key decides.
+        """
+        chosen = self._sampling
+        fewer = apply_xtc(logprobs, 1.0, chosen.xtc_threshold, self._kept)
+        drawn = mx.random.uniform(shape=(*logprobs.shape[:-1], 1), key=key)
+        return mx.where(drawn < chosen.xtc_probability, fewer, logprobs)
 
     def skip(self, count: int) -> None:
         """Change the key as `count` draws would."""
@@ -130,6 +147,11 @@ class _Draw:
             if done % SPLITS_AT_ONCE == 0:
                 mx.eval(self._key)
         mx.eval(self._key)
+
+
+def text_ends(tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a turn or a line, which XTC keeps, as in mlx-lm's server."""
+    return *sorted(tokenizer.eos_token_ids), *tokenizer.encode("\n", add_special_tokens=False)
 
 
 def skip_draws(sampler: Sampler, count: int) -> None:
@@ -141,14 +163,16 @@ def skip_draws(sampler: Sampler, count: int) -> None:
 def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:
     """Make functions of (all token ids so far, shape (n,); logits, shape (1, V)) to new logits.
 
-    The repetition penalty (https://arxiv.org/abs/1909.05858) applies to the last 64 tokens, prompt
-    included. Presence and frequency penalties are OpenAI's
+    The repetition penalty (https://arxiv.org/abs/1909.05858) applies to the newest
+    `repetition_context` tokens, prompt included. Presence and frequency penalties are OpenAI's
     (https://platform.openai.com/docs/api-reference/chat/create): they count the tokens after
     `prompt_len`, over the whole reply. Empty if all are off.
     """
     processors: list[Processor] = []
     if sampling.repetition_penalty != 1:
-        processors.append(make_repetition_penalty(sampling.repetition_penalty, REPETITION_CONTEXT))
+        processors.append(
+            make_repetition_penalty(sampling.repetition_penalty, sampling.repetition_context)
+        )
     if sampling.presence_penalty or sampling.frequency_penalty:
         processors.append(_count_penalty(sampling, prompt_len))
     if sampling.logit_bias:

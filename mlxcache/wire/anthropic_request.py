@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.types import Chat, Sampling
+from mlxcache.types import DEFAULTED, Chat, Sampling
 from mlxcache.wire import anthropic_types as types
 from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.retention import hints_from_marks
@@ -66,13 +66,18 @@ def to_chat(
 
 
 def to_sampling(body: types.Request) -> Sampling:
-    """Convert the sampling fields. The default temperature is 1, as Anthropic documents."""
+    """Convert the sampling fields. The default temperature is 1, as Anthropic documents.
+
+    What the body leaves out is `unset`, so that the model's own defaults apply.
+    """
     top_p = 1.0 if body.top_p is None else body.top_p
+    stated = {name for name in ("temperature", "top_p", "top_k") if getattr(body, name) is not None}
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=top_p or 1.0,
         # A nucleus of no mass holds the likeliest token alone; a top_p of 0 would mean "off" below.
         top_k=(body.top_k or 0) if top_p else 1,
+        unset=frozenset(DEFAULTED) - stated - {"" if top_p else "top_k"},
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.types import Chat, Prompt, Sampling, Tokens
+from mlxcache.types import DEFAULTED, Chat, Prompt, Sampling, Tokens
 from mlxcache.wire.decode import decode
 from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.openai_types import (
@@ -81,19 +81,27 @@ def _check_chat(body: ChatRequest) -> None:
 def to_sampling(body: Generation) -> Sampling:
     """Convert the sampling fields. The default temperature is 1, as OpenAI documents.
 
-    `top_p` 0 leaves only the likeliest token, so it means greedy. A seed is taken modulo 2**63.
+    What the body leaves out is `unset`, so that the model's own defaults apply. `top_p` 0 leaves
+    only the likeliest token, so it means greedy. A seed is taken modulo 2**63.
     """
+    plain = Sampling()
+    greedy = body.top_p == 0
     temperature = 1.0 if body.temperature is None else body.temperature
+    stated = {name for name in DEFAULTED if getattr(body, name) is not None}
     return Sampling(
-        temperature=0.0 if body.top_p == 0 else temperature,
+        temperature=0.0 if greedy else temperature,
         top_p=body.top_p or 1.0,
         top_k=max(0, body.top_k or 0),
         min_p=body.min_p or 0.0,
         repetition_penalty=body.repetition_penalty or 1.0,
+        repetition_context=body.repetition_context_size or plain.repetition_context,
+        xtc_probability=body.xtc_probability or 0.0,
+        xtc_threshold=plain.xtc_threshold if body.xtc_threshold is None else body.xtc_threshold,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias or {}),
         seed=None if body.seed is None else body.seed % 2**63,
+        unset=frozenset(DEFAULTED) - stated - {"temperature" if greedy else ""},
     )
 
 

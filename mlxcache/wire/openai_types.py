@@ -1,8 +1,9 @@
 """Bodies of OpenAI's Chat Completions and Completions: the fields that can change an answer.
 
 Source: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create;
-`top_k`, `min_p`, `repetition_penalty`, `chat_template_kwargs` and `reasoning_content` are
-extensions of local servers. `structured_outputs` and the older `guided_...` are vLLM's
+`top_k`, `min_p`, `repetition_penalty`, `repetition_context_size`, `xtc_probability`,
+`xtc_threshold`, `chat_template_kwargs` and `reasoning_content` are extensions of local servers.
+`structured_outputs` and the older `guided_...` are vLLM's
 (https://docs.vllm.ai/en/latest/features/structured_outputs/), top-level `json_schema` and `grammar`
 llama.cpp's (https://github.com/ggml-org/llama.cpp/tree/master/tools/server). All other fields are
 ignored.
@@ -142,19 +143,18 @@ class UnsupportedFields(Struct, kw_only=True):
     adapters: Any = None
     audio: Any = None
     bad_words: Any = None
+    dry_multiplier: Any = None
     echo: Any = None
     function_call: Any = None
     functions: Any = None
     guided_whitespace_pattern: Any = None
     ignore_eos: Any = None
     min_tokens: Any = None
-    repetition_context_size: Any = None
     role_mapping: Any = None
     structural_tag: Any = None
     suffix: Any = None
     use_beam_search: Any = None
     web_search_options: Any = None
-    xtc_probability: Any = None
 
 
 class Generation(UnsupportedFields, kw_only=True):
@@ -170,6 +170,9 @@ class Generation(UnsupportedFields, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Unit | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_context_size: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    xtc_probability: Unit | None = None
+    xtc_threshold: Annotated[float, Meta(ge=0, le=0.5)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None

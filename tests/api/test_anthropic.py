@@ -12,7 +12,7 @@ import httpx
 import httpx2
 import pytest
 
-from mlxcache.types import OutputFormat, Text, Thinking, ToolCall, ToolChoice
+from mlxcache.types import DEFAULTED, OutputFormat, Text, Thinking, ToolCall, ToolChoice
 from tests.api.conftest import FakeEngine, reply
 from tests.api.messages import HELLO, events, post
 from tests.wire.anthropic_bodies import MARK, assistant, result, text, tool, use, user
@@ -171,6 +171,7 @@ class TestJobs:
         (job,) = engine.jobs
         assert (job.max_tokens, job.stop, job.api) == (9, ("END",), "messages")
         assert (job.sampling.temperature, job.sampling.top_p, job.sampling.top_k) == (0.5, 0.9, 40)
+        assert job.sampling.unset == {"min_p", "repetition_penalty"}
         assert [t["function"]["name"] for t in job.tools or ()] == ["weather", "later"]
         assert not job.parallel_tools
         assert job.render_s > 0
@@ -213,6 +214,7 @@ class TestJobs:
         await post(client)
         (job,) = engine.jobs
         assert (job.sampling.temperature, job.sampling.top_p, job.sampling.top_k) == (1.0, 1.0, 0)
+        assert job.sampling.unset == set(DEFAULTED)
         assert (job.tools, job.stop, job.parallel_tools) == (None, (), True)
 
     async def test_a_nucleus_of_no_mass_is_the_likeliest_token(
@@ -220,6 +222,7 @@ class TestJobs:
     ) -> None:
         await post(client, top_p=0)
         assert (engine.jobs[0].sampling.top_k, engine.jobs[0].sampling.top_p) == (1, 1.0)
+        assert "top_k" not in engine.jobs[0].sampling.unset
 
     async def test_no_tool_is_called_where_none_may_be_and_the_head_stays(
         self, client: httpx.AsyncClient, engine: FakeEngine

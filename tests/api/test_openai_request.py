@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxcache.types import OutputFormat
+from mlxcache.types import DEFAULTED, OutputFormat
 from tests.api.conftest import FakeEngine, reply
 from tests.api.openai_bodies import CALL, USER, WEATHER, chat, events, refused
 
@@ -112,6 +112,9 @@ class TestRequests:
             top_k=40,
             min_p=0.05,
             repetition_penalty=1.1,
+            repetition_context_size=20,
+            xtc_probability=0.5,
+            xtc_threshold=0.0,
             presence_penalty=0.2,
             frequency_penalty=-0.2,
             logit_bias={"42": -100},
@@ -125,6 +128,9 @@ class TestRequests:
         assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.min_p) == (0.5, 0.9, 40, 0.05)
         assert (drawn.repetition_penalty, drawn.presence_penalty) == (1.1, 0.2)
         assert drawn.frequency_penalty == -0.2
+        assert drawn.repetition_context == 20
+        assert (drawn.xtc_probability, drawn.xtc_threshold) == (0.5, 0.0)
+        assert drawn.unset == frozenset()
         assert drawn.logit_bias == ((42, -100.0),)
         assert drawn.seed == 2**63 - 1
         assert (job.stop, job.max_tokens) == (("END",), 7)
@@ -135,12 +141,23 @@ class TestRequests:
         await chat(client)
         job = engine.jobs[0]
         assert (job.sampling.temperature, job.sampling.top_p) == (1.0, 1.0)
+        assert job.sampling.unset == set(DEFAULTED)
         assert (job.sampling.seed, job.max_tokens, job.stop) == (None, None, ())
         assert (job.tools, job.top_logprobs, job.api) == (None, None, "chat")
 
     async def test_top_p_0_is_greedy(self, client: httpx.AsyncClient, engine: FakeEngine) -> None:
         await chat(client, top_p=0, temperature=1)
-        assert engine.jobs[0].sampling.temperature == 0.0
+        await chat(client, top_p=0)
+        for job in engine.jobs:
+            assert job.sampling.temperature == 0.0
+            assert "temperature" not in job.sampling.unset
+
+    async def test_what_is_switched_off_is_not_unset(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        await chat(client, temperature=0, top_k=-1, min_p=0)
+        assert engine.jobs[0].sampling.unset == {"top_p", "repetition_penalty"}
+        assert engine.jobs[0].sampling.top_k == 0
 
     @pytest.mark.parametrize(("asked", "given"), [(-1, None), (10**30, 2**31 - 1), (5, 5)])
     async def test_limits_from_minus_one_to_absurd(

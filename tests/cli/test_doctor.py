@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -393,6 +394,21 @@ def test_a_model_is_shown_with_what_sessions_cost(
     assert short["fit_ram"] == found["room_bytes"] // short["ram_bytes"]
     assert short["fit_disk"] == 2 * GB // short["disk_bytes"]
     assert found["draft_model"]["possible"] == (family == "llama")
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_the_models_sampling_defaults_are_shown(toy: Any, tmp_path: Path, off: bool) -> None:
+    """With the values that clients get, or that the settings ignore them."""
+    model = tmp_path / "model"
+    shutil.copytree(toy("llama"), model)
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    settings = Settings(
+        model=str(model), cache_dir=tmp_path, ram="1GB", disk="2GB", no_generation_config=off
+    )
+    findings = run_checks(settings, quick=True, shown=False).findings
+    (found,) = (one.value for one in findings if one.name == "sampling")
+    assert found.startswith("temperature 0.6, top_k 20, from the model's generation_config.json")
+    assert ("not used: --no-generation-config" in found) == off
 
 
 def test_only_the_settings_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

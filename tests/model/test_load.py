@@ -84,6 +84,27 @@ def test_ends_of_turn_come_from_every_file(folder: Path) -> None:
     assert load(ModelSpec(str(folder))).tokenizer.eos_token_ids == {own, 8, 9}
 
 
+def test_a_bad_end_of_turn_leaves_the_other_files_ones(folder: Path) -> None:
+    """mlx-lm takes what generation_config.json says; ids alone count, and config.json's remain."""
+    own = load(ModelSpec(str(folder))).tokenizer.eos_token_id
+    edit(folder / "config.json", eos_token_id=7)
+    for bad in ("</s>", [True, None], {"a": 1}):
+        edit(folder / "generation_config.json", eos_token_id=bad)
+        assert load(ModelSpec(str(folder))).tokenizer.eos_token_ids == {own, 7}
+    edit(folder / "generation_config.json", eos_token_id=["</s>", 9])
+    assert load(ModelSpec(str(folder))).tokenizer.eos_token_ids == {own, 9}
+
+
+def test_a_generation_config_that_is_no_object_is_named(folder: Path) -> None:
+    """mlx-lm cannot read it; the file at fault is in the message."""
+    for content in (b"[]", b"\xff"):
+        (folder / "generation_config.json").write_bytes(content)
+        with pytest.raises(ModelError, match=r"generation_config\.json is not a JSON object"):
+            load(ModelSpec(str(folder)))
+    (folder / "generation_config.json").write_bytes(b"{")  # mlx-lm ignores this one
+    assert load(ModelSpec(str(folder))).info.sampling == {}
+
+
 def test_ends_of_turn_of_a_nested_config(folder: Path) -> None:
     """Where the top level names none."""
     config = json.loads((folder / "config.json").read_text())

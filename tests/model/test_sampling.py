@@ -17,9 +17,9 @@ from mlxcache.errors import BadRequest
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.sampling import (
     LEAST_LOGPROB,
-    REPETITION_CONTEXT,
     make_processors,
     make_sampler,
+    skip_draws,
     top_logprobs,
     validate,
 )
@@ -67,6 +67,10 @@ def test_the_defaults_are_valid_and_greedy() -> None:
         ("repetition_penalty", 0.0),
         ("repetition_penalty", -1.0),
         ("repetition_penalty", math.nan),
+        ("repetition_context", 0),
+        ("xtc_probability", 1.1),
+        ("xtc_probability", math.nan),
+        ("xtc_threshold", 0.6),
         ("seed", 2**64),
         ("seed", -(2**63) - 1),
         ("logit_bias", ((V, 1.0),)),
@@ -79,7 +83,7 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: Any) -> None
     """The client learns which field is wrong."""
     with pytest.raises(BadRequest, match=field) as caught:
         validate(replace(Sampling(), **{field: value}), V)
-    assert caught.value.param == field
+    assert caught.value.param == field.replace("_context", "_context_size")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +94,8 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: Any) -> None
         Sampling(presence_penalty=-2, frequency_penalty=2, repetition_penalty=0.01),
         Sampling(temperature=1, seed=-(2**63), logit_bias=((V - 1, -100.0), (0, 100.0))),
         Sampling(temperature=1, seed=2**64 - 1, repetition_penalty=100),
+        Sampling(temperature=1, xtc_probability=1, xtc_threshold=0),
+        Sampling(temperature=1, xtc_probability=1e-9, xtc_threshold=0.5, repetition_context=1),
     ],
 )
 def test_the_ends_of_each_range_draw_a_token(sampling: Sampling) -> None:
@@ -125,6 +131,32 @@ def test_a_seed_repeats_and_its_absence_does_not() -> None:
     assert draws(replace(plain, seed=7), 40) == draws(replace(plain, seed=7), 40)
     assert draws(replace(plain, seed=7), 40) != draws(replace(plain, seed=8), 40)
     assert draws(plain, 40) != draws(plain, 40)
+
+
+def test_xtc_removes_all_but_the_least_likely_choice() -> None:
+    """Of the tokens above the threshold one is left, of those in `kept` all, at its probability."""
+    values = mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]]))
+    always = Sampling(temperature=1, xtc_probability=1, xtc_threshold=0.1, seed=2)
+    sampler = make_sampler(always, 4)
+    assert {int(sampler(values)) for _ in range(60)} == {2, 3}
+    sampler = make_sampler(always, 4, kept=(0, 9))
+    assert {int(sampler(values)) for _ in range(60)} == {0, 2, 3}
+    sampler = make_sampler(replace(always, xtc_probability=0.5), 4)
+    drawn = [int(sampler(values)) for _ in range(400)]
+    assert 120 < sum(token < 2 for token in drawn) < 200  # 0.8 of half of them
+
+
+def test_xtc_draws_from_the_key_of_the_request() -> None:
+    """A seed repeats whatever the global generator does, and `skip_draws` counts its draws."""
+    wanted = Sampling(temperature=1.5, xtc_probability=0.5, xtc_threshold=0.02, seed=7)
+    mx.random.seed(1)
+    first = draws(wanted, 40)
+    mx.random.seed(2)
+    assert draws(wanted, 40) == first
+    assert draws(replace(wanted, xtc_probability=0.0), 40) != first
+    later = make_sampler(wanted, V)
+    skip_draws(later, 30)
+    assert [int(later(logprobs())) for _ in range(10)] == first[30:]
 
 
 def test_seeded_draws_do_not_depend_on_the_global_generator() -> None:
@@ -211,8 +243,12 @@ def test_the_repetition_penalty_forgets_old_tokens() -> None:
     """Seen tokens get less likely whatever their sign; those out of the window do not."""
     (process,) = make_processors(Sampling(repetition_penalty=2.0), 0)
     logits = mx.array([[4.0, -4.0, 4.0, 1.0]])
-    tokens = [2] + [0, 1] * (REPETITION_CONTEXT // 2)
+    tokens = [2] + [0, 1] * 32
     assert process(mx.array(tokens), logits).tolist() == [[2.0, -8.0, 4.0, 1.0]]
+    wider = Sampling(repetition_penalty=2.0, repetition_context=65)
+    (process,) = make_processors(wider, 0)
+    logits = mx.array([[4.0, -4.0, 4.0, 1.0]])
+    assert process(mx.array(tokens), logits).tolist() == [[2.0, -8.0, 2.0, 1.0]]
 
 
 def test_the_bias_is_added_and_the_rest_left() -> None:

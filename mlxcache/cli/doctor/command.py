@@ -181,7 +181,7 @@ def _examine_model(
         return [], None
     # Here and not above: mlx-lm takes seconds to import.
     from mlxcache.cache.capacity import fit  # noqa: PLC0415
-    from mlxcache.cli.doctor.model import TOKENS, examine_fit  # noqa: PLC0415
+    from mlxcache.cli.doctor.model import TOKENS, examine_fit, examine_sampling  # noqa: PLC0415
     from mlxcache.model.examine import examine  # noqa: PLC0415
     from mlxcache.model.load import ModelSpec  # noqa: PLC0415
 
@@ -202,7 +202,9 @@ def _examine_model(
         disk=disk_limit(settings.disk, settings.cache_dir / "store"),
         tokens=sorted({min(n, model.info.context_length) for n in TOKENS}),
     )
-    return examine_fit(model, fits), (model, fits)
+    used = not settings.no_generation_config
+    findings = [*examine_fit(model, fits), *examine_sampling(model.info, used=used)]
+    return findings, (model, fits)
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:

@@ -10,6 +10,8 @@ from mlxcache.cache.capacity import Fit
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.config import format_size
 from mlxcache.model.examine import Examined, Group, Kind
+from mlxcache.model.generation import describe
+from mlxcache.types import ModelInfo
 
 TOKENS = (20_000, 100_000)
 """Lengths of the conversations shown: about an agent's first hour, and a long day."""
@@ -62,6 +64,15 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
         value = f"all of the model's {own:,} tokens fit --ram"
         findings.append(Finding("context", "ok", value, figures=figures))
     return findings
+
+
+def examine_sampling(info: ModelInfo, *, used: bool) -> list[Finding]:
+    """Show the model's own defaults of sampling, and whether the settings let them be used."""
+    if not info.sampling:
+        return []
+    value = f"{describe(info.sampling)}, from the model's generation_config.json"
+    value += "" if used else ", not used: --no-generation-config"
+    return [Finding("sampling", "ok", value, figures=dict(info.sampling))]
 
 
 def layers(found: Examined) -> Iterator[Sequence[str]]:

@@ -1,0 +1,98 @@
+"""Defaults in a model's generation_config.json: sampling, and the tokens that end a turn.
+
+Names and meanings are those of transformers:
+https://huggingface.co/docs/transformers/main_classes/text_generation. A bad value is a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlxcache.errors import BadRequest
+from mlxcache.model.sampling import validate
+from mlxcache.types import DEFAULTED, Sampling
+
+log = logging.getLogger("mlxcache.model")
+
+FILE = "generation_config.json"
+
+
+def sampling_defaults(path: Path) -> dict[str, float]:
+    """Read the defaults of sampling from the model's folder; empty if it states none.
+
+    An explicit `do_sample` false is greedy: temperature 0. A value out of range is left out, with a
+    warning; so is a file that is not a JSON object.
+    """
+    config = _read(path)
+    found: dict[str, float] = {}
+    for name in DEFAULTED:
+        if config.get(name) is None:
+            continue
+        value = _checked(name, config[name])
+        if value is None:
+            log.warning("%s: %s %r ignored: out of range", path / FILE, name, config[name])
+        else:
+            found[name] = value
+    sampled = config.get("do_sample")
+    if sampled is False:
+        found["temperature"] = 0.0
+    elif sampled not in (None, True):
+        log.warning("%s: do_sample %r ignored: not true or false", path / FILE, sampled)
+    return found
+
+
+def is_object(path: Path) -> bool:
+    """True unless the folder's file is there and is not a JSON object."""
+    try:
+        return isinstance(json.loads((path / FILE).read_text(encoding="utf-8")), dict)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    if not is_object(path):
+        log.warning("%s ignored: not a JSON object", path / FILE)
+        return {}
+    file = path / FILE
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
+
+
+def _checked(name: str, value: object) -> float | None:
+    """`value` as the field takes it; None if it cannot be."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if name == "top_k" and isinstance(value, float):
+        if not value.is_integer():
+            return None
+        value = int(value)
+    try:
+        validate(_with(Sampling(), {name: value}))
+    except BadRequest:
+        return None
+    return value
+
+
+def resolve(sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
+    """Apply the model's `defaults` to the fields that the client left `unset`."""
+    if not sampling.unset:
+        return sampling
+    found = {name: defaults[name] for name in sampling.unset & defaults.keys()}
+    return _with(sampling, {**found, "unset": frozenset()})
+
+
+def _with(sampling: Sampling, values: Mapping[str, Any]) -> Sampling:
+    return replace(sampling, **values)
+
+
+def describe(defaults: Mapping[str, float]) -> str:
+    """Write the defaults in one line, such as `temperature 0.6, top_k 20`."""
+    stated = ((name, defaults[name]) for name in DEFAULTED if name in defaults)
+    return ", ".join(f"{name} {value:g}" for name, value in stated)

@@ -1,0 +1,62 @@
+"""A model's generation_config.json in a served model: what clients leave out, and the flag."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxcache.engine.engine import Engine
+from mlxcache.types import DEFAULTED, Finished, Job, Prompt, Sampling
+from tests.engine.running import started
+
+UNSET = frozenset(DEFAULTED)
+
+
+@pytest.fixture(scope="module")
+def model(toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy whose makers want it greedy, with a penalty and an end token of its own."""
+    folder = tmp_path_factory.mktemp("model") / "own"
+    shutil.copytree(toy("llama"), folder)
+    own = {"do_sample": False, "repetition_penalty": 1.4, "top_k": "many", "eos_token_id": [500]}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    return folder
+
+
+async def reply(engine: Engine, id: str, sampling: Sampling) -> list[str]:
+    prompt = Prompt(np.arange(10, 60, dtype=np.int32))
+    job = Job(id, prompt, sampling, max_tokens=30, raw=True)
+    events = [event async for event in await engine.submit(job)]
+    assert isinstance(events[-1], Finished)
+    return [event.text for event in events if hasattr(event, "text")]
+
+
+async def test_the_models_defaults_apply_to_what_a_request_leaves_out(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with started(model, tmp_path) as engine:
+        assert engine.info is not None
+        assert engine.info.sampling == {"temperature": 0.0, "repetition_penalty": 1.4}
+        assert "sampling defaults of the model: temperature 0, repetition_penalty 1.4" in (
+            caplog.text
+        )
+        left_out = await reply(engine, "a", Sampling(temperature=1.0, unset=UNSET))
+        assert left_out == await reply(engine, "b", Sampling(repetition_penalty=1.4))
+        stated = Sampling(unset=UNSET - {"repetition_penalty"})
+        assert await reply(engine, "c", stated) == await reply(engine, "d", Sampling())
+        assert left_out != await reply(engine, "e", Sampling())
+
+
+async def test_without_the_file_s_defaults_the_api_s_apply(model: Path, tmp_path: Path) -> None:
+    async with started(model, tmp_path, no_generation_config=True) as engine:
+        assert engine.info is not None
+        assert engine.info.sampling == {}
+        left_out = Sampling(temperature=1.0, seed=4, unset=UNSET)
+        assert await reply(engine, "a", left_out) == (
+            await reply(engine, "b", Sampling(temperature=1.0, seed=4))
+        )
