@@ -152,8 +152,8 @@ class Model:
         body = decode(ChatRequest, raw)
         check_supported(body)
         chat = to_chat(body, images=self.info.has_images)
-        form, field = read_format(body)
-        check_not_continued(chat, form, field)
+        form = read_format(body)
+        check_not_continued(chat, form)
         use = read_tool_use(body, chat.tools)
         prompt = await self._engine.render(chat, session=session, stop=read_stop_strings(body))
         return await self._engine.submit(

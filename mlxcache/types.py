@@ -137,11 +137,13 @@ class OutputFormat:
     """The form that a reply's visible text must have.
 
     `value` by `kind`: `json_schema` the schema as JSON text, `regex` a regular expression,
-    `grammar` a Lark grammar, `choice` a JSON list of strings, `json_object` empty.
+    `grammar` a Lark or GBNF grammar, `choice` a JSON list of strings, `json_object` empty.
+    `param`: the field of the request's body that it came from, for errors.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
     value: str = ""
+    param: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,8 +117,8 @@ async def _events(
 
 async def _job(request: Request, body: types.Request, deps: http.Deps) -> Job:
     chat, tools = to_chat(body, images=http.accepts_images(deps))
-    form, field = read_format(body)
-    check_not_continued(chat, form, field)
+    form = read_format(body)
+    check_not_continued(chat, form)
     choice = read_tool_choice(body, tools)
     http.require_model(deps)
     session = _label(request, body)

@@ -98,8 +98,8 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
     body = await read_json(request, ChatRequest, deps)
     wire.check_supported(body)
     chat = wire.to_chat(body, images=accepts_images(deps))
-    form, field = read_format(body)
-    check_not_continued(chat, form, field)
+    form = read_format(body)
+    check_not_continued(chat, form)
     use = read_tool_use(body, chat.tools)
     fields = _fields(deps, request, body) | {
         "tools": use.tools,
@@ -133,7 +133,7 @@ async def completions(deps: Deps, request: Request) -> Response:
         "title": title_from_text(given) if isinstance(given, str) else None,
         "api": "completions",
         "raw": True,
-        "format": read_format(body)[0],
+        "format": read_format(body),
     }
 
     async def job() -> Job:

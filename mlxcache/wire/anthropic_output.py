@@ -15,8 +15,8 @@ from mlxcache.wire.anthropic_types import Conversation
 from mlxcache.wire.formats import format_of_schema
 
 
-def read_format(body: Conversation) -> tuple[OutputFormat | None, str]:
-    """Return the format of the reply's text, None for free text, and the path of the field.
+def read_format(body: Conversation) -> OutputFormat | None:
+    """Return the format of the reply's text; None: free text.
 
     `output_format` is the older name of `output_config.format`. Raises Unsupported for a type other
     than `json_schema`, BadRequest if the schema is missing or both fields are set.
@@ -28,12 +28,12 @@ def read_format(body: Conversation) -> tuple[OutputFormat | None, str]:
     field = older if form is None else newer
     form = form or body.output_format
     if form is None:
-        return None, ""
+        return None
     if form.type != "json_schema":
         raise Unsupported(f"{field}: {form.type[:64]!r} is not supported.", param=field)
     if form.schema is None:
         raise BadRequest(f"{field}.schema: a schema is required.", param=f"{field}.schema")
-    return format_of_schema(form.schema), f"{field}.schema"
+    return format_of_schema(form.schema, f"{field}.schema")
 
 
 def read_tool_choice(body: Conversation, tools: Sequence[Function]) -> ToolChoice | None:

@@ -27,8 +27,8 @@ _UNSUPPORTED_OPTIONS = (
 # -- format ----------------------------------------------------------------------------------
 
 
-def read_format(body: types.Generation) -> tuple[OutputFormat | None, str]:
-    """Return the format of the reply, None for free text, and the path of the field that names it.
+def read_format(body: types.Generation) -> OutputFormat | None:
+    """Return the format of the reply; None: free text.
 
     Raises:
         Unsupported: a kind of format, or an option of vLLM's, that is not supported.
@@ -36,13 +36,13 @@ def read_format(body: types.Generation) -> tuple[OutputFormat | None, str]:
     """
     found = list(_formats(body))
     if len(found) > 1:
-        (_, one), (_, other) = found[:2]
+        one, other = found[0].param, found[1].param
         message = f"A reply has one format: use `{one}` or `{other}`, not both."
         raise BadRequest(message, param=other)
-    return found[0] if found else (None, "")
+    return found[0] if found else None
 
 
-def _formats(body: types.Generation) -> Iterator[tuple[OutputFormat, str]]:
+def _formats(body: types.Generation) -> Iterator[OutputFormat]:
     if body.response_format is not None:
         yield from _response_format(body.response_format)
     if body.structured_outputs is not None:
@@ -57,17 +57,17 @@ def _formats(body: types.Generation) -> Iterator[tuple[OutputFormat, str]]:
     )
 
 
-def _response_format(form: types.Format) -> Iterator[tuple[OutputFormat, str]]:
+def _response_format(form: types.Format) -> Iterator[OutputFormat]:
     at = "response_format"
     match form.type:
         case "text":
             return
         case "json_object" if form.schema is not None:
-            yield format_of_schema(form.schema), f"{at}.schema"
+            yield format_of_schema(form.schema, f"{at}.schema")
         case "json_object":
-            yield OutputFormat("json_object"), at
+            yield OutputFormat("json_object", param=at)
         case "json_schema" if form.json_schema is not None:
-            yield format_of_schema(form.json_schema.schema), f"{at}.json_schema.schema"
+            yield format_of_schema(form.json_schema.schema, f"{at}.json_schema.schema")
         case "json_schema":
             raise BadRequest(
                 f"`{at}` of type 'json_schema' needs `json_schema` with `name` and `schema`.",
@@ -77,13 +77,13 @@ def _response_format(form: types.Format) -> Iterator[tuple[OutputFormat, str]]:
             raise Unsupported(f"`response_format` {other[:64]!r} is not supported.", param=at)
 
 
-def _structured_outputs(asked: types.StructuredOutputs) -> Iterator[tuple[OutputFormat, str]]:
+def _structured_outputs(asked: types.StructuredOutputs) -> Iterator[OutputFormat]:
     at = "structured_outputs"
     for option in _UNSUPPORTED_OPTIONS:
         if getattr(asked, option):
             raise Unsupported(f"`{at}.{option}` is not supported.", param=f"{at}.{option}")
     if asked.json_object:
-        yield OutputFormat("json_object"), f"{at}.json_object"
+        yield OutputFormat("json_object", param=f"{at}.json_object")
     yield from _constraints(
         ("json_schema", f"{at}.json", asked.json),
         ("regex", f"{at}.regex", asked.regex),
@@ -94,7 +94,7 @@ def _structured_outputs(asked: types.StructuredOutputs) -> Iterator[tuple[Output
 
 def _constraints(
     *given: tuple[Literal["json_schema", "regex", "choice", "grammar"], str, Any],
-) -> Iterator[tuple[OutputFormat, str]]:
+) -> Iterator[OutputFormat]:
     """Yield the formats that are set, of each kind, field and value.
 
     An empty expression or grammar counts as not set: some clients always send the field.
@@ -104,11 +104,11 @@ def _constraints(
             continue
         match kind:
             case "json_schema":
-                yield format_of_schema(_parse_schema(value, name)), name
+                yield format_of_schema(_parse_schema(value, name), name)
             case "choice":
-                yield OutputFormat(kind, _encode_choices(value, name)), name
+                yield OutputFormat(kind, _encode_choices(value, name), name)
             case _:
-                yield OutputFormat(kind, value), name
+                yield OutputFormat(kind, value, name)
 
 
 def _parse_schema(value: str | dict[str, Any], field: str) -> dict[str, Any]:

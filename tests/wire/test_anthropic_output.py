@@ -28,14 +28,16 @@ def choice(tools: list[dict[str, Any]], **fields: Any) -> ToolChoice | None:
 
 
 def test_both_names_of_the_format_are_read() -> None:
-    newer = body(output_config={"format": FORMAT, "effort": "low"})
-    assert read_format(newer) == (EXPECTED, "output_config.format.schema")
-    assert read_format(body(output_format=FORMAT)) == (EXPECTED, "output_format.schema")
+    newer = read_format(body(output_config={"format": FORMAT, "effort": "low"}))
+    older = read_format(body(output_format=FORMAT))
+    assert newer == older == EXPECTED
+    assert newer.param == "output_config.format.schema"
+    assert older.param == "output_format.schema"
 
 
 @pytest.mark.parametrize("fields", [{}, {"output_config": {"effort": "low", "format": None}}])
 def test_no_format_leaves_the_text_free(fields: dict[str, Any]) -> None:
-    assert read_format(body(**fields)) == (None, "")
+    assert read_format(body(**fields)) is None
 
 
 @pytest.mark.parametrize(
