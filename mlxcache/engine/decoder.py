@@ -21,7 +21,9 @@ from mlx.nn import Module
 
 from mlxcache.errors import GenerationFailed
 from mlxcache.model import device
+from mlxcache.model.guide import Bitmask, Guide
 from mlxcache.model.kv import Caches
+from mlxcache.model.sampling import masked
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -43,7 +45,8 @@ class Row:
     `context`: all of its tokens so far, shape (n,), kept only if there are processors. `error`:
     raised by its sampler or a processor; no token is drawn then. `drafted` and `accepted` count the
     tokens that a draft model proposed, and those that the model drew too. `id`: the request's, for
-    the log.
+    the log. `guide`: restricts the draws; it has accepted every token that was handed out, and the
+    pending one too if `guided`.
     """
 
     owner: Any
@@ -54,6 +57,8 @@ class Row:
     drafted: int = 0
     accepted: int = 0
     id: str = "no request"
+    guide: Guide | None = None
+    guided: bool = False
 
     def fail(self, error: Exception) -> None:
         """Record `error`: this row gets no further token."""
@@ -66,6 +71,43 @@ class Row:
     def set_draws(self, sampler: Sampler, context: mx.array | None) -> None:
         """Restore an earlier sampler and context."""
         self.sampler, self.context = sampler, context
+
+    def allowed_after(self, token: int | None) -> Bitmask | None:
+        """The tokens that may follow `token`, the pending one; None: all.
+
+        A second call for one token advances the guide no further. An exception in the guide fails
+        the row.
+        """
+        if token is not None and not self.guided:
+            self.guided = self.advance(self.guide, token)
+        return self.allowed(self.guide)
+
+    def allowed(self, guide: Guide | None) -> Bitmask | None:
+        """The mask of `guide`; an exception in it fails the row."""
+        if guide is None or self.error is not None:
+            return None
+        try:
+            return guide.mask()
+        except Exception as error:
+            log.exception("%s: guide failed", self.id)
+            self.fail(error)
+            return None
+
+    def advance(self, guide: Guide | None, token: int) -> bool:
+        """Advance `guide` by a drawn token; False if that failed, and with it the row."""
+        if guide is None or self.error is not None:
+            return False
+        try:
+            guide.accept(token)
+        except Exception as error:
+            log.exception("%s: guide failed", self.id)
+            self.fail(error)
+            return False
+        return True
+
+    def note_drawn(self) -> None:
+        """Note that the next token is pending."""
+        self.guided = False
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Add to the counts of drafted and accepted tokens."""
@@ -181,6 +223,8 @@ class Decoder:
         logits = self.model(inputs[:, None], cache=self.caches)[:, -1, :]
         if any(row.processors for row in self.rows):
             logits = self._process(inputs, logits)
+        if any(row.guide is not None for row in self.rows):
+            logits = self._restrict(logits)
         logprobs, finite = normalised(logits)
         first = self.rows[0].sampler
         if len(self.rows) > 1 and all(row.sampler is first for row in self.rows):
@@ -191,6 +235,21 @@ class Decoder:
         contexts = [row.context for row in self.rows if row.processors]
         mx.async_eval(drawn, logprobs, finite, contexts)  # type: ignore[no-untyped-call]
         self.pending, self.logprobs, self.finite = drawn, logprobs, finite
+        for row in self.rows:
+            row.note_drawn()
+
+    def _restrict(self, logits: mx.array) -> mx.array:
+        """Apply the masks of the rows' guides, computed while the device computes `logits`."""
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        after: list[int | None] = [None] * len(self.rows)
+        if self.pending is not None:
+            sound = np.asarray(self.finite).tolist()
+            after = np.asarray(self.pending).tolist()
+            for row, is_sound in zip(self.rows, sound, strict=True):
+                if not is_sound:
+                    row.fail(row.error or NonFiniteOutput())
+        masks = [row.allowed_after(token) for row, token in zip(self.rows, after, strict=True)]
+        return masked(logits, masks) if any(mask is not None for mask in masks) else logits
 
     def _draw(self, i: int, logprobs: mx.array) -> mx.array:
         """Row `i`'s token, shape (1,). An exception in its sampler fails the row."""

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -28,22 +29,27 @@ from mlxcache.engine.decoder import (
     normalised,
     processed,
 )
+from mlxcache.model.guide import Bitmask, Guide
 from mlxcache.model.kv import Caches, eval_states
 from mlxcache.model.pair import Pair
+from mlxcache.model.sampling import masked
 
 log = logging.getLogger("mlxcache.engine")
 
 
 @dataclass(slots=True)
 class _Draws:
-    """The state of sampler and context before the next draw.
+    """The state of sampler, context and guide before the next draw.
 
-    A sampler changes with every draw, so each state has a copy of its own.
+    A sampler changes with every draw, so each state has a copy of its own; a guide with every token
+    seen.
     """
 
     row: Row
     sampler: Sampler
     context: mx.array | None
+    guide: Guide | None = None
+    mask: Bitmask | None = None
 
     def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, mx.array, _Draws]:
         """Draw from `logits`, shape (1, vocabulary).
@@ -54,6 +60,9 @@ class _Draws:
         sampler = copy(self.sampler)
         if self.context is not None:
             logits = processed(self.row, self.context, logits)
+        if self.guide is not None:
+            self.mask = self.row.allowed(self.guide) if self.mask is None else self.mask
+            logits = logits if self.mask is None else masked(logits, [self.mask])
         logprobs, finite = normalised(logits)
         try:
             token = sampler(logprobs)
@@ -61,14 +70,20 @@ class _Draws:
             log.exception("%s: sampler failed", self.row.id)
             self.row.fail(error)
             token = mx.zeros(1, mx.uint32)
-        return token, logprobs, finite, _Draws(self.row, sampler, self.context)
+        return token, logprobs, finite, _Draws(self.row, sampler, self.context, self.guide)
 
-    def seen(self, token: mx.array) -> _Draws:
-        """The state with `token`, shape (1,), in the context."""
-        if self.context is None:
-            return self
-        context = mx.concatenate([self.context, token.astype(mx.int32)])
-        return _Draws(self.row, self.sampler, context)
+    def seen(self, token: mx.array, *, drawn: bool = True) -> _Draws:
+        """The state with `token`, shape (1,), in the context; a guide advances by a drawn one.
+
+        With a guide it waits for the token.
+        """
+        context, guide = self.context, self.guide
+        if context is not None:
+            context = mx.concatenate([context, token.astype(mx.int32)])
+        if guide is not None and drawn:
+            guide = guide.copy()
+            self.row.advance(guide, int(cast(int, token.item())))
+        return _Draws(self.row, self.sampler, context, guide)
 
 
 @dataclass(slots=True)
@@ -93,7 +108,8 @@ class DraftingDecoder(Decoder):
     def __init__(self, model: Pair, row: Row, caches: Caches):
         super().__init__(model, [row], caches)
         self._drafts = 0
-        self._draws = _Draws(row, row.sampler, row.context if row.processors else None)
+        context = row.context if row.processors else None
+        self._draws = _Draws(row, row.sampler, context, row.guide)
         self._flight: _Flight | None = None
         self._ready: list[Drawn] = []
         self._unseen: list[int] = []  # drawn, and not fed to the draft yet
@@ -101,7 +117,7 @@ class DraftingDecoder(Decoder):
     def start(self, inputs: Sequence[int]) -> None:
         """Feed the newest token, which is not in the KV yet, and draw the next one."""
         (newest,) = inputs
-        self._launch(newest, 0)
+        self._launch(newest, 0, drawn=False)
 
     def settle(self) -> int:
         """Wait for the pass in flight; returns how many of its drafted tokens were accepted.
@@ -146,10 +162,13 @@ class DraftingDecoder(Decoder):
         self._launch(ready[-1].token, self._drafts)
         return [ready]
 
-    def _launch(self, newest: int, drafts: int) -> None:
-        """Feed `newest` and `drafts` drafted tokens, and draw at each position."""
+    def _launch(self, newest: int, drafts: int, *, drawn: bool = True) -> None:
+        """Feed `newest` and `drafts` drafted tokens, and draw at each position.
+
+        `drawn`: `newest` is part of the reply.
+        """
         fed = mx.array([newest], mx.uint32)
-        states = [self._draws.seen(fed)]
+        states = [self._draws.seen(fed, drawn=drawn)]
         if self._unseen:
             self.model.rewind_draft(self.caches, len(self._unseen))
         shown = mx.array([*self._unseen, newest], mx.uint32)
@@ -163,6 +182,8 @@ class DraftingDecoder(Decoder):
             self.model.propose(shown[None], self.caches)
             eval_states(self.caches, wait=False)
         logits = self.model.verify(mx.concatenate([fed, *drafted])[None], self.caches)
+        if self._draws.guide is not None:  # the device computes them while the masks are computed
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]
         tokens, logprobs, finite, after = zip(
             *(state.draw(logits[:, i, :]) for i, state in enumerate(states)), strict=True
         )

@@ -19,10 +19,12 @@ from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply
 from mlxcache.engine.runtime import ModelRuntime, demo_spec, fetch_model
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
-from mlxcache.errors import GenerationFailed, MlxcacheError, NotReady
+from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError, NotReady
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, load
 from mlxcache.model.generation import resolve
+from mlxcache.model.grammar import is_constrained
+from mlxcache.model.guide import Guide
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
 from mlxcache.prompt.canonical.restore import ReplyRestorer
@@ -44,6 +46,9 @@ log = logging.getLogger("mlxcache.engine")
 T = TypeVar("T")
 State = Literal["loading", "ready", "failed", "stopped"]
 RENDER_THREADS = 4
+COMPILE_THREADS = 2
+COMPILE_S = 15.0
+"""Longest time, in seconds, that a request waits for its grammar to be compiled."""
 
 
 def _ignore(*_: Any) -> None:
@@ -85,6 +90,8 @@ class Engine:
         self._thread = MlxThread(self._on_death, device.is_device_error)
         self._runtime: ModelRuntime | None = None
         self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
+        # apart, so that a grammar that takes long keeps no prompt from being rendered
+        self._compilers = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="mlxcache-grammar")
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -155,6 +162,7 @@ class Engine:
             runtime.next_turns.close()
         self._awake.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -187,7 +195,9 @@ class Engine:
     async def submit(self, job: Job) -> Stream:
         """Queue `job`, or join an identical request that is being computed.
 
-        Raises NotReady, QueueFull, TooMany, BadRequest or ContextLengthExceeded at once.
+        Where the reply must follow a grammar, that is compiled first, in a worker thread.
+
+        Raises NotReady, QueueFull, TooMany, BadRequest or ContextLengthExceeded.
         """
         runtime, owner = self._ready(), OWNER.get()
         builder = runtime.builders.of(owner)
@@ -197,24 +207,44 @@ class Engine:
         try:
             runtime.check(job.prompt)
             validate(job.sampling, runtime.layout.vocab_size)
+            guide = await self._compile(job, runtime) if is_constrained(job) else None
             shared = self._requests.running(job)
             if shared is None:
                 scheduler = runtime.scheduler
                 rate, round_s = scheduler.prefill.cost.rate, scheduler.balance.round_s
                 self._requests.check_places(job, rate=rate, round_s=round_s)
-        except MlxcacheError as error:
+        except (MlxcacheError, asyncio.CancelledError) as error:
             self._records.reject(record, error)
             raise
-        shared = shared or self._begin(job, record, runtime)
+        shared = shared or self._begin(job, record, runtime, guide)
         reply = ReplyRestorer(job.prompt.names, builder.canonicaliser.remember_call)
         limits = (job.timeout_s, self.settings.request_timeout)
         return shared.join(record, reply, min((s for s in limits if s is not None), default=None))
 
-    def _begin(self, job: Job, record: RequestRecord, runtime: ModelRuntime) -> SharedReply:
+    async def _compile(self, job: Job, runtime: ModelRuntime) -> Guide | None:
+        """What the reply to `job` follows, made in a worker thread.
+
+        Raises BadRequest where that cannot be compiled, or not within `COMPILE_S`.
+        """
+        making = self._loop.run_in_executor(self._compilers, runtime.make_guide, job)
+        try:
+            guide = await asyncio.wait_for(making, COMPILE_S)
+        except TimeoutError:
+            raise BadRequest(
+                f"The grammar or schema takes more than {COMPILE_S:g} s to compile: simplify it."
+            ) from None
+        self._ready()  # the server may have stopped meanwhile
+        return guide
+
+    def _begin(
+        self, job: Job, record: RequestRecord, runtime: ModelRuntime, guide: Guide | None
+    ) -> SharedReply:
         """Submit `job` to the scheduler; return the reply for its readers."""
         keep = not self.settings.no_anticipate and runtime.next_turns.note_begin(job)
         scheduler = runtime.scheduler
-        live = self._requests.add(job, record, scheduler, self.stall_s, keep_pieces=keep)
+        live = self._requests.add(
+            job, record, scheduler, self.stall_s, keep_pieces=keep, guide=guide
+        )
         self._thread.post(lambda: scheduler.submit(live.task))
         return live.shared
 

@@ -163,9 +163,9 @@ class Records:
         self.tally.add(record)
         self._on_over(record)
 
-    def reject(self, record: RequestRecord, error: Exception) -> None:
+    def reject(self, record: RequestRecord, error: BaseException) -> None:
         """Count a request that was refused with `error`."""
-        record.status, record.error = "rejected", str(error)
+        record.status, record.error = "rejected", str(error) or type(error).__name__
         self.end(record)
 
     def all(self, owner: str | None) -> list[RequestRecord]:

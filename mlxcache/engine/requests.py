@@ -14,6 +14,7 @@ from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
 from mlxcache.errors import DeadlineExceeded, MlxcacheError, QueueFull, TooMany
+from mlxcache.model.guide import Guide
 from mlxcache.prompt.canonical.restore import ReplyRestorer
 from mlxcache.types import Event, Finished, Job, Piece, Progress, RequestRecord
 
@@ -206,6 +207,7 @@ class LiveRequest:
         on_event: Callable[[LiveRequest, Event | BaseException], None],
         *,
         keep_pieces: bool,
+        guide: Guide | None = None,
     ):
         self.shared = shared
         self.pieces: list[Piece] = []
@@ -213,7 +215,7 @@ class LiveRequest:
         self._keep_pieces = keep_pieces
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
-        self.task = Task(job, self._push, record)
+        self.task = Task(job, self._push, record, guide)
 
     def _push(self, event: Event | BaseException) -> None:
         """Pass an event of the task to the event loop. On any thread."""
@@ -293,8 +295,9 @@ class RequestTable:
         stall_s: float,
         *,
         keep_pieces: bool = False,
+        guide: Guide | None = None,
     ) -> LiveRequest:
-        """Enter a request that came in; the caller submits its task."""
+        """Enter a request that came in; the caller submits its task. Its reply follows `guide`."""
         post = scheduler.thread.post
         shared = SharedReply(
             job,
@@ -303,7 +306,9 @@ class RequestTable:
             lambda error: post(lambda: scheduler.cancel(live.task, error)),
             stall_s,
         )
-        live = LiveRequest(job, record, shared, self._on_event, keep_pieces=keep_pieces)
+        live = LiveRequest(
+            job, record, shared, self._on_event, keep_pieces=keep_pieces, guide=guide
+        )
         self._live[job.id] = live
         self._note_running(len(self._live))
         return live

@@ -15,6 +15,7 @@ from mlxcache.cache.kv_cache import Lease
 from mlxcache.cache.restore import DiskLookup
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.errors import GenerationFailed, MlxcacheError
+from mlxcache.model.guide import Guide
 from mlxcache.model.sampling import skip_draws
 from mlxcache.owner import own_ids
 from mlxcache.prompt.replies import GeneratedReply, make_reply
@@ -67,7 +68,7 @@ class Task:
     `limit` the most there may be. `stops`: positions at which the prefill leaves a checkpoint.
     `skipped`: times that a chunk of another prompt came first. `deferred`: it waited for a prefix
     that another request computes. `matched`: prompt tokens in RAM at its admission, reusable or
-    not.
+    not. `guide`: what the reply follows, at its beginning; each row gets a copy.
 
     Pieces of the reply are staged until `deliver`, because the pass that drew them may have failed
     on a device that defers its errors. After such a failure `begin_again` takes back the tokens
@@ -76,11 +77,16 @@ class Task:
     """
 
     def __init__(
-        self, job: Job, push: Callable[[Event | BaseException], None], record: RequestRecord
+        self,
+        job: Job,
+        push: Callable[[Event | BaseException], None],
+        record: RequestRecord,
+        guide: Guide | None = None,
     ):
         self.job = job
         self.push = push
         self.record = record
+        self.guide = guide
         self.ids = job.prompt.ids
         self.fed = job.prompt.fed
         self.images = job.prompt.images
@@ -220,6 +226,8 @@ class Task:
         if self.admitted:
             for token in self.out:
                 output.parser.feed(token)  # its pieces are delivered already
+                if output.row.guide is not None:
+                    output.row.guide.accept(token)
             skip_draws(output.row.sampler, len(self.out))
             self.output = output
             return

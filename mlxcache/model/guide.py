@@ -1,14 +1,37 @@
-"""Guides: what decides which tokens a reply may continue with."""
+"""Guides: what decides which tokens a reply may continue with, and the grammars behind them.
+
+Grammars are compiled by llguidance (https://github.com/guidance-ai/llguidance), which knows the
+vocabulary, and gives the mask of the tokens that may come next in well under a millisecond.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import json
+import logging
+import time
+from collections.abc import Iterable
+from copy import copy
+from threading import Lock
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+
+from mlxcache.errors import BadRequest, GenerationFailed, Unsupported
+from mlxcache.lru import LRU
+from mlxcache.model import markers
+
+log = logging.getLogger(__name__)
 
 Bitmask = npt.NDArray[np.int32]
 """Allowed tokens, shape (ceil(vocabulary / 32),): bit i % 32 of word i // 32 is token i."""
+
+MOST_GRAMMARS = 64
+"""Compiled grammars that are kept; one takes 0.1 to 10 MB."""
+
+LONGEST_GRAMMAR = 4 << 20
+"""Most characters of a grammar or schema; a larger one takes seconds to parse."""
 
 
 class Guide(Protocol):
@@ -20,11 +43,121 @@ class Guide(Protocol):
     def accept(self, token: int) -> None:
         """Advance by a token of the reply. Raises ValueError for one that was not allowed."""
 
-    def forced(self) -> int | None:
-        """The only token that may follow, or None where there are several."""
-
     def mask(self) -> Bitmask | None:
         """The tokens that may follow, or None where all may."""
 
     def copy(self) -> Guide:
         """An independent guide in the same state."""
+
+
+class GrammarGuide:
+    """A guide that follows a compiled grammar.
+
+    Every token that ends a turn is allowed where the grammar may end, and no other where it must.
+    """
+
+    def __init__(self, matcher: LLMatcher):
+        self._matcher = matcher
+
+    def accept(self, token: int) -> None:
+        """Advance by a token of the reply. Raises ValueError for one that was not allowed."""
+        if not self._matcher.consume_token(token):
+            raise ValueError(f"token {token} does not fit the grammar: {_why(self._matcher)}")
+
+    def mask(self) -> Bitmask:
+        """The tokens that may follow.
+
+        Raises GenerationFailed where that takes more work than llguidance's limits allow.
+        """
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        if self._matcher.is_error():
+            raise GenerationFailed(f"The grammar cannot be followed: {_why(self._matcher)}")
+        return words
+
+    def copy(self) -> GrammarGuide:
+        """An independent guide in the same state."""
+        return GrammarGuide(self._matcher.deep_copy())
+
+
+class Grammars:
+    """The grammars compiled for one model; those used most recently are kept. Any thread; blocks.
+
+    `tokenizer` is mlx-lm's TokenizerWrapper, `vocab_size` the width of the logits, which may exceed
+    the number of tokens. Control tokens are no text: no string or regular expression of a grammar
+    allows them. These are the special tokens, and the markers of thinking and tool calls that the
+    vocabulary has as one token, which a Lark grammar names by `<[id]>` or by their text, unquoted.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._made: LLTokenizer | None = None
+        self._lock = Lock()
+        self._compiled: LRU[str, GrammarGuide] = LRU(MOST_GRAMMARS)
+
+    def guide(self, grammar: str) -> GrammarGuide:
+        """A guide at the beginning of `grammar`, a Lark grammar or llguidance's JSON form.
+
+        Raises BadRequest where the grammar is wrong or too large, Unsupported where the model's
+        tokenizer cannot be used.
+        """
+        if len(grammar) > LONGEST_GRAMMAR:
+            raise BadRequest(
+                f"The grammar is too large: {len(grammar)} characters, at most {LONGEST_GRAMMAR}."
+            )
+        found = self._compiled.get(grammar)
+        if found is None:
+            found = self._compiled.setdefault(grammar, self._compile(grammar))
+        with self._lock:  # a matcher may be copied by one thread at a time
+            return found.copy()
+
+    def _compile(self, grammar: str) -> GrammarGuide:
+        began = time.perf_counter()
+        matcher = LLMatcher(self._vocabulary(), grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first one takes longest, and every copy has it then
+        if matcher.is_error():
+            raise BadRequest(f"The grammar cannot be compiled: {_why(matcher)}")
+        log.debug("grammar compiled in %.0f ms", 1000 * (time.perf_counter() - began))
+        return GrammarGuide(matcher)
+
+    def _vocabulary(self) -> LLTokenizer:
+        """The model's vocabulary as llguidance takes it; making it takes about a second."""
+        with self._lock:
+            if self._made is None:
+                began = time.perf_counter()
+                self._made = _vocabulary(self._tokenizer, self._vocab_size)
+                log.info("vocabulary read for grammars in %.1f s", time.perf_counter() - began)
+            return self._made
+
+
+def _vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise Unsupported("Structured output needs a tokenizer.json, which this model lacks.")
+    backend = copy(backend)
+    backend.no_padding()
+    backend.no_truncation()
+    size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+    text = _with_control_tokens(backend.to_str(), _marker_ids(tokenizer))
+    return LLTokenizer(text, n_vocab=size, eos_token=sorted(tokenizer.eos_token_ids))
+
+
+def _marker_ids(tokenizer: Any) -> set[int]:
+    """Ids of the markers that the vocabulary has as one token."""
+    kinds = [markers.grammar(tokenizer, tools=True, generic=generic) for generic in (False, True)]
+    return {token for kind in kinds for token in kind.tokens.values()}
+
+
+def _with_control_tokens(tokenizer_json: str, ids: Iterable[int]) -> str:
+    """A tokenizer.json whose added tokens `ids` are special."""
+    content = json.loads(tokenizer_json)
+    chosen = set(ids)
+    for token in content["added_tokens"]:
+        token["special"] = token["special"] or token["id"] in chosen
+    return json.dumps(content)
+
+
+def _why(matcher: LLMatcher) -> str:
+    """The matcher's error without the state that llguidance appends to it."""
+    return matcher.get_error().partition("\n<state>")[0].strip()

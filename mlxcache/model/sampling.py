@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.sample_utils import (
     apply_min_p,
     apply_top_k,
@@ -22,6 +23,7 @@ from mlx_lm.sample_utils import (
 )
 
 from mlxcache.errors import BadRequest
+from mlxcache.model.guide import Bitmask
 from mlxcache.types import Sampling, TokenLogprob
 
 Sampler = Callable[[mx.array], mx.array]
@@ -199,6 +201,27 @@ def _bias(sampling: Sampling) -> Processor:
         return logits.at[:, ids].add(values.astype(logits.dtype))
 
     return bias
+
+
+def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
+    """Set the logits of forbidden tokens to minus infinity, shape (rows, V); one mask per row.
+
+    A row without a mask keeps its logits. Tokens beyond a mask's end are forbidden.
+    """
+    words = max(mask.size for mask in masks if mask is not None)
+    bits = np.zeros((len(masks), words), np.int32)
+    for line, mask in zip(bits, masks, strict=True):
+        if mask is None:
+            line[:] = -1
+        else:
+            line[: mask.size] = mask
+    if mx.metal.is_available() and mx.default_device() == mx.gpu:
+        from llguidance.mlx import apply_token_bitmask  # noqa: PLC0415 - most never need it
+
+        return apply_token_bitmask(logits, bits)
+    width = logits.shape[-1]
+    allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little", count=width)
+    return mx.where(mx.array(allowed.view(np.bool_)), logits, mx.array(-mx.inf, logits.dtype))
 
 
 def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> TokenLogprob:

@@ -1,0 +1,59 @@
+"""Replies that follow a grammar: alone, in batches, with drafts, and after failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from mlxcache.errors import BadRequest
+from mlxcache.types import OutputFormat
+from tests.engine.guided import SCHEMAS, as_format, ask
+from tests.engine.running import started
+
+
+async def test_complete_replies_are_valid_alone_and_in_a_batch(
+    toy_llama: Path, tmp_path: Path
+) -> None:
+    """The same seed gives the same text alone and beside others, each with a schema of its own."""
+    async with started(toy_llama, tmp_path) as engine:
+        asked = [(as_format(schema), f"say {i}") for i, schema in enumerate(SCHEMAS)]
+        together = await asyncio.gather(*(ask(engine, *one) for one in asked))
+        for schema, one, reply in zip(SCHEMAS, asked, together, strict=True):
+            assert reply.end.reason == "stop"
+            jsonschema.validate(json.loads(reply.text), schema)
+            assert (await ask(engine, *one)).text == reply.text
+
+
+async def test_each_kind_of_format(toy_llama: Path, tmp_path: Path) -> None:
+    async with started(toy_llama, tmp_path) as engine:
+        choice = await ask(engine, OutputFormat("choice", '["yes", "no"]'))
+        assert choice.text in ("yes", "no")
+        regex = await ask(engine, OutputFormat("regex", "[a-z]{3}-[0-9]{2}"))
+        assert re.fullmatch("[a-z]{3}-[0-9]{2}", regex.text)
+        grammar = await ask(engine, OutputFormat("grammar", 'start: "a" ("," "b")~3 "."'))
+        assert grammar.text == "a,b,b,b."
+        anything = await ask(engine, OutputFormat("json_object"), tokens=60)
+        assert anything.text.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        (OutputFormat("json_schema", '{"type": "number", "multipleOf": "x"}'), "compiled"),
+        (OutputFormat("grammar", "start: nothing"), "unknown name"),
+        (OutputFormat("regex", "(a"), "compiled"),
+    ],
+)
+async def test_a_format_that_cannot_be_compiled_is_refused(
+    toy_llama: Path, tmp_path: Path, form: OutputFormat, why: str
+) -> None:
+    async with started(toy_llama, tmp_path) as engine:
+        with pytest.raises(BadRequest, match=why):
+            await ask(engine, form)
+        (record,) = engine.requests()
+        assert record.status == "rejected"
