@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from mlxcache.config import SETTINGS, Settings, load_settings
-from mlxcache.errors import ConfigError
+from mlxcache.errors import ConfigError, Unsupported
 from mlxcache.store.lock import serving
 from mlxcache.store.mac_folder import prepare_cache_dir
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
@@ -26,6 +26,7 @@ from mlxcache.wire.formats import check_not_continued
 from mlxcache.wire.openai_output import read_format, read_tool_use
 from mlxcache.wire.openai_request import (
     check_supported,
+    read_choices,
     read_max_tokens,
     read_stop_strings,
     to_chat,
@@ -151,6 +152,8 @@ class Model:
         raw = msgspec.json.encode({"messages": messages, **fields})
         body = decode(ChatRequest, raw)
         check_supported(body)
+        if read_choices(body) > 1:
+            raise Unsupported("Only `n`: 1 is supported: submit several requests.", param="n")
         chat = to_chat(body, images=self.info.has_images)
         form = read_format(body)
         check_not_continued(chat, form)

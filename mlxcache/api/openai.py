@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mlxcache.api.choices import Choices, start_choices
 from mlxcache.api.errors import build_openai_error
 from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
 from mlxcache.api.http import (
@@ -30,10 +32,9 @@ from mlxcache.api.sse import (
     close_stream,
     make_event,
     make_raw_event,
-    start_stream,
 )
 from mlxcache.errors import BadRequest
-from mlxcache.types import Job
+from mlxcache.types import Job, Prompt
 from mlxcache.wire import openai_request as wire
 from mlxcache.wire.formats import check_not_continued
 from mlxcache.wire.openai_output import read_format, read_tool_use
@@ -42,24 +43,21 @@ from mlxcache.wire.openai_reply import (
     Chunks,
     Envelope,
     TextChunks,
+    Wish,
     chat_completion,
     text_completion,
+    usage_chunk,
 )
 from mlxcache.wire.openai_types import ChatRequest, Generation, TextRequest
-from mlxcache.wire.reply import WholeReply, gather_reply
+from mlxcache.wire.reply import WholeReply
 from mlxcache.wire.titles import title_from_messages, title_from_text
-
-if TYPE_CHECKING:
-    from mlxcache.engine.engine import Stream
 
 TEXT_MAX_TOKENS = 16
 """OpenAI's default limit for a text completion."""
 
 
-class _Whole(Protocol):
-    def __call__(
-        self, reply: WholeReply, envelope: Envelope, *, logprobs: bool
-    ) -> dict[str, Any]: ...
+Whole = Callable[[Sequence[WholeReply], Envelope, Wish], dict[str, Any]]
+"""Builds the body of whole replies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class Endpoint:
     id_prefix: str
     object: str
     chunk_object: str
-    whole: _Whole
+    whole: Whole
     chunks: type[Chunks]
     called: str = "tool_calls"
 
@@ -112,38 +110,53 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
         "api": "chat",
     }
 
-    async def job() -> Job:
+    async def jobs() -> list[Job]:
         began = time.perf_counter()
         prompt = await deps.engine.render(chat, session=fields["session"], stop=fields["stop"])
-        return Job(prompt=prompt, render_s=time.perf_counter() - began, **fields)
+        return _jobs([Job(prompt=prompt, render_s=time.perf_counter() - began, **fields)], body)
 
-    return await _answer(deps, request, body, CHAT_NAMED if use.named else CHAT, job)
+    endpoint = CHAT_NAMED if use.named else CHAT
+    return await _answer(deps, request, body, endpoint, jobs)
 
 
 async def completions(deps: Deps, request: Request) -> Response:
     """Continue a text, or token ids as they are."""
     body = await read_json(request, TextRequest, deps)
     wire.check_supported(body)
-    given = wire.read_prompt(body)
+    given = wire.read_prompts(body)
     fields = _fields(deps, request, body) | {
         "max_tokens": wire.read_max_tokens(
             body, deps.settings.default_max_tokens or TEXT_MAX_TOKENS
         ),
         "top_logprobs": body.logprobs,
-        "title": title_from_text(given) if isinstance(given, str) else None,
         "api": "completions",
         "raw": True,
         "format": read_format(body),
     }
 
-    async def job() -> Job:
+    async def job(one: str | Prompt) -> Job:
         began = time.perf_counter()
-        prompt = await deps.engine.render_text(given) if isinstance(given, str) else given
+        prompt = await deps.engine.render_text(one) if isinstance(one, str) else one
         if not len(prompt.ids):
             raise BadRequest("The prompt is empty.", param="prompt")
-        return Job(prompt=prompt, render_s=time.perf_counter() - began, **fields)
+        title = title_from_text(one) if isinstance(one, str) else None
+        return Job(prompt=prompt, title=title, render_s=time.perf_counter() - began, **fields)
 
-    return await _answer(deps, request, body, TEXT, job)
+    async def jobs() -> list[Job]:
+        return _jobs([await job(one) for one in given], body)
+
+    shown = given if body.echo else ()
+    echoes = tuple(one if isinstance(one, str) else deps.engine.decode(one) for one in shown)
+    return await _answer(deps, request, body, TEXT, jobs, echoes=echoes)
+
+
+def _jobs(jobs: Sequence[Job], body: Generation) -> list[Job]:
+    """Return the jobs of all choices, those of the first of `jobs` first."""
+    n = wire.read_choices(body)
+    made = [
+        replace(job, sampling=wire.of_choice(job.sampling, i)) for job in jobs for i in range(n)
+    ]
+    return [replace(job, id=f"{job.id}-{i}", choice=i) if i else job for i, job in enumerate(made)]
 
 
 def _fields(deps: Deps, request: Request, body: Generation) -> dict[str, Any]:
@@ -163,48 +176,61 @@ async def _answer(
     request: Request,
     body: Generation,
     endpoint: Endpoint,
-    make_job: Callable[[], Awaitable[Job]],
+    make_jobs: Callable[[], Awaitable[list[Job]]],
+    *,
+    echoes: tuple[str, ...] = (),
 ) -> Response:
     id = get_request_id(request).replace("req_", endpoint.id_prefix)
-    model = body.model or require_model(deps).id
+    wish = Wish(
+        logprobs=wire.wants_logprobs(body),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        n=wire.read_choices(body),
+        echoes=echoes,
+        called=endpoint.called,
+    )
+    name = endpoint.chunk_object if body.stream else endpoint.object
+    envelope = Envelope(id, body.model or require_model(deps).id, name)
 
-    async def begin() -> tuple[Stream, bool]:
-        job = await make_job()
-        stream, _ = await start_stream(deps, job)
-        return stream, job.top_logprobs is not None
+    async def begin() -> tuple[Choices, int]:
+        jobs = await make_jobs()
+        return await start_choices(deps, jobs), len(jobs)
 
     async def whole() -> dict[str, Any]:
-        stream, logprobs = await begin()
+        choices, _ = await begin()
         try:
-            envelope = Envelope(id, model, endpoint.object, endpoint.called)
-            return endpoint.whole(await gather_reply(stream), envelope, logprobs=logprobs)
+            return endpoint.whole(await choices.gather(), envelope, wish)
         finally:
-            await close_stream(stream)
+            await close_stream(choices)
 
     if not body.stream:
         return json_response(await while_connected(request, whole()))
-    stream, logprobs = await while_connected(request, begin())
+    choices, count = await while_connected(request, begin())
     progress = ReplyProgress()
-    chunks = endpoint.chunks(
-        Envelope(id, model, endpoint.chunk_object, endpoint.called),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        logprobs=logprobs,
-    )
-    events = _events(stream, chunks, progress)
+    chunks = [endpoint.chunks(envelope, wish, i) for i in range(count)]
+    events = _events(choices, chunks, envelope, wish, progress)
     return EventStream(
-        stream, events, deps.settings, ping=progress.to_comment, on_error=_late_error
+        choices, events, deps.settings, ping=progress.to_comment, on_error=_late_error
     )
 
 
-async def _events(stream: Stream, chunks: Chunks, progress: ReplyProgress) -> Events:
-    for chunk in chunks.begin():
-        yield make_event(chunk)
-    async for item in stream:
-        progress.update(item)
-        for chunk in chunks.feed(item):
+async def _events(
+    choices: Choices,
+    chunks: Sequence[Chunks],
+    envelope: Envelope,
+    wish: Wish,
+    progress: ReplyProgress,
+) -> Events:
+    for one in chunks:
+        for chunk in one.begin():
             yield make_event(chunk)
-    for chunk in chunks.end():
-        yield make_event(chunk)
+    async with aclosing(choices.read()) as items:
+        async for index, item in items:
+            progress.update(item)
+            for chunk in chunks[index].feed(item):
+                yield make_event(chunk)
+    usage = usage_chunk(envelope, chunks, wish.n)
+    if wish.include_usage:
+        yield make_event(usage)
     yield make_raw_event("[DONE]")
 
 

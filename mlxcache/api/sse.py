@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import msgspec
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlxcache.api.http import ApiSettings, Deps
 from mlxcache.errors import MlxcacheError
-from mlxcache.types import Admitted, Event, Job, Progress
+from mlxcache.types import Admitted, Event, Job, Progress, RequestRecord
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Stream
@@ -73,7 +73,7 @@ class ReplyProgress:
         return make_comment(self._text)
 
 
-async def close_stream(stream: Stream) -> None:
+async def close_stream(stream: Closable) -> None:
     """Close `stream`, even while the calling task is being cancelled."""
     with anyio.CancelScope(shield=True):
         await stream.aclose()
@@ -93,12 +93,21 @@ async def start_stream(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
         raise
 
 
+class Closable(Protocol):
+    """A stream of the engine, or several that are read as one."""
+
+    @property
+    def record(self) -> RequestRecord: ...
+
+    async def aclose(self) -> None: ...
+
+
 class EventStream(EventSourceResponse):
     """A streamed reply. It owns its engine stream and closes it however the response ends."""
 
     def __init__(
         self,
-        stream: Stream,
+        stream: Closable,
         events: Events,
         settings: ApiSettings,
         *,

@@ -187,6 +187,15 @@ class Engine:
         builder = self._ready().builders.of(None)  # a text is not remembered
         return await self._loop.run_in_executor(self._pool, _rendered, lambda: builder.text(text))
 
+    def decode(self, prompt: Prompt) -> str:
+        """The text of a prompt of token ids, with control tokens.
+
+        Raises as `submit` does for a prompt that cannot be fed.
+        """
+        runtime = self._ready()
+        runtime.check(prompt)
+        return _rendered(lambda: runtime.builders.of(None).decode(prompt.ids.tolist()))
+
     def _ready(self) -> ModelRuntime:
         if self.state != "ready" or self._runtime is None:
             raise NotReady(f"The model is not ready ({self.state}).", retry_after=5.0)

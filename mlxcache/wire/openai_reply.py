@@ -7,7 +7,7 @@ Sources: https://platform.openai.com/docs/api-reference/chat/object, .../chat/st
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -22,16 +22,11 @@ Payload = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields that all chunks of one reply share. `created` is in seconds since 1970.
-
-    `called`: the `finish_reason` if tools were called. OpenAI's is `stop` where `tool_choice` names
-    the function, also in a stream.
-    """
+    """Fields that all chunks of one reply share. `created` is in seconds since 1970."""
 
     id: str
     model: str
     object: str
-    called: str = "tool_calls"
     created: int = field(default_factory=lambda: int(time.time()))
 
     def wrap(self, **fields: Any) -> Payload:
@@ -46,26 +41,67 @@ class Envelope:
         }
 
 
-def count_usage(last: Finished) -> Payload:
-    """Build `usage`, in tokens; `prompt_tokens` includes the cached ones."""
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request asked for beside the text: log-probabilities, usage in a stream, its choices.
+
+    `n`: choices of each prompt; those of the first prompt come first. `echoes`: the text of each
+    prompt, which its choices begin with; empty: none. `called`: the `finish_reason` if tools were
+    called. OpenAI's is `stop` where `tool_choice` names the function, also in a stream.
+    """
+
+    logprobs: bool = False
+    include_usage: bool = False
+    n: int = 1
+    echoes: tuple[str, ...] = ()
+    called: str = "tool_calls"
+
+    def echo(self, index: int) -> str:
+        """Return the text that a choice begins with."""
+        return self.echoes[index // self.n] if self.echoes else ""
+
+
+def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
+    """Build `usage` of all choices, in tokens; `prompt_tokens` includes the cached ones.
+
+    A prompt counts once, as its first choice found it; `n`: choices of each prompt.
+    """
+    prompt = sum(last.prompt_tokens for last in lasts[::n])
+    generated = sum(last.generated_tokens for last in lasts)
+    cached = sum(last.cached_tokens for last in lasts[::n])
+    reasoning = sum(last.reasoning_tokens for last in lasts)
     return {
-        "prompt_tokens": last.prompt_tokens,
-        "completion_tokens": last.generated_tokens,
-        "total_tokens": last.prompt_tokens + last.generated_tokens,
-        "prompt_tokens_details": {"cached_tokens": last.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": last.reasoning_tokens},
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 
-def _finish_reason(last: Finished, envelope: Envelope, *, called: bool) -> str:
-    """Return `stop`, `length` or, if tools were called, `Envelope.called`."""
+def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | None]:
+    """Build `finish_reason` and, as vLLM, `stop_reason`: the stop string that ended the reply."""
+    return {
+        "finish_reason": _finish_reason(last, wish, called=called),
+        "stop_reason": last.stop_sequence,
+    }
+
+
+def _finish_reason(last: Finished, wish: Wish, *, called: bool) -> str:
+    """Return `stop`, `length` or, if tools were called, `Wish.called`."""
     if last.reason == "length":
         return "length"
-    return envelope.called if called or last.reason == "tool_calls" else "stop"
+    return wish.called if called or last.reason == "tool_calls" else "stop"
 
 
-def chat_completion(reply: WholeReply, envelope: Envelope, *, logprobs: bool) -> Payload:
-    """Build the `chat.completion` object of a whole reply."""
+def chat_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> Payload:
+    """Build the `chat.completion` object of whole replies."""
+    choices = [_chat_choice(reply, i, wish) for i, reply in enumerate(replies)]
+    usage = count_usage([reply.last for reply in replies], wish.n)
+    return envelope.wrap(choices=choices, usage=usage)
+
+
+def _chat_choice(reply: WholeReply, index: int, wish: Wish) -> Payload:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     if reply.thinking:
         message["reasoning_content"] = reply.thinking
@@ -74,61 +110,76 @@ def chat_completion(reply: WholeReply, envelope: Envelope, *, logprobs: bool) ->
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": _function(call)} for call in reply.calls
         ]
-    choice = {
-        "index": 0,
+    return {
+        "index": index,
         "message": message,
-        "logprobs": _chat_logprobs(reply.logprobs) if logprobs else None,
-        "finish_reason": _finish_reason(reply.last, envelope, called=bool(reply.calls)),
+        "logprobs": _chat_logprobs(reply.logprobs) if wish.logprobs else None,
+        **_end_fields(reply.last, wish, called=bool(reply.calls)),
     }
-    return envelope.wrap(choices=[choice], usage=count_usage(reply.last))
 
 
-def text_completion(reply: WholeReply, envelope: Envelope, *, logprobs: bool) -> Payload:
-    """Build the `text_completion` object of a whole reply; reasoning is part of its text."""
-    choice = {
-        "index": 0,
-        "text": reply.thinking + reply.text,
-        "logprobs": text_logprobs(reply.logprobs) if logprobs else None,
-        "finish_reason": _finish_reason(reply.last, envelope, called=False),
-    }
-    return envelope.wrap(choices=[choice], usage=count_usage(reply.last))
+def text_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> Payload:
+    """Build the `text_completion` object of whole replies; reasoning is part of their text."""
+    choices = [
+        {
+            "index": i,
+            "text": wish.echo(i) + reply.thinking + reply.text,
+            "logprobs": text_logprobs(reply.logprobs) if wish.logprobs else None,
+            **_end_fields(reply.last, wish, called=False),
+        }
+        for i, reply in enumerate(replies)
+    ]
+    return envelope.wrap(
+        choices=choices, usage=count_usage([reply.last for reply in replies], wish.n)
+    )
 
 
 class Chunks:
-    """Chunks of one streamed reply: `begin`, then `feed` for each engine event, then `end`."""
+    """Chunks of one streamed choice: `begin`, then `feed` for each engine event.
+
+    `last` is the final event of a reply that ended by itself; None before.
+    """
 
     _empty: ClassVar[Payload]
 
-    def __init__(self, envelope: Envelope, *, include_usage: bool, logprobs: bool):
+    def __init__(self, envelope: Envelope, wish: Wish, index: int = 0):
+        self.last: Finished | None = None
         self._envelope = envelope
-        self._include_usage = include_usage
-        self._logprobs = logprobs
+        self._wish = wish
+        self._logprobs = wish.logprobs
+        self._index = index
         self._called = False
-        self._last: Finished | None = None
 
     def begin(self) -> list[Payload]:
         """Return the chunks before the first token."""
         return []
 
     def feed(self, event: Event) -> list[Payload]:
-        """Return the chunks that `event` adds."""
+        """Return the chunks that `event` adds. Raises what `finished_or_raise` raises."""
+        if not isinstance(event, Finished):
+            return self._feed(event)
+        self.last = finished_or_raise(event)
+        return [self._chunk(self._empty, _end_fields(event, self._wish, called=self._called))]
+
+    def _feed(self, event: Event) -> list[Payload]:
         raise NotImplementedError
 
-    def end(self) -> list[Payload]:
-        """Return the last chunks. Raises what `finished_or_raise` raises."""
-        last = finished_or_raise(self._last)
-        reason = _finish_reason(last, self._envelope, called=self._called)
-        chunks = [self._chunk(self._empty, reason)]
-        if self._include_usage:
-            chunks.append(self._envelope.wrap(choices=[], usage=count_usage(last)))
-        return chunks
-
     def _chunk(
-        self, content: dict[str, Any], finish: str | None = None, probs: Any = None
+        self, content: Payload, end: Mapping[str, Any] | None = None, probs: Any = None
     ) -> Payload:
-        extra: dict[str, Any] = {"usage": None} if self._include_usage else {}
-        choice = {"index": 0, **content, "logprobs": probs, "finish_reason": finish}
+        extra: dict[str, Any] = {"usage": None} if self._wish.include_usage else {}
+        ended = {"finish_reason": None} if end is None else end
+        choice = {"index": self._index, **content, "logprobs": probs, **ended}
         return self._envelope.wrap(choices=[choice], **extra)
+
+
+def usage_chunk(envelope: Envelope, chunks: Sequence[Chunks], n: int) -> Payload:
+    """Build the chunk that ends a stream with its usage; `n`: choices of each prompt.
+
+    Raises what `finished_or_raise` raises for a choice that did not end.
+    """
+    usage = count_usage([finished_or_raise(one.last) for one in chunks], n)
+    return envelope.wrap(choices=[], usage=usage)
 
 
 class ChatChunks(Chunks):
@@ -140,8 +191,7 @@ class ChatChunks(Chunks):
         """Return the chunk that names the role."""
         return [self._delta({"role": "assistant", "content": ""})]
 
-    def feed(self, event: Event) -> list[Payload]:
-        """Return the chunks that `event` adds."""
+    def _feed(self, event: Event) -> list[Payload]:
         match event:
             case Text(text, probs) if text or (self._logprobs and probs):
                 shown = _chat_logprobs(probs) if self._logprobs else None
@@ -151,8 +201,6 @@ class ChatChunks(Chunks):
             case ToolCall():
                 self._called = True
                 return [self._delta({"tool_calls": [delta]}) for delta in _call_deltas(event)]
-            case Finished():
-                self._last = event
         return []
 
     def _delta(self, delta: dict[str, Any], probs: Any = None) -> Payload:
@@ -165,8 +213,12 @@ class TextChunks(Chunks):
     _empty: ClassVar[Payload] = {"text": ""}
     _offset = 0
 
-    def feed(self, event: Event) -> list[Payload]:
-        """Return the chunks that `event` adds."""
+    def begin(self) -> list[Payload]:
+        """Return the chunk that repeats the prompt, if the request asked for it."""
+        echo = self._wish.echo(self._index)
+        return [self._chunk({"text": echo})] if echo else []
+
+    def _feed(self, event: Event) -> list[Payload]:
         match event:
             case Text(text, probs) if text or (self._logprobs and probs):
                 shown = text_logprobs(probs, self._offset) if self._logprobs else None
@@ -175,8 +227,6 @@ class TextChunks(Chunks):
             case Thinking(text) if text:
                 self._offset += len(text)
                 return [self._chunk({"text": text})]
-            case Finished():
-                self._last = event
         return []
 
 

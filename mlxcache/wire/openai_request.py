@@ -6,6 +6,7 @@ A field that would change the answer and is not supported raises BadRequest, whi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,21 +43,25 @@ _RESERVED_ARGS = frozenset(
 _EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
 _INT32 = 2**31 - 1
 
+MAX_CHOICES, MAX_REPLIES = 16, 128
+"""Most choices of one prompt, and most choices of one request."""
+
 
 def check_supported(body: Generation) -> None:
     """Raise Unsupported for the first field that would change the answer and is not supported.
 
     Raises BadRequest for fields that contradict each other.
     """
+    echoes = isinstance(body, TextRequest)
     for field in UnsupportedFields.__struct_fields__:
-        value = getattr(body, field)
+        value = None if echoes and field == "echo" else getattr(body, field)
         if value not in _HARMLESS:
             raise Unsupported(f"`{field}` is not supported.", param=field)
-    for field in ("n", "best_of"):
-        if getattr(body, field) not in (None, 1):
-            raise Unsupported(f"Only `{field}`: 1 is supported.", param=field)
     if isinstance(body, ChatRequest):
         _check_chat(body)
+    elif isinstance(body, TextRequest) and body.echo and body.logprobs is not None:
+        message = "`echo` with `logprobs` is not supported: a prompt's are not computed."
+        raise Unsupported(message, param="echo")
 
 
 def _check_chat(body: ChatRequest) -> None:
@@ -110,6 +115,33 @@ def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
         if not (key.isascii() and key.isdecimal()) or len(key) > 10 or int(key) > _INT32:
             raise BadRequest(f"{key!r} is not a token id.", param="logit_bias")
     return tuple((int(key), value) for key, value in bias.items())
+
+
+def read_choices(body: Generation) -> int:
+    """Return `n`, the choices of each prompt. Raises BadRequest unless it is from 1 to 16.
+
+    Raises Unsupported for a `best_of` other than `n`: choices are not ranked.
+    """
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= MAX_CHOICES:
+        raise BadRequest(f"`n` must be from 1 to {MAX_CHOICES}.", param="n")
+    if body.best_of not in (None, n):
+        raise Unsupported("`best_of` must equal `n`: choices are not ranked.", param="best_of")
+    return n
+
+
+def wants_logprobs(body: Generation) -> bool:
+    """Return True if the reply is to carry log-probabilities."""
+    if isinstance(body, ChatRequest):
+        return bool(body.logprobs)
+    return isinstance(body, TextRequest) and body.logprobs is not None
+
+
+def of_choice(sampling: Sampling, index: int) -> Sampling:
+    """Return the sampling of choice number `index` of a prompt: its seed is `seed` + `index`."""
+    if sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
 def read_stop_strings(body: Generation) -> tuple[str, ...]:
@@ -255,20 +287,31 @@ def parse_arguments(function: CalledFunction) -> dict[str, Any]:
         return {"_raw": text}
 
 
-def read_prompt(body: TextRequest) -> str | Prompt:
-    """Return the text to complete, or a prompt of the token ids given.
+def read_prompts(body: TextRequest) -> list[str | Prompt]:
+    """Return the prompts to complete: each a text, or a prompt of the token ids given.
 
-    Raises Unsupported for several prompts, BadRequest for an empty list or an invalid token id.
+    Raises BadRequest for an empty list, an invalid token id, a mixture of texts and ids, and for
+    more than `MAX_REPLIES` choices of all prompts.
     """
     given: str | Sequence[str | int | list[int]] = body.prompt
-    if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
-        given = given[0]
     if isinstance(given, str):
-        return given
+        return [given]
     ids = [i for i in given if isinstance(i, int)]
-    if len(ids) < len(given):
-        raise Unsupported("Only one prompt per request is supported.", param="prompt")
-    return Prompt(_ids(ids))
+    if ids and len(ids) == len(given):
+        return [Prompt(_ids(ids))]
+    if len({type(one) for one in given}) != 1:
+        message = "`prompt` must be a text, texts, token ids, or lists of token ids; not a mixture."
+        raise BadRequest(message if given else "The prompt is empty.", param="prompt")
+    if len(given) * read_choices(body) > MAX_REPLIES:
+        raise BadRequest(
+            f"{len(given)} prompts are too many: one request may have {MAX_REPLIES} choices.",
+            param="prompt",
+        )
+    return [one if isinstance(one, str) else Prompt(_ids(_as_ids(one))) for one in given]
+
+
+def _as_ids(given: int | list[int]) -> list[int]:
+    return [given] if isinstance(given, int) else given
 
 
 def _ids(ids: Sequence[int]) -> Tokens:

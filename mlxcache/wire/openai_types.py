@@ -212,7 +212,8 @@ class ChatRequest(Generation, kw_only=True):
 
 
 class TextRequest(Generation, kw_only=True):
-    """The body of POST /v1/completions; `prompt`: a text, token ids, or a list of one of these."""
+    """The body of POST /v1/completions; `prompt`: a text, token ids, or a list of either."""
 
     prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

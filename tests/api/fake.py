@@ -157,9 +157,9 @@ class FakeStream:
 class FakeEngine:
     """The engine's interface over a script.
 
-    `script` is what every reply plays. `queue_s` is how long a request waits to be admitted.
-    `render_error` and `submit_error` are raised where they are set. `chats`, `texts`, `jobs`
-    and `streams` are what came in.
+    `script` is what every reply plays; `scripts`, if any, are those of the next ones. `queue_s` is
+    how long a request waits to be admitted. `render_error` and `submit_error` are raised where they
+    are set. `chats`, `texts`, `jobs` and `streams` are what came in.
     """
 
     def __init__(self) -> None:
@@ -168,6 +168,7 @@ class FakeEngine:
         self.failure: str | None = None
         self.silent_s = 0.0
         self.script: Sequence[Step] = reply("Hello", ", ", "world")
+        self.scripts: list[Sequence[Step]] = []
         self.cached_tokens = 0
         self.restored_tokens = 0
         self.queue_s = 0.0
@@ -202,6 +203,10 @@ class FakeEngine:
             raise self.render_error
         return Prompt(np.arange(len(text.split()), dtype=np.int32))
 
+    def decode(self, prompt: Prompt) -> str:
+        """Return a word for each token id."""
+        return " ".join(map(str, prompt.ids.tolist()))
+
     async def submit(self, job: Job) -> FakeStream:
         """Return a stream that plays the script."""
         self.jobs.append(job)
@@ -221,7 +226,8 @@ class FakeEngine:
         )
         self.records.insert(0, record)
         admitted = Admitted(len(job.prompt.ids), self.cached_tokens, self.restored_tokens)
-        self.streams.append(FakeStream(record, self.script, admitted, self.queue_s))
+        script = self.scripts.pop(0) if self.scripts else self.script
+        self.streams.append(FakeStream(record, script, admitted, self.queue_s))
         return self.streams[-1]
 
     def figures(self) -> dict[str, Any]:

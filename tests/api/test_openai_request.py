@@ -304,7 +304,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("body", "param"),
         [
-            ({"n": 2}, "n"),
+            ({"n": 2, "best_of": 3}, "best_of"),
+            ({"echo": True}, "echo"),
             ({"audio": {"voice": "x"}}, "audio"),
             ({"functions": [{"name": "f"}]}, "functions"),
             ({"web_search_options": {"a": 1}}, "web_search_options"),
@@ -344,6 +345,8 @@ class TestRefusals:
             ({"max_tokens": 0}, "max_tokens"),
             ({"max_tokens": 1.5}, "max_tokens"),
             ({"stop": ""}, "stop"),
+            ({"n": 0}, "n"),
+            ({"n": 17}, "n"),
             ({"stop": ["a"] * 17}, "stop"),
             ({"logit_bias": {"x": 1}}, "logit_bias"),
             ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),

@@ -39,7 +39,7 @@ def response(stream: FakeStream, settings: ApiSettings = SETTINGS) -> EventStrea
                 yield make_raw_event(item.text)
 
     return EventStream(
-        stream,  # type: ignore[arg-type]
+        stream,
         events(),
         settings,
         ping=lambda: make_comment("ping"),

@@ -1,0 +1,104 @@
+"""The choices of one request: a stream of the engine for each, read and closed as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING
+
+from mlxcache.api.http import Deps
+from mlxcache.api.sse import close_stream
+from mlxcache.types import Event, Job, RequestRecord
+from mlxcache.wire.reply import WholeReply, gather_reply
+
+if TYPE_CHECKING:
+    from mlxcache.engine.engine import Stream
+
+Indexed = tuple[int, Event]
+"""The index of a choice, and an event of it."""
+
+
+class Choices:
+    """Streams of the choices of one request. The first that fails ends all."""
+
+    def __init__(self, streams: Sequence[Stream]):
+        self._streams = streams
+
+    @property
+    def record(self) -> RequestRecord:
+        """Record of the first choice."""
+        return self._streams[0].record
+
+    async def read(self) -> AsyncGenerator[Indexed, None]:
+        """Yield the events of all choices as they come. Raises what a stream raises.
+
+        At most one event is read ahead of each choice: a stream must notice a client that stalls.
+        """
+        if len(self._streams) == 1:
+            async for event in self._streams[0]:
+                yield 0, event
+            return
+        ready: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue(1)
+        tasks = [
+            asyncio.ensure_future(_forward(i, stream, ready))
+            for i, stream in enumerate(self._streams)
+        ]
+        left = len(tasks)
+        try:
+            while left:
+                item = await ready.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def gather(self) -> list[WholeReply]:
+        """Read all replies to their ends. Raises as `gather_reply` does, for the first failure."""
+        tasks = [asyncio.ensure_future(gather_reply(one)) for one in self._streams]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def aclose(self) -> None:
+        """Cancel the choices that are not over. Idempotent."""
+        for stream in self._streams:
+            await close_stream(stream)
+
+
+async def _forward(
+    index: int, stream: Stream, ready: asyncio.Queue[Indexed | Exception | None]
+) -> None:
+    """Put the events of a stream, then None or the error that it raised."""
+    end: Exception | None = None
+    try:
+        async for event in stream:
+            await ready.put((index, event))
+    except Exception as error:  # noqa: BLE001 - the reader raises it
+        end = error
+    await ready.put(end)
+
+
+async def start_choices(deps: Deps, jobs: Sequence[Job]) -> Choices:
+    """Submit `jobs`, and wait for the admission of the first, at most `queue_grace` seconds.
+
+    The caller closes the choices; they are closed already if this is cancelled or raises. Raises
+    what `Engine.submit` raises.
+    """
+    streams: list[Stream] = []
+    choices = Choices(streams)
+    try:
+        for job in jobs:
+            streams.append(await deps.engine.submit(job))
+        await streams[0].admitted(deps.settings.queue_grace)
+    except BaseException:
+        await choices.aclose()
+        raise
+    return choices
