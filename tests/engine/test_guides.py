@@ -44,9 +44,9 @@ async def test_each_kind_of_format(toy_llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "why"),
     [
-        (OutputFormat("json_schema", '{"type": "number", "multipleOf": "x"}'), "compiled"),
+        (OutputFormat("json_schema", '{"type": "number", "multipleOf": "x"}'), "at /multipleOf"),
         (OutputFormat("grammar", "start: nothing"), "unknown name"),
-        (OutputFormat("regex", "(a"), "compiled"),
+        (OutputFormat("regex", "(a"), "unclosed group"),
     ],
 )
 async def test_a_format_that_cannot_be_compiled_is_refused(

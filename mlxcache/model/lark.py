@@ -1,0 +1,135 @@
+"""Grammars in llguidance's variant of Lark: rules, terminals, literals and special tokens.
+
+Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from llguidance import LLMatcher
+
+from mlxcache.model.schema_facts import Schema
+
+BLANKS = r"/\n{1,2}/"
+"""Line breaks that a template writes between thinking, calls and text."""
+
+
+class Lark:
+    """A grammar under construction; equal rules are shared.
+
+    `tokenizer` is mlx-lm's TokenizerWrapper: markers that it has as one token are written as that
+    token, and cannot occur in text.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.added: dict[str, int] = dict(tokenizer.get_added_vocab())
+        self._split = re.compile(
+            "(" + "|".join(map(re.escape, sorted(self.added, key=len, reverse=True))) + ")"
+        )
+        self._rules: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+
+    def rule(self, body: str) -> str:
+        """Name of a rule with this body."""
+        return self._name("r", body)
+
+    def terminal(self, body: str) -> str:
+        """Name of a terminal with this body: it is matched as one regular expression."""
+        return self._name("T", body)
+
+    def _name(self, kind: str, body: str) -> str:
+        key = kind + body
+        if key not in self._names:
+            self._names[key] = self.reserve(kind)
+            self.define(self._names[key], body)
+        return self._names[key]
+
+    def reserve(self, kind: str = "r") -> str:
+        """A name to `define` later, for rules that contain themselves."""
+        name = f"{kind}{len(self._rules)}"
+        self._rules[name] = ""
+        return name
+
+    def define(self, name: str, body: str) -> None:
+        """Give a reserved name its body."""
+        self._rules[name] = body
+
+    def json(self, schema: Schema) -> str:
+        """Name of a rule for JSON that satisfies `schema`."""
+        return self.rule(f"%json {schema.text()}")
+
+    def marker(self, text: str) -> str:
+        """Expression for a text of the template, whose special tokens are written as tokens."""
+        return " ".join(
+            f"<[{self.added[part]}]>" if part in self.added else literal(part)
+            for part in self.parts(text)
+        )
+
+    def parts(self, text: str) -> list[str]:
+        """`text`, cut at the added tokens of the vocabulary."""
+        pieces = self._split.split(text) if self.added else [text]
+        return [piece for piece in pieces if piece]
+
+    def text(self, start: str) -> str:
+        """The grammar that begins with the expression `start`, as llguidance takes it."""
+        lines = ["%llguidance {}", f"start: {start}"]
+        lines += [f"{name}: {body}" for name, body in self._rules.items()]
+        return "\n".join(lines)
+
+
+def literal(text: str) -> str:
+    """A literal string; empty for the empty one."""
+    if not text:
+        return '""'
+    # Lark's strings are those of JSON, and DEL has to be escaped in them
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def one_of(options: Iterable[str]) -> str:
+    """An expression for one of several."""
+    return "(" + " | ".join(options) + ")"
+
+
+def repeated(item: str, between: str) -> str:
+    """An expression for one or more of `item`."""
+    return f"{item} ({between} {item})*"
+
+
+def regex(pattern: str) -> str:
+    """A regular expression that is matched as a whole, between slashes."""
+    text = re.sub(r"\\(.)|(/)", _escaped, pattern, flags=re.DOTALL)
+    for char, name in (("\n", "n"), ("\r", "r"), ("\t", "t")):
+        text = text.replace(char, f"\\{name}")
+    return f"/(?:{text})/"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return "\\/" if found[2] or found[1] == "/" else found[0]
+
+
+def any_text(without: Sequence[str] = ()) -> str:
+    """An expression, of a terminal, for text that contains none of `without`."""
+    if not without:
+        return "/(?s:.*)/"
+    inner = "|".join(escaped(one) for one in without)
+    return f"/(?s:.*)/ & ~/(?s:.*)({inner})(?s:.*)/"
+
+
+def escaped(text: str) -> str:
+    """A text as part of a regular expression between slashes."""
+    plain = re.sub(r"([^\w\s<>\"'=:,;!@%&`~-])", r"\\\1", text, flags=re.ASCII)
+    return plain.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+
+
+def compile_error(grammar: str) -> str | None:
+    """The reason why llguidance refuses a grammar, or None if it compiles it."""
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if not failed:
+        return None
+    # an excerpt of the grammar, with numbers of lines, ends the message
+    reason = re.sub(r"\n\s*\d+ \| .*", "", str(messages[0]), flags=re.DOTALL)
+    return " ".join(reason.split())[:300]

@@ -1,0 +1,203 @@
+"""Checked JSON Schemas, and what follows from them: kinds of values, ends, exclusion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Node = dict[str, Any] | bool
+"""A schema, rewritten by `json_schema.check`."""
+
+WHITESPACE = r" |\n[ \t]{0,32}"
+"""White space between two tokens of JSON, as a regular expression.
+
+One blank, or a line break with its indentation: what models write, and no more, because a model
+that is not sure what to write next would else write blanks until it has no tokens left.
+"""
+
+ALL_TYPES = frozenset(("null", "boolean", "integer", "fraction", "string", "array", "object"))
+"""Kinds of JSON values; `number` is `integer` and `fraction`."""
+
+TYPES = {
+    **{name: frozenset((name,)) for name in ALL_TYPES - {"fraction"}},
+    "number": frozenset(("integer", "fraction")),
+}
+"""Kinds of values by the names that `type` has for them."""
+
+_DEFS = "#/$defs/"
+_DEEPEST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """A checked schema: its root, and what its references (`#/$defs/NAME`) name."""
+
+    root: Node
+    defs: Mapping[str, Node] = field(default_factory=dict)
+    closed: bool = True
+    """True if no object of it has both named properties and properties of any name."""
+
+    def of(self, node: Node) -> Schema:
+        """The schema of a node of this one."""
+        return Schema(node, self.defs, self.closed)
+
+    def target(self, ref: str) -> Node:
+        """The node that a reference leads to."""
+        return self.defs[ref.removeprefix(_DEFS)]
+
+    def resolve(self, node: Node) -> Node:
+        """The node that a chain of bare references leads to."""
+        seen = 0
+        while isinstance(node, dict) and set(node) == {"$ref"} and seen <= len(self.defs):
+            node, seen = self.target(node["$ref"]), seen + 1
+        return node
+
+    def types(self, node: Node, within: frozenset[str] = frozenset()) -> frozenset[str]:
+        """Kinds of values that `node` may allow (at least those that it does)."""
+        if isinstance(node, bool):
+            return ALL_TYPES if node else frozenset()
+        found = ALL_TYPES
+        if "type" in node:
+            found = frozenset().union(*(TYPES[name] for name in type_names(node)))
+        if (listed := listed_values(node)) is not None:
+            found &= {kind(value) for value in listed}
+        if (ref := node.get("$ref")) is not None and ref not in within:
+            found &= self.types(self.target(ref), within | {ref})
+        if "anyOf" in node:
+            found &= frozenset().union(*(self.types(one, within) for one in node["anyOf"]))
+        for one in node.get("allOf", ()):
+            found &= self.types(one, within)
+        return found
+
+    def text(self) -> str:
+        """The schema as JSON text with llguidance's options."""
+        root = self.root if isinstance(self.root, dict) else {"allOf": [self.root]}
+        options = {
+            "whitespace_pattern": WHITESPACE,
+            # an escape could spell the name of a named property in another way
+            "json_allowed_escapes": 'nrbtf\\"' + ("u" if self.closed else ""),
+        }
+        body = {"x-guidance": options, **root}
+        if self.defs:
+            body["$defs"] = self.defs
+        return json.dumps(body)
+
+
+def type_names(node: Mapping[str, Any]) -> Sequence[str]:
+    """The names in a node's `type`; empty where it has none."""
+    names = node.get("type", ())
+    return [names] if isinstance(names, str) else names
+
+
+def listed_values(node: Mapping[str, Any]) -> Sequence[Any] | None:
+    """The values that a node's `const` or `enum` lists, or None."""
+    return [node["const"]] if "const" in node else node.get("enum")
+
+
+def kind(value: Any) -> str:
+    """The kind of a JSON value, one of ALL_TYPES."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return "integer"
+    kinds = {float: "fraction", str: "string", list: "array", dict: "object"}
+    return kinds[type(value)]
+
+
+def has_finite_value(
+    schema: Schema, node: Node, within: frozenset[str] = frozenset(), known: set[str] | None = None
+) -> bool:
+    """Tell if some finite value can satisfy `node`.
+
+    `within` are references being followed, `known` those that are known to end.
+    """
+    if isinstance(node, bool):
+        return node
+    known = set() if known is None else known
+    ends = listed_values(node) is not None
+    if not ends and (ref := node.get("$ref")) is not None and ref not in known:
+        if ref in within or not has_finite_value(schema, schema.target(ref), within | {ref}, known):
+            return False
+        known.add(ref)
+
+    def follow(one: Node) -> bool:
+        return has_finite_value(schema, one, within, known)
+
+    return ends or (
+        all(follow(one) for one in node.get("allOf", ()))
+        and ("anyOf" not in node or any(follow(one) for one in node["anyOf"]))
+        and all(follow(one) for one in _least_parts(schema, node))
+    )
+
+
+def _least_parts(schema: Schema, node: dict[str, Any]) -> Sequence[Node]:
+    """The schemas of what each value of a node has at least."""
+    types = schema.types(node)
+    if types == {"object"}:
+        named, others = node.get("properties", {}), node.get("additionalProperties", True)
+        if node.get("patternProperties"):
+            others = True
+        return [named.get(name, others) for name in node.get("required", ())]
+    if types == {"array"}:
+        items, prefix = node.get("items", True), node.get("prefixItems", [])
+        if isinstance(items, list):
+            prefix, items = items, node.get("additionalItems", True)
+        least = node.get("minItems", 0)
+        return [*prefix[:least], *([items] if least > len(prefix) else [])]
+    return ()
+
+
+def are_disjoint(schema: Schema, first: Node, second: Node, depth: int = 0) -> bool:
+    """True if it is certain that no value satisfies both."""
+    shared = schema.types(first) & schema.types(second)
+    if not shared:
+        return True
+    first, second = schema.resolve(first), schema.resolve(second)
+    if isinstance(first, bool) or isinstance(second, bool) or depth > _DEEPEST:
+        return False
+    sides = ((first, second), (second, first))
+    if any(
+        "anyOf" in one
+        and all(are_disjoint(schema, option, other, depth + 1) for option in one["anyOf"])
+        for one, other in sides
+    ):
+        return True
+    values = [_listed(first), _listed(second)]
+    if values[0] is not None and values[1] is not None:
+        return not values[0] & values[1]
+    return shared == {"object"} and any(
+        _excludes(schema, one, other, name, depth)
+        for one, other in sides
+        for name in one.get("required", ())
+    )
+
+
+def _excludes(
+    schema: Schema, one: Mapping[str, Any], other: Mapping[str, Any], name: str, depth: int
+) -> bool:
+    """Tell if `other` allows no value of the property `name`, which `one` requires."""
+    mine, its = one.get("properties", {}).get(name), other.get("properties", {}).get(name)
+    if its is None:
+        return other.get("additionalProperties") is False and not other.get("patternProperties")
+    return mine is not None and are_disjoint(schema, mine, its, depth + 1)
+
+
+def _listed(node: Mapping[str, Any]) -> set[str] | None:
+    """The values that a node lists, as text; None where it lists none."""
+    listed = listed_values(node)
+    if listed is None:
+        return None
+    return {json.dumps(_plain(value), sort_keys=True) for value in listed}
+
+
+def _plain(value: Any) -> Any:
+    """A value such that equal ones have equal text: 1.0 and 1 are equal in JSON Schema."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
