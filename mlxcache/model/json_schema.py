@@ -82,7 +82,8 @@ def check(schema: Any, *, param: str, at: str = "schema") -> Schema:
     cannot be enforced.
     """
     if not isinstance(schema, dict | bool):
-        raise BadRequest(f"{at} must be a JSON object, got {_short(schema)}", param=param, code=CODE)
+        reason = f"{at} must be a JSON object, got {_short(schema)}"
+        raise BadRequest(reason, param=param, code=CODE)
     return _Check(schema, param, at).run()
 
 
@@ -118,12 +119,13 @@ class _Check:
         for node, pointer in self._one_of:
             self._exclude_each_other(schema, node, pointer)
         if not has_finite_value(schema, root):
-            raise BadRequest(f"{self._at}: no finite value satisfies it", param=self._param, code=CODE)
+            raise self._refuse("", "no finite value satisfies the schema")
         self._compile(schema)
         return schema
 
     def _refuse(self, pointer: str, reason: str) -> BadRequest:
-        return BadRequest(f"{self._at}: {reason} at {pointer or "/"}", param=self._param, code=CODE)
+        message = f"{self._at}: {reason} at {pointer or '/'}"
+        return BadRequest(message, param=self._param, code=CODE)
 
     def _node(self, node: Any, pointer: str) -> Node:
         if isinstance(node, bool):

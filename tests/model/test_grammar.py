@@ -18,8 +18,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxcache.errors import BadRequest
 from mlxcache.model.grammar import grammar_text
-from mlxcache.types import Job, OutputFormat, Prompt
 from mlxcache.tree.node import as_tokens
+from mlxcache.types import Job, OutputFormat, Prompt
 from tests.model.guided import VOCABULARIES, Writer, bare
 from tests.model.schemas import schemas
 
@@ -77,7 +77,8 @@ def test_every_complete_reply_satisfies_its_schema(schema: dict[str, Any], seed:
         return
     COUNTS["schemas"] += 1
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
-    validator = jsonschema.Draft202012Validator(exact, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    validator = jsonschema.Draft202012Validator(exact, format_checker=checker)
     for vocabulary in VOCABULARIES:
         writer = wrapped(vocabulary)[1]
         ids = writer.write(grammar, seed)
