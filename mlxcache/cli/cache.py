@@ -18,6 +18,7 @@ from mlxcache.config import format_size, parse_size
 from mlxcache.errors import ConfigError
 
 app = typer.Typer(
+    name="cache",
     help="Show figures of the cache, verify its files, prune and clear it.",
     no_args_is_help=True,
     add_completion=False,

@@ -2,47 +2,80 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from mlxcache import __version__
-from mlxcache.cli import cache, sessions
-from mlxcache.cli.doctor.command import doctor
-from mlxcache.cli.explain import explain
-from mlxcache.cli.launch.command import launch
-from mlxcache.cli.output import console
-from mlxcache.cli.serve import serve
-from mlxcache.cli.show import print_json
-from mlxcache.cli.snapshot import restore, snapshot
-from mlxcache.cli.target import URL_VARIABLE, Json
-from mlxcache.cli.top.command import top
-from mlxcache.cli.warm import warm
-from mlxcache.config import unknown_variables
+from mlxcache.cli.lazy import Lazy, add_placeholders, lazy_group
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
+COMMANDS = {
+    "serve": Lazy(
+        "mlxcache.cli.serve:serve",
+        "Serve a model to coding agents, over the OpenAI and the Anthropic API.",
+    ),
+    "launch": Lazy(
+        "mlxcache.cli.launch.command:launch",
+        "Start a coding agent on this server, and the server first if none runs.",
+    ),
+    "sessions": Lazy(
+        "mlxcache.cli.sessions:app",
+        "List, show, pin, rename, fork and remove sessions, with a running server or without.",
+    ),
+    "snapshot": Lazy(
+        "mlxcache.cli.snapshot:snapshot",
+        "Write a session to one file, to continue it on another machine or server.",
+    ),
+    "restore": Lazy(
+        "mlxcache.cli.snapshot:restore",
+        "Import a session from a snapshot or a prompt cache of mlx-lm; its next turn is warm.",
+    ),
+    "warm": Lazy(
+        "mlxcache.cli.warm:warm",
+        "Compute a prefix ahead of its first use, so that the first turn is warm.",
+    ),
+    "explain": Lazy(
+        "mlxcache.cli.explain:explain",
+        "Explain where two requests differ, why, and what that costs; or audit one request.",
+    ),
+    "cache": Lazy(
+        "mlxcache.cli.cache:app", "Show figures of the cache, verify its files, prune and clear it."
+    ),
+    "top": Lazy(
+        "mlxcache.cli.top.command:top",
+        "Show budgets, requests and sessions of a running server, live. Ctrl-C ends it.",
+    ),
+    "doctor": Lazy(
+        "mlxcache.cli.doctor.command:doctor",
+        "Check this machine, its settings and, with --model, a model.",
+    ),
+    "bench": Lazy(
+        "mlxcache.bench.command:bench",
+        "Measure this server, and others beside it, in interleaved pairs on the same model.",
+    ),
+    "prove": Lazy(
+        "mlxcache.bench.prove.command:prove",
+        "Measure this machine beside mlx-lm, and write one report that can be published.",
+    ),
+}
+"""The commands, in the order of the help; each line is the first of its own help."""
+
 app = typer.Typer(
     name="mlxcache",
+    cls=lazy_group(COMMANDS),
     context_settings=_HELP,
     no_args_is_help=True,
     invoke_without_command=True,
     pretty_exceptions_enable=False,  # it prints local variables, and so keys and prompts
     rich_markup_mode="rich",
 )
-app.command()(serve)
-app.command()(launch)
-app.add_typer(sessions.app, name="sessions")
-for command in (snapshot, restore, warm, explain):
-    app.command()(command)
-app.add_typer(cache.app, name="cache")
-app.command()(top)
-app.command()(doctor)
+add_placeholders(app, COMMANDS)
 
 
 @app.callback()
@@ -56,6 +89,20 @@ def options(
     if show_version:
         version()
         raise typer.Exit
+    warn_of_unknown_variables()
+
+
+def warn_of_unknown_variables() -> None:
+    """Warn of each variable that is named like a setting, and is none."""
+    if not any(name.startswith("MLXCACHE_") for name in os.environ):
+        return
+    # Here and not above: what reads the settings takes a third of the time of --version.
+    from rich.text import Text  # noqa: PLC0415
+
+    from mlxcache.cli.output import console  # noqa: PLC0415
+    from mlxcache.cli.target import URL_VARIABLE  # noqa: PLC0415
+    from mlxcache.config import unknown_variables  # noqa: PLC0415
+
     for name, like in unknown_variables(os.environ, (URL_VARIABLE,)):
         advice = f"; did you mean {like}?" if like else ""
         text = f"{name} is ignored: no setting has that name{advice}"
@@ -63,45 +110,23 @@ def options(
 
 
 @app.command()
-def version(*, as_json: Json = False) -> None:
+def version(
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print JSON, for programs.")
+    ] = False,
+) -> None:
     """Print the version."""
-    if as_json:
-        print_json({"version": __version__})
-    else:
-        print(f"mlxcache {__version__}")
-
-
-_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-@app.command(add_help_option=False, context_settings=_PASSED_ON)
-def bench(ctx: typer.Context) -> None:
-    """Measure this server, and others for comparison, as a client sees them."""
-    # Here and not above: it imports MLX, which takes seconds.
-    from mlxcache.bench.command import bench as command  # noqa: PLC0415
-
-    _pass_on(command, "bench", ctx.args)
-
-
-@app.command(add_help_option=False, context_settings=_PASSED_ON)
-def prove(ctx: typer.Context) -> None:
-    """Measure this machine beside mlx-lm, and write one report that can be published."""
-    from mlxcache.bench.prove.command import prove as command  # noqa: PLC0415 - as above
-
-    _pass_on(command, "prove", ctx.args)
-
-
-def _pass_on(command: Callable[..., None], name: str, args: list[str]) -> None:
-    """Run a command whose flags the outer one does not know."""
-    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    inner.command(context_settings=_HELP)(command)
-    inner(args=args, prog_name=f"mlxcache {name}")
+    print(json.dumps({"version": __version__}, indent=2) if as_json else f"mlxcache {__version__}")
 
 
 def main() -> None:
     """Run a command: the entry point of the wheel and of bin/mlxcache."""
     try:
-        app()
+        if sys.argv[1:] == ["--version"]:
+            version()  # typer parses options with pydantic, which doubles the time
+        else:
+            app()
     except SystemExit as end:
         _exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 

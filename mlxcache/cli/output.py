@@ -9,14 +9,16 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from mlxcache.errors import ConfigError, MlxcacheError
-from mlxcache.types import RequestRecord
+
+if TYPE_CHECKING:
+    from mlxcache.types import RequestRecord
 
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters, and those that change the direction of text, except newline and tab."""

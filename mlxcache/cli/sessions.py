@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Any
@@ -9,22 +10,50 @@ from typing import Annotated, Any
 import typer
 
 from mlxcache.cli import show
+from mlxcache.cli.output import visible
 from mlxcache.cli.show import Result
 from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, Where, located
-from mlxcache.errors import MlxcacheError, NotFound
+from mlxcache.config import load_settings
+from mlxcache.errors import ConfigError, MlxcacheError, NotFound
 
 app = typer.Typer(
+    name="sessions",
     help="List, show, pin, rename, fork and remove sessions, with a running server or without.",
     invoke_without_command=True,
     add_completion=False,
 )
 
+
+def complete_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """List the ids of the cache folder's sessions that begin with `incomplete`.
+
+    Each with the session's name or title. Of those that match by their name, the name.
+    """
+    # Here and not above: a shell that completes something else need not wait for it.
+    from mlxcache.store.mac_folder import STORE, locate_cache_dir  # noqa: PLC0415
+    from mlxcache.store.session_names import list_session_names  # noqa: PLC0415
+
+    try:
+        settings = load_settings({"cache_dir": ctx.params.get("cache_dir")}, os.environ)
+    except ConfigError:
+        return []  # the command itself says what is wrong
+    rows = list_session_names(locate_cache_dir(settings.cache_dir) / STORE)
+    ids = [(id, visible(name)[:_HINT]) for id, name in rows if id.startswith(incomplete)]
+    names = [(name, id) for id, name in rows if incomplete and name.startswith(incomplete)]
+    return [*ids, *((name, id) for name, id in names if name.isprintable() and " " not in name)]
+
+
 Id = Annotated[
     str,
     typer.Argument(
-        metavar="ID", help="A session's id, the start of its id, its name or its title."
+        metavar="ID",
+        help="A session's id, the start of its id, its name or its title.",
+        autocompletion=complete_id,
     ),
 ]
+
+_HINT = 60
+"""Most characters of a name beside an id that a shell offers."""
 
 _COLUMNS = (
     ("id", "left"),

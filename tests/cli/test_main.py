@@ -1,5 +1,6 @@
 """The command line from outside: help, version, wrong usage."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mlxcache import __version__
-from mlxcache.cli.main import app
+from mlxcache.cli.lazy import load
+from mlxcache.cli.main import COMMANDS, app
 from mlxcache.config import SETTINGS
 
 RUN = CliRunner()
@@ -77,10 +79,39 @@ def test_wrong_usage_exits_with_2_and_an_error_message(arguments):
     assert "Traceback" not in result.output
 
 
-def test_help_does_not_import_mlx_or_tokenizers():
-    """They take seconds to import."""
+SLOW = ("numpy", "httpx", "psutil", "asyncio", "mlx", "mlx_lm", "transformers")
+"""Modules that take from 10 ms to seconds to import."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [
+        (["--version"], {}),
+        (["--help"], {}),
+        ([], {"_MLXCACHE_COMPLETE": "complete_bash", "COMP_WORDS": "x se", "COMP_CWORD": "1"}),
+    ],
+    ids=["version", "help", "tab"],
+)
+def test_what_only_names_commands_imports_nothing_slow(arguments, variables):
+    """The version, the help, and a TAB that completes a command."""
     code = (
-        "import sys; import mlxcache.cli.main; "
-        "sys.exit(any(name in sys.modules for name in ('mlx', 'mlx_lm', 'transformers')))"
+        "import sys, atexit; sys.argv[0] = 'mlxcache'\n"
+        f"atexit.register(lambda: print('slow:', [n for n in {SLOW} if n in sys.modules]))\n"
+        "from mlxcache.cli.main import main; main()"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.endswith("slow: []\n")
+    assert "serve" in done.stdout or "mlxcache" in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_says_the_same_in_the_list_and_in_its_own_help(name):
+    """The first line; the list has it without importing the command."""
+    listed = COMMANDS[name].help
+    assert (load(name, COMMANDS[name]).help or "").partition("\n")[0] == listed

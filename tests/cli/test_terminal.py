@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 from mlxcache.cli import progress
 from mlxcache.cli.doctor.command import print_findings
 from mlxcache.cli.doctor.finding import Finding
+from mlxcache.cli.lazy import load_all
+from mlxcache.cli.main import COMMANDS as LAZY
 from mlxcache.cli.main import app
 from mlxcache.cli.remote import Remote
 from mlxcache.cli.sessions import print_sessions
@@ -42,7 +43,7 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], An
     return found
 
 
-COMMANDS = commands(typer.main.get_command(app))
+COMMANDS = commands(load_all(app, LAZY))
 
 
 @pytest.mark.parametrize("path", [path for path in COMMANDS if path[0] not in QUIET], ids=" ".join)

@@ -107,20 +107,10 @@ def _parsed(arguments: Sequence[str]) -> Any:
     name = "mlxcache"
     while True:
         context = command.make_context(name, list(rest), parent=context)
-        if name in ("bench", "prove"):
-            # the outer command has no flags: it is made before MLX is imported
-            return _inner(_lazy(name)).make_context(name, rest, parent=context.parent)
         left = [*getattr(context, "_protected_args", []), *context.args]
         if not hasattr(command, "resolve_command") or not left:
             return context
         name, command, rest = command.resolve_command(context, left)
-
-
-def _lazy(name: str) -> Callable[..., None]:
-    from mlxcache.bench.command import bench
-    from mlxcache.bench.prove.command import prove
-
-    return bench if name == "bench" else prove
 
 
 def _plain(arguments: Sequence[str]) -> list[str]:

@@ -9,10 +9,10 @@ from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
-import typer
 
 from mlxcache.api.app import create_app
-from mlxcache.cli.main import app
+from mlxcache.cli.lazy import load
+from mlxcache.cli.main import COMMANDS
 from mlxcache.config import SETTINGS, Settings
 from tests.docs.blocks import BLOCKS, PAGES, ROOT
 
@@ -70,7 +70,7 @@ def test_pictures_are_read_in_light_and_dark_and_aloud(picture: Path):
 
 def serve_flags() -> dict[str, bool]:
     """The flags of `mlxcache serve`, and whether --help shows them."""
-    command = cast(Any, typer.main.get_command(app)).commands["serve"]
+    command = load("serve", COMMANDS["serve"])
     return {p.opts[0]: not p.hidden for p in command.params if p.opts[0] != "--help"}
 
 

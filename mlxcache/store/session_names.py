@@ -1,0 +1,31 @@
+"""The ids of sessions for a shell's completion, read without numpy and without any lock."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from mlxcache.store.database import NAME
+
+_WAIT_S = 0.1
+_MOST = 200
+
+
+def list_session_names(folder: Path) -> list[tuple[str, str]]:
+    """List ids and names (or titles) of the store in `folder`, most recently used first.
+
+    At most 200. Empty if there is no store, or it cannot be read: a shell can show no error.
+    Changes nothing. Blocks for at most 0.1 s while another process writes.
+    """
+    path = (folder / NAME).resolve()
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=_WAIT_S)) as db:
+            rows = db.execute(
+                "SELECT id, coalesce(nullif(name, ''), title, label, '') FROM sessions "
+                "ORDER BY last_used_at DESC LIMIT ?",
+                (_MOST,),
+            )
+            return [(str(id), str(name)) for id, name in rows]
+    except sqlite3.Error:
+        return []
