@@ -45,8 +45,8 @@ class BadRequest(MlxcacheError):
 class Unsupported(BadRequest):
     """The request needs something that this server does not support."""
 
-    def __init__(self, message: str, *, param: str | None = None):
-        super().__init__(message, param=param, code="unsupported")
+    def __init__(self, message: str, *, param: str | None = None, code: str = "unsupported"):
+        super().__init__(message, param=param, code=code)
 
 
 class ContextLengthExceeded(BadRequest):

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mlxcache import errors
+from mlxcache.wire.anthropic_request import NO_THREADS
 
 log = logging.getLogger(__name__)
 
@@ -96,12 +97,16 @@ def build_openai_error(error: Exception) -> dict[str, Any]:
 def build_anthropic_error(error: Exception, request_id: str | None = None) -> dict[str, Any]:
     """Build `{"type": "error", "error": {"type", "message"}, "request_id"}`.
 
-    The message for a prompt beyond the context has `prompt is too long`, which clients search for.
+    The message for a prompt beyond the context has `prompt is too long`, which clients search for;
+    the refusal of a thread has the code in `error.details` by which the SDK goes on without one.
     """
     message = _message(error)
     if isinstance(error, errors.ContextLengthExceeded) and "prompt is too long" not in message:
         message = f"prompt is too long: {message}"
-    body = {"type": find_shape(error).anthropic, "message": message}
+    body: dict[str, Any] = {"type": find_shape(error).anthropic, "message": message}
+    code = getattr(error, "code", None)
+    if code == NO_THREADS:
+        body["details"] = {"error_code": code}
     return {"type": "error", "error": body, "request_id": request_id}
 
 

@@ -25,6 +25,12 @@ ID_PREFIX = "toolu_"
 IMAGE_RESULT_TEXT = "The result is an image; it follows."
 """Text of a tool result that holds only images."""
 
+NO_THREADS = "thread_unsupported_request"
+"""The API's code for a conversation that the server cannot hold.
+
+The SDK's tool runner then sends all of it each time.
+"""
+
 Function = Mapping[str, Any]
 """A tool in the form that chat templates take."""
 
@@ -90,11 +96,16 @@ def _check_supported(body: types.Conversation) -> None:
     unsupported = {
         "mcp_servers": body.mcp_servers,
         "compaction": body.compaction,
-        "thread": body.thread,
     }
     for name, value in unsupported.items():
         if value:
             raise Unsupported(f"{name} is not supported.", param=name)
+    if body.thread:
+        raise Unsupported(
+            "thread is not supported: send the whole conversation in messages.",
+            param="thread",
+            code=NO_THREADS,
+        )
 
 
 def _template_args(config: types.ThinkingConfig | None) -> Mapping[str, Any]:

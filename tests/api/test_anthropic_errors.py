@@ -55,6 +55,13 @@ class TestErrors:
         assert named in body["error"]["message"]
         assert engine.jobs == []
 
+    async def test_a_refused_thread_has_the_code_by_which_the_sdk_goes_on_without(
+        self, client: httpx.AsyncClient
+    ) -> None:
+        response = await post(client, thread={"type": "create"})
+        assert response.status_code == 400
+        assert response.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
     @pytest.mark.parametrize("field", ["model", "max_tokens", "messages"])
     async def test_a_missing_field_is_named(self, client: httpx.AsyncClient, field: str) -> None:
         body = {"model": "m", "max_tokens": 1, "messages": HELLO}

@@ -102,7 +102,7 @@ def test_the_blocks_of_a_page_run_in_their_order(
             continue
         if block.language == "python":
             code = for_server(block.code, server.url)
-            exec(compile(code, str(block), "exec"), {"__name__": "__main__"})
+            exec(compile(code, str(block), "exec", dont_inherit=True), {"__name__": "__main__"})
             printed = capfd.readouterr().out
         else:
             done = shell.run(block.code, tmp_path, server.url)
