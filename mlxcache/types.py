@@ -15,11 +15,13 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 """Token ids, shape (n,)."""
 
-FinishReason = Literal["stop", "stop_sequence", "length", "tool_calls", "cancelled", "error"]
+FinishReason = Literal[
+    "stop", "stop_sequence", "length", "tool_calls", "repetition", "cancelled", "error"
+]
 """Reason of a reply's end.
 
 `stop`: the model ended its turn; `stop_sequence`: a stop string; `length`: max_tokens, the context
-length or the memory budget."""
+length or the memory budget; `repetition`: the reply repeated itself exactly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,9 @@ _COUNTS = (
     _counter("http_errors", "Answers over HTTP that were errors.", "http_errors", "status"),
     _counter("requests", "Requests that are over.", "tally.outcomes", "api", "outcome"),
     _counter("joined_requests", "Requests that shared another's reply.", "tally.joined"),
+    _counter(
+        "repetition_stops", "Replies ended because they repeated themselves.", "tally.repetitions"
+    ),
     _counter("stage_seconds", "Time that requests spent in each stage.", "tally.stages", "stage"),
     _counter(
         "prefix_losses",
@@ -223,6 +226,7 @@ class EngineCollector(Collector):
             "tally": {
                 "outcomes": tally.outcomes,
                 "joined": tally.joined,
+                "repetitions": tally.repetitions,
                 "stages": {stage.removesuffix("_s"): s for stage, s in tally.stages.items()},
                 "losses": tally.losses,
                 "lost": tally.lost_tokens,

@@ -220,6 +220,9 @@ class Settings:
         "A chat request or system prompt to compute at the start; repeatable.",
         repeatable=True,
     )
+    no_loop_guard: bool = _switch(
+        _MEMORY, "Do not end replies that repeat the same tokens again and again."
+    )
     no_anticipate: bool = _switch(_MEMORY, "Do not compute the next turn's prefix while idle.")
     host: str = _setting(_SERVER, "127.0.0.1", read_text, "HOST", "The address to listen on.")
     port: int = _setting(

@@ -91,11 +91,12 @@ class Tally:
 
     `outcomes` are by API and status. `first_token` and `whole`: times from a client's request to
     its first token and to its end. `stages` are seconds. `losses` are by reason and cause,
-    `lost_tokens` by reason.
+    `lost_tokens` by reason. `repetitions`: replies ended because they repeated themselves.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     joined: int = 0
+    repetitions: int = 0
     first_token: dict[Reuse, Times] = field(default_factory=_by_kind)
     whole: dict[Reuse, Times] = field(default_factory=_by_kind)
     stages: Counter[str] = field(default_factory=Counter)
@@ -110,6 +111,7 @@ class Tally:
         if record.joined is not None:  # the computation is counted once
             self.joined += 1
             return
+        self.repetitions += record.finish_reason == "repetition"
         for stage in STAGES:
             self.stages[stage] += record.timing.get(stage, 0.0)  # type: ignore[assignment]
         if record.api != WARMING:

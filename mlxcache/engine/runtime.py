@@ -37,6 +37,7 @@ from mlxcache.config.memory import read_footprint
 from mlxcache.engine import cost, images
 from mlxcache.engine.anticipate import NextTurnRenderer
 from mlxcache.engine.decoder import Drawn, Row
+from mlxcache.engine.loop_guard import LoopGuard
 from mlxcache.engine.metrics import Figures, Totals
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.prefix_loss import PrefixLossReporter
@@ -468,15 +469,16 @@ class ModelRuntime:
         sampler = make_sampler(job.sampling, self.layout.vocab_size, kept)
         guide = task.guide.copy() if task.guide is not None else None
         row = Row(task, sampler, processors, context, id=task.record.id, guide=guide)
+        loop = None if self.settings.no_loop_guard else LoopGuard()
         wanted = job.top_logprobs
         if wanted is None:
-            return Output(parser, row)
+            return Output(parser, row, loop=loop)
 
         def logprob(drawn: Drawn) -> TokenLogprob:
             found: TokenLogprob = top_logprobs(drawn.logprobs, drawn.token, wanted, tokenizer)
             return found
 
-        return Output(parser, row, logprob)
+        return Output(parser, row, logprob, loop)
 
     def _end_request(self, task: Task) -> None:
         """Account for a request that is over, before its client hears of the end. MLX thread."""

@@ -14,6 +14,7 @@ from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import Lease
 from mlxcache.cache.restore import DiskLookup
 from mlxcache.engine.decoder import Drawn, Row
+from mlxcache.engine.loop_guard import LoopGuard
 from mlxcache.errors import GenerationFailed, MlxcacheError
 from mlxcache.model.guide import Guide
 from mlxcache.model.sampling import skip_draws
@@ -53,11 +54,25 @@ class Parser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The sampling row, parser and log-probabilities of an admitted task's reply."""
+    """The sampling row, parser and log-probabilities of an admitted task's reply.
+
+    `loop`: ends a reply that repeats itself; None: nothing does.
+    """
 
     parser: Parser
     row: Row
     logprob: Callable[[Drawn], TokenLogprob] | None = None
+    loop: LoopGuard | None = None
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Bring a new output into the state that it has after `tokens`, which are delivered."""
+        for token in tokens:
+            self.parser.feed(token)
+            if self.row.guide is not None:
+                self.row.guide.accept(token)
+            if self.loop is not None:
+                self.loop.add(token)
+        skip_draws(self.row.sampler, len(tokens))
 
 
 class Task:
@@ -224,11 +239,7 @@ class Task:
     def admit(self, output: Output, matched: int) -> None:
         """Send the client its admission; of one that began again, prepare the rest of the reply."""
         if self.admitted:
-            for token in self.out:
-                output.parser.feed(token)  # its pieces are delivered already
-                if output.row.guide is not None:
-                    output.row.guide.accept(token)
-            skip_draws(output.row.sampler, len(self.out))
+            output.replay(self.out)
             self.output = output
             return
         self.output, self.matched = output, matched
@@ -313,7 +324,16 @@ class Task:
         self._staged += pieces
         if parser.done is not None:
             return parser.done
+        if self._is_loop(drawn.token):
+            return "repetition"
         return "length" if len(self.out) >= self.limit else None
+
+    def _is_loop(self, token: int) -> bool:
+        loop = self.output.loop if self.output is not None else None
+        if loop is None or not loop.add(token):
+            return False
+        log.warning("%s: reply ended: the same %d tokens again and again", self.job.id, loop.period)
+        return True
 
     @property
     def all_delivered(self) -> bool:

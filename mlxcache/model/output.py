@@ -111,7 +111,8 @@ class OutputParser:
             self._end_block("", NORMAL, complete=reason == "stop" or self._grammar.open_ended)
         if self.done is None:
             self._flush()
-            self.done = "tool_calls" if self._calls and reason == "stop" else reason
+            ended = reason in ("stop", "repetition")  # calls before a loop are whole
+            self.done = "tool_calls" if self._calls and ended else reason
         return self._taken()
 
     def _decode(self, token: int) -> str:

@@ -25,6 +25,7 @@ STOP_REASONS: Mapping[FinishReason, str] = {
     "stop_sequence": "stop_sequence",
     "length": "max_tokens",
     "tool_calls": "tool_use",
+    "repetition": "end_turn",
 }
 """`stop_reason` of replies that ended by themselves; other finish reasons are errors."""
 
@@ -151,9 +152,20 @@ def begin_message(id: str, model: str, usage: Mapping[str, int]) -> dict[str, An
     }
 
 
-def end_fields(finished: Finished) -> dict[str, str | None]:
-    """Build `stop_reason` and `stop_sequence` of a reply that ended by itself."""
-    return {
+REPETITION = {
+    "type": "repetition",
+    "explanation": "The model repeated the same text again and again, so the reply was ended.",
+}
+"""`stop_details` of a reply that the loop guard ended."""
+
+
+def end_fields(finished: Finished) -> dict[str, Any]:
+    """Build `stop_reason` and `stop_sequence` of a reply that ended by itself.
+
+    A loop is an `end_turn`, because agents ask for more after `max_tokens`, with `stop_details`.
+    """
+    fields: dict[str, Any] = {
         "stop_reason": STOP_REASONS[finished.reason],
         "stop_sequence": finished.stop_sequence,
     }
+    return fields | ({"stop_details": REPETITION} if finished.reason == "repetition" else {})

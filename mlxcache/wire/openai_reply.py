@@ -80,10 +80,14 @@ def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
 
 
 def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | None]:
-    """Build `finish_reason` and, as vLLM, `stop_reason`: the stop string that ended the reply."""
+    """Build `finish_reason` and, as vLLM, `stop_reason`: the stop string that ended the reply.
+
+    A loop is a `stop` for the reason `repetition`: agents ask for more after `length`.
+    """
+    looped = "repetition" if last.reason == "repetition" else None
     return {
         "finish_reason": _finish_reason(last, wish, called=called),
-        "stop_reason": last.stop_sequence,
+        "stop_reason": last.stop_sequence or looped,
     }
 
 

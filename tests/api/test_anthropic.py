@@ -123,6 +123,22 @@ class TestReplies:
         answer = (await post(client)).json()
         assert (answer["stop_reason"], answer["stop_sequence"]) == (expected, stop)
 
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_loop_is_an_end_of_turn_with_details(
+        self, sdk: anthropic.AsyncAnthropic, engine: FakeEngine, stream: bool
+    ) -> None:
+        """The SDK takes it, and agents do not ask for more."""
+        engine.script = reply("a a a a", reason="repetition")
+        asked: Any = {"model": "m", "max_tokens": 9, "messages": [user("hi")]}
+        if stream:
+            async with sdk.messages.stream(**asked) as found:
+                answer: Any = await found.get_final_message()
+        else:
+            answer = await sdk.messages.create(**asked)
+        assert answer.stop_reason == "end_turn"
+        assert answer.stop_details.type == "repetition"
+        assert "again and again" in answer.stop_details.explanation
+
     async def test_a_tool_call_and_its_result_make_the_next_turn(
         self, sdk: anthropic.AsyncAnthropic, engine: FakeEngine
     ) -> None:

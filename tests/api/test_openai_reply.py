@@ -122,6 +122,24 @@ class TestReplies:
         chunks = events((await chat(client, stream=True)).text)
         assert chunks[-2]["choices"][0]["finish_reason"] == finish
 
+    async def test_a_loop_is_a_stop_with_a_reason(
+        self, openai_sdk: openai.AsyncOpenAI, engine: FakeEngine
+    ) -> None:
+        """The SDK takes it, and agents do not ask for more."""
+        engine.script = reply("a a a a", reason="repetition")
+        answer: Any = await openai_sdk.chat.completions.create(model="m", messages=USER)
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.choices[0].stop_reason == "repetition"
+        stream: Any = await openai_sdk.chat.completions.create(
+            model="m", messages=USER, stream=True
+        )
+        *_, last = [chunk async for chunk in stream]
+        choice = last.choices[0]
+        assert (choice.finish_reason, choice.stop_reason) == ("stop", "repetition")
+        engine.script = reply("a", CALL, reason="repetition")
+        answer = await openai_sdk.chat.completions.create(model="m", messages=USER)
+        assert answer.choices[0].finish_reason == "tool_calls"
+
     async def test_a_call_cut_by_the_limit_still_says_length(
         self, client: httpx.AsyncClient, engine: FakeEngine
     ) -> None:

@@ -67,6 +67,7 @@ VALUES = {
     "canonicalise": ("git_status=on,uuid=off", {"git_status": True, "uuid": False}),
     "no_canonicalise": ("yes", True),
     "no_anticipate": ("true", True),
+    "no_loop_guard": ("true", True),
     "no_generation_config": ("1", True),
     "trust_remote_code": ("1", True),
     "log_level": ("DEBUG", "debug"),

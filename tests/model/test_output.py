@@ -264,7 +264,7 @@ def test_an_empty_block_is_no_thinking(qwen: TokenizerWrapper, inside: str) -> N
     assert pieces == [Text("hello")]
 
 
-@pytest.mark.parametrize("reason", ["stop", "length", "cancelled"])
+@pytest.mark.parametrize("reason", ["stop", "length", "repetition", "cancelled"])
 def test_thinking_that_never_ends_is_kept(qwen: TokenizerWrapper, reason: Any) -> None:
     """To the last newline, and half a closing marker."""
     for end in ("\n", "\n</thi"):
@@ -308,6 +308,26 @@ def test_a_call_after_text(qwen: TokenizerWrapper) -> None:
     assert found.id.startswith("call_")
     assert len(found.id) == 29
     assert (found.index, found.name, found.arguments) == (0, "look", '{"city": "Aix"}')
+    assert parser.done == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("family", "begun"),
+    [
+        ("json_tools", '<tool_call>\n{"name": "look", "arguments": {"city": "x x x x x'),
+        ("json_tools", '<tool_call>\n{"name": "look", "arguments": {"city": "x"}}\n\n\n\n\n'),
+        ("qwen3_coder", "<tool_call>\n<function=look>\n<parameter=city>\nx x x x x"),
+        ("glm47", "<tool_call>look<arg_key>city</arg_key><arg_value>x x x x x"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="look">\n<parameter name="city">x x x'),
+        ("mistral", '[TOOL_CALLS]look[ARGS]{"city": "x x x x x'),
+    ],
+)
+def test_a_loop_within_a_call_leaves_no_call(family: str, begun: str) -> None:
+    """It is text, as at a limit; calls before it are whole, and are run."""
+    pieces, parser = run(wrapped(family), begun, "repetition", tools=TOOLS)
+    assert (pieces, parser.done) == ([Text(begun)], "repetition")
+    pieces, parser = run(wrapped("json_tools"), f"{LOOK}\n\n\n\n", "repetition", tools=TOOLS)
+    assert [type(p) for p in pieces] == [ToolCall]
     assert parser.done == "tool_calls"
 
 

@@ -1,0 +1,72 @@
+"""Detection of a reply that repeats itself exactly and without end."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
+
+LONGEST = 1024
+"""Longest period that is looked for, in tokens: about a hundred lines of code."""
+
+BLOCK = 32
+"""Tokens that are compared at once."""
+
+OFTEN, OFTEN_TOKENS = 50, 1000
+SELDOM, SELDOM_TOKENS = 8, 4000
+"""A reply is a loop once it has repeated the same 1 to `LONGEST` tokens, with nothing between,
+`OFTEN` times and over `OFTEN_TOKENS` tokens, or `SELDOM` times and over `SELDOM_TOKENS`.
+
+What is meant to repeat is shorter or less exact: rules and tables of a page (100 tokens), a board
+or matrix of equal rows (32 x 32 zeros: 3,100 tokens in 32 rows), test output, whose lines differ
+in names, a hex dump, in addresses. The loops that models fall into do not end before max_tokens.
+"""
+
+
+def _required() -> npt.NDArray[np.int32]:
+    """Tokens that must equal the one a period before them, by period from 1."""
+    period = np.arange(1, LONGEST + 1, dtype=np.int32)
+    often = np.maximum(OFTEN * period, OFTEN_TOKENS)
+    seldom = np.maximum(SELDOM * period, SELDOM_TOKENS)
+    return (np.minimum(often, seldom) - period).astype(np.int32)
+
+
+_REQUIRED = _required()
+
+
+class LoopGuard:
+    """Watches one reply for loops of any period up to `LONGEST`, a block of tokens at a time.
+
+    Takes constant time and space, some microseconds per token. `period`: tokens of the loop that
+    was found, 0 before.
+    """
+
+    def __init__(self) -> None:
+        self.period = 0
+        self._new: list[int] = []
+        self._recent = np.full(BLOCK + LONGEST, -1, np.int32)  # the newest first
+        self._runs = np.zeros(LONGEST + 1, np.int32)  # by period: newest tokens that repeat
+
+    def add(self, token: int) -> bool:
+        """Add the reply's next token; True if the reply is a loop, at most `BLOCK` tokens late."""
+        self._new.append(token)
+        if len(self._new) < BLOCK:
+            return False
+        self._recent[BLOCK:] = self._recent[:-BLOCK]
+        self._recent[:BLOCK] = self._new[::-1]
+        self._new.clear()
+        return self._count()
+
+    def _count(self) -> bool:
+        """Compare the newest block with the tokens one period earlier, for every period."""
+        block, earlier = self._recent[:BLOCK], sliding_window_view(self._recent, BLOCK)
+        (periods,) = np.nonzero(self._recent[: LONGEST + 1] == block[0])
+        periods = periods[1:]  # 0 is the newest token itself
+        differs = earlier[periods] != block
+        whole, since = ~differs.any(axis=1), differs.argmax(axis=1)
+        runs = np.where(whole, self._runs[periods] + BLOCK, since)
+        self._runs[:] = 0
+        self._runs[periods] = runs
+        found = periods[runs >= _REQUIRED[periods - 1]]
+        self.period = int(found[0]) if len(found) else 0
+        return len(found) > 0
