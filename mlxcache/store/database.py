@@ -146,7 +146,7 @@ class Database:
 
         Raises StoreError.
         """
-        self._forget()
+        self.drop_pool()
         with store_errors(self.path):
             self._make()
         try:
@@ -156,8 +156,8 @@ class Database:
             self._inode = None
             raise
 
-    def _forget(self) -> None:
-        """Replace pooled connections: they may be of a file that was removed."""
+    def drop_pool(self) -> None:
+        """Close all connections, those in use as their blocks end; new ones follow when needed."""
         with self._pool_lock:
             idle, self._idle = self._idle, []
             self._era += 1
@@ -280,7 +280,7 @@ class Database:
             yield connection
         except sqlite3.Error as error:
             if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF in OF_THE_DISK:
-                self._forget()
+                self.drop_pool()
             raise
         finally:
             with self._pool_lock:

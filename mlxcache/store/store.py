@@ -43,13 +43,14 @@ class Store:
     """Runs and checkpoints of one namespace in a folder that several processes may share.
 
     Every method may be called on any thread. `database` also holds the tables of other modules.
-    `limit`: cap in bytes on the whole folder, None without one.
+    `context`: the state of the open folder. `limit`: cap in bytes on the whole folder, None
+    without one.
     """
 
     def __init__(
         self, context: StoreContext, namespace: str, *, needs_checkpoints: bool | None = None
     ):
-        self._context = context
+        self.context = context
         self._chains = Chains(namespace)
         self._needs_checkpoints = needs_checkpoints
         self.database: Database = context.database
@@ -94,11 +95,11 @@ class Store:
 
     def for_namespace(self, namespace: str) -> Store:
         """Return a store of another namespace in the same open folder. Close only this one."""
-        return self if namespace == self.namespace else Store(self._context, namespace)
+        return self if namespace == self.namespace else Store(self.context, namespace)
 
     def close(self) -> None:
         """Write noted uses and release the folder. Later calls raise StoreError."""
-        self._context.close()
+        self.context.close()
 
     # -- finding and verifying -------------------------------------------------------------------
 
@@ -110,8 +111,8 @@ class Store:
         with self.database.read() as connection:
             match = index.lookup(connection, self._chains.of(ids))
         if touch:
-            self._context.note_use([row for row, _, _ in match.cover])
-            self._context.note_use(match.checkpoints)
+            self.context.note_use([row for row, _, _ in match.cover])
+            self.context.note_use(match.checkpoints)
         pieces = tuple(
             Piece(self._path(row), row.id, start, end, row.start, row.stop, row.nbytes)
             for row, start, end in match.cover
@@ -125,12 +126,12 @@ class Store:
         """Count that a request reused the first `tokens` of `found`; written with the next uses."""
         ids = [piece.id for piece in found.pieces if piece.start < tokens]
         ids += [one.id for one in found.checkpoints if one.position <= tokens]
-        self._context.note_reuse(ids)
+        self.context.note_reuse(ids)
 
     def note_uses(self) -> None:
         """Write the uses noted by `find` into the index, as each write does too."""
         with self.database.write() as connection:
-            self._context.write_uses(connection)
+            self.context.write_uses(connection)
 
     def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
         """Read a file and check it against `piece`, found for ids that begin like `ids`.
@@ -187,20 +188,20 @@ class Store:
         Raises PrefixNotStored if [0, start) is not on disk, DiskFull if no room can be made,
         StoreError, ValueError for shapes that do not fit.
         """
-        save_run(self._context, self._chains.of(ids), start, tensors, late)
+        save_run(self.context, self._chains.of(ids), start, tensors, late)
 
     def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
         """Save the state after `ids`; durable on return. Blocks for an fsync.
 
         Then thins out the checkpoints along the path; see `thinning`. Raises DiskFull, StoreError.
         """
-        save_checkpoint(self._context, self._chains.of(ids), tensors)
+        save_checkpoint(self.context, self._chains.of(ids), tensors)
 
     def make_room(self, nbytes: int) -> None:
         """Evict files until rows of `nbytes` in other tables fit. Raises DiskFull, StoreError."""
         with self.database.write() as connection:
-            self._context.check_present()
-            self._context.make_room(connection, nbytes, has_row=False)
+            self.context.check_present()
+            self.context.make_room(connection, nbytes, has_row=False)
 
     # -- pinning and removing --------------------------------------------------------------------
 
@@ -259,7 +260,7 @@ class Store:
             with self.database.read() as connection:
                 rows = index.subtree(connection, id)
             if rows and not {row.id for row in rows} & needed:
-                gone += self._context.remove_file(id, corrupt=False)
+                gone += self.context.remove_file(id, corrupt=False)
                 # the run it was built on may have stayed only because of it
                 left += [row.parent for row in rows if row.id == id and row.parent is not None]
         return gone
@@ -274,7 +275,7 @@ class Store:
             own = {file.id for file in beyond}
             wrong = [file for file in beyond if not self._is_sound_for_others(file, own, keep)]
             for file in wrong:
-                self._context.remove_file(file.id, corrupt=False)
+                self.context.remove_file(file.id, corrupt=False)
             if not wrong:
                 break
 
@@ -282,7 +283,7 @@ class Store:
 
     def stats(self) -> StoreStats:
         """Figures of the whole folder, and counts of this process. Raises StoreError."""
-        context = self._context
+        context = self.context
         with self.database.read() as connection, store_errors(self.folder):
             used = context.space.used(connection)
             query = "SELECT kind, count(*), sum(disk) FROM file GROUP BY kind"
@@ -317,29 +318,29 @@ class Store:
 
         Raises StoreError, also if the store is closed meanwhile.
         """
-        return maintenance.check(self._context, progress)
+        return maintenance.check(self.context, progress)
 
     def prune(self, limit: int | None = None, progress: Progress = lambda _, __: None) -> int:
         """Remove what `check` lists, and the quarantine; evict down to `limit`; bytes freed.
 
         Reads every file. A damaged index stays until the next start rebuilds it. Raises StoreError.
         """
-        return maintenance.prune(self._context, limit, progress)
+        return maintenance.prune(self.context, limit, progress)
 
     def clear(self, *, pinned: bool = False) -> int:
         """Remove every file, pinned ones only if `pinned`; returns bytes freed.
 
         Raises StoreError.
         """
-        return maintenance.clear(self._context, pinned)
+        return maintenance.clear(self.context, pinned)
 
     def _with_counts(self, **held: int) -> StoreStats:
         names = ("written_bytes", "written_tokens", "verified", "corrupt", "evicted")
-        counts = {name: self._context.counted(name) for name in names}
+        counts = {name: self.context.counted(name) for name in names}
         return StoreStats(limit_bytes=self.limit, **held, **counts)
 
     def _path(self, row: Row) -> Path:
-        return self._context.folder.file(row.kind, row.digest)
+        return self.context.folder.file(row.kind, row.digest)
 
     def _files(self, ids: Tokens) -> list[Piece | Saved]:
         found = self.find(ids, touch=False)
@@ -355,17 +356,17 @@ class Store:
             with open_file(file.path) as fd:
                 check(fd)
         except FileNotFoundError as error:
-            self._context.remove_file(file.id, corrupt=False)
+            self.context.remove_file(file.id, corrupt=False)
             raise gone from error
         except (Malformed, OSError) as error:
             if isinstance(error, OSError) and error.errno not in _UNREADABLE:
                 raise StoreError(f"{file.path} cannot be read: {error.strerror}.") from error
-            if not self._context.remove_file(file.id, corrupt=True):
+            if not self.context.remove_file(file.id, corrupt=True):
                 raise gone from error
             raise Corrupt(
                 f"{file.path.name} is damaged and was moved to quarantine: {error}."
             ) from error
-        self._context.count("verified")
+        self.context.count("verified")
 
     def _has_checkpoints(self) -> bool:
         """Tell if the model needs checkpoints, else if the newest runs have any."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -23,14 +24,29 @@ from tests.prompt.chats import PIECES
 from tests.prompt.kinds import CONTROL, INCREMENTAL, KINDS, MARKS
 
 
-def make(kind: str) -> tuple[Tokeniser, Escape]:
+@dataclass(frozen=True)
+class Made:
+    """The parts of a tokeniser of one kind, and one made of them."""
+
+    codec: Codec
+    finder: ControlTokenFinder
+    escape: Escape
+    tokeniser: Tokeniser
+
+    def fresh(self) -> Tokeniser:
+        """A tokeniser that remembers nothing yet."""
+        return Tokeniser(self.codec, self.finder)
+
+
+def make(kind: str) -> Made:
     tokenizer = kinds.tokenizer(kind, None)
     added = added_tokens(tokenizer)
     controls = control_tokens(added, " ".join(MARKS), ())
     escape = Escape([token.text for token in controls])
     codec = Codec(tokenizer, added, controls, escape)
     normalizes = kinds.backend(kind).normalizer is not None
-    return Tokeniser(codec, ControlTokenFinder(added, controls, normalizer=normalizes)), escape
+    finder = ControlTokenFinder(added, controls, normalizer=normalizes)
+    return Made(codec, finder, escape, Tokeniser(codec, finder))
 
 
 MADE = {kind: make(kind) for kind in KINDS}
@@ -46,8 +62,7 @@ def test_incremental_is_full(
     kind: str, text: list[str], edits: list[tuple[list[int], list[str], bool]]
 ) -> None:
     """Whatever is edited, appended or escaped, ids are those of the whole text."""
-    tokeniser, escape = MADE[kind]
-    tokeniser = Tokeniser(tokeniser._codec, tokeniser._finder)
+    tokeniser, escape = MADE[kind].fresh(), MADE[kind].escape
     now = "".join(text)
     tokeniser.encode(now, "s")
     for where, new, plain in edits:
@@ -63,16 +78,17 @@ def test_incremental_is_full(
 @pytest.mark.parametrize("kind", INCREMENTAL)
 def test_only_what_changed_is_encoded(kind: str) -> None:
     """A long text with a new end is encoded from its last control token on."""
-    tokeniser, _ = MADE[kind]
+    made = MADE[kind]
+    tokeniser = made.tokeniser
     old = tokeniser.encode_whole("<s>" + "word " * 500 + "</s>" + "more " * 9 + "<s>")
     seen: list[str] = []
 
     class Spy:
         def encode(self, text: str) -> object:
             seen.append(text)
-            return tokeniser._codec.encode(text)
+            return made.codec.encode(text)
 
-    spied = Tokeniser(Spy(), tokeniser._finder)  # type: ignore[arg-type]
+    spied = Tokeniser(Spy(), made.finder)  # type: ignore[arg-type]
     longer = old.text + "new <s>"
     new = spied.extend(old, len(old.text), longer)
     assert new is not None
@@ -82,7 +98,7 @@ def test_only_what_changed_is_encoded(kind: str) -> None:
 
 def test_a_control_token_that_grows_is_not_an_anchor() -> None:
     """`<|im` in one text may be the start of `<|im_end|>` in the next."""
-    tokeniser, _ = MADE["one_in_another"]
+    tokeniser = MADE["one_in_another"].tokeniser
     for a, b in (("x<|im", "x<|im_end|>"), ("x<|im_end|>", "x<|im_end|>\n"), ("<s", "<s>>")):
         first = "<s>hello" + a
         old = tokeniser.encode_whole(first)
@@ -95,22 +111,22 @@ def test_a_control_token_that_grows_is_not_an_anchor() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_check_at_load_agrees_with_the_kinds(kind: str) -> None:
     """What the property shows on many texts, the check finds on a few."""
-    tokeniser, _ = MADE[kind]
+    tokeniser = MADE[kind].tokeniser
     controls = control_tokens(added_tokens(kinds.tokenizer(kind, None)), None, ())
     assert check_incremental(tokeniser, controls, "<s>user hello</s>")
 
 
 def test_the_check_finds_a_tokenizer_that_depends_on_what_stood_before() -> None:
     """Where a cut changes the ids, the check says so."""
-    tokeniser, _ = MADE["byte_level"]
+    made = MADE["byte_level"]
 
     class Counting:
         """Encodes a text's length into its last id."""
 
         def encode(self, text: str) -> object:
-            return np.append(tokeniser._codec.encode(text), np.int32(len(text) % 50))
+            return np.append(made.codec.encode(text), np.int32(len(text) % 50))
 
-    odd = Tokeniser(Counting(), tokeniser._finder)  # type: ignore[arg-type]
+    odd = Tokeniser(Counting(), made.finder)  # type: ignore[arg-type]
     controls = control_tokens(added_tokens(kinds.tokenizer("byte_level", None)), None, ())
     assert not check_incremental(odd, controls, "<s>user hello</s>")
 
@@ -173,19 +189,19 @@ def test_a_session_keeps_its_last_few() -> None:
 def test_tokens_found_after_normalising_or_by_their_neighbours_are_no_anchors() -> None:
     """In the raw text one may be missing and another, written otherwise, be there."""
     for kind in ("normalized_specials", "single_words"):
-        assert MADE[kind][0]._finder.find_all("a <s> b </s>") == []
-        assert len(MADE[kind][0]._finder.find_all("<think>a</think>")) == 2
+        assert MADE[kind].finder.find_all("a <s> b </s>") == []
+        assert len(MADE[kind].finder.find_all("<think>a</think>")) == 2
 
 
 def test_a_text_that_does_not_begin_with_its_anchor_is_encoded_whole() -> None:
     """A vocabulary might put something before a control token that comes first."""
-    tokeniser, _ = MADE["byte_level"]
+    made = MADE["byte_level"]
 
     class Before:
         def encode(self, text: str) -> object:
-            return np.concatenate(([np.int32(0)], tokeniser._codec.encode(text)))
+            return np.concatenate(([np.int32(0)], made.codec.encode(text)))
 
-    odd = Tokeniser(Before(), tokeniser._finder)  # type: ignore[arg-type]
+    odd = Tokeniser(Before(), made.finder)  # type: ignore[arg-type]
     old = odd.encode_whole("<s>hello</s>")
     assert odd.extend(old, len(old.text), "<s>hello</s>more") is None
     assert odd.encode("<s>hello</s>more", "s").ids[0] == 0
@@ -193,7 +209,7 @@ def test_a_text_that_does_not_begin_with_its_anchor_is_encoded_whole() -> None:
 
 def test_many_threads_share_a_tokeniser() -> None:
     """Fifty requests at once each get their own text's ids."""
-    tokeniser = Tokeniser(MADE["byte_level"][0]._codec, MADE["byte_level"][0]._finder)
+    tokeniser = MADE["byte_level"].fresh()
     wrong: list[int] = []
 
     def work(number: int) -> None:
@@ -214,7 +230,7 @@ def test_many_threads_share_a_tokeniser() -> None:
 
 def test_a_position_is_what_a_prompt_shares_with_its_own_start() -> None:
     """Inside words too, where the cut text ends in other tokens."""
-    tokeniser, _ = MADE["byte_level"]
+    tokeniser = MADE["byte_level"].tokeniser
     prompt = tokeniser.encode_whole("<s>hello hello</s>next")
     for char in range(len(prompt.text) + 1):
         cut = tokeniser.encode_whole(prompt.text[:char]).ids.tolist()

@@ -79,7 +79,7 @@ def assert_sound(folder: Path, limit: int, said: list[list[str]]) -> None:
         assert store.stats().used_bytes == on_disk(folder) <= limit
         assert not list(folder.rglob(".*.tmp"))
         locks = [path.name for path in (folder / "locks").iterdir()]
-        assert locks == [store._context.lock.name]
+        assert locks == [store.context.lock.name]
         if limit == SMALL:
             for number in {int(seed) for _, seed, _ in said}:
                 assert_right(store, conversation(number), 20)

@@ -163,18 +163,18 @@ def test_an_owner_is_alive_as_long_as_its_process(folder):
     code = (
         "import time\n"
         f"with opened(Path({str(folder)!r})) as store:\n"
-        "    print(store._context.lock.name, flush=True)\n"
+        "    print(store.context.lock.name, flush=True)\n"
         "    time.sleep(60)\n"
     )
     with opened(folder) as store:
         other = run_python(code)
         assert other.stdout is not None
         name = other.stdout.readline().strip()
-        assert is_alive(store._context.folder, name)
-        assert is_alive(store._context.folder, store._context.lock.name)
+        assert is_alive(store.context.folder, name)
+        assert is_alive(store.context.folder, store.context.lock.name)
         other.kill()
         other.wait()
-        assert not is_alive(store._context.folder, name)
+        assert not is_alive(store.context.folder, name)
 
 
 def test_threads_share_a_store(store):

@@ -63,7 +63,7 @@ def test_a_folder_whose_disk_is_gone_is_not_made_elsewhere(folder, monkeypatch):
     with opened(folder) as store:
         put(store, ids[:640])
         folder.rename(folder.with_name("unplugged"))
-        store._context.folder.device = -1
+        store.context.folder.device = -1
         for action in (lambda: put(store, ids), lambda: store.find(ids), store.stats, store.check):
             with pytest.raises(Vanished, match="is missing"):
                 action()
@@ -128,8 +128,8 @@ def test_a_file_system_that_is_read_only_is_read(small_disk):
         put(store, ids[:1280])
     shutil.copytree(small_disk / "store", small_disk / "copy")
     with opened(small_disk / "copy") as store:
-        store.database._forget()  # what holds a file open keeps its disk from being remounted
-        store._context.lock.release()
+        store.database.drop_pool()  # what holds a file open keeps its disk from being remounted
+        store.context.lock.release()
         mount(small_disk, "remount,ro")
         with pytest.raises(StoreError):
             put(store, ids)

@@ -25,7 +25,7 @@ def test_an_index_that_is_damaged_under_an_open_store_is_made_again_by_the_next(
         data[where] = bytes(len(data[where]))
         with index.open("r+b") as file:
             file.write(data)
-        store.database._forget()
+        store.database.drop_pool()
         with pytest.raises(StoreError):
             put(store, tokens(500, 3))
         with contextlib.suppress(StoreError):

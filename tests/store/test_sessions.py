@@ -18,10 +18,15 @@ HEAD = list(range(1000, 1030))
 
 
 @pytest.fixture(params=["disk", "memory"])
-def sessions(request, tmp_path):
+def database(request, tmp_path):
     database = Database.open(tmp_path) if request.param == "disk" else TemporaryDatabase()
-    yield Sessions(database)
+    yield database
     database.close()
+
+
+@pytest.fixture
+def sessions(database):
+    return Sessions(database)
 
 
 def turn(text, reply=(1, 2, 3), *, head=HEAD, first=8, namespace="n", at=1.0, **more):
@@ -102,12 +107,12 @@ def test_an_id_is_a_label_too(sessions):
     assert len(sessions.leaves(id)[0].ids) < len(sessions.leaves(fork)[0].ids)
 
 
-def test_ids_are_kept_in_parts_and_only_new_ones_are_written(sessions, monkeypatch):
+def test_ids_are_kept_in_parts_and_only_new_ones_are_written(sessions, database, monkeypatch):
     """Rows equal the ids after growth, cuts and changes."""
     monkeypatch.setattr(session_rows, "PART_TOKENS", 16)
     text = talk(0, 40)
     id = sessions.record_turn(turn(text, label="L"))
-    with sessions._database.read() as db:
+    with database.read() as db:
         before = db.execute("SELECT start, ids FROM leaf_tokens ORDER BY start").fetchall()
     for tail in ([1, 2, 3, *talk(200, 50)], [], talk(300, 7), [1]):
         now = turn(text + tail, label="L")
@@ -116,7 +121,7 @@ def test_ids_are_kept_in_parts_and_only_new_ones_are_written(sessions, monkeypat
         [leaf] = sessions.sharing("n", now.ids)
         assert sessions.sharing("n", now.ids) == {leaf: len(now.ids)}
         assert sessions.ids(leaf).tolist() == now.ids.tolist()
-    with sessions._database.read() as db:
+    with database.read() as db:
         after = db.execute("SELECT start, ids FROM leaf_tokens ORDER BY start").fetchall()
     assert after[:4] == before[:4]
 
@@ -168,7 +173,7 @@ def test_names_and_pins_can_be_changed_and_taken_back(sessions):
         sessions.update("ses_nothing", name="x")
 
 
-def test_deleting_leaves_no_rows_and_says_what_others_need(sessions):
+def test_deleting_leaves_no_rows_and_says_what_others_need(sessions, database):
     """`sharing` counts the tokens that other leaves share."""
     id, other = (sessions.record_turn(turn(talk(n))) for n in (0, 500))
     ids = sessions.leaves(id)[0].ids
@@ -179,7 +184,7 @@ def test_deleting_leaves_no_rows_and_says_what_others_need(sessions):
     with pytest.raises(NotFound):
         sessions.get(id)
     assert [row.id for row in sessions.all()] == [other]
-    with sessions._database.read() as db:
+    with database.read() as db:
         count = "SELECT count(*) FROM leaf_tokens WHERE leaf NOT IN (SELECT id FROM leaves)"
         assert db.execute(count).fetchone() == (0,)
 

@@ -65,7 +65,7 @@ def _play(context: Context, tokens: int, lives: Lives, own: OwnTime | None) -> l
     """Measure one server; the pairs of its tokens/s and those of mlx_lm.generate."""
     found, scale = context.found, context.scale
     row = f"{tokens:,} tokens, {lives.name}"
-    texts = _prompts(context, tokens)
+    texts = endless_prompts(context, tokens)
     client = context.client(lives)
     pairs: list[Pair] = []
     context.on_step(f"{row}: the prompt")
@@ -88,12 +88,12 @@ def _play(context: Context, tokens: int, lives: Lives, own: OwnTime | None) -> l
         for _ in range(scale.runs):
             context.on_step(f"{row}: {count} at once")
             prompts = [next(texts) for _ in range(count)]
-            rate = _together(client, prompts, scale.reply)
+            rate = rate_together(client, prompts, scale.reply)
             found.add(DECODE, row, f"{count} at once, all", "tokens/s", rate)
     return pairs
 
 
-def _prompts(context: Context, tokens: int) -> Iterator[Messages]:
+def endless_prompts(context: Context, tokens: int) -> Iterator[Messages]:
     """Endless prompts of about `tokens`, that differ only in their last message."""
     system = context.filler.text(max(16, tokens - LAST_TOKENS), f"decode/{tokens}")
     number = 0
@@ -110,7 +110,7 @@ def _checked(reply: Reply, asked: int) -> Reply:
     return reply
 
 
-def _together(client: Client, prompts: Sequence[Messages], reply: int) -> float:
+def rate_together(client: Client, prompts: Sequence[Messages], reply: int) -> float:
     """Tokens per second of several replies, from the first request to the last token.
 
     Raises Refused or ValueError if one fails. Its threads end with the server if the block is left.

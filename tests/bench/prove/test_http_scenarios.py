@@ -194,7 +194,7 @@ def test_short_replies_have_no_speed(context: Played) -> None:
 
 def test_prompts_share_all_but_their_last_message(context: Played) -> None:
     """So that a crowd computes little, and no two join."""
-    prompts = list(itertools.islice(speed._prompts(context, 500), 3))
+    prompts = list(itertools.islice(speed.endless_prompts(context, 500), 3))
     assert len({prompt[0]["content"] for prompt in prompts}) == 1
     assert len({prompt[1]["content"] for prompt in prompts}) == 3
 
@@ -218,4 +218,4 @@ def test_one_failed_reply_of_several_is_an_error() -> None:
 
     prompts = [[{"role": "user", "content": text}] for text in ("yes", "no")]
     with pytest.raises(Refused):
-        speed._together(Refusing(OURS), prompts, 8)  # type: ignore[arg-type]
+        speed.rate_together(Refusing(OURS), prompts, 8)  # type: ignore[arg-type]
