@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlxcache.api.dashboard import FILES, PAGE
+from mlxcache.api.dashboard import FILES, PAGE, ROOT
 from mlxcache.api.errors import error_response
 from mlxcache.api.http import HEALTH, ApiSettings
 from mlxcache.errors import Unauthorized
@@ -32,10 +32,10 @@ from mlxcache.owner import OWNER, owner_of
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
 """Suffixes of local names: no public DNS has names below them."""
 
-LINKABLE_PATHS = frozenset({PAGE})
+LINKABLE_PATHS = frozenset({ROOT, PAGE})
 """Paths that a link on another page may open: they change nothing and are shown in no frame."""
 
-KEYLESS_PATHS = frozenset({HEALTH, *FILES})
+KEYLESS_PATHS = frozenset({HEALTH, ROOT, *FILES})
 """Paths that need no key: they hold no data."""
 
 MAX_HEADERS, MAX_HEADER_BYTES = 128, 32 << 10

@@ -9,12 +9,13 @@ from hashlib import blake2b
 from importlib.resources import files
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from mlxcache.errors import NotFound
 
 PAGE = "/dashboard"
+ROOT = "/"
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -64,9 +65,15 @@ FILES = _files()
 def routes() -> list[Route]:
     """Return the routes of the page and its files."""
     return [
+        Route(ROOT, lead_to_page, methods=["GET"]),
         Route(PAGE, file, methods=["GET"]),
         Route(f"{PAGE}/{{name}}", file, methods=["GET"]),
     ]
+
+
+async def lead_to_page(_: Request) -> Response:
+    """Redirect to the page: the server's bare address is what people type."""
+    return RedirectResponse(PAGE)
 
 
 async def file(request: Request) -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -149,14 +150,34 @@ async def _handle(request: Request, error: Exception) -> Response:
     return error_response(request, error)
 
 
+_NOT_SERVED = re.compile(
+    r"/v1/(?:assistants|audio|batches|complete|containers|conversations|embeddings|evals|files"
+    r"|fine_tuning|images|messages/batches|moderations|organizations|realtime|rerank|responses"
+    r"|skills|threads|uploads|vector_stores|videos)(?:/|$)"
+)
+"""Paths of OpenAI's and Anthropic's APIs, and of rerankers, that this server does not have.
+
+Source: https://platform.openai.com/docs/api-reference and https://docs.anthropic.com/en/api."""
+
+
 async def _no_route(request: Request, error: Exception) -> Response:
-    return error_response(
-        request,
-        errors.NotFound(
-            f"There is nothing at {request.scope['path'][:200]}. (A client's base URL ends in /v1 "
-            "for the OpenAI API, and not for Anthropic's.)"
-        ),
-    )
+    path = request.scope["path"]
+    if _NOT_SERVED.match(path):
+        text = (
+            f"{path[:200]} is not supported: this server has /v1/chat/completions, "
+            "/v1/completions and /v1/models of OpenAI's API, and /v1/messages of Anthropic's."
+        )
+    elif path.startswith(("/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/embed")):
+        text = (
+            f"{path[:200]} is of Ollama's API, which is not supported. Set the client to an "
+            "OpenAI-compatible server, with a base URL that ends in /v1."
+        )
+    else:
+        text = (
+            f"There is nothing at {path[:200]}. (A client's base URL ends in /v1 for the OpenAI "
+            "API, and not for Anthropic's.)"
+        )
+    return error_response(request, errors.NotFound(text))
 
 
 async def _disconnected(request: Request, _: Exception) -> Response:

@@ -22,6 +22,9 @@ MOST_DISK = 200 * 10**9
 LEAST_DISK = 4_000_000
 """Minimum of an explicit disk limit: an index alone takes about as much."""
 
+LEAST_BARE = 1_000_000
+"""A smaller number without a unit is taken for a forgotten one."""
+
 Size = int | float | Literal["auto"]
 """Bytes, a part of the memory or the disk (0 < part <= 1), or `auto`."""
 
@@ -38,7 +41,8 @@ def read_size(text: str | int) -> Size:
 
     Decimal units are powers of 1000 (`KB`, `MB`, `GB`, `TB`, also without the B), binary ones
     powers of 1024 (`KiB`, `MiB`, `GiB`, `TiB`); case does not matter, and a bare number is bytes.
-    Raises ConfigError for anything else, for 0, and for more than 100%.
+    Raises ConfigError for anything else, for 0, for more than 100%, and for a text of less than
+    `LEAST_BARE` without a unit, naming the one that was probably meant.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return _positive(text, text)
@@ -57,7 +61,10 @@ def read_size(text: str | int) -> Size:
         return number / 100
     if unit not in _UNITS:
         raise _unreadable(text)
-    return _positive(int(number * _UNITS[unit]), text)
+    size = _positive(int(number * _UNITS[unit]), text)
+    if not unit and size < LEAST_BARE:
+        raise ConfigError(f"{text!r} is a size of {size} bytes: did you mean {cleaned}GB?")
+    return size
 
 
 def parse_size(text: str | int, *, total: int) -> int | None:

@@ -28,6 +28,12 @@ async def test_the_page_needs_no_key_and_the_data_does(client: httpx.AsyncClient
     assert (await client.get("/dashboard/../app.py", headers=known)).status_code == 404
 
 
+async def test_the_servers_bare_address_leads_to_the_page(client: httpx.AsyncClient) -> None:
+    """It is what people type, and it needs no key either."""
+    response = await client.get("/")
+    assert (response.status_code, response.headers["location"]) == (307, "/dashboard")
+
+
 async def test_a_strict_policy_goes_with_each_file(client: httpx.AsyncClient) -> None:
     response = await client.get("/dashboard")
     policy = dict(

@@ -150,9 +150,7 @@ class TestWithAnyHost:
 
 
 class TestAPathThatIsNone:
-    @pytest.mark.parametrize(
-        "path", ["/v1/v1/messages", "/chat/completions", "/v1/messages/batches"]
-    )
+    @pytest.mark.parametrize("path", ["/v1/v1/messages", "/chat/completions", "/v1/embeddingz"])
     async def test_says_what_a_base_url_is(self, client: httpx.AsyncClient, path: str) -> None:
         """The most common mistake in a client's settings."""
         response = await client.post(path, json=CHAT)
@@ -160,3 +158,14 @@ class TestAPathThatIsNone:
         message = response.json()["error"]["message"]
         assert path in message
         assert "base URL ends in /v1" in message
+
+    @pytest.mark.parametrize(
+        "path", ["/v1/messages/batches", "/v1/embeddings", "/v1/audio/speech", "/api/chat"]
+    )
+    async def test_of_a_known_api_is_not_supported(
+        self, client: httpx.AsyncClient, path: str
+    ) -> None:
+        """The base URL was right."""
+        response = await client.post(path, json=CHAT)
+        assert response.status_code == 404
+        assert "not supported" in response.json()["error"]["message"]

@@ -15,7 +15,7 @@ from mlxcache.config import (
     parse_size,
     ram_limit,
 )
-from mlxcache.config.sizes import MIN_RAM
+from mlxcache.config.sizes import MIN_RAM, read_size
 from mlxcache.errors import ConfigError
 
 GB = 10**9
@@ -31,7 +31,7 @@ GB = 10**9
         ("16GiB", 16 * 2**30),
         ("1.5kib", 1536),
         ("2TB", 2 * 10**12),
-        ("1000", 1000),
+        ("1500000", 1_500_000),
         ("77B", 77),
         (4096, 4096),
         ("25%", 16 * GB),
@@ -59,9 +59,16 @@ def test_an_invalid_size_is_refused(text):
 @given(st.integers(1, 10**15))
 def test_format_and_parse_agree(size):
     """A formatted size can be read again, to its displayed precision."""
-    shown = format_size(size).removesuffix(" bytes")
+    shown = format_size(size).replace(" bytes", "B")
     again = parse_size(shown, total=1)
     assert again == pytest.approx(size, rel=0.051)
+
+
+def test_a_number_whose_unit_was_forgotten_is_refused():
+    """With the unit that was probably meant; 5 bytes would end in an error far from here."""
+    with pytest.raises(ConfigError, match="'5' is a size of 5 bytes: did you mean 5GB"):
+        read_size("5")
+    assert read_size("1000000") == 10**6
 
 
 def test_auto_on_metal_is_three_quarters_of_the_working_set_after_the_weights():
