@@ -41,6 +41,10 @@ class ImageSpan:
     image: Image
 
 
+TEXTS = "texts"
+"""The key of an assistant's message for its text blocks, where `content` joins several."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation in the form that chat templates take, independent of the API.
@@ -48,7 +52,7 @@ class Chat:
     `messages` are OpenAI-shaped: `role` (system, developer, user, assistant, tool), `content`
     (a string; a user's that holds images is a list of strings and Images), and where they apply
     `reasoning_content`, `tool_calls` (each `{"id", "type": "function", "function": {"name",
-    "arguments": dict}}`), `tool_call_id`, `name`.
+    "arguments": dict}}`), `tool_call_id`, `name`, and `TEXTS`, which no template is given.
     `tools` are `{"type": "function", "function": {"name", "description", "parameters"}}`.
     `template_args` are keyword arguments of the template (`enable_thinking`, ...).
     `breakpoint` is the number of leading messages up to and including the last one that carries a

@@ -15,7 +15,7 @@ from typing import Any
 from mlxcache.errors import BadRequest
 from mlxcache.prompt.template import Message
 from mlxcache.prompt.traits import Traits
-from mlxcache.types import Image
+from mlxcache.types import TEXTS, Image
 
 Content = str | list[str | Image]
 """A message's text, or its texts and images in order."""
@@ -87,7 +87,8 @@ class _Adapter:
         elif role == "user":
             self._user({**message, "content": text})
         elif role == "assistant":
-            self._assistant({**message, "content": text})
+            whole = {key: value for key, value in message.items() if key != TEXTS}
+            self._assistant({**whole, "content": text})
         else:
             self._result({**message, "content": text})
 

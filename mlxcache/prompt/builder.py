@@ -98,8 +98,8 @@ class PromptBuilder:
             reader = ReplyReader(tokenizer, read, finder, image_token)
             known = Replies() if replies is None else replies
             self._replay = Replay(reader, self._codec, self._renderer, escape.without_nonce, known)
-        thought = self._replay.find_thinking if self._replay else None
-        self.canonicaliser = Canonicaliser(rules, thought)
+        known_reply = self._replay.find_reply if self._replay else None
+        self.canonicaliser = Canonicaliser(rules, known_reply)
         if not self.incremental:
             log.warning(
                 "incremental tokenisation is off: this tokenizer's ids depend on text before a "
@@ -200,7 +200,7 @@ class PromptBuilder:
             keeps=keep_positions(chat.keeps, marks, end),
             thinking_open=self._opens_thinking(generation, prompt, marks),
             generic_tools=bool(chat.tools) and not self.traits.tools,
-            rules=canonical.rules + (("replay",) if prompt.splices and replayed.changed else ()),
+            rules=_with_replay(canonical.rules, prompt.splices and replayed.changed),
             names=canonical.names,
             source=Source(sent, canonical, prompt, generation, key),
         )
@@ -277,6 +277,11 @@ class PromptBuilder:
             return self._renderer.probe([{"role": "user", "content": U}], tools=True)
         except MlxcacheError:
             return ""
+
+
+def _with_replay(rules: tuple[str, ...], replayed: object) -> tuple[str, ...]:
+    """The rules that changed a prompt, with `replay`, the last one, if `replayed`."""
+    return (*rules, "replay") if replayed and "replay" not in rules else rules
 
 
 def _escape(tokenizer: ChatTokenizer, controls: Sequence[Added], thinking: list[str]) -> Escape:

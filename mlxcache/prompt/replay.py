@@ -1,12 +1,14 @@
 """Exact replay: a reply that a client sends back enters the prompt as the ids that were generated.
 
-Clients rewrite replies: JSON with other blanks, text stripped of white space. Template and
-tokenizer then make other tokens of a reply than those whose KV is cached. So, where a rendered text
-begins with an earlier prompt and continues with the content of a reply to it, the ids of that reply
-replace the text.
+Clients rewrite replies: JSON with other blanks, text stripped of white space, two blocks joined.
+Template and tokenizer then make other tokens of a reply than those whose KV is cached. So, where a
+rendered text begins with an earlier prompt and continues with the content of a reply to it, the ids
+of that reply replace the text.
 
-Contents are compared by parsing both forms with the model's own output parser. An edit, another
-order of calls, or thinking that the template leaves out is no match; such text is tokenised as is.
+Contents are compared by parsing both forms with the model's own output parser. An edit, other
+blanks inside a text, another order of calls, or thinking that the template leaves out is no match;
+such text is tokenised as is. `find_reply` serves the rule that undoes such changes before a
+conversation is rendered, so that it renders alike in whatever form the client sends a reply.
 """
 
 from __future__ import annotations
@@ -94,19 +96,25 @@ class Replay:
         self._codec, self._steady = codec, steady
         self._closer = learn_closer(renderer, reader.finder)
 
-    def find_thinking(self, history: bytes, message: Mapping[str, Any], tools: Tools) -> str:
-        """The thinking of the newest reply after a history that has a message's text and calls.
+    def find_reply(
+        self, history: bytes, message: Mapping[str, Any], tools: Tools
+    ) -> ReplyContent | None:
+        """The newest reply after a history that has a message's text, calls, and thinking if any.
 
-        Empty where there is none.
+        None where there is none.
         """
-        content = ReplyContent.of_message(message)
+        replies = self.replies.find_by_history(history)
+        content = ReplyContent.of_message(message) if replies else None
         if content is None:
-            return ""
-        for reply in reversed(self.replies.find_by_history(history)):
+            return None
+        for reply in reversed(replies):
             decoded = self._reader.decode(reply, tools)
-            if decoded is not None and decoded.content.same_except_thinking(content):
-                return decoded.content.thinking
-        return ""
+            if decoded is None:
+                continue
+            said = decoded.content
+            if said.same_except_thinking(content) and (not content.thinking or said.same(content)):
+                return said
+        return None
 
     def splice_replies(self, text: str, tools: Tools, *, enabled: bool = True) -> ReplayedText:
         """Splice every known reply into the rendered text of a conversation with `tools`.
@@ -163,15 +171,23 @@ class Replay:
             known = hash(shown)
             if reply.is_rejected(known):
                 continue
-            # A template that leaves out the marks of an empty thought takes precedence.
-            marks = self._reader.find_thinking_marks
-            if marks(shown) == marks(decoded.raw):
+            if self._has_marks(shown, decoded):
                 ids = self._codec.encode(shown).tolist()
                 content = self._reader.read_content(ids, reply, tools)
                 if content is not None and content.same(decoded.content):
                     return self._make_fit(text, at, match.start(), match.group(), decoded)
             reply.reject(known)
         return None
+
+    def _has_marks(self, shown: str, decoded: DecodedReply) -> bool:
+        """True if a rendered reply has the thinking marks of the generated one.
+
+        A template that leaves out the marks of an empty thought takes precedence. One that joins
+        several thoughts has fewer.
+        """
+        marks = self._reader.find_thinking_marks(shown)
+        several = len(decoded.content.thoughts) > 1
+        return bool(marks) if several else marks == self._reader.find_thinking_marks(decoded.raw)
 
     def _find_ends(self, text: str, at: int, decoded: DecodedReply) -> list[re.Match[str]]:
         """The possible ends of a reply that starts at `at`: its content may hold end tokens too."""

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from mlxcache.lru import LRU
+from mlxcache.prompt.blanks import equal_blocks, join_blocks, message_blocks
 from mlxcache.prompt.canonical.argument_order import equal_values
 from mlxcache.prompt.incremental import ControlTokenFinder
 from mlxcache.prompt.tokenizer import ChatTokenizer, thinking_marks, tool_marks
 from mlxcache.store.session_rows import ReplyRow
-from mlxcache.types import Piece, Prompt, Text, Thinking, Tokens, ToolCall
+from mlxcache.types import Piece, Prompt, Text, Tokens, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -41,44 +42,64 @@ class ReadReply(Protocol):
 class ReplyContent:
     """The text, thinking and calls of a reply, independent of its formatting.
 
-    Text and thinking are stripped of surrounding blanks; a call is (name, arguments).
+    `texts` and `thoughts` are its blocks with their blanks; a call is (name, arguments).
     """
 
-    text: str
-    thinking: str
+    texts: tuple[str, ...]
+    thoughts: tuple[str, ...]
     calls: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of_pieces(cls, pieces: Iterable[Piece]) -> ReplyContent:
         """The content of parsed pieces. Raises ValueError where arguments are not JSON."""
-        text, thinking, calls = "", "", []
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[tuple[str, Any]] = []
+        growing: list[str] | None = None
         for piece in pieces:
-            if isinstance(piece, Text):
-                text += piece.text
-            elif isinstance(piece, Thinking):
-                thinking += piece.text
-            elif isinstance(piece, ToolCall):
+            if isinstance(piece, ToolCall):
                 calls.append((piece.name, json.loads(piece.arguments)))
-        return cls(text.strip(), thinking.strip(), tuple(calls))
+                growing = None
+                continue
+            blocks = texts if isinstance(piece, Text) else thoughts
+            if blocks is growing:
+                blocks[-1] += piece.text
+            else:
+                blocks.append(piece.text)
+            growing = blocks
+        return cls(tuple(texts), tuple(thoughts), tuple(calls))
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> ReplyContent | None:
         """The content of an assistant's message; None where it holds more than text and calls."""
-        content, thinking = message.get("content") or "", message.get("reasoning_content") or ""
-        if not isinstance(content, str) or not isinstance(thinking, str):
+        texts, thinking = message_blocks(message), message.get("reasoning_content") or ""
+        if texts is None or not isinstance(thinking, str):
             return None
         functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
         calls = tuple((str(one.get("name")), one.get("arguments")) for one in functions)
-        return cls(content.strip(), thinking.strip(), calls)
+        return cls(texts, (thinking,), calls)
+
+    @property
+    def text(self) -> str:
+        """The text in one string; empty if it is blank."""
+        return join_blocks(self.texts)
+
+    @property
+    def thinking(self) -> str:
+        """The thinking in one string; empty if it is blank."""
+        return join_blocks(self.thoughts)
 
     def same(self, other: ReplyContent) -> bool:
-        """True if text, thinking and calls are equal; key order and `1` for `1.0` do not count."""
-        return self.thinking == other.thinking and self.same_except_thinking(other)
+        """True if text, thinking and calls are equal.
+
+        Blanks at the edges of blocks, the order of keys, and `1` for `1.0` do not count.
+        """
+        return equal_blocks(self.thoughts, other.thoughts) and self.same_except_thinking(other)
 
     def same_except_thinking(self, other: ReplyContent) -> bool:
         """True if text and calls are equal."""
         return (
-            self.text == other.text
+            equal_blocks(self.texts, other.texts)
             and len(self.calls) == len(other.calls)
             and all(
                 mine[0] == theirs[0] and equal_values(mine[1], theirs[1])
@@ -88,9 +109,9 @@ class ReplyContent:
 
     @property
     def strings(self) -> tuple[str, ...]:
-        """Text, thinking, and each call as JSON."""
+        """Texts, thoughts, and each call as JSON."""
         calls = (json.dumps(call, ensure_ascii=False) for call in self.calls)
-        return (self.text, self.thinking, *calls)
+        return (*self.texts, *self.thoughts, *calls)
 
 
 LIMIT_BYTES = 32 << 20
@@ -114,7 +135,7 @@ class PromptKey:
     """Identifies a prompt to find the replies to it.
 
     `digest`, `length` and `tail` are of its rendered text without splices. `history` is the digest
-    of its messages, or empty where thinking is not restored.
+    of its messages, or empty where replies are not looked up by it.
     """
 
     digest: bytes

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.types import DEFAULTED, Chat, Sampling
+from mlxcache.types import DEFAULTED, TEXTS, Chat, Sampling
 from mlxcache.wire import anthropic_types as types
 from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.retention import hints_from_marks
@@ -238,6 +238,8 @@ class _ChatWriter:
                 case _:
                     texts.append(self._blocks.read_text(block, at))
         message: dict[str, Any] = {"role": "assistant", "content": _join(texts)}
+        if sum(map(bool, texts)) > 1:
+            message[TEXTS] = tuple(texts)
         if any(thoughts):
             message["reasoning_content"] = _join(thoughts)
         if calls:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.types import DEFAULTED, Chat, Prompt, Sampling, Tokens
+from mlxcache.types import DEFAULTED, TEXTS, Chat, Prompt, Sampling, Tokens
 from mlxcache.wire.decode import decode
 from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.openai_types import (
@@ -224,6 +224,8 @@ def _message(message: Message, index: int, images: ImageReader) -> dict[str, Any
     if role == "tool" and message.tool_call_id:
         out["tool_call_id"] = message.tool_call_id
     if role == "assistant":
+        if len(texts := _texts(message)) > 1:
+            out[TEXTS] = texts
         reasoning = message.reasoning_content or message.reasoning
         if reasoning and isinstance(reasoning, str):
             out["reasoning_content"] = reasoning
@@ -245,6 +247,12 @@ def _content(message: Message, index: int, images: ImageReader) -> str | list[It
                 items.append(_text(part, at))
         return join_items(items, "\n\n" if message.role in ("system", "developer") else "")
     return message.content or message.refusal or ""
+
+
+def _texts(message: Message) -> tuple[str, ...]:
+    """The parts of a message's text that are not empty; none where it is one string."""
+    parts = message.content if isinstance(message.content, list) else []
+    return tuple(text for part in parts if (text := part.text or part.refusal))
 
 
 def _text(part: Part, where: str) -> str:

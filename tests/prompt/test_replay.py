@@ -181,7 +181,7 @@ def test_a_prompt_begins_with_all_that_was_generated(
         thought = thinking.strip() if FAMILIES[name].thinks else ""
         # An empty thought's marks are left out by templates, and by what is put in.
         clear = clear and bool(thought or not FAMILIES[name].thinks)
-        clear = clear and said.same(ReplyContent(shown.strip(), thought, tuple(made)))
+        clear = clear and said.same(ReplyContent((shown,), (thought,), tuple(made)))
         messages = [*messages, reply, *(results(reply) or [user("And?")])]
         again = served.asked(messages)
         if clear:

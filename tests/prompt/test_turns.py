@@ -174,6 +174,11 @@ def test_a_stop_string_may_begin_anywhere_in_a_token(name: str) -> None:
 FOLLOWED = [kind for kind in KINDS if kind is not stopped]
 
 
+def stripped(texts: list[str]) -> list[str]:
+    """Each text without white space at its ends."""
+    return [text.strip() for text in texts]
+
+
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.calls])
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
@@ -183,14 +188,14 @@ def test_each_turn_of_a_conversation_feeds_what_is_new_in_it(
     """Of any kinds of turn, one after another, whatever the client does with ids and blanks.
 
     But DeepSeek R1's template leaves out thinking between calls, so nothing is replayed there, and
-    nobody can know before how a client will write a call and the blanks before it.
+    nobody can know before how a client will write a call.
     """
     talk = Talk(
         name,
         data.draw(st.sampled_from(APIS)),
         thoughts=data.draw(st.booleans()),
         renames=name != "deepseek" and data.draw(st.booleans()),
-        strips=name != "deepseek" and data.draw(st.booleans()),
+        trim=data.draw(st.sampled_from([None, stripped])),
     )
     talk.user("Please read the file. " * 3)
     for kind in data.draw(st.lists(st.sampled_from(FOLLOWED), min_size=2, max_size=5)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +23,7 @@ from tests.prompt.families import Calls
 from tests.prompt.replaying import Served, resorted
 
 Body = dict[str, Any]
+Trim = Callable[[list[str]], Sequence[str]]
 
 APIS = ("chat", "messages")
 HEAD = "You are a coding agent. " * 12
@@ -50,15 +51,15 @@ def model_of(name: str) -> Served:
 class Client:
     """A client of an API with its conversation.
 
-    `thoughts`: it sends thinking back; `renames`: its calls have ids of its own; `strips`: it takes
-    the white space off texts. `news`: the texts that are new in its last request.
+    `thoughts`: it sends thinking back; `renames`: its calls have ids of its own; `trim`: what it
+    makes of a reply's text blocks. `news`: the texts that are new in its last request.
     """
 
     def __init__(
-        self, api: str, *, thoughts: bool = True, renames: bool = False, strips: bool = False
+        self, api: str, *, thoughts: bool = True, renames: bool = False, trim: Trim | None = None
     ):
         self.api, self.thoughts = api, thoughts
-        self.renames, self.strips = renames, strips
+        self.renames, self.trim = renames, trim
         self.body: Body = {"model": "m", "max_tokens": 99, "messages": [], "tools": tools_of(api)}
         if api == "messages":
             self.body["system"] = HEAD
@@ -101,14 +102,9 @@ class Client:
         calls = message.get("tool_calls", ())
         if isinstance(content, list):
             calls = [block for block in content if block["type"] == "tool_use"]
-            for block in content if self.strips else ():
-                if block["type"] == "text":
-                    block["text"] = block["text"].strip()
-        elif self.strips and content:
-            message["content"] = content.strip()
         for call in calls if self.renames else ():
             call["id"] = f"fc_{len(self.body['messages'])}_{call['id'][-4:]}"
-        return message
+        return message if self.trim is None else trimmed(message, self.trim)
 
     def _sent_back(self, pieces: Sequence[Piece]) -> Body:
         if self.api == "messages":
@@ -142,9 +138,9 @@ class Talk(Client):
     `generated` is what prompts and replies computed, `ahead` what was anticipated.
     """
 
-    def __init__(self, name: str, api: str, **client: bool):
+    def __init__(self, name: str, api: str, model: Served | None = None, **client: Any):
         super().__init__(api, **client)
-        self.model = model_of(name)
+        self.model = model or model_of(name)
         self.generated: list[Held] = []
         self.ahead: list[Held] = []
 
@@ -192,6 +188,24 @@ class Talk(Client):
         end = last if 0 < target - last <= NEAR_MARK else target
         states = (*(mark for mark in ahead.marks if mark <= end), end)
         self.ahead.append(Held(ahead.ids[:target], states))
+
+
+def trimmed(message: Body, trim: Trim) -> Body:
+    """A reply with other text blocks; where the first one stood, if there is one."""
+    content = message["content"]
+    if isinstance(content, str):
+        texts = list(trim([content]))
+        parts = [{"type": "text", "text": text} for text in texts]
+        return {**message, "content": parts if len(parts) > 1 else "".join(texts)}
+    if not isinstance(content, list):
+        return message
+    first = next((n for n, one in enumerate(content) if one["type"] == "text"), None)
+    if first is None:
+        return message
+    texts = list(trim([one["text"] for one in content if one["type"] == "text"]))
+    made = [{"type": "text", "text": text} for text in texts]
+    others = [one for one in content[first:] if one["type"] != "text"]
+    return {**message, "content": [*content[:first], *made, *others]}
 
 
 def _rewritten(block: Body) -> Body:

@@ -14,7 +14,7 @@ from mlxcache.prompt.canonical import (
     counter,
     environment,
     git_status,
-    thinking,
+    replies,
     tool_order,
     uuids,
 )
@@ -40,7 +40,7 @@ class Canonical:
 
     `rules`: those that changed something, in the order of `RULES`. `names`: texts that the model
     may write, each with the text that the client reads instead. `history`: the digest of the
-    messages, or empty where thinking is not restored.
+    messages, or empty where no replies are known.
     """
 
     chat: Chat
@@ -52,15 +52,17 @@ class Canonical:
 class Canonicaliser:
     """Applies the enabled rules, and holds what some of them remember. Safe in any thread.
 
-    `rules` overrides the defaults in `RULES`. `thought` looks up the thinking of known replies;
-    None where no reply is known.
+    `rules` overrides the defaults in `RULES`. `known_reply` looks up known replies; None where
+    there are none.
     """
 
     def __init__(
-        self, rules: Mapping[str, bool] | None = None, thought: thinking.Thought | None = None
+        self,
+        rules: Mapping[str, bool] | None = None,
+        known_reply: replies.KnownReply | None = None,
     ):
         self._on = {**RULES, **(rules or {})}
-        self._thought = thought
+        self._known_reply = known_reply
         self._orders: tool_order.Orders = LRU(MOST_ORDERS)
         self._calls: argument_order.Calls = LRU(MOST_CHARACTERS, lambda kept: kept[1])
         self._results: cleared.Results = LRU(MOST_CHARACTERS, len)
@@ -98,8 +100,10 @@ class Canonicaliser:
             git_status.place(draft, status, self._places, session)
             draft.hits.add("git_status")
         history = b""
-        if on["thinking"] and self._thought is not None:
-            history = thinking.apply(draft, self._thought)
+        if self._known_reply is not None and (on["thinking"] or on["replay"]):
+            history = replies.apply(
+                draft, self._known_reply, thinking=on["thinking"], blanks=on["replay"]
+            )
         if not draft.hits:
             return Canonical(chat, history=history)
         rules = tuple(r for r in RULES if r in draft.hits)

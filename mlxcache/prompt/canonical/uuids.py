@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlxcache.prompt.canonical.draft import Draft, Message, map_strings, strings
+from mlxcache.types import TEXTS
 
 SEGMENT = re.compile(
     r"(?<=[/\\])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?=[/\\\s\"'`<>(),;:\]]|\.?(?:\s|\Z))"
@@ -112,7 +113,7 @@ def _cut_short(draft: Draft, own: Sequence[str]) -> bool:
 def _mapped(message: Message, forward: Callable[[str], str]) -> Message:
     """A message with its text, its reasoning and its calls' arguments mapped."""
     mapped = dict(message)
-    for key in ("content", "reasoning_content"):
+    for key in ("content", TEXTS, "reasoning_content"):
         if key in mapped:
             mapped[key] = map_strings(mapped[key], forward)
     if mapped.get("tool_calls"):

@@ -1,0 +1,78 @@
+"""Blanks at the edges of a reply's text blocks, which clients strip, add or replace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mlxcache.types import TEXTS
+
+SEPARATOR = "\n\n"
+"""The blanks between two text blocks that have none there themselves."""
+
+_RUNS = re.compile(r"(\s+)|\S+")
+
+
+def join_blocks(blocks: Iterable[str]) -> str:
+    """Join text blocks with the blanks at their edges, or with a blank line where there are none.
+
+    Blocks of blanks alone are left out.
+    """
+    joined = ""
+    for block in blocks:
+        if not block.strip():
+            continue
+        touching = joined and not joined[-1].isspace() and not block[0].isspace()
+        joined += SEPARATOR + block if touching else block
+    return joined
+
+
+def equal_blocks(a: Sequence[str], b: Sequence[str]) -> bool:
+    """True if two texts differ in nothing but blanks at the edges of either one's blocks.
+
+    Blanks inside a block count, unless the other text has an edge there.
+    """
+    mine, theirs = _stripped(a), _stripped(b)
+    if mine == theirs:
+        return True
+    if len(mine) <= 1 and len(theirs) <= 1:
+        return False
+    solid, gaps, edges = _split_blanks(mine)
+    other, other_gaps, other_edges = _split_blanks(theirs)
+    return solid == other and all(
+        gaps.get(at) == other_gaps.get(at)
+        for at in gaps.keys() | other_gaps.keys()
+        if at not in edges and at not in other_edges
+    )
+
+
+def message_blocks(message: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The text blocks of an assistant's message; None where its content is not text."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        return None
+    blocks = message.get(TEXTS)
+    return (content,) if blocks is None else tuple(blocks)
+
+
+def _stripped(blocks: Iterable[str]) -> list[str]:
+    return [text for block in blocks if (text := block.strip())]
+
+
+def _split_blanks(blocks: Sequence[str]) -> tuple[str, dict[int, str], set[int]]:
+    """Stripped blocks as their characters without blanks, and, by the number of such characters
+    before it, each run of blanks inside a block, and each edge between two blocks."""
+    words: list[str] = []
+    gaps: dict[int, str] = {}
+    edges: set[int] = set()
+    at = 0
+    for block in blocks:
+        edges.add(at)
+        for run in _RUNS.finditer(block):
+            if run.group(1):
+                gaps[at] = run.group()
+            else:
+                words.append(run.group())
+                at += len(run.group())
+    return "".join(words), gaps, edges
