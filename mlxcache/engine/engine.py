@@ -23,7 +23,6 @@ from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError, NotRead
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, load
 from mlxcache.model.generation import resolve
-from mlxcache.model.grammar import is_constrained
 from mlxcache.model.guide import Guide
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
@@ -216,7 +215,7 @@ class Engine:
         try:
             runtime.check(job.prompt)
             validate(job.sampling, runtime.layout.vocab_size)
-            guide = await self._compile(job, runtime) if is_constrained(job) else None
+            guide = await self._compile(job, runtime) if runtime.guides.needed(job) else None
             shared = self._requests.running(job)
             if shared is None:
                 scheduler = runtime.scheduler
@@ -233,9 +232,9 @@ class Engine:
     async def _compile(self, job: Job, runtime: ModelRuntime) -> Guide | None:
         """What the reply to `job` follows, made in a worker thread.
 
-        Raises BadRequest where that cannot be compiled, or not within `COMPILE_S`.
+        Raises BadRequest where it cannot be compiled, or not within `COMPILE_S`.
         """
-        making = self._loop.run_in_executor(self._compilers, runtime.make_guide, job)
+        making = self._loop.run_in_executor(self._compilers, runtime.guides.make, job)
         try:
             guide = await asyncio.wait_for(making, COMPILE_S)
         except TimeoutError:

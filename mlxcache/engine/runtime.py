@@ -48,8 +48,7 @@ from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import demo, device, kv, load, serialise
 from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.generation import describe
-from mlxcache.model.grammar import grammar_text
-from mlxcache.model.guide import Grammars, Guide
+from mlxcache.model.guided import Guides
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded
 from mlxcache.model.mlx_lm_format import agrees, prompt_ids
@@ -67,7 +66,7 @@ from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.eviction import Worth
-from mlxcache.types import WARMING, Job, ModelInfo, Prompt, TokenLogprob
+from mlxcache.types import WARMING, ModelInfo, Prompt, TokenLogprob
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -279,7 +278,7 @@ class ModelRuntime:
                 images=self.images,
                 drafts=settings.num_draft_tokens,
             )
-            self.grammars = Grammars(loaded.tokenizer, self.layout.vocab_size)
+            self.guides = Guides(loaded.tokenizer, self.layout.vocab_size)
             self._totals = Totals()
             self.figures = Figures(self.kv, self._totals, self.scheduler.idle_prefill)
             self.builders = PromptBuilders(partial(self._make_builder, context))
@@ -441,14 +440,6 @@ class ModelRuntime:
         if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
             # the CPU reads beyond the embedding table without a check
             raise BadRequest(f"Token ids must be from 0 to {vocabulary - 1}.", param="prompt")
-
-    def make_guide(self, job: Job) -> Guide | None:
-        """What the reply to `job` follows, at its beginning; None: nothing.
-
-        Raises BadRequest where that cannot be compiled. Blocks for up to seconds; any thread.
-        """
-        text = grammar_text(job, self.loaded.tokenizer)
-        return self.grammars.guide(text) if text is not None else None
 
     def prepare_output(self, task: Task) -> Output:
         """The parser, sampler and processors of a task. MLX thread."""

@@ -56,8 +56,9 @@ class GrammarGuide:
     Every token that ends a turn is allowed where the grammar may end, and no other where it must.
     """
 
-    def __init__(self, matcher: LLMatcher):
+    def __init__(self, matcher: LLMatcher, vocab_size: int):
         self._matcher = matcher
+        self._vocab_size = vocab_size
 
     def accept(self, token: int) -> None:
         """Advance by a token of the reply. Raises ValueError for one that was not allowed."""
@@ -69,14 +70,15 @@ class GrammarGuide:
 
         Raises GenerationFailed where that takes more work than llguidance's limits allow.
         """
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        found = self._matcher.compute_bitmask()  # has a bit more than there are tokens
+        words = np.frombuffer(found, np.int32, (self._vocab_size + 31) // 32)
         if self._matcher.is_error():
             raise GenerationFailed(f"The grammar cannot be followed: {_why(self._matcher)}")
         return words
 
     def copy(self) -> GrammarGuide:
         """An independent guide in the same state."""
-        return GrammarGuide(self._matcher.deep_copy())
+        return GrammarGuide(self._matcher.deep_copy(), self._vocab_size)
 
 
 class Grammars:
@@ -84,8 +86,8 @@ class Grammars:
 
     `tokenizer` is mlx-lm's TokenizerWrapper, `vocab_size` the width of the logits, which may exceed
     the number of tokens. Control tokens are no text: no string or regular expression of a grammar
-    allows them. These are the special tokens, and the markers of thinking and tool calls that the
-    vocabulary has as one token, which a Lark grammar names by `<[id]>` or by their text, unquoted.
+    allows them. These are the special tokens, those that end a turn, and the markers of thinking
+    and tool calls that the vocabulary has as one token; a Lark grammar names them by `<[id]>`.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):
@@ -113,16 +115,20 @@ class Grammars:
 
     def _compile(self, grammar: str) -> GrammarGuide:
         began = time.perf_counter()
-        matcher = LLMatcher(self._vocabulary(), grammar, log_level=0)
+        vocabulary = self.vocabulary()
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one takes longest, and every copy has it then
         if matcher.is_error():
             raise BadRequest(f"The grammar cannot be compiled: {_why(matcher)}")
         log.debug("grammar compiled in %.0f ms", 1000 * (time.perf_counter() - began))
-        return GrammarGuide(matcher)
+        return GrammarGuide(matcher, vocabulary.vocab_size)
 
-    def _vocabulary(self) -> LLTokenizer:
-        """The model's vocabulary as llguidance takes it; making it takes about a second."""
+    def vocabulary(self) -> LLTokenizer:
+        """The model's vocabulary as llguidance takes it; making it takes about a second.
+
+        Raises Unsupported.
+        """
         with self._lock:
             if self._made is None:
                 began = time.perf_counter()
@@ -139,14 +145,15 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     backend.no_padding()
     backend.no_truncation()
     size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
-    text = _with_control_tokens(backend.to_str(), _marker_ids(tokenizer))
+    text = _with_control_tokens(backend.to_str(), _control_ids(tokenizer))
     return LLTokenizer(text, n_vocab=size, eos_token=sorted(tokenizer.eos_token_ids))
 
 
-def _marker_ids(tokenizer: Any) -> set[int]:
-    """Ids of the markers that the vocabulary has as one token."""
+def _control_ids(tokenizer: Any) -> set[int]:
+    """Ids that end a turn, and of the markers that the vocabulary has as one token."""
     kinds = [markers.grammar(tokenizer, tools=True, generic=generic) for generic in (False, True)]
-    return {token for kind in kinds for token in kind.tokens.values()}
+    found = {token for kind in kinds for token in kind.tokens.values()}
+    return found | set(tokenizer.eos_token_ids)
 
 
 def _with_control_tokens(tokenizer_json: str, ids: Iterable[int]) -> str:

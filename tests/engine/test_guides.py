@@ -12,7 +12,8 @@ import pytest
 
 from mlxcache.errors import BadRequest
 from mlxcache.types import OutputFormat
-from tests.engine.guided import SCHEMAS, as_format, ask
+from tests.conftest import ToyMaker
+from tests.engine.guided import POINT, SCHEMAS, as_format, ask
 from tests.engine.running import started
 
 
@@ -57,3 +58,18 @@ async def test_a_format_that_cannot_be_compiled_is_refused(
             await ask(engine, form)
         (record,) = engine.requests()
         assert record.status == "rejected"
+
+
+async def test_thinking_is_free_until_it_ends(toy: ToyMaker, tmp_path: Path) -> None:
+    """The schema binds the answer alone; without thinking it binds all of the reply."""
+    model = toy("llama", thinking=True, emits={"</think>": 20})
+    async with started(model, tmp_path) as engine:
+        for seed in range(3):
+            reply = await ask(engine, as_format(POINT), seed=seed, temperature=0.7)
+            assert reply.thinking
+            assert reply.end.reason == "stop"
+            assert reply.end.reasoning_tokens > 0
+            jsonschema.validate(json.loads(reply.text), POINT)
+        reply = await ask(engine, as_format(POINT), thinking=False)
+        assert not reply.thinking
+        jsonschema.validate(json.loads(reply.text), POINT)

@@ -1,0 +1,50 @@
+"""The guides of one model's replies: made from what a request asks for."""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Any
+
+from mlxcache.model.grammar import grammar_text, is_constrained
+from mlxcache.model.guide import Grammars, Guide
+from mlxcache.model.thinking import AfterThinking, ThinkFormat, read_format
+from mlxcache.types import Job
+
+
+class Guides:
+    """Makes the guide of each reply. Any thread.
+
+    `tokenizer` is mlx-lm's TokenizerWrapper, `vocab_size` the width of the logits.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer, vocab_size)
+        self._lock = Lock()
+        self._thinking: list[ThinkFormat | None] = []
+
+    def needed(self, job: Job) -> bool:
+        """Tell if the reply to `job` has a guide."""
+        return is_constrained(job)
+
+    def make(self, job: Job) -> Guide | None:
+        """The guide of the reply to `job`, at its beginning; None: the reply is free.
+
+        Blocks for up to seconds. Raises BadRequest where the grammar cannot be compiled,
+        Unsupported where the model's tokenizer cannot be used.
+        """
+        text = grammar_text(job, self._tokenizer)
+        if text is None:
+            return None
+        guide, prompt = self._grammars.guide(text), job.prompt
+        form = None if job.raw else self._think_format()
+        if form is None:
+            return guide
+        may_think = not (prompt.continued or form.is_closed_by(prompt.fed[-32:].tolist()))
+        return AfterThinking(form, guide, thinking=prompt.thinking_open, may_think=may_think)
+
+    def _think_format(self) -> ThinkFormat | None:
+        with self._lock:
+            if not self._thinking:
+                self._thinking.append(read_format(self._tokenizer, self._grammars.vocabulary()))
+            return self._thinking[0]

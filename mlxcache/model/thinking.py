@@ -1,0 +1,233 @@
+"""Thinking in guided replies: free until its closing marker, and then the guide takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from llguidance import LLTokenizer
+
+from mlxcache.model import markers
+from mlxcache.model.guide import Bitmask, Guide
+
+HARMONY = ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant")
+"""Opening of a think block of gpt-oss, its closing marker, and what precedes the next message."""
+
+BLANKS = ("\n", "\n\n")
+"""Blanks that templates put between thinking and the answer; a reply may have one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkFormat:
+    """The form in which a model family writes its thinking, in token ids.
+
+    `opening`: ids that open a think block; empty: only the prompt does. `closing`: ids of the
+    marker that ends it, `marker` its text. `spelled`: the marker also counts when other tokens
+    spell it. `after`: ids that precede what follows the block. `again`: further blocks may follow.
+    `free`: tokens of thinking: text, and the closing marker. `blanks`: tokens of which one may
+    stand between the block and the answer. `beyond`: by the rest of a marker that is half spelled,
+    the tokens that would complete it with the beginning of the answer.
+    """
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+    marker: bytes
+    spelled: bool
+    after: tuple[int, ...]
+    again: bool
+    free: Bitmask
+    blanks: frozenset[int]
+    beyond: Mapping[bytes, tuple[int, ...]]
+    vocabulary: LLTokenizer
+
+    def is_closed_by(self, prompt: Sequence[int]) -> bool:
+        """Tell if a prompt of these ids ends with a closed think block, so that none follows."""
+        end = list(prompt[-len(self.closing) - 2 :])
+        while end and end[-1] in self.blanks:
+            end.pop()
+        return self.spelled and tuple(end[-len(self.closing) :]) == self.closing
+
+
+def read_format(tokenizer: Any, vocabulary: LLTokenizer) -> ThinkFormat | None:
+    """The form of `tokenizer`'s family, as mlx-lm describes it; None: it does not think.
+
+    `tokenizer` is mlx-lm's TokenizerWrapper. Takes about 0.1 s.
+    """
+    words = _words(tokenizer)
+    if words is None:
+        return None
+    opening, marker, after = words
+    headers = after != ""
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
+
+    closing = encode(marker)
+    pieces = [vocabulary.decode_bytes([token]) for token in range(vocabulary.vocab_size)]
+    texts = [i for i in range(len(pieces)) if not vocabulary.is_special_token(i)]
+    raw = marker.encode()
+    rests = {} if headers else {raw[k:]: _beyond(raw[k:], texts, pieces) for k in range(len(raw))}
+    return ThinkFormat(
+        opening=encode(opening),
+        closing=closing,
+        marker=raw,
+        spelled=not headers,
+        after=encode(after),
+        again=headers,
+        free=bitmask([*texts, *closing], vocabulary.vocab_size),
+        blanks=frozenset(i for i in texts if pieces[i].decode(errors="replace") in BLANKS),
+        beyond=rests,
+        vocabulary=vocabulary,
+    )
+
+
+def _words(tokenizer: Any) -> tuple[str, str, str] | None:
+    """Opening and closing of a think block, and what precedes the next message of the turn."""
+    if markers.is_harmony(tokenizer):
+        return HARMONY
+    headers = tokenizer.response_transitions.get(tokenizer.response_initial_state, ())
+    for opening, state in headers:
+        if state == markers.REASONING:
+            closing = next(found for found, _ in tokenizer.response_transitions[state])
+            return f" {opening}", closing, "<|start|>assistant"
+    if tokenizer.has_thinking:
+        return tokenizer.think_start, tokenizer.think_end, ""
+    return None
+
+
+def _beyond(rest: bytes, tokens: Iterable[int], pieces: list[bytes]) -> tuple[int, ...]:
+    """Tokens that begin with `rest` and go on with more than blanks."""
+    return tuple(
+        i for i in tokens if pieces[i].startswith(rest) and pieces[i][len(rest) :].strip(b"\n")
+    )
+
+
+def bitmask(tokens: Iterable[int], vocab_size: int) -> Bitmask:
+    """The mask that allows `tokens` alone."""
+    bits = np.zeros((vocab_size + 31) // 32 * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def allows(mask: Bitmask, token: int) -> bool:
+    """Tell if `mask` allows `token`."""
+    return token // 32 < mask.size and bool(mask[token // 32] >> (token % 32) & 1)
+
+
+State = Literal["begin", "thinking", "between", "answer"]
+
+
+class AfterThinking:
+    """A guide for the answer alone: thinking before it is free, but must end with its marker.
+
+    `guide` is at its beginning. `thinking`: the prompt ends inside a think block. `may_think`: the
+    reply may open one. A turn cannot end, and no tool can be called, before the answer.
+    """
+
+    def __init__(self, form: ThinkFormat, guide: Guide, *, thinking: bool, may_think: bool):
+        self._form = form
+        self._guide = guide
+        self._trial: Guide | None = guide.copy()
+        self._state: State = "thinking" if thinking else "begin"
+        self._opening = form.opening if may_think and not thinking else ()
+        self._at = 0
+        self._blank_allowed = False
+        self._tail = b""
+
+    @property
+    def thinking(self) -> bool:
+        """True while a think block is open."""
+        return self._state == "thinking"
+
+    def mask(self) -> Bitmask | None:
+        """The tokens that may follow, or None where all may."""
+        form = self._form
+        if self._state == "answer":
+            return self._guide.mask()
+        if self._state == "thinking":
+            return self._free()
+        if self._state == "between":
+            return bitmask([form.after[self._at]], form.vocabulary.vocab_size)
+        more = [*self._opening[self._at : self._at + 1]]
+        if self._blank_allowed:
+            more += form.blanks
+        own = self._trial.mask() if self._trial is not None else None
+        if own is None and self._trial is not None:
+            return None
+        extra = bitmask(more, form.vocabulary.vocab_size)
+        return extra if own is None else extra | own
+
+    def accept(self, token: int) -> None:
+        """Advance by a token of the reply. Raises ValueError for one that was not allowed."""
+        if self._state == "answer":
+            self._guide.accept(token)
+        elif self._state == "thinking":
+            self._think(token)
+        elif self._state == "between":
+            self._follow(token)
+        else:
+            self._begin(token)
+
+    def copy(self) -> AfterThinking:
+        """An independent guide in the same state."""
+        other = copy(self)
+        other._guide = self._guide.copy()
+        other._trial = self._trial.copy() if self._trial is not None else None
+        return other
+
+    def _free(self) -> Bitmask:
+        """Any text, except what would begin the answer in the token that closes the block."""
+        form = self._form
+        banned = [
+            token
+            for rest, tokens in form.beyond.items()
+            if self._tail.endswith(form.marker[: len(form.marker) - len(rest)])
+            for token in tokens
+        ]
+        return form.free & ~bitmask(banned, form.vocabulary.vocab_size) if banned else form.free
+
+    def _think(self, token: int) -> None:
+        form = self._form
+        if not allows(self._free(), token):
+            raise ValueError(f"token {token} cannot be part of thinking")
+        self._tail += form.vocabulary.decode_bytes([token])
+        closes = self._tail.rstrip(b"\n").endswith(form.marker)
+        if closes and (form.spelled or token in form.closing):
+            self._blank_allowed = form.spelled and self._tail.endswith(form.marker)
+            self._state = "between" if form.after else "begin"
+            self._opening = form.opening if form.again else ()
+            self._at, self._tail = 0, b""
+            self._trial = self._guide.copy()
+        else:
+            self._tail = self._tail[-len(form.marker) :]
+
+    def _follow(self, token: int) -> None:
+        if token != self._form.after[self._at]:
+            raise ValueError(f"token {token} cannot follow thinking")
+        self._at += 1
+        if self._at == len(self._form.after):
+            self._state, self._at = "begin", 0
+
+    def _begin(self, token: int) -> None:
+        """Go on with the opening of a think block, with a blank, or with the answer."""
+        trial = self._trial
+        own = trial.mask() if trial is not None else None
+        fits = trial is not None and (own is None or allows(own, token))
+        if self._opening[self._at : self._at + 1] == (token,):
+            self._at += 1
+            if self._at == len(self._opening):
+                self._state, self._at, self._blank_allowed = "thinking", 0, False
+            elif fits and trial is not None:
+                trial.accept(token)
+            else:
+                self._trial = None
+        elif fits and trial is not None:
+            trial.accept(token)
+            self._guide, self._trial, self._state = trial, None, "answer"
+        elif self._blank_allowed and token in self._form.blanks:
+            self._blank_allowed = False
+        else:
+            raise ValueError(f"token {token} does not fit the beginning of the answer")
