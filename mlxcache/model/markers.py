@@ -13,13 +13,14 @@ https://cookbook.openai.com/articles/openai-harmony
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxcache.model.tools import Parse, parse_json
+from mlxcache.model.tool_syntax.families import GENERIC, HARMONY, syntax_of
+from mlxcache.model.tool_syntax.syntax import Syntax
+from mlxcache.model.tools import ForeignSyntax
 
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
 """States that carry text, named as in mlx-lm; text in any other state is framing."""
@@ -35,19 +36,21 @@ class Grammar:
     """Framing of a model family: `edges` lead from a state by a marker to the next state.
 
     `tokens` are the markers that the vocabulary has as one token. `initial` is the state in which a
-    reply begins, where it is always the same. `parse` reads the text of a tool block.
+    reply begins, where it is always the same. `syntax` reads the text of a tool block, which
+    `opening` begins.
     """
 
     edges: Mapping[str, Mapping[str, str]]
     tokens: Mapping[str, int] = field(default_factory=dict)
     initial: str | None = None
-    parse: Parse | None = None
+    syntax: Syntax | None = None
+    opening: str = ""
     open_ended: bool = False
     """True where a tool block has no closing marker, and lasts to the end of the reply."""
     harmony: bool = False
     """True for the framing of gpt-oss."""
     whole: bool = False
-    """True where `parse` takes a tool block together with its opening text."""
+    """True where `syntax` reads a tool block together with its opening text."""
 
 
 PLAIN = Grammar(edges={NORMAL: {}, TOOL: {}})
@@ -63,17 +66,20 @@ def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
     """
     if is_harmony(tokenizer):
         return _harmony(tokenizer, tools, generic)
-    start, end, parse = tokenizer.tool_call_start, tokenizer.tool_call_end, tokenizer.tool_parser
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    parse = tokenizer.tool_parser
+    syntax = None if parse is None else syntax_of(parse) or ForeignSyntax(parse)
     if generic:
-        start, end, parse = GENERIC_START, GENERIC_END, parse_json
-    if not tools or parse is None:
+        start, end, syntax = GENERIC_START, GENERIC_END, GENERIC
+    if not tools or syntax is None:
         start = end = None
     edges = _edges(tokenizer, start, end, generic)
     return Grammar(
         edges=edges,
         tokens=_single_tokens(tokenizer, edges),
         initial=tokenizer.response_initial_state,
-        parse=parse if start else None,
+        syntax=syntax if start else None,
+        opening=start or "",
         open_ended=start is not None and not end,
     )
 
@@ -91,18 +97,19 @@ def thinks(tokenizer: Any) -> bool:
 
 def _harmony(tokenizer: Any, tools: bool, generic: bool) -> Grammar:
     edges = _harmony_edges(ROUTED)
-    parse: Parse | None = parse_harmony if tools else None
+    syntax = HARMONY if tools else None
     if generic and tools:
         edges[NORMAL][GENERIC_START] = TOOL
         edges[TOOL] = {GENERIC_END: NORMAL}
-        parse = parse_json
+        syntax = GENERIC
     return Grammar(
         edges=edges,
         tokens=_single_tokens(tokenizer, edges),
         initial=HEADER,
-        parse=parse,
+        syntax=syntax,
+        opening=GENERIC_START if generic else "",
         harmony=True,
-        whole=parse is parse_harmony,
+        whole=syntax is HARMONY,
     )
 
 
@@ -172,13 +179,3 @@ def may_be_header(text: str) -> bool:
     """True if `text` can be the beginning of a message header of gpt-oss."""
     text = text.lstrip()
     return any(text.startswith(b) or b.startswith(text) for b in _HEADER_BEGINNINGS)
-
-
-def parse_harmony(text: str, _: object = None) -> dict[str, Any]:
-    """Parse the tool call in a message with its header. Raises ValueError if it is none."""
-    header, _message, body = text.partition(MESSAGE)
-    recipient = _RECIPIENT.search(header)
-    if recipient is None:
-        raise ValueError("the message has no recipient")
-    arguments = json.loads(body) if body.strip() else {}
-    return {"name": recipient[1].removeprefix("functions."), "arguments": arguments}

@@ -16,10 +16,18 @@ from mlxcache.model.markers import (
     harmony_route,
     may_be_header,
 )
-from mlxcache.model.tools import read_calls
-from mlxcache.types import FinishReason, Piece, Text, Thinking
+from mlxcache.model.tool_block import ToolBlock
+from mlxcache.model.tool_syntax.syntax import Closing
+from mlxcache.model.tools import CallReader, NoSyntax
+from mlxcache.types import FinishReason, Piece, Text, Thinking, ToolCall
 
 log = logging.getLogger(__name__)
+
+_MOST_BLOCKS = 20
+"""Blocks that are looked at again when a reply ends, so that its end takes linear time."""
+
+_REREAD = -2
+"""Stands for the tokens of text that is read again."""
 
 
 class OutputParser:
@@ -34,7 +42,8 @@ class OutputParser:
 
     A marker is recognised in one token or in many, with two exceptions for text about markers: if
     the vocabulary has the marker as one token, its spelled-out form opens neither thinking in the
-    middle of visible text, nor a tool call in thinking.
+    middle of visible text, nor a tool call in thinking. The marker that closes a tool block may
+    stand in an argument: `tool_block` decides, and a call may be held back until more is known.
     """
 
     def __init__(
@@ -55,7 +64,7 @@ class OutputParser:
         self._finders = {state: Finder(found) for state, found in self._grammar.edges.items()}
         self._eos = tokenizer.eos_token_ids
         self._stop_at_eos = stop_at_eos
-        self._tools = tools or ()
+        self._reader = CallReader(self._grammar.syntax or NoSyntax(), tools or ())
         self._parallel = parallel_tools
         self._detokenizer = tokenizer.detokenizer
         for token in prime:
@@ -64,10 +73,9 @@ class OutputParser:
         self._state = self._grammar.initial or (REASONING if thinking_open else NORMAL)
         self._visible = Visible(stop)
         self._thought = Thought()
-        self._block, self._opened_by, self._opened_in = "", "", NORMAL
+        self._block: ToolBlock | None = None
         self._framing, self._crossed = "", False
         self._calls = 0
-        self._ids: set[str] = set()
         self._token = -1
         self._out: list[Piece] = []
         self.done: FinishReason | None = None
@@ -102,18 +110,25 @@ class OutputParser:
         self._token = -1
         self._detokenizer.finalize()
         self._advance(self._detokenizer.last_segment)
-        while self.done is None and (held := self._finders[self._state].flush()):
-            state = self._state
-            self._carry(held)
-            if self._state != state:
-                self._advance(self._reread())
-        if self.done is None and self._state == TOOL:
-            self._end_block("", NORMAL, complete=reason == "stop" or self._grammar.open_ended)
+        for last in range(_MOST_BLOCKS + 1):
+            self._drain()
+            if self.done is not None or self._block is None:
+                break
+            self._end_in_block(self._block, reason, again=last < _MOST_BLOCKS)
+            self._advance(self._reread())
         if self.done is None:
             self._flush()
             ended = reason in ("stop", "repetition")  # calls before a loop are whole
             self.done = "tool_calls" if self._calls and ended else reason
         return self._taken()
+
+    def _drain(self) -> None:
+        """Read what was held back for a marker, as none follows."""
+        while self.done is None and (held := self._finders[self._state].flush()):
+            state = self._state
+            self._carry(held)
+            if self._state != state:
+                self._advance(self._reread())
 
     def _decode(self, token: int) -> str:
         try:
@@ -137,10 +152,11 @@ class OutputParser:
                 self._carry(marker)
             else:
                 self._cross(marker)
+                text = self._reread() + text
 
     def _is_prose(self, marker: str) -> bool:
         """Tell if the model writes about a marker, and does not use it."""
-        if self._grammar.tokens.get(marker, self._token) == self._token:
+        if self._token == _REREAD or self._is_token(marker):
             return False
         target = self._grammar.edges[self._state][marker]
         if self._state == NORMAL and target == REASONING:
@@ -148,6 +164,10 @@ class OutputParser:
         if self._state == REASONING and target == TOOL:
             return True
         return self._state in (NORMAL, REASONING) and target not in (NORMAL, TOOL)
+
+    def _is_token(self, marker: str) -> bool:
+        """Tell if a marker was written as its token, or has none."""
+        return self._grammar.tokens.get(marker, self._token) == self._token
 
     def _carry(self, text: str) -> None:
         """Append text to the part of the reply that the current state stands for."""
@@ -157,15 +177,18 @@ class OutputParser:
             self._say(text)
         elif self._state == REASONING:
             self._think(self._thought.add(text))
-        elif self._state == TOOL:
-            self._block += text
-        else:
+        elif self._block is not None:
+            self._block.add(text)
+            if found := self._block.confirmed(self._reader.read):
+                end, calls = found
+                self._end_block(self._block, end.target, calls, end.after)
+        elif self._state != TOOL:
             self._framing += text
             if self._grammar.harmony and not may_be_header(self._framing):
                 self._state = NORMAL
 
     def _reread(self) -> str:
-        """Take back framing that turned out to be text."""
+        """Take back framing, or the end of a block, that turned out to be something else."""
         text, self._framing = self._framing, ""
         return text
 
@@ -195,7 +218,7 @@ class OutputParser:
         self._crossed = True
         source, target = self._state, self._grammar.edges[self._state][marker]
         if source == TOOL:
-            self._end_block(marker, target, complete=True)
+            self._close_block(marker, target)
             return
         opening = marker
         if target == ROUTED:
@@ -203,7 +226,7 @@ class OutputParser:
         self._framing = ""
         self._state = target
         if target == TOOL:
-            self._block, self._opened_by, self._opened_in = "", opening, source
+            self._open_block(opening, source)
         elif target == REASONING:
             if self._calls:
                 self.done = "tool_calls"
@@ -213,37 +236,83 @@ class OutputParser:
         elif source == REASONING:
             self._visible.after_thinking()
 
-    def _end_block(self, marker: str, target: str, *, complete: bool) -> None:
-        """End the tool block at `marker` ("": the reply's end); a call only if `complete`."""
-        parse = self._grammar.parse
-        calls = []
-        if complete and parse is not None:
-            text = self._opened_by + self._block if self._grammar.whole else self._block
-            calls = read_calls(parse, text, self._tools, self._calls, self._ids)
-        if calls:
-            self._call(calls if self._parallel else calls[:1])
-            self._state = target
-        elif marker and self._grammar.tokens.get(marker, self._token) != self._token:
-            # the marker is spelled out inside an argument; its token follows later
-            self._block += marker
-        else:
-            self._give_back(self._opened_by + self._block + marker)
-            self._state = REASONING if self._opened_in == REASONING else target
+    def _open_block(self, opening: str, source: str) -> None:
+        thinking = (m for m, to in self._grammar.edges[NORMAL].items() if to == REASONING)
+        marker = self._grammar.opening
+        self._block = ToolBlock(
+            self._reader.scanner(),
+            opening=opening,
+            source=source,
+            marker=marker,
+            confirming=[m for m in (marker, *thinking) if m],
+            head=opening if self._grammar.whole else "",
+        )
 
-    def _call(self, calls: Sequence[Piece]) -> None:
+    def _close_block(self, marker: str, target: str) -> None:
+        """End the tool block at `marker`, or read on if that may be part of an argument."""
+        block = self._block
+        if block is None:
+            self._state = target
+            return
+        verdict = block.closing()
+        if verdict in (Closing.INSIDE, Closing.MAYBE):
+            block.close(marker, target, verdict)
+        elif calls := block.whole(self._reader.read):
+            self._end_block(block, target, calls, None)
+        elif verdict is Closing.UNKNOWN and not self._is_token(marker):
+            # the marker is spelled out inside an argument; its token follows later
+            block.add(marker)
+        else:
+            block.close(marker, target, Closing.INSIDE)
+            self._return_block(block, target)
+
+    def _end_in_block(self, block: ToolBlock, reason: FinishReason, *, again: bool) -> None:
+        """End the reply within a tool block; what follows its end is left to be read `again`."""
+        complete = reason == "stop" or self._grammar.open_ended
+        if found := block.finished(self._reader.read, NORMAL, complete=complete):
+            end, calls = found
+            self._end_block(block, end.target, calls, end.after)
+        else:
+            self._return_block(block, NORMAL, whole=not again)
+
+    def _end_block(
+        self, block: ToolBlock, target: str, calls: Sequence[ToolCall], after: int | None
+    ) -> None:
+        """Take the calls of a block; its text from `after` on is read again."""
+        self._block, self._state = None, target
+        calls = calls if self._parallel else calls[:1]
+        self._reader.take(calls)
         if not self._calls:
             self._emit(self._visible.before_call())
         self._out.extend(calls)
         self._calls += len(calls)
+        self._read_again(block, after)
         if not self._parallel:
             self.done = "tool_calls"
 
-    def _give_back(self, text: str) -> None:
-        """Return a block that is no call to the text or thinking around it."""
+    def _read_again(self, block: ToolBlock, after: int | None) -> str:
+        """Put back a block's text from `after` on; return what precedes it."""
+        text, rest = block.split(after)
+        if rest:
+            self._framing, self._token = rest, _REREAD
+        return text
+
+    def _return_block(self, block: ToolBlock, target: str, *, whole: bool = False) -> None:
+        """Return a block that is no call, up to its first closing marker, to the text around it."""
+        text = self._read_again(block, None if whole else block.first)
+        if self._grammar.syntax is not None:
+            log.warning(
+                "malformed tool call of %d characters returned as text: %s",
+                len(text),
+                self._reader.problem,
+            )
+        self._block = None
+        thinking = block.source == REASONING
+        self._state = REASONING if thinking else target
         if self._calls:
             self._emit(text)
             self.done = "tool_calls"
-        elif self._opened_in == REASONING:
+        elif thinking:
             self._think(self._thought.add(text))
         else:
             self._say(text)

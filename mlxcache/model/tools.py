@@ -1,21 +1,20 @@
-"""Parsing of tool-call blocks to calls that clients can run."""
+"""Reading of tool-call blocks to calls that clients can run."""
 
 from __future__ import annotations
 
-import json
-import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mlxcache.model.tool_syntax.schema import Tools
+from mlxcache.model.tool_syntax.syntax import Call, Closing, Scanner, Syntax
+from mlxcache.model.tool_syntax.values import dumps, loads
 from mlxcache.types import ToolCall
-
-log = logging.getLogger(__name__)
 
 Parse = Callable[[str, list[dict[str, Any]]], Any]
 """One of mlx-lm's tool parsers: block text and tools to a dict or a list of dicts."""
 
-# the parsers use json, ast and regular expressions on the model's text, and do not catch errors
+# parsers of mlx-lm use json, ast and regular expressions on the model's text, and catch no errors
 _MALFORMED = (
     ValueError,
     TypeError,
@@ -28,44 +27,79 @@ _MALFORMED = (
 )
 
 
-def parse_json(text: str, _: object = None) -> Any:
-    """Parse `{"name": ..., "arguments": {...}}`, or a list of these.
+class CallReader:
+    """Reads the blocks of one reply, and numbers the calls and their ids."""
 
-    Models whose template has no tools are instructed to write this form.
-    """
-    return json.loads(text)
+    def __init__(self, syntax: Syntax, tools: Sequence[Mapping[str, Any]]):
+        self._syntax = syntax
+        self._tools = Tools(tools)
+        self._ids: set[str] = set()
+        self.calls = 0
+        """The number of calls that were read and taken."""
+        self.problem = ""
+        """The reason why the last block that was read is no call."""
+
+    def scanner(self) -> Scanner:
+        """Make the scanner of one block."""
+        return self._syntax.scanner()
+
+    def read(self, text: str) -> list[ToolCall]:
+        """Read the calls in one block; none if any part is malformed.
+
+        A name that is not one of the tools is accepted: the client reports it to the model.
+        """
+        self.problem = "it holds no call"
+        ids = set(self._ids)
+        try:
+            found = self._syntax.read(text, self._tools)
+            return [_call(raw, self.calls + i, ids) for i, raw in enumerate(found)]
+        except _MALFORMED as error:
+            self.problem = f"{type(error).__name__}: {str(error)[:200]}"
+            return []
+
+    def take(self, calls: Sequence[ToolCall]) -> None:
+        """Count calls that become part of the reply."""
+        self.calls += len(calls)
+        self._ids.update(call.id for call in calls)
 
 
-def read_calls(
-    parse: Parse, text: str, tools: Sequence[Mapping[str, Any]], first: int, taken: set[str]
-) -> list[ToolCall]:
-    """Parse the calls in one block, numbered from `first`; none if any part is malformed.
+class ForeignSyntax:
+    """A syntax that only mlx-lm knows: a block ends where its parser finds calls."""
 
-    `taken` holds the ids used in this reply, and is added to. A name that is not one of `tools` is
-    accepted: the client reports it to the model.
-    """
-    known = [_plain(tool) for tool in tools]
-    try:
-        parsed = parse(text, known)
-        found = parsed if isinstance(parsed, list) else [parsed]
-        ids = set(taken)
-        calls = [_call(raw, first + i, ids) for i, raw in enumerate(found)]
-        _refuse_guess(text, calls, known)
-    except _MALFORMED as error:
-        log.warning(
-            "malformed tool call of %d characters returned as text: %s: %s",
-            len(text),
-            type(error).__name__,
-            str(error)[:200],
-        )
+    def __init__(self, parse: Parse):
+        self._parse = parse
+
+    def scanner(self) -> Scanner:
+        """Make the scanner of one block."""
+        return _Unscanned()
+
+    def read(self, text: str, tools: Tools) -> list[Call]:
+        """Read the calls in a block."""
+        parsed = self._parse(text, tools.definitions)
+        return parsed if isinstance(parsed, list) else [parsed]
+
+
+class NoSyntax:
+    """The syntax of replies that may hold no calls: every block is text."""
+
+    def scanner(self) -> Scanner:
+        """Make the scanner of one block."""
+        return _Unscanned()
+
+    def read(self, _text: str, _tools: Tools) -> list[Call]:
+        """Read no call."""
         return []
-    taken.update(ids)
-    return calls
 
 
-def _plain(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Add empty `parameters` to a tool without: some parsers look them up."""
-    return {**tool, "function": {"parameters": {}, **(tool.get("function") or {})}}
+class _Unscanned:
+    """The scanner of a syntax of which nothing is known."""
+
+    def add(self, text: str) -> None:
+        """Ignore the text."""
+
+    def closing(self) -> Closing:
+        """Leave the judgement to the parser."""
+        return Closing.UNKNOWN
 
 
 def _call(raw: Any, index: int, taken: set[str]) -> ToolCall:
@@ -85,20 +119,9 @@ def _call(raw: Any, index: int, taken: set[str]) -> ToolCall:
 
 def _arguments(value: Any) -> str:
     if isinstance(value, str) and value.strip():
-        value = json.loads(value)
+        value = loads(value)
     if value is None or value == "":
         value = {}
     if not isinstance(value, dict):
         raise ValueError("the arguments are not a JSON object")
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        return json.dumps(value, allow_nan=False)
-    return text
-
-
-def _refuse_guess(text: str, calls: list[ToolCall], tools: list[dict[str, Any]]) -> None:
-    """Raise ValueError for a call of mlx-lm's GLM parser that holds unread text as `raw`."""
-    names = {tool["function"].get("name") for tool in tools}
-    for call in calls:
-        if call.name not in names and list(json.loads(call.arguments)) == ["raw"]:
-            raise ValueError(f"no tool call found in {text[:80]!r}")
+    return dumps(value)

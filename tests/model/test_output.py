@@ -419,17 +419,15 @@ def test_a_malformed_second_call_is_not_lost(qwen: TokenizerWrapper) -> None:
 
 
 def test_a_closing_marker_inside_an_argument(qwen: TokenizerWrapper) -> None:
-    """Spelled out in a file's text it does not end a block that the token itself will end."""
+    """Spelled out in a file's text, or as the token itself, it does not end the block."""
     inner = "x</tool_call>y"
     body = json.dumps({"name": "look", "arguments": {"city": inner}})
     start, end = (qwen.encode(m, add_special_tokens=False) for m in ("<tool_call>", "</tool_call>"))
-    tokens = [*start, *(qwen.encode(c, add_special_tokens=False)[0] for c in body), *end]
-    parser = OutputParser(qwen, tools=TOOLS)
-    pieces = [p for token in tokens for p in parser.feed(token)] + parser.finish("stop")
-    if len(end) == 1:
-        assert call(pieces) == ("look", {"city": inner})
-    else:
-        assert joined(pieces) == [Text(f"<tool_call>{body}</tool_call>")]
+    spelled = [qwen.encode(c, add_special_tokens=False)[0] for c in body]
+    for inside in (spelled, qwen.encode(body, add_special_tokens=False)):
+        parser = OutputParser(qwen, tools=TOOLS)
+        pieces = [p for token in (*start, *inside, *end) for p in parser.feed(token)]
+        assert call(pieces + parser.finish("stop")) == ("look", {"city": inner})
 
 
 def test_a_call_within_thinking(qwen: TokenizerWrapper) -> None:

@@ -1,0 +1,191 @@
+"""One tool block of a reply as it arrives, and the places where it may end.
+
+The marker that closes a block may also stand in an argument, spelled out or as the token itself.
+A marker within a value is part of it. One after which the block may be complete is an end, and the
+block waits for what follows: blank text and then another call, or the reply's end, confirm it.
+Anything else may be more of the argument, so the last end counts at which the block can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from mlxcache.model.tool_syntax.syntax import Closing, Scanner
+from mlxcache.types import ToolCall
+
+LOOK_ON = 8_000
+"""Characters after a complete call, about 2,000 tokens, in which another end is looked for."""
+
+_MOST_TRIED = 8  # ends of a block at which it is read, so that a long block takes linear time
+_SHOWN = 64  # characters that tell if a marker follows
+
+
+class Follow(Enum):
+    """What follows the last end of a block."""
+
+    NOTHING = auto()
+    """Nothing yet, or what may become a marker."""
+    MARKER = auto()
+    """Another call, or thinking."""
+    TEXT = auto()
+    """Text that may be more of an argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A closing marker from `body` to `after`, in characters of the block, that leads to `target`.
+
+    `clean` is False if a marker that opens a block stands before it and is still open.
+    """
+
+    body: int
+    after: int
+    target: str
+    clean: bool
+
+
+Read = Callable[[str], list[ToolCall]]
+
+
+class ToolBlock:
+    """A block that `opening` began in the state `source`.
+
+    `marker` is what opens blocks, `confirming` the markers that confirm an end when they follow.
+    `head` is the part of the opening that the syntax reads as well.
+    """
+
+    def __init__(
+        self,
+        scanner: Scanner,
+        *,
+        opening: str,
+        source: str,
+        marker: str,
+        confirming: Sequence[str],
+        head: str = "",
+    ):
+        self.opening, self.source = opening, source
+        self._scanner, self._head = scanner, head
+        self._marker, self._confirming = marker, tuple(confirming)
+        self._parts: list[str] = []
+        self._size = 0
+        self._run: list[str] = []
+        self._depth = 0
+        self._ends: list[End] = []
+        self._first: int | None = None
+        self._next, self._beyond, self._judged = "", 0, False
+        scanner.add(head)
+
+    @property
+    def text(self) -> str:
+        """The text of the block, without its opening."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def add(self, text: str) -> None:
+        """Add text to the block."""
+        self._scanner.add(text)
+        self._parts.append(text)
+        self._run.append(text)
+        self._size += len(text)
+        if self._ends:
+            self._beyond += len(text)
+            if len(self._next) < _SHOWN:
+                self._next = (self._next + text).lstrip()[:_SHOWN]
+
+    def closing(self) -> Closing:
+        """Judge a closing marker that comes next."""
+        return self._scanner.closing()
+
+    def close(self, marker: str, target: str, verdict: Closing) -> None:
+        """Add a closing marker, which is an end unless it is within a value."""
+        clean = self._count_markers()
+        body = self._size
+        self.add(marker)
+        self._run.clear()
+        self._first = self._size if self._first is None else self._first
+        if verdict is not Closing.INSIDE:
+            self._ends.append(End(body, self._size, target, clean))
+            self._next, self._beyond, self._judged = "", 0, False
+
+    def _count_markers(self) -> bool:
+        """Count the blocks that opened since the last closing; True if none is open but this."""
+        self._depth += "".join(self._run).count(self._marker) if self._marker else 0
+        if not self._depth:
+            return True
+        self._depth -= 1
+        return False
+
+    def follow(self) -> Follow:
+        """What follows the last end."""
+        if any(self._next.startswith(marker) for marker in self._confirming):
+            return Follow.MARKER
+        if any(marker.startswith(self._next) for marker in ("", *self._confirming)):
+            return Follow.NOTHING
+        return Follow.TEXT
+
+    def confirmed(self, read: Read) -> tuple[End, list[ToolCall]] | None:
+        """The end that what follows confirms, with the calls before it. None: look on."""
+        if not self._ends or self._judged:
+            return None
+        follow = self.follow()
+        if follow is Follow.MARKER:
+            self._judged = True
+            last = self._ends[-1]
+            if last.clean and len(self._ends) <= _MOST_TRIED and (calls := self._read(last, read)):
+                return last, calls
+        elif follow is Follow.TEXT and self._beyond > LOOK_ON:
+            if found := self.best(read):
+                return found
+            self._ends.clear()
+        return None
+
+    def finished(
+        self, read: Read, target: str, *, complete: bool
+    ) -> tuple[End, list[ToolCall]] | None:
+        """The end of a block in which the reply ends, with the calls before it, or None.
+
+        `complete`: the model ended its reply, so the block may end there. A reply that was cut off
+        within text after an end is not read: the text may belong to an argument.
+        """
+        ended = bool(self._ends) and self.follow() is not Follow.TEXT
+        if not complete:
+            return self.best(read) if ended else None
+        if not ended and (self._first is None or self.closing() is not Closing.INSIDE):
+            self.close("", target, Closing.MAYBE)
+        return self.best(read)
+
+    def best(self, read: Read) -> tuple[End, list[ToolCall]] | None:
+        """The last end at which the block can be read, and the calls before it."""
+        clean = [end for end in self._ends if end.clean][-_MOST_TRIED:]
+        for end in reversed(clean):
+            if calls := self._read(end, read):
+                return end, calls
+        if self._ends and self._ends[0].after == self._first:
+            calls = self._read(self._ends[0], read)
+            return (self._ends[0], calls) if calls else None
+        for end in reversed(self._ends[-_MOST_TRIED:]):
+            opened = self.text.rfind(self._marker, 0, end.body) + len(self._marker)
+            if not read(self.text[opened : end.body]) and (calls := self._read(end, read)):
+                return end, calls
+        return None
+
+    def _read(self, end: End, read: Read) -> list[ToolCall]:
+        return read(self._head + self.text[: end.body])
+
+    def whole(self, read: Read) -> list[ToolCall]:
+        """The calls of the block as far as it came."""
+        return read(self._head + self.text)
+
+    def split(self, after: int | None) -> tuple[str, str]:
+        """The block's text up to `after`, opening included, and the rest; None: all of it."""
+        after = self._size if after is None else after
+        return self.opening + self.text[:after], self.text[after:]
+
+    @property
+    def first(self) -> int | None:
+        """The position after the first closing marker."""
+        return self._first

@@ -1,0 +1,223 @@
+"""Gemma's calls: `call:NAME{KEY:VALUE,...}`, with a delimiter of its own around strings.
+
+Strings stand as they are between two delimiters, also in lists and objects; keys have none, unless
+a template adds them. The form is that of `format_argument` in the chat templates of FunctionGemma
+(delimiter `<escape>`) and Gemma 4 (delimiter `<|"|>`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mlxcache.model.tool_syntax.readings import Block, Cut
+from mlxcache.model.tool_syntax.scanning import BlockScanner
+from mlxcache.model.tool_syntax.schema import Parsed, Tool, Tools
+from mlxcache.model.tool_syntax.syntax import Call, Malformed, Scanner
+from mlxcache.model.tool_syntax.values import loads
+
+_BARE = re.compile(r"[^,{}\[\]]*")
+_CLOSERS = re.compile(r"[\s\]}]*")
+_WORDS = {"None": None, "True": True, "False": False}
+
+
+class GemmaSyntax:
+    """Calls of one of Gemma's formats. `delimiter` stands before and after each string."""
+
+    def __init__(self, delimiter: str):
+        mark = re.escape(delimiter)
+        key = rf"(?:{mark})?(?P<key>[^\s:,{{}}\[\]<>]{{1,256}})(?:{mark})?:"
+        self._delimiter = delimiter
+        self._key = re.compile(rf"\s*{key}")
+        self._call = re.compile(r"\s*,?\s*call:(?P<call>[^\s:,{}\[\]<>]{1,256})\s*\{")
+        self._place = re.compile(rf",{self._key.pattern}|\}}")
+        self._over = re.compile(r"\s*\}\s*")
+        self._ending = re.compile(rf"(?:{mark}|[\]}}\w.+-])\s*\}}\s*\Z")
+
+    def scanner(self) -> Scanner:
+        """Make the scanner of one block."""
+        return BlockScanner(self._begins, lambda tail: self._ending.search(tail) is not None)
+
+    def read(self, text: str, tools: Tools) -> list[Call]:
+        """Read the calls in a block."""
+        head = self._opened(text, 0, 0, ())
+        if head is None:
+            raise Malformed("the block does not begin with a call")
+        if head.name is None:
+            return [{"name": name, "arguments": {}} for name in head.calls]
+        cuts = []
+        for found in self._place.finditer(text, head.start):
+            if found["key"] is not None:
+                cuts.append(Cut(found.start(), found.end(), found["key"]))
+            elif cut := self._closed(text, found.start(), ()):
+                cuts.append(cut)
+        ends: dict[int, int] = {}
+
+        def whole(start: int, end: int) -> bool:
+            if start not in ends:
+                ends[start] = self._end_of_container(text, start)
+            return self._whole(text, start, end, ends[start])
+
+        return Block(text, head, cuts, whole=whole).read(tools, self._convert)
+
+    def _begins(self, text: str) -> bool:
+        head = self._opened(text, 0, 0, ())
+        return head is not None and head.name is not None
+
+    def _opened(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
+        while found := self._call.match(text, at):
+            calls = (*calls, found["call"])
+            if key := self._key.match(text, found.end()):
+                return Cut(end, key.end(), key["key"], calls)
+            over = self._over.match(text, found.end())
+            if over is None:
+                return None
+            if over.end() == len(text):
+                return Cut(end, len(text), None, calls)
+            at = over.end()
+        return None
+
+    def _closed(self, text: str, end: int, calls: tuple[str, ...]) -> Cut | None:
+        at = end + 1
+        if not text[at : at + 400].strip() and not text[at:].strip():
+            return Cut(end, len(text), None, calls)
+        return self._opened(text, end, at, calls)
+
+    def _end_of_container(self, text: str, start: int) -> int:
+        """The end of the object or list that begins at `start`; -1 if none does, or it has none."""
+        if not text[start : start + 400].lstrip().startswith(("{", "[")):
+            return -1
+        try:
+            return _Reader(text, self._delimiter).read(start)[1]
+        except (Malformed, ValueError):
+            return 0
+
+    def _whole(self, text: str, start: int, end: int, container: int) -> bool:
+        if container >= 0:
+            return container <= end < container + 400 and not text[container:end].strip()
+        value = text[start:end] if end - start < 400 else text[start : start + 200]
+        if not value.lstrip().startswith(self._delimiter):
+            return self._delimiter not in value
+        while end > start and text[end - 1].isspace():
+            end -= 1
+        first = text.find(self._delimiter, start) + len(self._delimiter)
+        return text.endswith(self._delimiter, first, end)
+
+    def _convert(self, tool: Tool, cut: Cut, text: str) -> Parsed:
+        name, mark = str(cut.name), self._delimiter
+        value = text.strip()
+        if value.startswith(mark):
+            inner = value[len(mark) : -len(mark)]
+            parsed = tool.parse(name, inner, "string")
+            return parsed if parsed.valid else tool.parse(name, inner)
+        if value.startswith(("{", "[")):
+            return tool.check(name, _Reader(value, mark).read(0)[0])
+        return tool.parse(name, "null" if value == "None" else value)
+
+
+class _Reader:
+    """Reads an object or a list, in one pass.
+
+    A string ends at a delimiter after which the brackets that are open can be closed, and more of
+    what is around them follows.
+    """
+
+    def __init__(self, text: str, delimiter: str):
+        self._text = text
+        self._mark = delimiter
+        self._stack: list[Any] = []
+        self._keys: list[str] = []
+        mark = re.escape(delimiter)
+        self._key = re.compile(rf"\s*(?:{mark})?([^\s:,{{}}\[\]<>]{{1,256}})(?:{mark})?\s*:\s*")
+        self._item = re.compile(rf"\s*(?:{mark}|[\[{{\w.+-])")
+        self._blank = re.compile(r"\s*")
+
+    def read(self, at: int) -> tuple[Any, int]:
+        """Read the value at `at`; return it and the position of its end. Raises Malformed."""
+        at = self._skip(at)
+        while True:
+            value, at = self._value(at)
+            while value is not _OPEN:
+                if not self._stack:
+                    return value, at
+                self._put(value)
+                at = self._skip(at)
+                if self._text.startswith(",", at):
+                    at = self._skip(at + 1)
+                    break
+                value, at = self._close(at)
+            if self._stack and isinstance(self._stack[-1], dict) and not self._empty_next(at):
+                at = self._read_key(at)
+
+    def _value(self, at: int) -> tuple[Any, int]:
+        """Read what begins at `at`: a string, a bare value, or the opening of a container."""
+        text = self._text
+        if text.startswith(self._mark, at):
+            end = self._string_end(at + len(self._mark))
+            return text[at + len(self._mark) : end], end + len(self._mark)
+        if text.startswith(("{", "["), at):
+            self._stack.append({} if text[at] == "{" else [])
+            after = self._skip(at + 1)
+            return (_OPEN, after) if not self._empty_next(after) else self._close(after)
+        found = _BARE.match(text, at)
+        bare = found[0].strip() if found else ""
+        if not bare:
+            raise Malformed("a value is missing")
+        value = _WORDS[bare] if bare in _WORDS else loads(bare)
+        return value, at + len(found[0] if found else "")
+
+    def _empty_next(self, at: int) -> bool:
+        closer = "}" if isinstance(self._stack[-1], dict) else "]"
+        return not self._stack[-1] and self._text.startswith(closer, at)
+
+    def _read_key(self, at: int) -> int:
+        found = self._key.match(self._text, at)
+        if found is None or found[1] in self._stack[-1]:
+            raise Malformed("an object has no key, or one twice")
+        self._keys.append(found[1])
+        return found.end()
+
+    def _put(self, value: Any) -> None:
+        container = self._stack[-1]
+        if isinstance(container, dict):
+            container[self._keys.pop()] = value
+        else:
+            container.append(value)
+
+    def _close(self, at: int) -> tuple[Any, int]:
+        container = self._stack.pop()
+        if not self._text.startswith("}" if isinstance(container, dict) else "]", at):
+            raise Malformed("a list or an object has no end")
+        return container, at + 1
+
+    def _string_end(self, at: int) -> int:
+        """The delimiter that ends the string which begins at `at`."""
+        while (at := self._text.find(self._mark, at)) >= 0:
+            if self._can_follow(at + len(self._mark)):
+                return at
+            at += 1
+        raise Malformed("a string has no end")
+
+    def _can_follow(self, at: int) -> bool:
+        """Tell if what begins at `at` can follow a string within the open containers."""
+        depth = len(self._stack)
+        at = self._skip(at)
+        while depth and self._text.startswith(("]", "}"), at):
+            closer = "}" if isinstance(self._stack[depth - 1], dict) else "]"
+            if not self._text.startswith(closer, at):
+                return False
+            depth -= 1
+            at = self._skip(at + 1)
+        if not self._text.startswith(",", at):
+            return depth == 0 and (at == len(self._text) or self._text.startswith("}", at))
+        if depth and isinstance(self._stack[depth - 1], list):
+            return self._item.match(self._text, at + 1) is not None
+        return self._key.match(self._text, at + 1) is not None
+
+    def _skip(self, at: int) -> int:
+        found = self._blank.match(self._text, at)
+        return at if found is None else found.end()
+
+
+_OPEN: Any = object()
+"""Value of a container that was opened and not read yet."""

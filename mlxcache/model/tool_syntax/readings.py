@@ -1,0 +1,272 @@
+"""The choice between the readings of one block, where values may hold the syntax's own tags.
+
+A block is a row of values, and of places where one may end and the next begin, its cuts:
+
+    <parameter=a> 1 </parameter><parameter=b> 2 </parameter></function>
+    head          [  cut: a ends, b begins   ]  [ cut: b ends, and the call ]
+
+What stands at a cut may be a value's own text instead. A cut counts if the parameter that begins
+there exists and was not given yet. That is one reading, unless a name begins at several places or
+values hold openings of parameters; then the readings that fit the tool's schema are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from mlxcache.model.tool_syntax.schema import Parsed, Tool, Tools
+from mlxcache.model.tool_syntax.syntax import Call, Malformed
+
+MOST_READINGS = 64
+"""Readings of one block that are compared; a block with more is ambiguous."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place where a value may end, at `end`, and the next begin, at `start`.
+
+    `name` is the parameter that begins; None: the block is over. `calls` are the tools whose calls
+    begin between the two values. `hint`: the type that the model wrote for the next value.
+    """
+
+    end: int
+    start: int
+    name: str | None
+    calls: tuple[str, ...] = ()
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """An opening or closing tag of a parameter in the block, at `at`."""
+
+    at: int
+    opens: bool
+
+
+Path = tuple[Cut, ...]
+"""The cuts that a reading takes, in order; the last one ends the block."""
+
+Convert = Callable[[Tool, Cut, str], Parsed]
+"""Converts the text of the value that begins at a cut."""
+
+
+Whole = Callable[[int, int], bool]
+"""Tells if the text between two positions can be a value."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """How far a reading is: the tool, its parameters so far, and the start of the value."""
+
+    tool: str
+    first: str | None
+    seen: set[str | None]
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """A reading, and the reasons why cuts were passed over on the way."""
+
+    path: Path | None
+    clash: bool
+    refused: bool
+
+
+class Block:
+    """One block: its head, its cuts in order, and the tags of parameters in it, if any.
+
+    The head is the cut that opens the first call; its `end` is not used. `whole(start, end)` tells
+    if the text between two positions can be a value.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        head: Cut,
+        cuts: Sequence[Cut],
+        tags: Sequence[Tag] = (),
+        whole: Whole | None = None,
+    ):
+        self._text = text
+        self._whole = whole
+        self._head = head
+        self._cuts = cuts
+        self._tags = tags
+
+    def read(self, tools: Tools, convert: Convert) -> list[Call]:
+        """Read the calls: the only reading, or the only one that fits the schemas.
+
+        A block whose only reading fits no schema is read: the client tells the model. Raises
+        Malformed where there is no reading, or two remain.
+        """
+        plain = self._walk(tools)
+        if plain.path is None:
+            if not plain.refused:
+                raise Malformed("a value has no end")
+            plain = self._walk(tools, any_name=True)
+            if plain.path is None:
+                raise Malformed("a value has no end")
+        found, nested = [plain.path], None
+        if plain.clash:
+            found += self._moved(plain.path)
+        if sum(tag.opens for tag in self._tags) > len(plain.path):
+            nested = self._nested(tools)
+        if nested is not None and nested not in found:
+            found.append(nested)
+        wide = self._wide(tools, plain, found)
+        return self._choose(found, nested if plain.clash else None, wide, tools, convert)
+
+    def _choose(
+        self,
+        found: list[Path],
+        preferred: Path | None,
+        wide: Path | None,
+        tools: Tools,
+        convert: Convert,
+    ) -> list[Call]:
+        if wide is not None:
+            calls, fits = self._calls(wide, tools, convert)
+            if fits or (len(found) == 1 and not self._calls(found[0], tools, convert)[1]):
+                return calls
+        readings = [(path, *self._calls(path, tools, convert)) for path in found]
+        valid = [(path, calls) for path, calls, fits in readings if fits]
+        for path, calls in valid:
+            if len(valid) == 1 or path == preferred:
+                return calls
+        if len(found) > 1:
+            raise Malformed("the block can be read in two ways")
+        return readings[0][1]
+
+    def _calls(self, path: Path, tools: Tools, convert: Convert) -> tuple[list[Call], bool]:
+        """The calls of a reading, and True if they fit the schemas."""
+        calls: list[Call] = []
+        fits = True
+        for opening, closing in zip((self._head, *path), (*path, None), strict=True):
+            calls += [{"name": name, "arguments": {}} for name in opening.calls]
+            if closing is None or opening.name is None:
+                continue
+            tool = tools[calls[-1]["name"]]
+            parsed = convert(tool, opening, self._text[opening.start : closing.end])
+            calls[-1]["arguments"][opening.name] = parsed.value
+            fits = fits and parsed.valid
+        return calls, fits and all(tools[c["name"]].valid(c["arguments"]) for c in calls)
+
+    def _walk(self, tools: Tools, *, any_name: bool = False) -> _Walk:
+        """The reading that takes each cut as soon as it counts."""
+        taken: list[Cut] = []
+        clash = refused = False
+        at = _begin(self._head)
+        for cut in self._cuts:
+            if cut.end < at.position or not self._can_end(at, cut):
+                continue
+            if cut.name in at.seen and not cut.calls:
+                clash |= cut.name != at.first
+            elif not any_name and not _known(cut, at.tool, tools):
+                refused = True
+            else:
+                taken.append(cut)
+                if cut.name is None:
+                    return _Walk(tuple(taken), clash, refused)
+                at = _advance(at, cut)
+        return _Walk(None, clash, refused)
+
+    def _can_end(self, at: _Place, cut: Cut) -> bool:
+        return self._whole is None or self._whole(at.position, cut.end)
+
+    def _nested(self, tools: Tools) -> Path | None:
+        """The reading in which tags within values come in pairs, as in a quoted example."""
+        cuts = {cut.end: cut for cut in self._cuts}
+        taken: list[Cut] = []
+        at, depth = _begin(self._head), 0
+        for tag in self._tags:
+            if tag.at < at.position:
+                continue
+            if tag.opens:
+                depth += 1
+            elif depth:
+                depth -= 1
+            elif cut := cuts.get(tag.at):
+                seen = cut.name in at.seen and not cut.calls
+                if seen or not _known(cut, at.tool, tools) or not self._can_end(at, cut):
+                    continue
+                taken.append(cut)
+                if cut.name is None:
+                    return tuple(taken)
+                at = _advance(at, cut)
+        return None
+
+    def _wide(self, tools: Tools, plain: _Walk, found: list[Path]) -> Path | None:
+        """The reading in which names that no schema knows begin parameters, where it is likely.
+
+        A model that makes up a parameter writes it in good order: no tag stands alone in a value.
+        Where the schema forbids such names the text is taken for a value's own.
+        """
+        if not plain.refused or self._balanced(found[0]):
+            return None
+        wide = self._walk(tools, any_name=True).path
+        return wide if wide and wide not in found and self._balanced(wide) else None
+
+    def _balanced(self, path: Path) -> bool:
+        """Tell if tags within the values of a reading come in pairs."""
+        values = self._values(path)
+        start, end = next(values)
+        depth = 0
+        for tag in self._tags:
+            while tag.at >= end:
+                if depth:
+                    return False
+                following = next(values, None)
+                if following is None:
+                    return True
+                start, end = following
+            if tag.at >= start:
+                depth += 1 if tag.opens else -1
+                if depth < 0:
+                    return False
+        return depth == 0
+
+    def _values(self, path: Path) -> Iterator[tuple[int, int]]:
+        for opening, closing in zip((self._head, *path), path, strict=False):
+            yield opening.start, closing.end
+
+    def _moved(self, plain: Path) -> list[Path]:
+        """The readings in which parameters begin at other places, in a block with one call."""
+        if any(cut.calls for cut in plain):
+            raise Malformed("a parameter of one of several calls begins at several places")
+        places: dict[str | None, list[Cut]] = {cut.name: [] for cut in plain}
+        for cut in self._cuts:
+            if not cut.calls and cut.name in places:
+                places[cut.name].append(cut)
+        count = 1
+        for found in places.values():
+            count *= len(found)
+            if count > MOST_READINGS:
+                raise Malformed("parameters begin at too many places")
+        paths = [tuple(sorted(p, key=lambda cut: cut.end)) for p in product(*places.values())]
+        return [path for path in paths if path != plain and self._values_whole(path)]
+
+    def _values_whole(self, path: Path) -> bool:
+        whole = self._whole
+        return whole is None or all(whole(start, end) for start, end in self._values(path))
+
+
+def _known(cut: Cut, tool: str, tools: Tools) -> bool:
+    """Tell if a cut begins something that exists."""
+    if cut.calls or cut.name is None:
+        return all(name in tools for name in cut.calls)
+    return tools[tool].open or tools[tool].has(cut.name)
+
+
+def _begin(cut: Cut) -> _Place:
+    return _Place(cut.calls[-1], cut.name, {cut.name}, cut.start)
+
+
+def _advance(at: _Place, cut: Cut) -> _Place:
+    if cut.calls:
+        return _begin(cut)
+    at.seen.add(cut.name)
+    return _Place(at.tool, at.first, at.seen, cut.start)

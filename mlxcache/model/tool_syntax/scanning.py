@@ -1,0 +1,63 @@
+"""Scanning of a block as it arrives, for syntaxes in which values are not escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlxcache.model.tool_syntax.json_calls import JsonScanner
+from mlxcache.model.tool_syntax.syntax import Closing
+
+TAIL = 400
+"""Characters at the end of a block that are looked at to judge a closing marker."""
+
+
+def begins_as_json(text: str) -> bool:
+    """Tell if a block is JSON, which some models write in place of their family's syntax."""
+    return text.lstrip().startswith(("{", "["))
+
+
+class BlockScanner:
+    """Keeps the end of a block, and reads its beginning once, at the first closing marker.
+
+    `begins(text)` tells if a block begins with a call that has parameters, and `ends(tail)` if one
+    that ends so may be complete. A block of which `as_json(text)` is true is scanned as JSON.
+    """
+
+    def __init__(
+        self,
+        begins: Callable[[str], bool],
+        ends: Callable[[str], bool],
+        as_json: Callable[[str], bool] = begins_as_json,
+    ):
+        self._begins, self._ends, self._as_json = begins, ends, as_json
+        self._parts: list[str] = []
+        self._tail = ""
+        self._json: JsonScanner | None = None
+        self._begun = False
+
+    def add(self, text: str) -> None:
+        """Add text to the block."""
+        self._tail = (self._tail + text)[-TAIL:]
+        if self._json is not None:
+            self._json.add(text)
+        elif not self._begun:
+            self._parts.append(text)
+
+    def closing(self) -> Closing:
+        """Judge a closing marker that follows the text added so far."""
+        if not self._begun and not self._begin("".join(self._parts)):
+            return Closing.FINAL
+        if self._json is not None:
+            return self._json.closing()
+        return Closing.MAYBE if self._ends(self._tail) else Closing.INSIDE
+
+    def _begin(self, text: str) -> bool:
+        """Read the beginning; False if it is no call, or the block is complete without values."""
+        if self._as_json(text):
+            self._json = JsonScanner()
+            self._json.add(text)
+        elif not self._begins(text):
+            return False
+        self._begun = True
+        self._parts.clear()
+        return True

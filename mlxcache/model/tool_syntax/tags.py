@@ -1,0 +1,157 @@
+"""Calls whose parameters stand between tags, as text or as JSON.
+
+A string stands as it is, nothing of it is escaped; anything else is JSON. So a string may hold the
+tags themselves, and where it ends is decided by what follows a closing tag: see `readings`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from mlxcache.model.tool_syntax.json_calls import JsonCalls
+from mlxcache.model.tool_syntax.readings import Block, Cut, Tag
+from mlxcache.model.tool_syntax.scanning import BlockScanner, begins_as_json
+from mlxcache.model.tool_syntax.schema import Parsed, Tool, Tools
+from mlxcache.model.tool_syntax.syntax import Call, Malformed, Scanner
+from mlxcache.model.tool_syntax.values import loads
+
+BLANK = r"\s*"
+CDATA, CDATA_END = "<![CDATA[", "]]>"
+
+
+class TagSyntax:
+    """A family's tags, as regular expressions that match at one place in bounded time.
+
+    `call` opens a call (group `call`: its name), `parameter` a parameter (groups `name`, and
+    `hint` where the model writes the type), `close` closes a parameter and `end` a call; `end` is
+    empty where the block's own marker closes the call. `blank` may stand between tags. `several`:
+    a block holds several calls. `wrap` is what the template adds at both ends of a value; with
+    `cdata` it wraps values that hold markup so. `unescape` undoes what it does to names.
+    """
+
+    def __init__(
+        self,
+        *,
+        call: str,
+        parameter: str,
+        close: str,
+        end: str = "",
+        blank: str = BLANK,
+        several: bool = False,
+        wrap: str = "",
+        cdata: bool = False,
+        unescape: Callable[[str], str] = str,
+    ):
+        self._call, self._parameter = re.compile(call), re.compile(parameter)
+        self._close, self._blank, self._end = close, re.compile(blank), re.compile(end)
+        self._tag = re.compile(f"(?P<close>{re.escape(close)})|{parameter}")
+        self._ending = re.compile(f"{re.escape(close)}{blank}{end}{blank}\\Z")
+        self._several = several
+        self._wrap, self._cdata, self._unescape = wrap, cdata, unescape
+
+    def scanner(self) -> Scanner:
+        """Make the scanner of one block."""
+        return BlockScanner(self.begins, self.ends)
+
+    def read(self, text: str, tools: Tools) -> list[Call]:
+        """Read the calls in a block; also calls that are written as JSON."""
+        if begins_as_json(text):
+            return JsonCalls().read(text, tools)
+        head = self._head(text)
+        if head is None:
+            raise Malformed("the block does not begin with a call")
+        if head.name is None:
+            return [{"name": name, "arguments": {}} for name in head.calls]
+        cuts: list[Cut] = []
+        tags: list[Tag] = []
+        for found in self._tag.finditer(text, head.start):
+            closes = found["close"] is not None
+            tags.append(Tag(found.start(), not closes))
+            if closes and (cut := self._follow(text, found.start(), found.end())):
+                cuts.append(cut)
+
+        def whole(start: int, end: int) -> bool:
+            opened = self._cdata and text.startswith(CDATA, start)
+            return not opened or text.endswith(CDATA_END, start + len(CDATA), end)
+
+        return Block(text, head, cuts, tags, whole).read(tools, self._convert)
+
+    def begins(self, text: str) -> bool:
+        """Tell if a block begins with a call that has parameters."""
+        head = self._head(text)
+        return head is not None and head.name is not None
+
+    def _head(self, text: str) -> Cut | None:
+        """The calls and the parameter that a block begins with."""
+        return self._opened(text, 0, self._skip(text, 0), ())
+
+    def ends(self, tail: str) -> bool:
+        """Tell if a block that ends with `tail` may be complete."""
+        at = tail.rfind(self._close)
+        return at >= 0 and self._ending.match(tail, at) is not None
+
+    def _follow(self, text: str, end: int, at: int) -> Cut | None:
+        """The cut at a closing tag from `end` to `at`, if what follows it can be one."""
+        at = self._skip(text, at)
+        if found := self._parameter.match(text, at):
+            return self._cut(end, found, ())
+        return self._closed(text, end, at, ())
+
+    def _closed(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
+        """The cut at the end of a call, which `at` must be: calls that follow, or the end."""
+        found = self._end.match(text, at)
+        if found is None:
+            return None
+        at = self._skip(text, found.end())
+        if at == len(text):
+            return Cut(end, at, None, calls)
+        return self._opened(text, end, at, calls) if self._several else None
+
+    def _opened(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
+        """The cut that opens a call at `at`."""
+        while found := self._call.match(text, at):
+            calls = (*calls, self._unescape(found["call"]).strip())
+            at = self._skip(text, found.end())
+            if parameter := self._parameter.match(text, at):
+                return self._cut(end, parameter, calls)
+            ended = self._end.match(text, at)
+            if ended is None:
+                return None
+            at = self._skip(text, ended.end())
+            if at == len(text):
+                return Cut(end, at, None, calls)
+            if not self._several:
+                return None
+        return None
+
+    def _cut(self, end: int, found: re.Match[str], calls: tuple[str, ...]) -> Cut:
+        hint = found["hint"] if "hint" in found.re.groupindex else None
+        return Cut(end, found.end(), self._unescape(found["name"]).strip(), calls, hint or "")
+
+    def _skip(self, text: str, at: int) -> int:
+        found = self._blank.match(text, at)
+        return at if found is None else found.end()
+
+    def _convert(self, tool: Tool, cut: Cut, text: str) -> Parsed:
+        return tool.parse(str(cut.name), self._clean(text), cut.hint)
+
+    def _clean(self, text: str) -> str:
+        """The value without what the template adds."""
+        if self._cdata and text.startswith(CDATA) and text.endswith(CDATA_END):
+            return text[len(CDATA) : -len(CDATA_END)]
+        return text.removeprefix(self._wrap).removesuffix(self._wrap)
+
+
+class NamedCalls(TagSyntax):
+    """Tags after the bare name of the tool, which may also be alone, or followed by JSON."""
+
+    def read(self, text: str, tools: Tools) -> list[Call]:
+        """Read the call in a block."""
+        name, _, rest = text.strip().partition("{")
+        if (name := name.strip()) not in tools or self.begins(text):
+            calls = super().read(text, tools)
+            if not calls[0].get("arguments") and str(calls[0].get("name")) not in tools:
+                raise Malformed("the block names no tool")
+            return calls
+        return [{"name": name, "arguments": loads("{" + rest) if rest else {}}]
