@@ -69,6 +69,12 @@ def thinking(start: Start, toy: ToyMaker) -> Api:
 
 
 @pytest.fixture(scope="session")
+def quoting(start: Start, toy: ToyMaker) -> Api:
+    """A model that writes a quote now and then, so that its strings end, and ends its turns."""
+    return start("quoting", toy("llama", emits={'"': 8, "<|im_end|>": 30}))
+
+
+@pytest.fixture(scope="session")
 def strict(start: Start, toy: ToyMaker) -> Api:
     """A small context, and a template that refuses system messages and knows no tools."""
     model = toy("llama", emits={"<|im_end|>": 20})
