@@ -22,7 +22,6 @@ from mlxcache.store.lock import serving
 from mlxcache.store.mac_folder import prepare_cache_dir
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
 from mlxcache.wire.decode import decode
-from mlxcache.wire.formats import check_not_continued
 from mlxcache.wire.openai_output import read_format, read_tool_use
 from mlxcache.wire.openai_request import (
     check_supported,
@@ -156,7 +155,6 @@ class Model:
             raise Unsupported("Only `n`: 1 is supported: submit several requests.", param="n")
         chat = to_chat(body, images=self.info.has_images)
         form = read_format(body)
-        check_not_continued(chat, form)
         use = read_tool_use(body, chat.tools)
         prompt = await self._engine.render(chat, session=session, stop=read_stop_strings(body))
         return await self._engine.submit(

@@ -36,7 +36,6 @@ from mlxcache.api.sse import (
 from mlxcache.errors import BadRequest
 from mlxcache.types import Job, Prompt
 from mlxcache.wire import openai_request as wire
-from mlxcache.wire.formats import check_not_continued
 from mlxcache.wire.openai_output import read_format, read_tool_use
 from mlxcache.wire.openai_reply import (
     ChatChunks,
@@ -97,7 +96,6 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
     wire.check_supported(body)
     chat = wire.to_chat(body, images=accepts_images(deps))
     form = read_format(body)
-    check_not_continued(chat, form)
     use = read_tool_use(body, chat.tools)
     fields = _fields(deps, request, body) | {
         "tools": use.tools,

@@ -235,7 +235,7 @@ class NextTurnRenderer:
     def note_begin(self, job: Job) -> bool:
         """Note a request; True if the pieces of its reply are needed at its end."""
         source = job.prompt.source
-        if source is None or job.api == WARMING or source.sent.continue_final:
+        if source is None or job.api == WARMING:
             return False
         for ended in self._ended:
             if _continues(source, ended):
@@ -283,7 +283,7 @@ class NextTurnRenderer:
 
 def _continues(now: Source, then: Source) -> bool:
     """True if a conversation has the messages of an earlier one, a reply, and more."""
-    messages, count = now.sent.messages, len(then.sent.messages)
+    messages, count = now.sent.messages, len(then.sent.messages) - then.sent.continue_final
     if len(messages) <= count + 1 or messages[count].get("role") != "assistant":
         return False
-    return messages[count - 1] == then.sent.messages[-1]
+    return not count or messages[count - 1] == then.sent.messages[count - 1]

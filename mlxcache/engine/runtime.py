@@ -450,9 +450,10 @@ class ModelRuntime:
             parallel_tools=job.parallel_tools,
             stop=job.stop,
             thinking_open=job.prompt.thinking_open,
+            continued=job.prompt.continued,
             generic_tools=job.prompt.generic_tools,
             plain=job.raw,
-            prime=job.prompt.fed[-4:].tolist() if job.raw else (),
+            prime=job.prompt.fed[-4:].tolist() if job.raw or job.prompt.continued else (),
         )
         processors = make_processors(job.sampling, task.prompt_tokens)
         context = mx.array(np.asarray(task.fed[:-1])) if processors else None

@@ -35,10 +35,11 @@ class OutputParser:
 
     `tokenizer` is mlx-lm's TokenizerWrapper. `tools` None or empty: tool calls are returned as
     text. `parallel_tools` False: the first call ends the reply. `stop`: strings that end the
-    visible text. `thinking_open`: the prompt ends inside a think block. `generic_tools`: calls
+    visible text. `thinking_open`: the prompt ends inside a think block. `continued`: it ends inside
+    the visible text of a message. `generic_tools`: calls
     come as `<tool_call>{json}</tool_call>`. `stop_at_eos` False ignores the end of turn. `plain`:
-    all output is text. `prime`: the prompt's last tokens, for raw completions, where the first
-    token's leading space counts.
+    all output is text. `prime`: the prompt's last tokens, where the first token's leading
+    space counts.
 
     A marker is recognised in one token or in many, with two exceptions for text about markers: if
     the vocabulary has the marker as one token, its spelled-out form opens neither thinking in the
@@ -54,6 +55,7 @@ class OutputParser:
         parallel_tools: bool = True,
         stop: Sequence[str] = (),
         thinking_open: bool = False,
+        continued: bool = False,
         generic_tools: bool = False,
         stop_at_eos: bool = True,
         plain: bool = False,
@@ -70,8 +72,9 @@ class OutputParser:
         for token in prime:
             self._detokenizer.add_token(token)
         _ = self._detokenizer.last_segment  # reading it moves past the primer
-        self._state = self._grammar.initial or (REASONING if thinking_open else NORMAL)
-        self._visible = Visible(stop)
+        initial = "" if continued else self._grammar.initial
+        self._state = initial or (REASONING if thinking_open else NORMAL)
+        self._visible = Visible(stop, begun=continued and not thinking_open)
         self._thought = Thought()
         self._block: ToolBlock | None = None
         self._framing, self._crossed = "", False
@@ -404,15 +407,15 @@ class Visible:
 
     Templates put newlines between thinking, text and tool calls, and add them again when they
     render the message. So newlines after a think block, one newline before a tool call, and blank
-    text that precedes either are not part of the text.
+    text that precedes either are not part of the text. `begun`: other text precedes this one.
     """
 
-    def __init__(self, stop: Iterable[str]):
+    def __init__(self, stop: Iterable[str], *, begun: bool = False):
         self._finder = Finder(stop)
         self._held = ""
         self._after_thinking = False
-        self._said = False
-        self.begun = False
+        self._said = begun
+        self.begun = begun
         """True once there is text other than white space, emitted or held back."""
         self.stop: str | None = None
         """The stop string that ended the text."""

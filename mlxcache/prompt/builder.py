@@ -199,6 +199,7 @@ class PromptBuilder:
             breakpoint=end,
             keeps=keep_positions(chat.keeps, marks, end),
             thinking_open=self._opens_thinking(generation, prompt, marks),
+            continued=chat.continue_final,
             generic_tools=bool(chat.tools) and not self.traits.tools,
             rules=_with_replay(canonical.rules, prompt.splices and replayed.changed),
             names=canonical.names,

@@ -19,18 +19,20 @@ def append_reply(
 ) -> Chat:
     """A conversation with the reply made of `pieces`, as its client is expected to send it back.
 
-    `names`: see `Prompt.names`. `thoughts`: assume that the client sends thinking back, if its
-    earlier replies do not show it.
+    A message that the reply continues becomes one with it. `names`: see `Prompt.names`.
+    `thoughts`: assume that the client sends thinking back, if its earlier replies do not show it.
     """
     shown = NameRestorer(names)
-    reply: dict[str, Any] = {"role": "assistant", "content": shown.map_text(_joined(pieces, Text))}
+    messages = [*chat.messages]
+    begun = messages.pop() if chat.continue_final else {"role": "assistant", "content": ""}
+    reply = {**begun, "content": begun["content"] + shown.map_text(_joined(pieces, Text))}
     thinking = shown.map_text(_joined(pieces, Thinking))
     if thinking and _sends_thoughts(chat, otherwise=thoughts):
         reply["reasoning_content"] = thinking
     calls = [_call(piece, shown) for piece in pieces if isinstance(piece, ToolCall)]
     if calls:
         reply["tool_calls"] = calls
-    return replace(chat, messages=[*chat.messages, reply], breakpoint=None)
+    return replace(chat, messages=[*messages, reply], breakpoint=None, continue_final=False)
 
 
 def next_turns(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:

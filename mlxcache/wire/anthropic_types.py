@@ -191,7 +191,9 @@ class Request(Conversation, kw_only=True):
 
     max_tokens: Annotated[int, Meta(ge=1)]
     stream: bool | None = None
-    stop_sequences: list[Annotated[str, Meta(min_length=1)]] | None = None
+    stop_sequences: (
+        Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)] | None
+    ) = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None

@@ -70,17 +70,27 @@ def _check_chat(body: ChatRequest) -> None:
             raise Unsupported(f"The modality {kind!r} is not supported.", param="modalities")
     if body.top_logprobs is not None and not body.logprobs:
         raise BadRequest("`top_logprobs` needs `logprobs`: true.", param="top_logprobs")
-    if body.continue_final_message and body.messages[-1].role != "assistant":
-        raise BadRequest(
-            "`continue_final_message` needs an assistant message at the end.",
-            param="continue_final_message",
-        )
+    if body.continue_final_message:
+        _check_continuation(body)
     for key in body.chat_template_kwargs or ():
         if key in _RESERVED_ARGS:
             raise BadRequest(
                 f"The template argument {key!r} is reserved for the server.",
                 param=f"chat_template_kwargs.{key}",
             )
+
+
+def _check_continuation(body: ChatRequest) -> None:
+    last = body.messages[-1]
+    if last.role != "assistant":
+        message = "`continue_final_message` needs an assistant message at the end."
+    elif last.tool_calls or last.function_call:
+        message = "A message that ends in tool calls cannot be continued: send their results."
+    elif body.add_generation_prompt:
+        message = "`continue_final_message` and `add_generation_prompt` exclude each other."
+    else:
+        return
+    raise BadRequest(message, param="continue_final_message")
 
 
 def to_sampling(body: Generation) -> Sampling:
@@ -175,16 +185,29 @@ def read_max_tokens(body: Generation, default: int | None) -> int | None:
 def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
     """Convert `body` to a chat. `images`: the model takes images.
 
+    Unless the client decides, as in vLLM, a last message of the assistant's is continued if it has
+    text and no tool calls, and left out if it has nothing.
+
     Raises Unsupported for other media, and for images if the model takes none; BadRequest for a
     malformed message or tool.
     """
     reader = ImageReader(images)
+    messages = [_message(m, i, reader) for i, m in enumerate(body.messages)]
+    continues = bool(body.continue_final_message)
+    undecided = body.continue_final_message is None and not body.add_generation_prompt
+    if undecided and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        continues = bool(messages[-1]["content"])
+        if len(messages) > 1 and not continues and "reasoning_content" not in messages[-1]:
+            messages.pop()
+    if body.add_generation_prompt is False and not continues:
+        message = "`add_generation_prompt`: false is supported only where a message is continued."
+        raise Unsupported(message, param="add_generation_prompt")
     return Chat(
-        messages=[_message(m, i, reader) for i, m in enumerate(body.messages)],
+        messages=messages,
         tools=tuple(_tool(t, i) for i, t in enumerate(body.tools or ())),
         template_args=_template_args(body),
-        continue_final=bool(body.continue_final_message),
-        keeps=hints_from_retention(body.prompt_cache_retention, len(body.messages)),
+        continue_final=continues,
+        keeps=hints_from_retention(body.prompt_cache_retention, len(messages)),
     )
 
 

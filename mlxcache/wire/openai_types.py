@@ -208,6 +208,7 @@ class ChatRequest(Generation, kw_only=True):
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     modalities: list[str] | None = None
 
 

@@ -42,6 +42,7 @@ class TestErrors:
             ({"tool_choice": {"type": "any"}}, "tool_choice"),
             ({"temperature": 3}, "temperature"),
             ({"stop_sequences": [""]}, "stop_sequences"),
+            ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
         ],
     )
     async def test_a_wrong_field_is_named(

@@ -294,10 +294,41 @@ class TestRequests:
     async def test_a_message_of_the_assistants_can_be_continued(
         self, client: httpx.AsyncClient, engine: FakeEngine
     ) -> None:
+        """As in llama.cpp; a client that says what it wants, as to vLLM, gets that."""
         messages = [*USER, {"role": "assistant", "content": "Well"}]
-        await chat(client, messages=messages, continue_final_message=True)
         await chat(client, messages=messages)
-        assert [c.continue_final for c in engine.chats] == [True, False]
+        await chat(client, messages=messages, continue_final_message=True)
+        await chat(client, messages=messages, add_generation_prompt=False)
+        await chat(client, messages=messages, continue_final_message=False)
+        await chat(client, messages=messages, add_generation_prompt=True)
+        assert [c.continue_final for c in engine.chats] == [True, True, True, False, False]
+        assert all(c.messages[-1]["content"] == "Well" for c in engine.chats)
+
+    @pytest.mark.parametrize(
+        ("last", "kept"),
+        [
+            ({"content": ""}, False),
+            ({"content": [{"type": "text", "text": ""}]}, False),
+            ({"content": None, "reasoning_content": "Hm"}, True),
+            ({"content": "", "tool_calls": [{"function": {"name": "f"}}]}, True),
+            ({"content": "Text", "tool_calls": [{"function": {"name": "f"}}]}, True),
+        ],
+    )
+    async def test_what_has_no_end_of_text_is_not_continued(
+        self, client: httpx.AsyncClient, engine: FakeEngine, last: Any, kept: bool
+    ) -> None:
+        response = await chat(client, messages=[*USER, {"role": "assistant", **last}])
+        assert response.status_code == 200
+        assert not engine.chats[0].continue_final
+        assert len(engine.chats[0].messages) == 1 + kept
+
+    async def test_a_format_holds_for_the_new_text_of_a_continued_message(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        messages = [*USER, {"role": "assistant", "content": "Number:"}]
+        assert (await chat(client, messages=messages, guided_regex="[0-9]+")).status_code == 200
+        assert engine.chats[0].continue_final
+        assert engine.jobs[0].format is not None
 
 
 class TestRefusals:
@@ -355,13 +386,24 @@ class TestRefusals:
             ({"tool_choice": 7}, "tool_choice"),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+            ({"add_generation_prompt": False}, "add_generation_prompt"),
             (
                 {
                     "messages": [*USER, {"role": "assistant", "content": "{"}],
                     "continue_final_message": True,
-                    "guided_regex": "a",
+                    "add_generation_prompt": True,
                 },
-                "guided_regex",
+                "continue_final_message",
+            ),
+            (
+                {
+                    "messages": [
+                        *USER,
+                        {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+                    ],
+                    "continue_final_message": True,
+                },
+                "continue_final_message",
             ),
             ({"tools": [{"type": "function"}]}, "tools[0].function"),
             ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),

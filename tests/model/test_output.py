@@ -240,6 +240,45 @@ def test_a_stop_string_is_found_in_a_block_given_back(qwen: TokenizerWrapper) ->
     assert parser.stop_sequence == "l>!"
 
 
+def test_a_stop_string_is_not_found_across_a_call_or_thinking(qwen: TokenizerWrapper) -> None:
+    """Only neighbours in the text are searched together."""
+    pieces, parser = run(qwen, f"ST{LOOK}", stop=("ST<tool", "STOP"), tools=TOOLS)
+    assert pieces[0] == Text("ST")
+    assert call(pieces) == ("look", {"city": "Aix"})
+    pieces, parser = run(qwen, "<think>ST</think>OP", stop=("STOP",))
+    assert (pieces, parser.stop_sequence) == ([Thinking("ST"), Text("OP")], None)
+
+
+# --- continued messages ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", list(DETOKENIZERS))
+def test_the_rest_of_a_message_keeps_its_first_blanks(kind: str) -> None:
+    """Also the space of the first token, which detokenizers drop where a text begins."""
+    tokenizer = wrapped(kind=kind)
+    prime = tokenizer.encode("Well,", add_special_tokens=False)
+    parser = OutputParser(tokenizer, prime=prime, continued=True)
+    pieces = [*run_on(parser, tokenizer, "  \nso"), *parser.finish("stop")]
+    assert joined(pieces) == [Text("  \nso")]
+
+
+def test_the_rest_of_a_message_may_call_and_stop(qwen: TokenizerWrapper) -> None:
+    """It is like the rest of any reply; a blank before a call is part of the text."""
+    prime = qwen.encode("x", add_special_tokens=False)
+    pieces, _ = run(qwen, f" so\n{LOOK}", tools=TOOLS, continued=True, prime=prime)
+    assert pieces[0] == Text(" so")
+    assert call(pieces) == ("look", {"city": "Aix"})
+    assert run(qwen, LOOK, tools=TOOLS, continued=True)[0][0] != Text("")
+    pieces, parser = run(qwen, "\nSTOP", stop=("\nST",), continued=True)
+    assert (pieces, parser.stop_sequence) == ([], "\nST")
+
+
+def test_a_message_continued_in_its_thinking_thinks_on(qwen: TokenizerWrapper) -> None:
+    """The client began the think block itself."""
+    pieces, _ = run(qwen, "hm\n</think>\n\nso", thinking_open=True, continued=True)
+    assert pieces == [Thinking("hm"), Text("so")]
+
+
 # --- thinking -------------------------------------------------------------------------------------
 
 
@@ -937,6 +976,16 @@ def test_a_header_cut_off_is_not_text(oss: TokenizerWrapper, keep: int) -> None:
     """The reply ran into its limit before it said anything."""
     header = "<|channel|>final<|mes"[:keep]
     assert run(oss, ANALYSIS + header, "length")[0] == [Thinking("hm")]
+
+
+@pytest.mark.parametrize("text", ["final", "analysis of it", " to=look it"])
+def test_the_rest_of_a_message_has_no_header(oss: TokenizerWrapper, text: str) -> None:
+    """What looks like one is text; further messages have theirs."""
+    prime = oss.encode("x", add_special_tokens=False)
+    parser = OutputParser(oss, continued=True, prime=prime)
+    assert joined(run_on(parser, oss, text)) == [Text(text)]
+    pieces, _ = run(oss, f"{text}<|end|><|start|>assistant{ANALYSIS}", continued=True, prime=prime)
+    assert pieces == [Text(text), Thinking("hm")]
 
 
 def test_a_reply_without_a_header_is_text_at_once(oss: TokenizerWrapper) -> None:

@@ -70,6 +70,12 @@ def test_an_endless_near_miss_flows_on() -> None:
     assert [finder.feed("a")[0] for _ in range(5)] == ["", "", "a", "a", "a"]
 
 
+def test_blank_text_is_let_out_at_once_inside_of_a_text() -> None:
+    """Before a text it may be the template's own."""
+    assert Visible(()).add(" ") == ""
+    assert Visible((), begun=True).add(" ") == " "
+
+
 def test_blank_text_before_a_block_is_dropped_and_text_is_not() -> None:
     """Only what templates write is trimmed."""
     blank = Visible(())

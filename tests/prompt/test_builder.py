@@ -142,7 +142,10 @@ def test_thinking_is_not_open_without_a_think_block() -> None:
     """Whatever a person writes."""
     assert not builder("byte_level").chat(Chat([user("<think>")])).thinking_open
     tail = [user("hi"), assistant("<think>\nhm")]
-    assert builder("byte_level").chat(Chat(tail, continue_final=True)).thinking_open
+    continued = builder("byte_level").chat(Chat(tail, continue_final=True))
+    assert continued.thinking_open
+    assert continued.continued
+    assert not builder("byte_level").chat(Chat(tail)).continued
 
 
 def test_generic_tools_are_told() -> None:
