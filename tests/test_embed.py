@@ -67,8 +67,10 @@ async def test_turns_are_warm_cancelled_ones_are_kept_and_the_folder_is_held(
                 break
         with pytest.raises(BadRequest, match="temperature"):
             await model.chat(HELLO, temperature=9)
-        with pytest.raises(BadRequest, match="grammar"):
-            await model.chat(HELLO, grammar="root ::= 'a'")
+        with pytest.raises(BadRequest, match="structural_tag"):
+            await model.chat(HELLO, structural_tag="{}")
+        chosen = await model.chat(HELLO, structured_outputs={"choice": ["yes", "no"]})
+        assert chosen.text in ("yes", "no")
         listed = await model.sessions.list(10)
         assert [one.as_object()["label"] for one in listed][-1:] == ["one"]
         with pytest.raises(NotFound):

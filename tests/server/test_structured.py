@@ -95,6 +95,13 @@ class TestOpenAI:
         assert again.text in ("yes", "no")
         assert again.fed == free.fed == 1
 
+    def test_each_of_several_choices_follows_the_format(self, sdk: openai.OpenAI) -> None:
+        form = {"structured_outputs": {"regex": "[a-z]{20}"}}
+        reply = sdk.chat.completions.create(model="any", messages=ASKED, n=3, extra_body=form)
+        texts = [choice.message.content or "" for choice in reply.choices]
+        assert all(len(text) == 20 and text.islower() for text in texts)
+        assert len(set(texts)) == 3
+
     def test_a_text_completion_follows_its_format(self, sdk: openai.OpenAI) -> None:
         form = {"structured_outputs": {"regex": "[a-c]{3}-[0-9]{2}"}}
         reply = sdk.completions.create(model="any", prompt="Once", extra_body=form)
