@@ -16,8 +16,7 @@ One `KVCache` has one prefix tree: that of one namespace. Several share one `Bud
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,18 +24,19 @@ import mlx.core as mx
 
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.main_conversation import NO_HINTS, CacheHints, MainConversations
+from mlxcache.cache.placement import Placement, intact, reusable
 from mlxcache.cache.ram import STEP, WITHHELD, Evict, RamTier
 from mlxcache.cache.restore import DiskLookup
 from mlxcache.model import device
 from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite
 from mlxcache.model.kv import Layout, State
-from mlxcache.model.lineage import Lineage, Span
+from mlxcache.model.lineage import Lineage
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.listing import Held
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.eviction import Worth
-from mlxcache.tree.node import NO_TOKENS, Match, Node
+from mlxcache.tree.node import NO_TOKENS, Node
 from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.types import Tokens
 
@@ -93,6 +93,7 @@ class KVCache:
         self.budget: Budget = ram.budget
         self.tree: PrefixTree = ram.tree
         self._mains = MainConversations()
+        self._placement = Placement(ram)
 
     @classmethod
     def open(
@@ -135,7 +136,7 @@ class KVCache:
 
     def reusable(self, ids: Tokens) -> int:
         """Leading tokens of `ids` that `acquire` could reuse from RAM now. Changes nothing."""
-        return _reusable(self.layout, self.tree.match(ids, touch=False), len(ids))[0]
+        return reusable(self.layout, self.tree.match(ids, touch=False), len(ids))[0]
 
     def measure(self, paths: Sequence[Tokens]) -> Held:
         """Tokens in RAM of each path, and the bytes of all of them together. Changes nothing."""
@@ -143,7 +144,7 @@ class KVCache:
         ends: dict[int, int] = {}
         for ids in paths:
             match = self.tree.match(ids, touch=False)
-            tokens.append(_reusable(self.layout, match, len(ids) + 1)[0])
+            tokens.append(reusable(self.layout, match, len(ids) + 1)[0])
             for node in match.nodes:
                 end = min(node.end, match.length)
                 before = ends.get(id(node), node.start)
@@ -175,21 +176,22 @@ class KVCache:
         """
         match, main = self.tree.match(ids), self._mains.main_beside(ids, hints)
         self.tree.uses.renew(main)
-        cached, state = _reusable(self.layout, match, len(ids))
+        cached, state = reusable(self.layout, match, len(ids))
         awaiting_state = planned > cached
         if awaiting_state:
-            cached, state = _intact(self.layout, match, planned), None
+            cached, state = intact(self.layout, match, planned), None
         least = (len(ids) + min(reply, STEP) + 63) // 64 * 64
         last = match.nodes[-1] if match.nodes else None
         if last is not None:
             self.tree.lock(last)
         try:
-            lease: Lease | None = self._lease(match, cached, least, evict)
+            placed = self._placement.place(match, cached, least, evict)
         finally:
             if last is not None:
                 self.tree.unlock(last)
-        if lease is None:
+        if placed is None:
             return None
+        lease = Lease(placed.lineage, cached, placed.node)
         lease.evict = "no" if evict == "no" else "wait"
         if not self._set_state(lease, state, evict):
             return None
@@ -220,126 +222,6 @@ class KVCache:
         if not reserved:
             self.release(lease)
         return reserved
-
-    def _lease(self, match: Match, cached: int, least: int, evict: Evict) -> Lease | None:
-        """Continue the idle lineage that costs the fewest copied tokens; else make a new one."""
-        spans: list[Span] = match.spans(cached) if cached else []
-        best, cost = -1, cached
-        for i, (owner, _, end) in enumerate(spans if self.layout.specs else []):
-            if id(owner) not in self.ram.idle or not (owner.whole or end == cached):
-                continue
-            copies = self._tail(owner, end) + (cached - end if owner.whole else cached)
-            # the newest owner wins a tie: it is whole, or will be
-            if copies <= cost:
-                best, cost = i, copies
-        if best >= 0 and self._split_tail(match, spans[best][0], spans[best][2], evict):
-            return self._continue(match, spans, best, least, evict)
-        return self._copy(spans, cached, least, evict)
-
-    def _tail(self, owner: Lineage, end: int) -> int:
-        """Positions from `end` on that the tree refers to in `owner`."""
-        held = self.tree.live_range(owner)
-        return max(0, held[1] - end) if held else 0
-
-    def _split_tail(self, match: Match, owner: Lineage, end: int, evict: Evict) -> bool:
-        """Move the positions of `owner` from `end` on into a lineage of their own."""
-        reserved = self._tail(owner, end)
-        if not self.ram.reserve_kv(reserved, evict=evict):
-            return False
-        tail = self._tail(owner, end)  # less, if room was made by evicting part of it
-        self.ram.reserve_kv(tail - reserved, evict=evict)
-        if not tail:
-            return True
-        self._split_node(match, end)
-        with self._charged(owner, owner.capacity + tail):
-            twin = owner.detach(end, end + tail)
-        self.tree.retarget([n for n in self.tree.holders(owner) if n.start >= end], twin)
-        self.ram.set_idle(twin)
-        return True
-
-    def _split_node(self, match: Match, position: int) -> Node:
-        """The node on the matched path that ends at `position`, split there if need be."""
-        for node in match.nodes:
-            if node.start < position <= node.end:
-                return self.tree.split_at(node, position)
-            if node.start == position and node.parent is not None:
-                return node.parent
-        raise ValueError(f"no node of the match reaches {position}")
-
-    def _continue(
-        self, match: Match, spans: list[Span], at: int, least: int, evict: Evict
-    ) -> Lease | None:
-        """Continue in the buffers of `spans[at]`: in place if they are whole and have the room."""
-        owner, _, end = spans[at]
-        cached = spans[-1][2]
-        capacity = owner.capacity
-        self.ram.set_busy(owner)  # making room must not evict it
-        if not owner.whole or capacity < least:
-            found = None
-            try:
-                found = self.ram.reserve_buffer(capacity, least, evict)
-            finally:
-                if found is None:
-                    self.ram.set_idle(owner)
-            if found is None:
-                return None
-            capacity = found
-        with self._charged(owner, capacity):
-            if owner.whole:
-                owner.truncate(end)
-                owner.grow(capacity)
-                for span in spans[at + 1 :]:
-                    owner.append_span(span)
-            else:
-                owner.fill(spans, capacity)
-        node = self._split_node(match, cached)
-        self.tree.lock(node)
-        return Lease(owner, cached, node)
-
-    @contextmanager
-    def _charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:
-        """Run while `lineage` gets buffers of `capacity` positions, which are charged already.
-
-        If MLX fails there, the bytes that were not allocated are released. A lineage that is not
-        `leased` becomes idle again if its content is intact, else it is discarded.
-        """
-        try:
-            yield
-        except BaseException:
-            missing = capacity - lineage.capacity
-            self.budget.release("kv", missing * self.layout.bytes_per_token)
-            if not leased:
-                self._put_back(lineage)
-            raise
-
-    def _put_back(self, lineage: Lineage) -> None:
-        held = self.tree.live_range(lineage)
-        if held is None or lineage.lost:
-            self.ram.discard(lineage)
-            return
-        lineage.truncate(held[1])
-        try:
-            sound = lineage.sound()
-        except RuntimeError:
-            self.ram.discard(lineage)
-            raise
-        if not sound:
-            self.ram.discard(lineage)
-        elif id(lineage) in self.ram.busy:
-            self.ram.set_idle(lineage)
-
-    def _copy(self, spans: list[Span], cached: int, least: int, evict: Evict) -> Lease | None:
-        """A new lineage with copies of `spans`."""
-        capacity = self.ram.reserve_buffer(0, least, evict)
-        if capacity is None:
-            return None
-        lineage = Lineage(self.layout, self.ram.copy_bytes)
-        with self._charged(lineage, capacity):
-            lineage.fill(spans, capacity)
-        if not self.layout.specs:
-            lineage.advance(cached - lineage.length)
-        self.ram.set_busy(lineage)
-        return Lease(lineage, cached)
 
     # -- restoring ---------------------------------------------------------------------------------
 
@@ -396,7 +278,7 @@ class KVCache:
         wanted = (length + 63) // 64 * 64
         capacity = self.ram.reserve_buffer(lineage.capacity, wanted, lease.evict)
         if capacity is not None:
-            with self._charged(lineage, capacity, leased=True):
+            with self._placement.charged(lineage, capacity, leased=True):
                 lineage.grow(capacity)
         return capacity is not None
 
@@ -680,29 +562,3 @@ class KVCache:
 def _without_waiting(lease: Lease) -> Literal["no", "idle"]:
     """Return the eviction mode of a lease, without waiting for writes to disk."""
     return "no" if lease.evict == "no" else "idle"
-
-
-def _reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
-    """Tokens of a match that can be reused, and the state there. One token is left to feed."""
-    if not layout.cacheable:
-        return 0, None
-    limit = _intact(layout, match, prompt_tokens - 1)
-    if not layout.opaque:
-        return limit, None
-    found = [(at, node) for at, node in match.checkpoints if at <= limit]
-    return (found[-1][0], found[-1][1].checkpoint) if found else (0, None)
-
-
-def _intact(layout: Layout, match: Match, upto: int) -> int:
-    """Tokens of a match, up to `upto`, whose KV is there, sliding windows included."""
-    limit = min(match.length, upto)
-    lost = next((start for value, start, _ in match.segments if value.lost), limit)
-    limit = min(limit, lost)
-    hollow = [
-        (start, value.window_valid_from)
-        for value, start, _ in match.segments
-        if value.window_valid_from > start
-    ]
-    if hollow and hollow[0][0] < limit < hollow[-1][1] + layout.longest_window:
-        return hollow[0][0]
-    return limit

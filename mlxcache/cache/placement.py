@@ -1,0 +1,186 @@
+"""Placement of a matched prefix: the lineage that a request continues in, and its filling.
+
+A lineage at whose newest end the prefix stops is continued in place. One that goes on after the
+prefix is split first; if no idle lineage can be continued, the prefix is copied into a new one.
+MLX thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from mlxcache.cache.ram import Evict, RamTier
+from mlxcache.model.kv import Layout, State
+from mlxcache.model.lineage import Lineage, Span
+from mlxcache.tree.node import Match, Node
+
+
+def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
+    """Tokens of a match that can be reused, and the state there. One token is left to feed."""
+    if not layout.cacheable:
+        return 0, None
+    limit = intact(layout, match, prompt_tokens - 1)
+    if not layout.opaque:
+        return limit, None
+    found = [(at, node) for at, node in match.checkpoints if at <= limit]
+    return (found[-1][0], found[-1][1].checkpoint) if found else (0, None)
+
+
+def intact(layout: Layout, match: Match, upto: int) -> int:
+    """Tokens of a match, up to `upto`, whose KV is there, sliding windows included."""
+    limit = min(match.length, upto)
+    lost = next((start for value, start, _ in match.segments if value.lost), limit)
+    limit = min(limit, lost)
+    hollow = [
+        (start, value.window_valid_from)
+        for value, start, _ in match.segments
+        if value.window_valid_from > start
+    ]
+    if hollow and hollow[0][0] < limit < hollow[-1][1] + layout.longest_window:
+        return hollow[0][0]
+    return limit
+
+
+class Placed(NamedTuple):
+    """A lineage that holds a prefix, and the node where the prefix ends, which is locked.
+
+    `node` None: the lineage is new, and the tree does not refer to it yet.
+    """
+
+    lineage: Lineage
+    node: Node | None = None
+
+
+class Placement:
+    """Chooses and fills the lineages of one RAM tier; `place` reserves the bytes that it needs."""
+
+    def __init__(self, ram: RamTier):
+        self._ram = ram
+        self._tree = ram.tree
+        self._layout: Layout = ram.layout
+
+    def place(self, match: Match, cached: int, least: int, evict: Evict) -> Placed | None:
+        """Continue the idle lineage that costs the fewest copied tokens; else make a new one.
+
+        The result holds the first `cached` tokens of `match`, has room for `least` positions, and
+        is marked as in use. None if there is no room.
+        """
+        spans: list[Span] = match.spans(cached) if cached else []
+        best, cost = -1, cached
+        for i, (owner, _, end) in enumerate(spans if self._layout.specs else []):
+            if id(owner) not in self._ram.idle or not (owner.whole or end == cached):
+                continue
+            copies = self._tail(owner, end) + (cached - end if owner.whole else cached)
+            # the newest owner wins a tie: it is whole, or will be
+            if copies <= cost:
+                best, cost = i, copies
+        if best >= 0 and self._split_tail(match, spans[best][0], spans[best][2], evict):
+            return self._continue(match, spans, best, least, evict)
+        return self._copy(spans, cached, least, evict)
+
+    def _tail(self, owner: Lineage, end: int) -> int:
+        """Positions from `end` on that the tree refers to in `owner`."""
+        held = self._tree.live_range(owner)
+        return max(0, held[1] - end) if held else 0
+
+    def _split_tail(self, match: Match, owner: Lineage, end: int, evict: Evict) -> bool:
+        """Move the positions of `owner` from `end` on into a lineage of their own."""
+        reserved = self._tail(owner, end)
+        if not self._ram.reserve_kv(reserved, evict=evict):
+            return False
+        tail = self._tail(owner, end)  # less, if room was made by evicting part of it
+        self._ram.reserve_kv(tail - reserved, evict=evict)
+        if not tail:
+            return True
+        self._split_node(match, end)
+        with self.charged(owner, owner.capacity + tail):
+            twin = owner.detach(end, end + tail)
+        self._tree.retarget([n for n in self._tree.holders(owner) if n.start >= end], twin)
+        self._ram.set_idle(twin)
+        return True
+
+    def _split_node(self, match: Match, position: int) -> Node:
+        """The node on the matched path that ends at `position`, split there if need be."""
+        for node in match.nodes:
+            if node.start < position <= node.end:
+                return self._tree.split_at(node, position)
+            if node.start == position and node.parent is not None:
+                return node.parent
+        raise ValueError(f"no node of the match reaches {position}")
+
+    def _continue(
+        self, match: Match, spans: list[Span], at: int, least: int, evict: Evict
+    ) -> Placed | None:
+        """Continue in the buffers of `spans[at]`: in place if they are whole and have the room."""
+        owner, _, end = spans[at]
+        cached = spans[-1][2]
+        capacity = owner.capacity
+        self._ram.set_busy(owner)  # making room must not evict it
+        if not owner.whole or capacity < least:
+            found = None
+            try:
+                found = self._ram.reserve_buffer(capacity, least, evict)
+            finally:
+                if found is None:
+                    self._ram.set_idle(owner)
+            if found is None:
+                return None
+            capacity = found
+        with self.charged(owner, capacity):
+            if owner.whole:
+                owner.truncate(end)
+                owner.grow(capacity)
+                for span in spans[at + 1 :]:
+                    owner.append_span(span)
+            else:
+                owner.fill(spans, capacity)
+        node = self._split_node(match, cached)
+        self._tree.lock(node)
+        return Placed(owner, node)
+
+    @contextmanager
+    def charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:
+        """Run while `lineage` gets buffers of `capacity` positions, which are charged already.
+
+        If MLX fails there, the bytes that were not allocated are released. A lineage that is not
+        `leased` becomes idle again if its content is intact, else it is discarded.
+        """
+        try:
+            yield
+        except BaseException:
+            missing = capacity - lineage.capacity
+            self._ram.budget.release("kv", missing * self._layout.bytes_per_token)
+            if not leased:
+                self._put_back(lineage)
+            raise
+
+    def _put_back(self, lineage: Lineage) -> None:
+        held = self._tree.live_range(lineage)
+        if held is None or lineage.lost:
+            self._ram.discard(lineage)
+            return
+        lineage.truncate(held[1])
+        try:
+            sound = lineage.sound()
+        except RuntimeError:
+            self._ram.discard(lineage)
+            raise
+        if not sound:
+            self._ram.discard(lineage)
+        elif id(lineage) in self._ram.busy:
+            self._ram.set_idle(lineage)
+
+    def _copy(self, spans: list[Span], cached: int, least: int, evict: Evict) -> Placed | None:
+        """A new lineage with copies of `spans`."""
+        capacity = self._ram.reserve_buffer(0, least, evict)
+        if capacity is None:
+            return None
+        lineage = Lineage(self._layout, self._ram.copy_bytes)
+        with self.charged(lineage, capacity):
+            lineage.fill(spans, capacity)
+        if not self._layout.specs:
+            lineage.advance(cached - lineage.length)
+        self._ram.set_busy(lineage)
+        return Placed(lineage)
