@@ -27,6 +27,7 @@ from mlxcache.engine.task import Output, Task
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import kv
 from mlxcache.model.arrays import tree_arrays
+from mlxcache.model.guide import Guide
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.sampling import make_processors, make_sampler
 from mlxcache.store.store import Store
@@ -148,7 +149,9 @@ class Bench:
         processors = make_processors(sampling, task.prompt_tokens)
         context = mx.array(task.ids[:-1]) if processors else None
         sampler = make_sampler(sampling, self.kv.layout.vocab_size)
-        return Output(PlainParser(), Row(task, sampler, processors, context, id=task.record.id))
+        guide = task.guide.copy() if task.guide is not None else None
+        row = Row(task, sampler, processors, context, id=task.record.id, guide=guide)
+        return Output(PlainParser(), row)
 
     def put(
         self,
@@ -160,8 +163,9 @@ class Bench:
         session: str | None = None,
         keeps: Sequence[tuple[int, float]] = (),
         top_logprobs: int | None = None,
+        guide: Guide | None = None,
     ) -> Task:
-        """Queue a request for `tokens` tokens after the prompt `ids`."""
+        """Queue a request for `tokens` tokens after the prompt `ids`, which follow `guide`."""
         prompt = Prompt(np.asarray(ids, np.int32), tuple(marks), keeps=tuple(keeps))
         name = f"r{next(self.ids)}"
         job = Job(
@@ -174,7 +178,7 @@ class Bench:
         )
         record = RequestRecord(name, None, "test", None, "queued", 0.0, len(ids))
         events: list[Any] = []
-        task = Task(job, events.append, record)
+        task = Task(job, events.append, record, guide)
         task.events = events  # type: ignore[attr-defined]
         self.scheduler.submit(task)
         return task
