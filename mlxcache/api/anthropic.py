@@ -19,7 +19,7 @@ from mlxcache.api.errors import build_anthropic_error
 from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
 from mlxcache.types import Admitted, Finished, Job, Text, Thinking, ToolCall, ToolChoice
 from mlxcache.wire import anthropic_types as types
-from mlxcache.wire.anthropic_output import read_format, read_tool_choice
+from mlxcache.wire.anthropic_output import check_not_continued, read_format, read_tool_choice
 from mlxcache.wire.anthropic_reply import (
     ContentBlocks,
     StreamEvent,
@@ -28,7 +28,6 @@ from mlxcache.wire.anthropic_reply import (
     end_fields,
 )
 from mlxcache.wire.anthropic_request import shows_thinking, to_chat, to_sampling
-from mlxcache.wire.formats import check_not_continued
 from mlxcache.wire.reply import finished_or_raise
 from mlxcache.wire.titles import title_from_messages
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.types import OutputFormat, ToolChoice
+from mlxcache.types import Chat, OutputFormat, ToolChoice
 from mlxcache.wire.anthropic_request import Function
 from mlxcache.wire.anthropic_types import Conversation
 from mlxcache.wire.formats import format_of_schema
@@ -34,6 +34,16 @@ def read_format(body: Conversation) -> OutputFormat | None:
     if form.schema is None:
         raise BadRequest(f"{field}.schema: a schema is required.", param=f"{field}.schema")
     return format_of_schema(form.schema, f"{field}.schema")
+
+
+def check_not_continued(chat: Chat, form: OutputFormat | None) -> None:
+    """Raise BadRequest if a message is to be continued in a format, as Anthropic's API does."""
+    if form is not None and chat.continue_final:
+        raise BadRequest(
+            f"{form.param} is the format of a whole reply: the assistant's last message cannot be "
+            "continued in it. Remove one of the two.",
+            param=form.param,
+        )
 
 
 def read_tool_choice(body: Conversation, tools: Sequence[Function]) -> ToolChoice | None:
