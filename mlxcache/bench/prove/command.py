@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -101,7 +101,7 @@ def prove(
     out = out or Path(f"mlxcache-proof-{began.astimezone():%Y%m%d-%H%M%S}.md")
     _check_out(out)
     scale = QUICK if quick else FULL
-    console, errors = wide_console(), Console(stderr=True, highlight=False, soft_wrap=True)
+    console, errors = wide_console(), LastingConsole(stderr=True, highlight=False, soft_wrap=True)
     with scratch() as folder, steps(console, errors) as (on_step, on_begin):
         options = Options(model, size, chosen, names, scale, minutes, out)
         proof = Proof(options, folder, on_step, on_begin)
@@ -134,6 +134,14 @@ def prove(
         sys.exit(1)
 
 
+class LastingConsole(Console):
+    """A console that falls silent when its terminal or pipe is closed; rich's ends the program."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from now on."""
+        self.quiet = True
+
+
 def why_failed(proof: Proof, *, strict: bool) -> str | None:
     """Reason for exit status 1; None if every scenario that was played succeeded."""
     findings = proof.found
@@ -155,7 +163,12 @@ def why_failed(proof: Proof, *, strict: bool) -> str | None:
 def steps(console: Console, errors: Console) -> Iterator[tuple[OnText, OnText]]:
     """Show steps on a terminal; elsewhere print one line to standard error per scenario."""
     if not console.is_terminal:
-        yield lambda _: None, lambda line: errors.print(line, markup=False)
+
+        def on_begin(line: str) -> None:
+            with suppress(OSError):  # a measurement does not end with the terminal that it began in
+                errors.print(line, markup=False)
+
+        yield lambda _: None, on_begin
         return
     with console.status("preparing") as status:
         yield lambda step: status.update(escape(step)), lambda _: None

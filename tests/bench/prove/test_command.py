@@ -10,16 +10,19 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen, run
 
 import psutil
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from mlxcache.bench.checks import Check
 from mlxcache.bench.prove import report
-from mlxcache.bench.prove.command import why_failed
+from mlxcache.bench.prove.command import LastingConsole, steps, why_failed
 from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.privacy import private_strings
 from mlxcache.bench.prove.run import SCENARIOS, Options, Proof
@@ -101,6 +104,21 @@ def test_a_closed_terminal_leaves_nothing(tmp_path: Path, number: signal.Signals
     assert list(temp.glob("mlxcache-bench-*")) == []
     statuses = [one["status"] for one in json.loads((tmp_path / "r.json").read_text())["scenarios"]]
     assert set(statuses) == {"not run"}
+
+
+def test_a_measurement_goes_on_when_nobody_reads_its_steps() -> None:
+    """A closed pipe ends no run before its report is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", closefd=False) as file:
+        errors = LastingConsole(file=file)
+        with steps(Console(file=StringIO()), errors) as (_, on_begin):
+            on_begin("growth")
+            on_begin("equality")
+        assert errors.quiet
+        with suppress(BrokenPipeError):
+            file.close()
+    os.close(writing)
 
 
 def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: str, fails: bool) -> int:
