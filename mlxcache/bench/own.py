@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from mlxcache.bench.process import program
 
 
 class NoOwnTime(Exception):
@@ -71,15 +71,6 @@ def measuring(model: Path, logs: Path) -> Iterator[OwnTime | None]:
     `logs`.
     """
     command = [sys.executable, "-m", "mlxcache.model.own_time", str(model)]
-    with (logs / "own_time.log").open("wb") as errors:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-    try:
+    with program(command, logs / "own_time.log", stdin=subprocess.PIPE) as process:
         own = OwnTime(process)
         yield own if own.ready() else None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()

@@ -1,4 +1,4 @@
-"""Servers as child processes: start, readiness, memory samples, and a certain end."""
+"""Servers and other programs as child processes: start, readiness, memory samples, a sure end."""
 
 from __future__ import annotations
 
@@ -214,6 +214,41 @@ def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[
         yield server
     finally:
         server.end()
+
+
+@contextlib.contextmanager
+def program(
+    command: Sequence[str], log: Path, *, stdin: int = subprocess.DEVNULL
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a program while the block lasts, then kill its process group.
+
+    Its standard output is a pipe of text; its standard error goes to the file `log`.
+    """
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdin=stdin, stdout=subprocess.PIPE, stderr=errors, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        process.wait()
+
+
+def run_to_end(command: Sequence[str], log: Path) -> tuple[int, list[str]]:
+    """Run a program to its end; return its exit status and the lines that it printed. Blocks.
+
+    See `program`: an exception in this thread kills it.
+    """
+    with program(command, log) as process:
+        printed, _ = process.communicate()
+    return process.returncode, printed.strip().splitlines()
 
 
 def _begun(launch: Launch, model: str, port: int, output: IO[bytes]) -> Server:

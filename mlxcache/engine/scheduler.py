@@ -329,10 +329,23 @@ class Scheduler:
         """Begin all active work again from what was confirmed, after an error of the device.
 
         The pass that failed is not known, so no pending token and no lineage written to since its
-        last confirmation is used again. Raises `error` if it is the third in a row.
+        last confirmation is used again. An error met on the way begins all of it once more. Raises
+        the third error in a row.
         """
-        self._device_errors += 1
-        log.error("the device failed (%d in a row): %s", self._device_errors, error)
+        another: RuntimeError | None = error
+        while another is not None:
+            error = another
+            self._device_errors += 1
+            log.error("the device failed (%d in a row): %s", self._device_errors, error)
+            another = self._begin_all_again()
+        if self._device_errors >= MOST_DEVICE_ERRORS:
+            raise error
+
+    def _begin_all_again(self) -> RuntimeError | None:
+        """Begin all active work again; return the error of the device that prevented it, if any.
+
+        Raises that error instead if it would be one too many.
+        """
         self._interrupted = dict.fromkeys(self.active) | self._interrupted
         self.prefilling = []
         self.lanes.drop_all()
@@ -350,9 +363,8 @@ class Scheduler:
         except RuntimeError as another:
             if not device.is_device_error(another) or self._device_errors >= MOST_DEVICE_ERRORS:
                 raise
-            self._recover(another)
-        if self._device_errors >= MOST_DEVICE_ERRORS:
-            raise error
+            return another
+        return None
 
     def _begin_again(self, task: Task, outcome: Outcome | None) -> None:
         """Release what a task holds, and queue it again, first in line.

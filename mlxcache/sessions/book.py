@@ -70,10 +70,13 @@ class SessionBook:
         self._closed = False
         self._replies = ReplyFeed(sessions, self.store, learn) if self.store is not None else None
         self.files = SessionFiles(
-            self,
+            self.store,
             model,
             kv,
             thread,
+            info=self.info,
+            adopt=self.adopt,
+            settled=self.settled,
             submit=submit,
             prompt_caches=prompt_caches,
             incoming=incoming,

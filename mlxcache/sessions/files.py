@@ -6,8 +6,8 @@ import asyncio
 import re
 import shutil
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import DiskFull, SnapshotRefused, Unsupported
@@ -30,9 +30,6 @@ from mlxcache.store.snapshot_read import Snapshot, import_snapshot, read_snapsho
 from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import FREE_FLOOR, Store
 
-if TYPE_CHECKING:
-    from mlxcache.sessions.book import SessionBook
-
 INCOMING = re.compile(r"restore-(\d+)-.*")
 """Names of files that are being received: the process id, and random characters."""
 
@@ -46,20 +43,30 @@ def remove_stale(folder: Path) -> None:
 
 
 class SessionFiles:
-    """Exports sessions to files, and imports them. Use on the event loop."""
+    """Exports sessions to files, and imports them. Use on the event loop.
+
+    `info(id)` returns a session, `adopt(info, name)` adds one to the table, and `settled()` waits
+    for pending writes to disk; see `SessionBook`. `store` None: there is no disk tier.
+    """
 
     def __init__(
         self,
-        book: SessionBook,
+        store: Store | None,
         model: Served,
         kv: KVCache,
         thread: MlxThread,
         *,
+        info: Callable[[str], Awaitable[SessionInfo]],
+        adopt: Callable[[SessionInfo, str | None], Awaitable[Listed]],
+        settled: Callable[[], Awaitable[bool]],
         submit: Submit,
         prompt_caches: PromptCacheReader,
         incoming: Path,
     ):
-        self._book = book
+        self._store = store
+        self._info = info
+        self._adopt = adopt
+        self._settled = settled
         self._model = model
         self._kv = kv
         self._thread = thread
@@ -73,8 +80,8 @@ class SessionFiles:
         Raises NotFound, StoreError, and Unsupported without a disk tier.
         """
         store = self._stored()
-        info = await self._book.info(id)
-        await self._book.settled()
+        info = await self._info(id)
+        await self._settled()
         seen = store.for_namespace(info.namespace)
         return await asyncio.to_thread(SnapshotExport, seen, info, OWNER.get())
 
@@ -84,7 +91,7 @@ class SessionFiles:
         Raises NotFound, Busy, Unsupported for a session of another model or with images, and what
         `Engine.submit` raises.
         """
-        info = await self._book.info(id)
+        info = await self._info(id)
         if info.namespace != self._model.namespace:
             raise Unsupported(f"This session is of another model ({info.model}): serve that one.")
         owner, path = OWNER.get(), self._model.path
@@ -130,7 +137,7 @@ class SessionFiles:
             )
         else:
             info = await asyncio.to_thread(import_snapshot, self._stored(), checked)
-        return await self._book.adopt(info, name)
+        return await self._adopt(info, name)
 
     def _read(self, path: Path) -> Snapshot:
         model = self._model
@@ -143,6 +150,6 @@ class SessionFiles:
         )
 
     def _stored(self) -> Store:
-        if self._book.store is None:
+        if self._store is None:
             raise Unsupported("Snapshots need a disk tier, and this server has none (--disk off).")
-        return self._book.store
+        return self._store

@@ -13,6 +13,19 @@ from mlxcache.model.own_time import OwnTime, rounding
 from tests.toys.toy import make_toy
 
 
+def count_fed(own: OwnTime, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each pass of the model from now on."""
+    fed: list[int] = []
+    call = type(own.model).__call__
+
+    def counted(model, tokens, *rest, **named):
+        fed.append(tokens.shape[1])
+        return call(model, tokens, *rest, **named)
+
+    monkeypatch.setattr(type(own.model), "__call__", counted)
+    return fed
+
+
 def test_each_measurement_starts_from_the_prefix_and_leaves_no_trace(tmp_path: Path) -> None:
     """The cache is cut back, also to a shorter prefix, and fed where it is too short."""
     own = OwnTime(make_toy(tmp_path))
@@ -27,14 +40,7 @@ def test_a_missing_prefix_of_plain_kv_is_noise(tmp_path: Path, monkeypatch) -> N
     """It costs no pass, and leaves a cache of the right length and dtype."""
     own = OwnTime(make_toy(tmp_path))
     own.seconds(8, 4)
-    fed = []
-    call = type(own.model).__call__
-
-    def counted(model, tokens, *rest, **named):
-        fed.append(tokens.shape[1])
-        return call(model, tokens, *rest, **named)
-
-    monkeypatch.setattr(type(own.model), "__call__", counted)
+    fed = count_fed(own, monkeypatch)
     own.seconds(2000, 4)
     assert sum(fed) <= 4 + 2
     assert {layer.keys.dtype for layer in own.cache} == {mx.float32}
@@ -54,14 +60,7 @@ def test_decoding_is_timed_and_its_peak_taken_after_the_first_token(tmp_path: Pa
 def test_a_prompt_is_fed_in_passes_of_the_given_length(tmp_path: Path, monkeypatch) -> None:
     """From nothing each time, and without touching the kept cache."""
     own = OwnTime(make_toy(tmp_path))
-    fed = []
-    call = type(own.model).__call__
-
-    def counted(model, tokens, *rest, **named):
-        fed.append(tokens.shape[1])
-        return call(model, tokens, *rest, **named)
-
-    monkeypatch.setattr(type(own.model), "__call__", counted)
+    fed = count_fed(own, monkeypatch)
     assert own.prefill(101, 40) > 0
     assert fed[:4] == [40, 40, 20, 1]
     assert own.cache[0].offset == 0

@@ -25,6 +25,19 @@ def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MacHome:
     return MacHome(tmp_path, monkeypatch)
 
 
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings of each server that is started, none of which serves."""
+    settings: list[Settings] = []
+
+    async def run(found: Settings, _: object) -> None:
+        settings.append(found)
+
+    monkeypatch.setattr(server, "run", run)
+    monkeypatch.setattr("mlxcache.cli.serve.configure_logging", lambda *_: None)
+    return settings
+
+
 def test_commands_see_the_former_sessions_before_a_server_moved_them(mac):
     """Without moving them."""
     mac.fill(mac.former)
@@ -34,16 +47,9 @@ def test_commands_see_the_former_sessions_before_a_server_moved_them(mac):
     assert not mac.new.exists()
 
 
-def test_a_server_moves_the_former_folder_before_it_starts(mac, monkeypatch):
+def test_a_server_moves_the_former_folder_before_it_starts(mac, used):
     """Then all of it uses the new one."""
     mac.fill(mac.former)
-    used: list[Settings] = []
-
-    async def run(settings: Settings, _: object) -> None:
-        used.append(settings)
-
-    monkeypatch.setattr(server, "run", run)
-    monkeypatch.setattr("mlxcache.cli.serve.configure_logging", lambda *_: None)
     done = CliRunner().invoke(app, ["serve"])
     assert done.exit_code == 0, done.output
     assert [one.cache_dir for one in used] == [mac.new]
@@ -51,16 +57,9 @@ def test_a_server_moves_the_former_folder_before_it_starts(mac, monkeypatch):
     assert not mac.former.exists()
 
 
-def test_a_server_shares_a_former_folder_that_is_in_use(mac, monkeypatch):
+def test_a_server_shares_a_former_folder_that_is_in_use(mac, used):
     """With the server of an earlier version that uses it."""
     mac.fill(mac.former)
-    used: list[Settings] = []
-
-    async def run(settings: Settings, _: object) -> None:
-        used.append(settings)
-
-    monkeypatch.setattr(server, "run", run)
-    monkeypatch.setattr("mlxcache.cli.serve.configure_logging", lambda *_: None)
     with serving(mac.former, "http://127.0.0.1:1", "m"):
         assert CliRunner().invoke(app, ["serve"]).exit_code == 0
     assert [one.cache_dir for one in used] == [mac.former]

@@ -26,29 +26,23 @@ from mlxcache.tree.budget import Budget
 from mlxcache.types import Finished, Image, Piece, Text, TokenLogprob
 from tests.conftest import ToyMaker
 from tests.engine.drafts import make_draft
-from tests.engine.running import started
-from tests.engine.test_device_errors import (
+from tests.engine.failing_device import (
     Judge,
     Once,
     Unlucky,
     check_unlocked,
     decoding,
+    failing_once,
     growing,
     last,
-    make_judges,
     prefilling,
     tokens,
 )
+from tests.engine.running import started
 from tests.engine.test_images import Client, Reference, settings_for, user
 from tests.muse.toy import image
 from tests.scheduled import Bench, PlainParser
 from tests.sessions.test_book import ask, prompt
-
-
-@pytest.fixture(scope="module")
-def judges(toy: ToyMaker) -> Callable[[str], Judge]:
-    return make_judges(toy)
-
 
 # -- what a failed pass leaves behind --------------------------------------------------------------
 
@@ -86,8 +80,7 @@ def test_nan_of_a_failed_pass_fails_no_request(
     toy: ToyMaker, judges: Callable[[str], Judge], family: str, after: int
 ) -> None:
     """The model did not produce it: neither the reply nor the cached prefix is given up."""
-    once = Once()
-    unlucky = Unlucky(toy(family), FailingDevice(once, delay=1, nan=True), None)
+    once, unlucky = failing_once(toy(family), delay=1, nan=True)
     bench, rng = unlucky.bench, np.random.default_rng(12)
     ids = tokens(rng, 200)
     once.when = lambda: decoding(bench, 1, after) if after else prefilling(bench, 64)
@@ -101,8 +94,7 @@ def test_nan_of_a_failed_pass_fails_no_request(
 def test_a_token_that_a_parser_cannot_read_is_drawn_again_if_its_pass_failed(
     toy: ToyMaker, judges: Callable[[str], Judge]
 ) -> None:
-    once = Once()
-    unlucky = Unlucky(toy("llama"), FailingDevice(once, delay=1), None)
+    once, unlucky = failing_once(toy("llama"), delay=1)
     bench = unlucky.bench
     prepare = bench.prepare_output
 
@@ -124,8 +116,7 @@ def test_a_token_that_a_parser_cannot_read_is_drawn_again_if_its_pass_failed(
 def test_the_last_token_is_confirmed_where_nothing_is_cached(
     toy: ToyMaker, judges: Callable[[str], Judge]
 ) -> None:
-    once = Once()
-    unlucky = Unlucky(toy("llama"), FailingDevice(once, delay=1), None)
+    once, unlucky = failing_once(toy("llama"), delay=1)
     bench = unlucky.bench
     layout = replace(bench.kv.layout, unknown=("AnotherCache",))
     bench.use(KVCache.open(layout, Budget(1 << 30)))
@@ -140,8 +131,7 @@ def test_first_tokens_of_rows_that_joined_before_are_confirmed(
     toy: ToyMaker, judges: Callable[[str], Judge]
 ) -> None:
     """Joining their draws is a computation too, which must not be left to the next pass."""
-    once = Once()
-    unlucky = Unlucky(toy("llama"), FailingDevice(once), None)
+    once, unlucky = failing_once(toy("llama"))
     bench, rng = unlucky.bench, np.random.default_rng(15)
     once.when = lambda: any(
         lane.batched and not all(task.out for task in lane.tasks)
@@ -305,8 +295,7 @@ def test_a_device_that_dies_for_good_leaves_all_committed_work_on_disk(
 
 
 def test_an_error_as_the_server_stops_ends_every_request_all_the_same(toy: ToyMaker) -> None:
-    once = Once()
-    unlucky = Unlucky(toy("llama"), FailingDevice(once), None)
+    once, unlucky = failing_once(toy("llama"))
     bench = unlucky.bench
     task = bench.put(tokens(np.random.default_rng(23), 100), tokens=100)
     once.when = lambda: decoding(bench, 1, 6)

@@ -93,7 +93,8 @@ def test_what_comes_in_is_private_while_it_comes(tmp_path: Path) -> None:
     try:
         nothing: Any = None
         folder = tmp_path / "c" / "incoming"
-        files = SessionFiles(*[nothing] * 4, submit=nothing, prompt_caches=nothing, incoming=folder)
+        unused: Any = dict.fromkeys(("info", "adopt", "settled", "submit", "prompt_caches"))
+        files = SessionFiles(*[nothing] * 4, **unused, incoming=folder)
         files.incoming(0)
     finally:
         os.umask(before)

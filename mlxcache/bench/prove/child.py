@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from mlxcache.bench.process import tail
+from mlxcache.bench.process import run_to_end, tail
 from mlxcache.bench.prove.context import Context, NotApplicable, Subject
 from mlxcache.bench.prove.scale import Scale
 
@@ -39,20 +35,10 @@ def in_child(name: str) -> Callable[[Context], None]:
         module = "mlxcache.bench.prove.within"
         command = [sys.executable, "-m", module, name, json.dumps(options)]
         log = context.folder / f"within-{name}.log"
-        with log.open("wb") as errors:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
-                start_new_session=True,
-            )  # fmt: skip
-        try:
-            printed, _ = process.communicate()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if process.returncode or not printed.strip():
-            raise ChildFailed(f"{name} ended with status {process.returncode}\n{tail(log, 12)}")
-        value = json.loads(printed.strip().splitlines()[-1])
+        status, printed = run_to_end(command, log)
+        if status or not printed:
+            raise ChildFailed(f"{name} ended with status {status}\n{tail(log, 12)}")
+        value = json.loads(printed[-1])
         if value["status"] == "not applicable":
             raise NotApplicable(value["error"])
         context.found.merge(value)

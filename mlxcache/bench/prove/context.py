@@ -103,7 +103,10 @@ def usable_bytes(device: Mapping[str, Any]) -> int:
 
 
 def settle(client: Client) -> None:
-    """Wait until this server has written all that it computed. Raises Refused."""
+    """Wait until this server has written all that it computed, and `SETTLED_S` more.
+
+    Raises Refused.
+    """
     deadline = time.monotonic() + PATIENCE_S
     while client.get("/v1/cache")["pending_bytes"] and time.monotonic() < deadline:
         time.sleep(SETTLED_S / 3)

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
-from mlxcache.bench.process import tail
+from mlxcache.bench.process import run_to_end, tail
 from mlxcache.errors import ModelError
 from mlxcache.model.load import ModelSpec, load
 
@@ -25,21 +22,10 @@ def load_in_child(model: str, folder: Path) -> Path:
     """
     log = folder / "loading.log"
     command = [sys.executable, "-m", "mlxcache.bench.prove.loading", model]
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-    try:
-        printed, _ = process.communicate()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.returncode or not printed.strip():
-        last = tail(log, 3)
-        raise ModelError(f"{model} cannot be loaded: status {process.returncode}\n{last}".rstrip())
-    value = json.loads(printed.strip().splitlines()[-1])
+    status, printed = run_to_end(command, log)
+    if status or not printed:
+        raise ModelError(f"{model} cannot be loaded: status {status}\n{tail(log, 3)}".rstrip())
+    value = json.loads(printed[-1])
     if "error" in value:
         raise ModelError(value["error"])
     return Path(value["path"])
