@@ -18,8 +18,8 @@ from mlxcache.model.sampling import make_processors
 from mlxcache.types import Finished, Sampling
 from tests.conftest import ToyMaker
 from tests.engine.drafts import KINDS, Kind, make_draft
+from tests.engine.failing_device import Once, Unlucky, decoding, last, text, tokens
 from tests.engine.faults import FaultyModel, faulty
-from tests.engine.test_device_errors import Once, Unlucky, decoding, last, text, tokens
 from tests.engine.test_scarce import NO_MEMORY, at_passes
 from tests.scheduled import Bench, finished
 
