@@ -230,7 +230,7 @@ class Engine:
         return shared.join(record, reply, min((s for s in limits if s is not None), default=None))
 
     async def _compile(self, job: Job, runtime: ModelRuntime) -> Guide | None:
-        """What the reply to `job` follows, made in a worker thread.
+        """Compile the grammar that the reply to `job` must follow, in a worker thread.
 
         Raises BadRequest where it cannot be compiled, or not within `COMPILE_S`.
         """

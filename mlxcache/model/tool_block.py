@@ -23,7 +23,7 @@ _SHOWN = 64  # characters that tell if a marker follows
 
 
 class Follow(Enum):
-    """What follows the last end of a block."""
+    """The kind of text after the last end of a block."""
 
     NOTHING = auto()
     """Nothing yet, or what may become a marker."""
@@ -120,7 +120,7 @@ class ToolBlock:
         return False
 
     def follow(self) -> Follow:
-        """What follows the last end."""
+        """The kind of text after the last end."""
         if any(self._next.startswith(marker) for marker in self._confirming):
             return Follow.MARKER
         if any(marker.startswith(self._next) for marker in ("", *self._confirming)):

@@ -231,7 +231,7 @@ def _written(call: Message) -> str:
 
 
 def _short(call_id: str) -> str:
-    """Nine letters or digits derived from an id, always the same."""
+    """Derive nine letters or digits from an id; equal ids have the same."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])

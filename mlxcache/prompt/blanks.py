@@ -61,8 +61,11 @@ def _stripped(blocks: Iterable[str]) -> list[str]:
 
 
 def _split_blanks(blocks: Sequence[str]) -> tuple[str, dict[int, str], set[int]]:
-    """Stripped blocks as their characters without blanks, and, by the number of such characters
-    before it, each run of blanks inside a block, and each edge between two blocks."""
+    """Split stripped blocks into their characters without blanks, and the runs of blanks.
+
+    Each run of blanks inside a block, and each edge between two blocks, is found by the number of
+    characters before it.
+    """
     words: list[str] = []
     gaps: dict[int, str] = {}
     edges: set[int] = set()

@@ -200,7 +200,7 @@ class SessionBook:
         return await self.get(made)
 
     async def delete(self, id: str) -> None:
-        """Remove a session, and what no other session needs of it from both tiers.
+        """Remove a session, and its KV from both tiers, except what other sessions need.
 
         Raises NotFound and StoreError.
         """

@@ -43,7 +43,7 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a request asked for beside the text: log-probabilities, usage in a stream, its choices.
+    """Parts of a reply that a request asked for: log-probabilities, usage in a stream, choices.
 
     `n`: choices of each prompt; those of the first prompt come first. `echoes`: the text of each
     prompt, which its choices begin with; empty: none. `called`: the `finish_reason` if tools were

@@ -59,7 +59,7 @@ Whole = Callable[[int, int], bool]
 
 @dataclass(slots=True)
 class _Place:
-    """How far a reading is: the tool, its parameters so far, and the start of the value."""
+    """The progress of a reading: the tool, its parameters so far, and the start of the value."""
 
     tool: str
     first: str | None

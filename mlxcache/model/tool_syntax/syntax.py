@@ -16,7 +16,7 @@ class Malformed(ValueError):
 
 
 class Closing(Enum):
-    """What the text before a closing marker says about the marker."""
+    """The role of a closing marker, as far as the text before it tells."""
 
     INSIDE = auto()
     """The text ends within a value: the marker is part of it."""
