@@ -338,6 +338,16 @@ def test_a_model_that_does_not_think_may_say_the_word() -> None:
 # --- tool calls -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("reason", ["length", "cancelled"])
+def test_a_reply_cut_in_its_second_call_says_so(qwen: TokenizerWrapper, reason: Any) -> None:
+    """The first call is whole; what there is of the second is text."""
+    cut = LOOK[: len(LOOK) // 2]
+    pieces, parser = run(qwen, f"{LOOK}\n{cut}", reason, tools=TOOLS)
+    assert [type(piece) for piece in pieces] == [ToolCall, Text]
+    assert pieces[1] == Text(cut)
+    assert parser.done == reason
+
+
 def test_a_call_after_text(qwen: TokenizerWrapper) -> None:
     """One newline before it is the template's; the id is ours."""
     pieces, parser = run(qwen, f"Let me look.\n{LOOK}{EOS}", tools=TOOLS)
