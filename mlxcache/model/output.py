@@ -16,7 +16,7 @@ from mlxcache.model.markers import (
     harmony_route,
     may_be_header,
 )
-from mlxcache.model.tool_block import ToolBlock
+from mlxcache.model.tool_block import Follow, ToolBlock
 from mlxcache.model.tool_syntax.syntax import Closing
 from mlxcache.model.tools import CallReader, NoSyntax
 from mlxcache.types import FinishReason, Piece, Text, Thinking, ToolCall
@@ -284,6 +284,8 @@ class OutputParser:
         self, block: ToolBlock, target: str, calls: Sequence[ToolCall], after: int | None
     ) -> None:
         """Take the calls of a block; its text from `after` on is read again."""
+        if after is not None and block.follow() is Follow.TEXT:
+            log.warning("text after a tool call is not part of the reply: the call was complete")
         self._block, self._state = None, target
         calls = calls if self._parallel else calls[:1]
         self._reader.take(calls)
@@ -329,7 +331,10 @@ class OutputParser:
         if self._calls:
             return
         self._emit(self._visible.flush())
-        if not (self._grammar.harmony or self._visible.begun or self._crossed):
+        if self._grammar.harmony and "{" in self._framing:
+            # arguments of a call whose header is damaged
+            self._emit(self._framing)
+        elif not (self._grammar.harmony or self._visible.begun or self._crossed):
             # the reply lacks the header that its format requires, or was cut off within it
             framing = self._framing.strip()
             if not any(

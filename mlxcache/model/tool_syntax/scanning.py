@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mlxcache.model.tool_syntax.json_calls import JsonScanner
 from mlxcache.model.tool_syntax.syntax import Closing
 
-TAIL = 400
+TAIL = 1_000
 """Characters at the end of a block that are looked at to judge a closing marker."""
 
 

@@ -8,11 +8,11 @@ Source: https://json-schema.org/draft/2020-12/json-schema-validation
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlxcache.model.tool_syntax.literals import LiteralReader
 from mlxcache.model.tool_syntax.values import Number, loads
 
 Kinds = frozenset[str]
@@ -28,7 +28,6 @@ _SYNONYMS = {
     "none": "null",
 }
 _DEEPEST = 30  # of references and compositions; a schema may refer to itself
-_LONGEST_LITERAL = 100_000  # characters; Python's own parser takes much memory
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -251,11 +250,11 @@ def _literal(raw: str, kinds: Kinds) -> tuple[Any, bool]:
 def _python_literal(text: str) -> tuple[Any, bool]:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()], True
-    if not text.startswith(("{", "[", "(")) or len(text) > _LONGEST_LITERAL:
+    if not text.startswith(("{", "[", "(")):
         return None, False
+    reader = LiteralReader(text)
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+        value = reader.value()
+    except ValueError:
         return None, False
-    value = list(value) if isinstance(value, tuple) else value
-    return value, isinstance(value, dict | list)
+    return value, reader.at == len(text)

@@ -46,7 +46,6 @@ class TagSyntax:
         self._call, self._parameter = re.compile(call), re.compile(parameter)
         self._close, self._blank, self._end = close, re.compile(blank), re.compile(end)
         self._tag = re.compile(f"(?P<close>{re.escape(close)})|{parameter}")
-        self._ending = re.compile(f"{re.escape(close)}{blank}{end}{blank}\\Z")
         self._several = several
         self._wrap, self._cdata, self._unescape = wrap, cdata, unescape
 
@@ -89,7 +88,8 @@ class TagSyntax:
     def ends(self, tail: str) -> bool:
         """Tell if a block that ends with `tail` may be complete."""
         at = tail.rfind(self._close)
-        return at >= 0 and self._ending.match(tail, at) is not None
+        found = self._follow(tail, at, at + len(self._close)) if at >= 0 else None
+        return found is not None and found.name is None
 
     def _follow(self, text: str, end: int, at: int) -> Cut | None:
         """The cut at a closing tag from `end` to `at`, if what follows it can be one."""

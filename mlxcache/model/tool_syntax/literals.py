@@ -1,0 +1,117 @@
+"""Literals as Python or JSON writes them, read without executing anything.
+
+Raw line ends in strings are accepted. Numbers are those of JSON.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mlxcache.model.tool_syntax.values import loads
+
+_BARE = re.compile(r"[\w.+-]+")
+_BLANK = re.compile(r"\s*")
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_ENDS = {q: re.compile(rf"[^\\{q}]*+(?:\\.[^\\{q}]*+)*+{q}", re.DOTALL) for q in "'\""}
+_TRIPLE = {q: re.compile(rf"(?:[^\\{q}]++|\\.|{q}(?!{q}{q}))*+{q * 3}", re.DOTALL) for q in "'\""}
+_ESCAPE = re.compile(
+    r"\\(?:[nrtabfv\\'\"\n]|[0-7]{1,3}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})"
+)
+_SIMPLE = dict(zip("nrtabfv\\'\"\n", "\n\r\t\a\b\f\v\\'\"", strict=False)) | {"\n": ""}
+_DEEPEST = 200
+
+
+class LiteralReader:
+    """Reads a text from left to right. Its methods raise ValueError for anything else."""
+
+    def __init__(self, text: str):
+        self._text = text
+        self.at = 0
+        """The position of what comes next."""
+
+    def has(self, mark: str) -> bool:
+        """Read `mark` if it comes next."""
+        self._blank()
+        if not self._text.startswith(mark, self.at):
+            return False
+        self.at += len(mark)
+        return True
+
+    def take(self, mark: str) -> None:
+        """Read `mark`, which must come next."""
+        if not self.has(mark):
+            raise ValueError(f"{mark!r} expected at {self._text[self.at : self.at + 40]!r}")
+
+    def value(self, depth: int = 0) -> Any:
+        """Read a value."""
+        self._blank()
+        first = self._text[self.at : self.at + 1]
+        if depth > _DEEPEST:
+            raise ValueError("nested too deeply")
+        if first in ("'", '"') and first:
+            return self._string(first)
+        if first == "{":
+            return self._object(depth)
+        if first in ("[", "(") and first:
+            return self._list("]" if first == "[" else ")", depth)
+        found = _BARE.match(self._text, self.at)
+        if found is None:
+            raise ValueError(f"no value at {self._text[self.at : self.at + 40]!r}")
+        self.at = found.end()
+        return _WORDS[found[0]] if found[0] in _WORDS else loads(found[0])
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        self.at += 1
+        value: dict[str, Any] = {}
+        while not self.has("}"):
+            if value:
+                self.take(",")
+                if self.has("}"):
+                    break
+            key = self.value(depth + 1)
+            self.take(":")
+            if not isinstance(key, str) or key in value:
+                raise ValueError("a key is no string, or occurs twice")
+            value[key] = self.value(depth + 1)
+        return value
+
+    def _list(self, closer: str, depth: int) -> list[Any]:
+        self.at += 1
+        value: list[Any] = []
+        while not self.has(closer):
+            if value:
+                self.take(",")
+                if self.has(closer):
+                    break
+            value.append(self.value(depth + 1))
+        return value
+
+    def _string(self, quote: str) -> str:
+        triple = self._text.startswith(quote * 3, self.at)
+        start = self.at + (3 if triple else 1)
+        found = (_TRIPLE if triple else _ENDS)[quote].match(self._text, start)
+        if found is None:
+            raise ValueError("a string has no end")
+        self.at = found.end()
+        return _ESCAPE.sub(_unescape, self._text[start : self.at - (3 if triple else 1)])
+
+    def name(self, pattern: re.Pattern[str]) -> str:
+        """Read what `pattern` matches; return its first group."""
+        found = pattern.match(self._text, self.at)
+        if found is None:
+            raise ValueError(f"no name at {self._text[self.at : self.at + 40]!r}")
+        self.at = found.end()
+        return str(found[1])
+
+    def _blank(self) -> None:
+        found = _BLANK.match(self._text, self.at)
+        self.at = self.at if found is None else found.end()
+
+
+def _unescape(found: re.Match[str]) -> str:
+    """The character that an escape stands for."""
+    body = found[0][1:]
+    if body in _SIMPLE:
+        return _SIMPLE[body]
+    return chr(int(body, 8) if body.isdigit() else int(body[1:], 16))
