@@ -210,12 +210,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Text, log-probability (natural, after penalties and bias) and alternatives of one token."""
+    """Text, log-probability (natural, after penalties and bias) and alternatives of one token.
+
+    Bytes of a token that are no whole character are surrogate escapes in its text. `visible`: the
+    token is a part of the visible text, not of thinking, calls or their markers.
+    """
 
     token: str
     token_id: int
     logprob: float
     top: tuple[tuple[str, int, float], ...] = ()
+    visible: bool = True
 
 
 @dataclass(frozen=True, slots=True)

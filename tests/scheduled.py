@@ -69,6 +69,7 @@ class PlainParser:
     done: FinishReason | None = None
     stop_sequence: str | None = None
     reasoning_tokens = 0
+    in_text = True
 
     def feed(self, token: int) -> list[Piece]:
         return [Text(str(token))]

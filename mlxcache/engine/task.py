@@ -47,6 +47,9 @@ class Parser(Protocol):
     stop_sequence: str | None
     reasoning_tokens: int
 
+    @property
+    def in_text(self) -> bool: ...
+
     def feed(self, token: int) -> list[Piece]: ...
 
     def finish(self, reason: FinishReason) -> list[Piece]: ...
@@ -318,9 +321,12 @@ class Task:
         self.record.status = "decode"
         self.out.append(drawn.token)
         self.record.generated_tokens = len(self.out)
+        in_text = parser.in_text
         pieces = parser.feed(drawn.token)
         if logprob is not None:
-            pieces = _with_logprob(pieces, logprob(drawn))
+            ended = parser.done in ("stop", "tool_calls")  # the token of the turn's end
+            visible = in_text and parser.in_text and not ended
+            pieces = _with_logprob(pieces, replace(logprob(drawn), visible=visible))
         self._staged += pieces
         if parser.done is not None:
             return parser.done

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from mlxcache.errors import BadRequest
 from mlxcache.model import json_schema
-from mlxcache.model.lark import BLANKS, Lark, compile_error, literal, one_of, regex
-from mlxcache.model.markers import MESSAGE, is_harmony
+from mlxcache.model.lark import Lark, compile_error, literal, one_of, regex
+from mlxcache.model.reply_frames import Frame, anything_but, frame_of
 from mlxcache.model.schema_facts import Schema
+from mlxcache.model.tool_grammar import read_tool, syntax_of
 from mlxcache.types import Job, OutputFormat
 
 _USER = "user"
@@ -19,32 +21,84 @@ _USER = "user"
 
 def is_constrained(job: Job) -> bool:
     """Tell if the reply to `job` has to follow a grammar."""
-    return job.format is not None
+    if job.format is not None:
+        return True
+    return bool(job.tools) and (
+        job.tool_choice.required
+        or bool(job.tool_choice.names)
+        or any(_is_strict(tool) for tool in job.tools or ())
+    )
 
 
 def grammar_text(job: Job, tokenizer: Any) -> str | None:
     """The llguidance grammar of a job's reply, or None if the reply is free.
 
-    It describes what follows the think block. In gpt-oss's format it describes the whole reply, its
-    thinking included, because headers come first. `tokenizer` is mlx-lm's TokenizerWrapper. Any
-    thread; a large schema takes milliseconds. Raises BadRequest for a schema, expression or grammar
-    that is wrong or cannot be enforced.
+    It describes what follows the thinking and the blanks after it: in gpt-oss and Muse Spark, the
+    header of the next message. `tokenizer` is mlx-lm's TokenizerWrapper. Any thread; a large schema
+    takes milliseconds. Raises BadRequest for a schema, expression or grammar that is wrong or
+    cannot be enforced, Unsupported for calls of a family whose syntax is unknown.
     """
-    if job.format is None:
+    if not is_constrained(job):
         return None
     lark = Lark(tokenizer)
-    body = _Format(job.format).expression(lark)
-    if is_harmony(tokenizer):
-        start = _final(lark, job.format, body)
-    elif job.prompt.thinking_open:
-        start = f"{BLANKS}? {body}"
-    else:
-        start = body
-    text = lark.text(start)
-    if job.format.kind != "grammar":
+    frame = frame_of(lark, tokenizer)
+    options = []
+    if job.format is not None and not (job.tools and job.tool_choice.required):
+        options.append(frame.text(_Format(job.format).expression(lark), job.format.kind))
+    if job.tools:
+        calls = _Calls(lark, tokenizer, job, frame)
+        if job.tool_choice.required or options:
+            options.append(calls.forced())
+        else:
+            options.append(calls.free())
+    body = one_of(options)
+    text = lark.text(body)
+    if job.format is None or job.format.kind != "grammar" or job.tool_choice.required:
         return text
     user = {"name": _USER, "lark_grammar": _lark(job.format)}
     return json.dumps({"grammars": [{"lark_grammar": text}, user]})
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return (tool.get("function") or {}).get("strict") is True
+
+
+class _Calls:
+    """The calls that a job's reply may make."""
+
+    def __init__(self, lark: Lark, tokenizer: Any, job: Job, frame: Frame):
+        self._lark = lark
+        self._frame = frame
+        self._several = job.parallel_tools
+        self._generic = job.prompt.generic_tools
+        forced, names = job.tool_choice.required, job.tool_choice.names
+        self._tools = [
+            read_tool(tool, checked=forced or _is_strict(tool))
+            for tool in job.tools or ()
+            if not names or tool["function"]["name"] in names
+        ]
+        if not self._tools:
+            listed = ", ".join(json.dumps(name) for name in names)
+            raise BadRequest(f"none of the tools is one of {listed}", param="tool_choice")
+        self._syntax = (
+            None
+            if frame.has_recipients and not self._generic
+            else syntax_of(tokenizer, generic=self._generic)
+        )
+
+    def forced(self) -> str:
+        """One call, or one or more."""
+        if self._syntax is None:
+            return self._frame.calls(self._tools, several=self._several)
+        calls = self._syntax.calls(self._lark, self._tools, several=self._several)
+        return self._frame.text(calls) if self._generic else self._frame.block(calls)
+
+    def free(self) -> str:
+        """Anything, where each call is one of these."""
+        if self._syntax is None:
+            return self._frame.free_calls(self._tools, several=self._several)
+        rest = self._syntax.rest(self._lark, self._tools, several=self._several)
+        return anything_but(self._lark, self._syntax.opening, rest)
 
 
 def _param(form: OutputFormat) -> str:
@@ -101,20 +155,3 @@ def _try(grammar: str, what: str, param: str) -> None:
     """Raise BadRequest if llguidance cannot compile a grammar."""
     if (reason := compile_error(grammar)) is not None:
         raise BadRequest(f"invalid {what}: {reason}", param=param)
-
-
-def _final(lark: Lark, form: OutputFormat, body: str) -> str:
-    """A reply of gpt-oss whose final message is `body`, after any thinking."""
-    header = lark.marker("<|channel|>final")
-    if form.kind.startswith("json") and "<|constrain|>" in lark.added:
-        header += f" ({literal(' ')} {lark.marker('<|constrain|>json')})?"
-    return f"{thinking(lark)} {header} {lark.marker(MESSAGE)} {body}"
-
-
-def thinking(lark: Lark) -> str:
-    """Messages of gpt-oss that think, before the one that counts."""
-    message = lark.rule(
-        f"{lark.marker('<|channel|>analysis' + MESSAGE)} /(?s:.+)/ "
-        f"{lark.marker('<|end|><|start|>assistant')}"
-    )
-    return f"{message}*"

@@ -87,6 +87,12 @@ def check(schema: Any, *, param: str, at: str = "schema") -> Schema:
     return _Check(schema, param, at).run()
 
 
+def is_satisfiable(schema: Schema, node: Node) -> bool:
+    """False if llguidance finds that nothing satisfies `node`, a node of a checked schema."""
+    reason = _problem(schema.of(node))
+    return reason is None or "nsatisfiable" not in reason
+
+
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -381,5 +387,5 @@ def _numbers(value: Any) -> list[int | float]:
 
 
 def _problem(schema: Schema) -> str | None:
-    """The reason for which llguidance refuses a schema."""
+    """What llguidance says of a schema that it refuses."""
     return compile_error(LLMatcher.grammar_from_json_schema(schema.text()))

@@ -14,9 +14,6 @@ from llguidance import LLMatcher
 
 from mlxcache.model.schema_facts import Schema
 
-BLANKS = r"/\n{1,2}/"
-"""Line breaks that a template writes between thinking, calls and text."""
-
 
 class Lark:
     """A grammar under construction; equal rules are shared.
@@ -32,6 +29,7 @@ class Lark:
         )
         self._rules: dict[str, str] = {}
         self._names: dict[str, str] = {}
+        self._lazy: set[str] = set()
 
     def rule(self, body: str) -> str:
         """Name of a rule with this body."""
@@ -58,6 +56,12 @@ class Lark:
         """Give a reserved name its body."""
         self._rules[name] = body
 
+    def lazy(self, body: str) -> str:
+        """Name of a terminal that ends as soon as it may."""
+        name = self._name("h", body)
+        self._lazy.add(name)
+        return name
+
     def json(self, schema: Schema) -> str:
         """Name of a rule for JSON that satisfies `schema`."""
         return self.rule(f"%json {schema.text()}")
@@ -77,7 +81,8 @@ class Lark:
     def text(self, start: str) -> str:
         """The grammar that begins with the expression `start`, as llguidance takes it."""
         lines = ["%llguidance {}", f"start: {start}"]
-        lines += [f"{name}: {body}" for name, body in self._rules.items()]
+        for name, body in self._rules.items():
+            lines.append(f"{name}[lazy]: {body}" if name in self._lazy else f"{name}: {body}")
         return "\n".join(lines)
 
 

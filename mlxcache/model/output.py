@@ -88,6 +88,11 @@ class OutputParser:
         self.reasoning_tokens = 0
         """Tokens fed while a think block was open, its closing marker included."""
 
+    @property
+    def in_text(self) -> bool:
+        """True while tokens are visible text."""
+        return self._state == NORMAL and not self._calls
+
     def feed(self, token: int) -> list[Piece]:
         """Parse the next token; return the pieces that it completes, in order, often none.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -246,10 +247,40 @@ def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> Toke
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Text of one token, with its leading space; an incomplete character is U+FFFD."""
+    """Text of one token, with its leading space.
+
+    Bytes that are no whole character are surrogate escapes, or U+FFFD if they are not known.
+    """
     piece = tokenizer.convert_ids_to_tokens(token)
     if piece is None:
         return ""
     if piece.startswith("\u2581"):  # SentencePiece decoders drop the first space
         return str(piece.replace("\u2581", " "))
-    return str(tokenizer.decode([token]))
+    text = str(tokenizer.decode([token]))
+    raw = _token_bytes(piece) if "\ufffd" in text else None
+    return text if raw is None else raw.decode(errors="surrogateescape")
+
+
+def _token_bytes(piece: str) -> bytes | None:
+    """Bytes of a token as vocabularies write them; None for another notation."""
+    if _BYTE.fullmatch(piece):
+        return bytes([int(piece[3:5], 16)])
+    values = [_BYTE_OF.get(character) for character in piece]
+    return None if None in values else bytes(cast(list[int], values))
+
+
+def _byte_characters() -> dict[str, int]:
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = sorted(set(range(256)) - set(shown))
+    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A byte in the vocabularies of SentencePiece."""
+
+_BYTE_OF = _byte_characters()
+"""Bytes by the characters that stand for them in byte-level vocabularies.
+
+Visible characters of Latin-1 stand for themselves, and the rest for 256 on. Source: GPT-2,
+https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+"""

@@ -7,13 +7,14 @@ Sources: https://platform.openai.com/docs/api-reference/chat/object, .../chat/st
 from __future__ import annotations
 
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mlxcache import __version__
-from mlxcache.types import Event, Finished, Text, Thinking, TokenLogprob, ToolCall
-from mlxcache.wire.reply import WholeReply, finished_or_raise
+from mlxcache.types import Event, Finished, Piece, Text, Thinking, TokenLogprob, ToolCall
+from mlxcache.wire.reply import HeldLogprobs, WholeReply, finished_or_raise
 
 FINGERPRINT = f"mlxcache-{__version__}"
 
@@ -128,7 +129,7 @@ def text_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wis
         {
             "index": i,
             "text": wish.echo(i) + reply.thinking + reply.text,
-            "logprobs": text_logprobs(reply.logprobs) if wish.logprobs else None,
+            "logprobs": TextLogprobs().write(reply.logprobs) if wish.logprobs else None,
             **_end_fields(reply.last, wish, called=False),
         }
         for i, reply in enumerate(replies)
@@ -150,7 +151,7 @@ class Chunks:
         self.last: Finished | None = None
         self._envelope = envelope
         self._wish = wish
-        self._logprobs = wish.logprobs
+        self._held = HeldLogprobs()
         self._index = index
         self._called = False
 
@@ -160,13 +161,24 @@ class Chunks:
 
     def feed(self, event: Event) -> list[Payload]:
         """Return the chunks that `event` adds. Raises what `finished_or_raise` raises."""
+        if isinstance(event, Piece):
+            probs = self._held.take(event)
+            return self._feed(event, self._show(probs))
         if not isinstance(event, Finished):
-            return self._feed(event)
+            return []
         self.last = finished_or_raise(event)
-        return [self._chunk(self._empty, _end_fields(event, self._wish, called=self._called))]
+        rest = self._held.end(event)
+        ended = _end_fields(event, self._wish, called=self._called)
+        return [self._chunk(self._empty, ended, self._show(rest))]
 
-    def _feed(self, event: Event) -> list[Payload]:
+    def _feed(self, piece: Piece, probs: Payload | None) -> list[Payload]:
         raise NotImplementedError
+
+    def _write_logprobs(self, tokens: Sequence[TokenLogprob]) -> Payload:
+        raise NotImplementedError
+
+    def _show(self, tokens: Sequence[TokenLogprob]) -> Payload | None:
+        return self._write_logprobs(tokens) if tokens and self._wish.logprobs else None
 
     def _chunk(
         self, content: Payload, end: Mapping[str, Any] | None = None, probs: Any = None
@@ -195,17 +207,19 @@ class ChatChunks(Chunks):
         """Return the chunk that names the role."""
         return [self._delta({"role": "assistant", "content": ""})]
 
-    def _feed(self, event: Event) -> list[Payload]:
-        match event:
-            case Text(text, probs) if text or (self._logprobs and probs):
-                shown = _chat_logprobs(probs) if self._logprobs else None
-                return [self._delta({"content": text}, probs=shown)]
+    def _feed(self, piece: Piece, probs: Payload | None) -> list[Payload]:
+        match piece:
+            case Text(text) if text:
+                return [self._delta({"content": text}, probs=probs)]
             case Thinking(text) if text:
                 return [self._delta({"reasoning_content": text})]
             case ToolCall():
                 self._called = True
-                return [self._delta({"tool_calls": [delta]}) for delta in _call_deltas(event)]
+                return [self._delta({"tool_calls": [delta]}) for delta in _call_deltas(piece)]
         return []
+
+    def _write_logprobs(self, tokens: Sequence[TokenLogprob]) -> Payload:
+        return _chat_logprobs(tokens)
 
     def _delta(self, delta: dict[str, Any], probs: Any = None) -> Payload:
         return self._chunk({"delta": delta}, probs=probs)
@@ -215,23 +229,22 @@ class TextChunks(Chunks):
     """`text_completion` objects, a piece of text each."""
 
     _empty: ClassVar[Payload] = {"text": ""}
-    _offset = 0
+
+    def __init__(self, envelope: Envelope, wish: Wish, index: int = 0):
+        super().__init__(envelope, wish, index)
+        self._lists = TextLogprobs()
 
     def begin(self) -> list[Payload]:
         """Return the chunk that repeats the prompt, if the request asked for it."""
         echo = self._wish.echo(self._index)
         return [self._chunk({"text": echo})] if echo else []
 
-    def _feed(self, event: Event) -> list[Payload]:
-        match event:
-            case Text(text, probs) if text or (self._logprobs and probs):
-                shown = text_logprobs(probs, self._offset) if self._logprobs else None
-                self._offset += len(text)
-                return [self._chunk({"text": text}, probs=shown)]
-            case Thinking(text) if text:
-                self._offset += len(text)
-                return [self._chunk({"text": text})]
-        return []
+    def _feed(self, piece: Piece, probs: Payload | None) -> list[Payload]:
+        text = "" if isinstance(piece, ToolCall) else piece.text
+        return [self._chunk({"text": text}, probs=probs)] if text else []
+
+    def _write_logprobs(self, tokens: Sequence[TokenLogprob]) -> Payload:
+        return self._lists.write(tokens)
 
 
 def _function(call: ToolCall) -> dict[str, str]:
@@ -256,20 +269,51 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def _logprob(token: str, logprob: float) -> dict[str, Any]:
-    # A token that holds part of a character is shown as U+FFFD, whose bytes are not the token's.
-    raw = None if "\ufffd" in token else list(token.encode())
-    return {"token": token, "logprob": max(logprob, -9999.0), "bytes": raw}
+    raw = _raw(token)
+    known = None if "\ufffd" in token else list(raw)
+    return {"token": raw.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": known}
 
 
-def text_logprobs(tokens: Sequence[TokenLogprob], offset: int = 0) -> dict[str, Any]:
-    """Build the parallel lists of text completions; `offset` is the text's start, in characters."""
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.token)
-    return {
-        "tokens": [t.token for t in tokens],
-        "token_logprobs": [max(t.logprob, -9999.0) for t in tokens],
-        "top_logprobs": [{token: max(p, -9999.0) for token, _, p in t.top} for t in tokens],
-        "text_offset": offsets,
-    }
+def _raw(token: str) -> bytes:
+    return token.encode(errors="surrogateescape")
+
+
+class TextLogprobs:
+    """Writer of the parallel lists of text completions; `text_offset` counts characters."""
+
+    def __init__(self) -> None:
+        self._characters = 0
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+
+    def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Build the lists of the next tokens. `top_logprobs` always has the sampled token, too."""
+        return {
+            "tokens": [_legacy_token(t.token) for t in tokens],
+            "token_logprobs": [max(t.logprob, -9999.0) for t in tokens],
+            "top_logprobs": [_legacy_top(t) for t in tokens],
+            "text_offset": [self._advance(_raw(t.token)) for t in tokens],
+        }
+
+    def _advance(self, raw: bytes) -> int:
+        """Move past a token, and return the place of the character that it begins in."""
+        cut_short = bool(self._decoder.getstate()[0]) and raw[:1] != b"" and raw[0] & 0xC0 != 0x80
+        start = self._characters + cut_short  # the bytes before it became a U+FFFD
+        self._characters += len(self._decoder.decode(raw))
+        return start
+
+
+def _legacy_token(token: str) -> str:
+    """Return the text of a token, or its bytes as OpenAI escapes them if it cuts a character."""
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in _raw(token))
+    return token
+
+
+def _legacy_top(token: TokenLogprob) -> dict[str, float]:
+    pairs = [*((text, value) for text, _, value in token.top), (token.token, token.logprob)]
+    found: dict[str, float] = {}
+    for text, value in pairs:
+        found.setdefault(_legacy_token(text), max(value, -9999.0))
+    return found

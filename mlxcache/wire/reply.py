@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Sequence
 from dataclasses import dataclass, field
 
 from mlxcache.errors import GenerationFailed, NotReady
-from mlxcache.types import Event, Finished, Text, Thinking, TokenLogprob, ToolCall
+from mlxcache.types import Event, Finished, Piece, Text, Thinking, TokenLogprob, ToolCall
 
 
 @dataclass(slots=True)
@@ -20,6 +20,33 @@ class WholeReply:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
+class HeldLogprobs:
+    """Log-probabilities of visible text, held until the text that they belong to is sent.
+
+    Those of a stop string, or of blanks before a tool call, are then never sent.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[TokenLogprob] = []
+
+    def take(self, piece: Piece) -> Sequence[TokenLogprob]:
+        """Hold those of `piece`, and release all if it has text; drop all at the end of a text."""
+        if not isinstance(piece, Text):
+            self._held = []
+            return ()
+        self._held += [one for one in piece.logprobs if one.visible]
+        return self._release() if piece.text else ()
+
+    def end(self, last: Finished) -> Sequence[TokenLogprob]:
+        """Release the rest, unless a stop string ended the reply."""
+        rest = self._release()
+        return () if last.stop_sequence is not None else rest
+
+    def _release(self) -> Sequence[TokenLogprob]:
+        held, self._held = self._held, []
+        return held
+
+
 async def gather_reply(events: AsyncIterable[Event]) -> WholeReply:
     """Read `events` to their end.
 
@@ -29,18 +56,21 @@ async def gather_reply(events: AsyncIterable[Event]) -> WholeReply:
     thinking: list[str] = []
     calls: list[ToolCall] = []
     logprobs: list[TokenLogprob] = []
+    held = HeldLogprobs()
     last: Finished | None = None
     async for item in events:
+        if isinstance(item, Piece):
+            logprobs += held.take(item)
         match item:
             case Text():
                 text.append(item.text)
-                logprobs += item.logprobs
             case Thinking():
                 thinking.append(item.text)
             case ToolCall():
                 calls.append(item)
             case Finished():
                 last = item
+                logprobs += held.end(item)
     return WholeReply(finished_or_raise(last), "".join(text), "".join(thinking), calls, logprobs)
 
 

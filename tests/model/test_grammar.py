@@ -23,7 +23,7 @@ from mlxcache.types import Job, OutputFormat, Prompt
 from tests.model.guided import VOCABULARIES, Writer, bare
 from tests.model.schemas import schemas
 
-SCHEMAS = int(os.environ.get("MLXCACHE_SCHEMAS", "15"))
+SCHEMAS = int(os.environ.get("MLXCACHE_SCHEMAS", "8"))
 """Schemas of the property test; `MLXCACHE_SCHEMAS=500` runs it whole."""
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "choice"]
@@ -35,8 +35,8 @@ def wrapped(vocabulary: str, special: tuple[str, ...] = ()) -> tuple[TokenizerWr
     return TokenizerWrapper(tokenizer), Writer(tokenizer)
 
 
-def compiled(kind: Kind, value: str = "", vocabulary: str = "bytes", **prompt: Any) -> str:
-    job = Job("x", Prompt(as_tokens([1]), **prompt), format=OutputFormat(kind, value))
+def compiled(kind: Kind, value: str = "", vocabulary: str = "bytes") -> str:
+    job = Job("x", Prompt(as_tokens([1])), format=OutputFormat(kind, value))
     text = grammar_text(job, wrapped(vocabulary)[0])
     assert text is not None
     return text
@@ -61,7 +61,7 @@ COUNTS: Counter[str] = Counter()
 
 
 @settings(
-    max_examples=SCHEMAS,
+    max_examples=SCHEMAS * 5 // 4,
     derandomize=True,
     database=None,
     deadline=None,
@@ -102,11 +102,6 @@ def test_white_space_is_one_blank_or_one_indented_line() -> None:
         assert accepts(grammar, text)
     for text in ("[1,  2]", "[\n\n1]", " [1]", "[1]\n"):
         assert not accepts(grammar, text)
-
-
-def test_after_thinking_a_reply_may_begin_with_line_breaks() -> None:
-    assert accepts(compiled("choice", '["yes", "no"]', thinking_open=True), "\n\nyes")
-    assert not accepts(compiled("choice", '["yes", "no"]'), "\nyes")
 
 
 def test_choices_expressions_and_grammars() -> None:
@@ -247,18 +242,16 @@ HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"
 
 
 def test_in_gpt_oss_the_final_message_has_the_format() -> None:
-    """Any thinking precedes it, and the whole reply is described."""
+    """The thinking before it is not the grammar's."""
     tokenizer, writer = wrapped("bytes", HARMONY)
     job = Job("x", Prompt(as_tokens([1])), format=OutputFormat("json_object"))
     grammar = grammar_text(job, tokenizer)
     assert grammar is not None
     final = '<|channel|>final<|message|>{"a": 1}'
-    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    for reply in (final, thought + final, final.replace("final", "final <|constrain|>json")):
+    for reply in (final, final.replace("final", "final <|constrain|>json")):
         assert writer.accepts(grammar, reply)
     for reply in (
         '{"a": 1}',
-        thought,
         "<|channel|>final<|message|>text",
         "<|channel|>analysis<|message|>{}",
     ):

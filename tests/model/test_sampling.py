@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from mlxcache.model.sampling import (
     make_processors,
     make_sampler,
     skip_draws,
+    token_text,
     top_logprobs,
     validate,
 )
@@ -281,6 +283,22 @@ def test_top_logprobs_are_sorted_and_exact() -> None:
     assert [x for *_, x in found.top] == pytest.approx([math.log(0.7), math.log(0.25)], rel=1e-5)
     assert top_logprobs(values, 1, 0, Letters()).top == ()
     assert len(top_logprobs(values, 1, 20, Letters()).top) == 4
+
+
+@pytest.mark.parametrize(
+    ("piece", "decoded", "text"),
+    [
+        ("\u00e2\u0124", "\ufffd", "\udce2\udc82"),  # as a byte-level vocabulary writes bytes
+        ("<0xE2>", "\ufffd", "\udce2"),  # as SentencePiece does
+        ("\u00ef\u00bf\u00bd", "\ufffd", "\ufffd"),
+        ("\u4e00", "\ufffd", "\ufffd"),
+        ("\u2581so", "so", " so"),
+    ],
+)
+def test_a_part_of_a_character_keeps_its_bytes(piece: str, decoded: str, text: str) -> None:
+    """Whichever way the vocabulary spells them; a notation that is not known stays U+FFFD."""
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda _: piece, decode=lambda _: decoded)
+    assert token_text(tokenizer, 5) == text
 
 
 @settings(max_examples=30, deadline=None)

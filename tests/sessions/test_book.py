@@ -284,7 +284,9 @@ async def test_a_prompt_cache_that_nobody_reads_holds_nothing(toy, tmp_path):
                 await asyncio.to_thread(next, reading)
             assert await engine.call(lambda core: len(core.kv.ram.busy)) == 1
             del made, reading
-            assert await engine.call(lambda core: len(core.kv.ram.busy)) == 0
+            async with asyncio.timeout(5):  # another thread may refer to them for a moment
+                while await engine.call(lambda core: len(core.kv.ram.busy)) > 0:
+                    pass
 
 
 async def test_without_a_disk_there_are_sessions_and_no_snapshots(toy, tmp_path):

@@ -1,0 +1,121 @@
+"""What surrounds the text and the calls of a reply, after its thinking: nothing, or a header."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlxcache.model.lark import Lark, escaped, literal, one_of
+from mlxcache.model.markers import MESSAGE, is_harmony
+from mlxcache.model.tool_grammar import Tool, arguments_json
+
+TEXT = "/(?s:.+)/"
+
+
+class Frame:
+    """Replies without headers: text and calls stand as they are."""
+
+    has_recipients = False
+    """True where the header of a call names the tool."""
+
+    def __init__(self, lark: Lark):
+        self.lark = lark
+
+    def text(self, body: str, kind: str = "") -> str:
+        """Expression for a reply whose visible text is `body`, in a format of this kind."""
+        return body
+
+    def block(self, calls: str) -> str:
+        """Expression for a reply that is calls."""
+        return calls
+
+    def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """Expression for calls whose headers name the tool."""
+        raise NotImplementedError
+
+    def free_calls(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """Expression for any messages, where each call is one of `tools`."""
+        raise NotImplementedError
+
+
+class Harmony(Frame):
+    """Messages of gpt-oss; see `markers`."""
+
+    has_recipients = True
+
+    def __init__(self, lark: Lark, *, call_ends: bool):
+        super().__init__(lark)
+        self._call_ends = call_ends
+        """True where the token after a call ends the turn."""
+
+    def _message(self, channel: str) -> str:
+        return f"{self.lark.marker(f'<|channel|>{channel}{MESSAGE}')} {TEXT}"
+
+    def _next(self, end: str = "<|end|>") -> str:
+        return self.lark.marker(f"{end}<|start|>assistant")
+
+    def text(self, body: str, kind: str = "") -> str:
+        header = self.lark.marker("<|channel|>final")
+        if kind.startswith("json") and "<|constrain|>" in self.lark.added:
+            header += f" ({literal(' ')} {self.lark.marker('<|constrain|>json')})?"
+        return f"{header} {self.lark.marker(MESSAGE)} {body}"
+
+    def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
+        return self._sequence(tools, several=several)
+
+    def free_calls(self, tools: Sequence[Tool], *, several: bool) -> str:
+        spoken = one_of(map(self._message, ("analysis", "final", "commentary")))
+        before = self.lark.rule(f"{spoken} {self._next()}")
+        return f"{before}* {one_of((spoken, self._sequence(tools, several=several)))}"
+
+    def _sequence(self, tools: Sequence[Tool], *, several: bool) -> str:
+        call = self.lark.rule(one_of(map(self._call, tools)))
+        if self._call_ends:
+            return call
+        end = self.lark.marker("<|call|>")
+        if not several:
+            return f"{call} {end}"
+        return f"{call} ({self._next('<|call|>')} {call})* {end}"
+
+    def _call(self, tool: Tool) -> str:
+        header = f"<|channel|>commentary to=functions.{tool.name} "
+        header += "<|constrain|>json" if "<|constrain|>" in self.lark.added else "json"
+        return f"{self.lark.marker(header + MESSAGE)} {arguments_json(self.lark, tool)}"
+
+
+class Recipients(Frame):
+    """Messages of Muse Spark, whose headers say whom they are for: ` to=user<|message|>`."""
+
+    def _reply(self, to: str, body: str) -> str:
+        return f"{literal(' ')}? {to} {self.lark.marker(MESSAGE)} {body}"
+
+    def text(self, body: str, kind: str = "") -> str:
+        return self._reply(literal("to=user"), body)
+
+    def block(self, calls: str) -> str:
+        return self._reply(self.lark.terminal(r"/to=[\w.-]{1,64}/"), calls)
+
+
+def frame_of(lark: Lark, tokenizer: Any) -> Frame:
+    """The frame of a model's replies."""
+    if is_harmony(tokenizer):
+        call = lark.added.get("<|call|>")
+        return Harmony(lark, call_ends=call is None or call in tokenizer.eos_token_ids)
+    if tokenizer.response_initial_state == "header":
+        return Recipients(lark)
+    return Frame(lark)
+
+
+def anything_but(lark: Lark, opening: str, rest: str) -> str:
+    """Expression for any text and control tokens, where `rest` follows each `opening`."""
+    first, *later = lark.parts(opening)
+    controls = sorted(token for text, token in lark.added.items() if text != first)
+    other = [f"<[{','.join(map(str, controls))}]>"] if controls else []
+    after = " ".join([*(lark.marker(part) for part in later), rest])
+    if first in lark.added:
+        part = one_of([TEXT, *other, f"{lark.marker(first)} {after}"])
+        return f"({part})*"
+    # the text that opens a call ends this terminal, so what follows it is constrained
+    head = lark.lazy(f"/(?s:.*)({escaped(first)})/")
+    part = one_of([f"{head} {after}", *(f"{TEXT} {one}" for one in other), *other])
+    return f"({part})* ({TEXT})?"

@@ -1,0 +1,101 @@
+"""Schemas without combinators: each alternative of `anyOf`, `allOf` and references, merged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlxcache.model.schema_facts import TYPES, Node, Schema, type_names
+from mlxcache.model.text_values import Unwritable
+
+_MOST = 64
+_COMBINE = ("$ref", "anyOf", "allOf")
+_HIGHER = ("minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum")
+_LOWER = ("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum")
+_OBJECT = ("properties", "additionalProperties")
+
+Plain = dict[str, Any]
+"""A node without references and combinators at its top."""
+
+
+def alternatives(schema: Schema, node: Node, within: frozenset[str] = frozenset()) -> list[Plain]:
+    """Nodes without combinators at their top, any of which a value may satisfy instead of `node`.
+
+    Raises Unwritable where keywords cannot be merged, or the alternatives are too many.
+    """
+    if isinstance(node, bool):
+        return [{}] if node else []
+    found: list[Plain] = [{key: node[key] for key in node if key not in _COMBINE}]
+    parts: list[tuple[str, list[Node]]] = [("allOf", [one]) for one in node.get("allOf", ())]
+    if (ref := node.get("$ref")) is not None:
+        if ref in within:
+            raise Unwritable("$ref")
+        parts.append(("$ref", [schema.target(ref)]))
+        within |= {ref}
+    if "anyOf" in node:
+        parts.append(("anyOf", node["anyOf"]))
+    for keyword, options in parts:
+        expanded = [one for option in options for one in alternatives(schema, option, within)]
+        if len(found) * len(expanded) > _MOST:
+            raise Unwritable(keyword)
+        merged = [merge(first, second) for first in found for second in expanded]
+        found = [one for one in merged if one is not None]
+    return found
+
+
+def merge(first: Plain, second: Plain) -> Plain | None:
+    """The node that both hold in, or None if no value can. Raises Unwritable."""
+    out = {**first, **{key: value for key, value in second.items() if key not in first}}
+    for key in first.keys() & second.keys() - set(_OBJECT):
+        mine, its = first[key], second[key]
+        if mine == its:
+            continue
+        if key == "type":
+            out[key] = _common_types(first, second)
+            if not out[key]:
+                return None
+        elif key == "required":
+            out[key] = [*mine, *(name for name in its if name not in mine)]
+        elif key in _HIGHER:
+            out[key] = max(mine, its)
+        elif key in _LOWER:
+            out[key] = min(mine, its)
+        else:
+            raise Unwritable(key)
+    if any(key in side for key in _OBJECT for side in (first, second)):
+        out |= _merged_objects(first, second)
+    return out
+
+
+def _common_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    mine, its = (
+        frozenset().union(*(TYPES[name] for name in type_names(side))) for side in (first, second)
+    )
+    return names_of(mine & its)
+
+
+def names_of(kinds: frozenset[str]) -> list[str]:
+    """Names that `type` has for kinds of values."""
+    if "fraction" in kinds:
+        kinds = kinds - {"fraction", "integer"} | {"number"}
+    return sorted(kinds)
+
+
+def _merged_objects(first: Plain, second: Plain) -> Plain:
+    named: dict[str, Node] = {}
+    mine, its = (
+        (side.get("properties", {}), side.get("additionalProperties", True))
+        for side in (first, second)
+    )
+    for name in (*mine[0], *its[0]):
+        named[name] = both(mine[0].get(name, mine[1]), its[0].get(name, its[1]))
+    return {"properties": named, "additionalProperties": both(mine[1], its[1])}
+
+
+def both(first: Node, second: Node) -> Node:
+    """A node that holds where both do."""
+    if first is False or second is False:
+        return False
+    if first in (True, {}) or first == second:
+        return second
+    return first if second in (True, {}) else {"allOf": [first, second]}

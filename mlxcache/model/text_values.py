@@ -1,0 +1,151 @@
+"""Strings that a call syntax writes as they are, without quotes: which ones a schema allows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from mlxcache.model.lark import any_text, compile_error, literal, one_of, regex
+from mlxcache.model.schema_facts import Node, Schema, listed_values
+
+
+class Unwritable(ValueError):
+    """A schema that a call syntax cannot express; `keyword` is the reason."""
+
+    def __init__(self, keyword: str):
+        super().__init__(f"the keyword `{keyword}` cannot be enforced in this model's call syntax")
+        self.keyword = keyword
+
+
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{_OCTET}(\.{_OCTET}){{3}}"
+_GROUP = "[0-9a-fA-F]{1,4}"
+_DAY = (
+    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"[0-9]{{4}}-{_DAY}"
+_CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_CLOCK})"
+_N = "[0-9]{1,6}"
+_HOURS = f"({_N}H({_N}M({_N}S)?)?|{_N}M({_N}S)?|{_N}S)"
+_DAYS = f"({_N}Y({_N}M({_N}D)?)?|{_N}M({_N}D)?|{_N}D)"
+_FORMATS = {
+    "date": _DATE,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": f"P({_DAYS}(T{_HOURS})?|T{_HOURS}|{_N}W)",
+    "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_LABEL}(\.{_LABEL}){{1,2}}",
+    "hostname": rf"{_LABEL}(\.{_LABEL}){{0,2}}",
+    "ipv4": _IPV4,
+    "ipv6": f"({_GROUP}:){{7}}{_GROUP}|({_GROUP}:){{1,3}}(:{_GROUP}){{1,4}}|::({_GROUP})?",
+    "time": _TIME,
+    "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[A-Za-z0-9._~:/?#@!$&'()*+,;=-]+",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+}
+"""Texts of each `format`, some of all: a day of February 29, for example, is not written."""
+
+_AS_JSON = (
+    r"~/(?is:\s*([-+0-9.\[{\"'(].*|(true|false|null|none|nil|nan|infinity|yes|no|on|off)\s*))/"
+)
+"""Text that no reader can take for JSON, where a value may be either."""
+
+
+def text_terminal(
+    schema: Schema, node: Node, without: Sequence[str], *, mixed: bool = False
+) -> str | None:
+    """Terminal for the strings that `node` allows and that contain none of `without`.
+
+    None if it allows no string. `mixed`: other kinds of values are written as JSON in its place, so
+    text that reads as such is left out. Raises Unwritable.
+    """
+    parts = _parts(schema, node, without, frozenset())
+    if parts is None:
+        return None
+    parts = [any_text(without), *parts, *([_AS_JSON] if mixed else [])]
+    return " & ".join(parts)
+
+
+def _parts(
+    schema: Schema, node: Node, without: Sequence[str], within: frozenset[str]
+) -> list[str] | None:
+    """What a string must satisfy, all of it; None if no string can."""
+    if "string" not in schema.types(node):
+        return None
+    if isinstance(node, bool):
+        return []
+    parts = list(_own_parts(node, without))
+    if (ref := node.get("$ref")) is not None:
+        if ref in within:
+            raise Unwritable("$ref")
+        found = _parts(schema, schema.target(ref), without, within | {ref})
+        if found is None:
+            return None
+        parts += found
+    for one in node.get("allOf", ()):
+        if (found := _parts(schema, one, without, within)) is None:
+            return None
+        parts += found
+    if "anyOf" in node:
+        options = [_parts(schema, one, without, within) for one in node["anyOf"]]
+        possible = [option for option in options if option is not None]
+        if not possible:
+            return None
+        if all(possible):
+            parts.append(one_of("(" + " & ".join(option) + ")" for option in possible))
+    return parts
+
+
+def _own_parts(node: dict[str, object], without: Sequence[str]) -> Iterator[str]:
+    """What a string must satisfy by the node's own keywords."""
+    if (listed := listed_values(node)) is not None:
+        texts = [text for text in listed if isinstance(text, str)]
+        texts = [text for text in texts if not any(part in text for part in without)]
+        if not texts:
+            raise Unwritable("const" if "const" in node else "enum")
+        yield one_of(literal(text) for text in texts)
+    least, most = node.get("minLength", 0), node.get("maxLength", "")
+    if least or most != "":
+        yield f"/(?s:.{{{least},{most}}})/"
+    if (pattern := node.get("pattern")) is not None:
+        yield searched(str(pattern))
+    if (form := node.get("format")) is not None:
+        yield regex(_FORMATS[str(form)])
+
+
+def searched(pattern: str) -> str:
+    """Terminal for texts in which a regular expression is found. Raises Unwritable."""
+    found = one_of(_anchored(option) for option in _options(pattern))
+    if compile_error(f"start: T\nT: {found}") is not None:
+        raise Unwritable("pattern")
+    return found
+
+
+def _options(pattern: str) -> list[str]:
+    """The alternatives of a regular expression, at its top level."""
+    options, depth, in_class = [""], 0, False
+    for part in re.findall(r"\\.|.", pattern, flags=re.DOTALL):
+        if part == "|" and not depth and not in_class:
+            options.append("")
+            continue
+        if in_class:
+            in_class = part != "]"
+        elif part == "[":
+            in_class = True
+        depth += (part == "(") - (part == ")") if not in_class else 0
+        options[-1] += part
+    return options
+
+
+def _anchored(option: str) -> str:
+    """One alternative as a match of the whole text."""
+    before = after = ".*"
+    if option.startswith("^"):
+        before, option = "", option[1:]
+    if re.search(r"(?<!\\)(\\\\)*\$$", option):
+        after, option = "", option[:-1]
+    # as in JavaScript, \d and \w are ASCII
+    for name, chars in (("d", "[0-9]"), ("w", "[0-9A-Za-z_]")):
+        option = re.sub(rf"(?<!\\)((?:\\\\)*)\\{name}", rf"\g<1>{chars}", option)
+    inner = regex(option)[1:-1] if option else ""
+    return f"/(?s:{before}){inner}(?s:{after})/"
