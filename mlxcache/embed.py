@@ -28,6 +28,7 @@ from mlxcache.wire.openai_request import (
     read_choices,
     read_max_tokens,
     read_stop_strings,
+    read_thinking_budget,
     to_chat,
     to_sampling,
 )
@@ -166,6 +167,7 @@ class Model:
                 stop=read_stop_strings(body),
                 tools=use.tools,
                 tool_choice=use.choice,
+                thinking_budget=read_thinking_budget(body, takes_effort=self.info.takes_effort),
                 parallel_tools=use.parallel,
                 format=form,
                 session=session,

@@ -289,7 +289,8 @@ Event = Admitted | Progress | Text | Thinking | ToolCall | Finished
 class ModelInfo:
     """Description of the served model. Lengths are in tokens; `context_length` limits requests.
 
-    `sampling`: the model's defaults for fields of `Sampling` that a client does not state.
+    `takes_effort`: the chat template has an argument `reasoning_effort`. `sampling`: the model's
+    defaults for fields of `Sampling` that a client does not state.
     """
 
     id: str
@@ -300,6 +301,7 @@ class ModelInfo:
     has_thinking: bool
     has_tools: bool
     has_images: bool = False
+    takes_effort: bool = False
     is_demo: bool = False
     created: int = 0
     draft: str | None = None  # the draft model's id

@@ -70,6 +70,7 @@ class PlainParser:
     stop_sequence: str | None = None
     reasoning_tokens = 0
     in_text = True
+    thinking = False
 
     def feed(self, token: int) -> list[Piece]:
         return [Text(str(token))]

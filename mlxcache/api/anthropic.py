@@ -27,7 +27,13 @@ from mlxcache.wire.anthropic_reply import (
     count_usage,
     end_fields,
 )
-from mlxcache.wire.anthropic_request import shows_thinking, to_chat, to_sampling
+from mlxcache.wire.anthropic_request import (
+    read_thinking_budget,
+    shows_thinking,
+    to_chat,
+    to_sampling,
+)
+from mlxcache.wire.formats import check_not_continued
 from mlxcache.wire.reply import finished_or_raise
 from mlxcache.wire.titles import title_from_messages
 
@@ -133,6 +139,7 @@ async def _job(request: Request, body: types.Request, deps: http.Deps) -> Job:
         stop=stop,
         tools=None if choice is None else tools,
         tool_choice=choice or ToolChoice(),
+        thinking_budget=read_thinking_budget(body),
         parallel_tools=not single,
         format=form,
         session=session,

@@ -103,6 +103,9 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
         "parallel_tools": use.parallel,
         "format": form,
         "max_tokens": wire.read_max_tokens(body, deps.settings.default_max_tokens),
+        "thinking_budget": wire.read_thinking_budget(
+            body, takes_effort=require_model(deps).takes_effort
+        ),
         "top_logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "title": title_from_messages(chat.messages),
         "api": "chat",

@@ -24,6 +24,7 @@ from mlxcache.model import device
 from mlxcache.model.guide import Bitmask, Guide
 from mlxcache.model.kv import Caches
 from mlxcache.model.sampling import masked
+from mlxcache.model.thinking_budget import Steering
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -46,7 +47,7 @@ class Row:
     raised by its sampler or a processor; no token is drawn then. `drafted` and `accepted` count the
     tokens that a draft model proposed, and those that the model drew too. `id`: the request's, for
     the log. `guide`: restricts the draws; it has accepted every token that was handed out, and the
-    pending one too if `guided`.
+    pending one too if `guided`. `steering`: a change of the guide that the decoder has not made.
     """
 
     owner: Any
@@ -59,6 +60,20 @@ class Row:
     id: str = "no request"
     guide: Guide | None = None
     guided: bool = False
+    steering: Steering | None = None
+
+    def steer(self, steering: Steering) -> None:
+        """Change the guide before the next token that it can still decide."""
+        self.steering = steering
+
+    def steered(self, guide: Guide | None, newer: Sequence[int] = ()) -> Guide | None:
+        """The guide after a change that is due; `newer`: see `Steering`."""
+        change, self.steering = self.steering, None
+        return guide if change is None else change(guide, newer)
+
+    def apply_steering(self) -> None:
+        """Make a change that is due; `guide` has accepted the tokens that were handed out."""
+        self.guide = self.steered(self.guide)
 
     def fail(self, error: Exception) -> None:
         """Record `error`: this row gets no further token."""
@@ -221,6 +236,8 @@ class Decoder:
     def _advance(self, inputs: mx.array) -> None:
         """Feed `inputs`; the next draws are pending afterwards."""
         logits = self.model(inputs[:, None], cache=self.caches)[:, -1, :]
+        for row in self.rows:
+            row.apply_steering()
         if any(row.processors for row in self.rows):
             logits = self._process(inputs, logits)
         if any(row.guide is not None for row in self.rows):

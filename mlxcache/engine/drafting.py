@@ -137,7 +137,11 @@ class DraftingDecoder(Decoder):
             raise NonFiniteOutput
         (row,) = self.rows
         row.count_drafts(len(drafted), right)
-        self._draws = flight.after[right]
+        draws = flight.after[right]
+        guide = row.steered(draws.guide, tokens[:right])
+        if guide is not draws.guide:
+            draws = _Draws(row, draws.sampler, draws.context, guide)
+        self._draws = draws
         self._unseen = drafted[-1:] if right == len(drafted) else []
         self._ready = [Drawn(row, tokens[i], flight.logprobs[i][0]) for i in range(right + 1)]
         return right

@@ -54,6 +54,7 @@ from mlxcache.model.load import Loaded
 from mlxcache.model.mlx_lm_format import agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.model.sampling import make_processors, make_sampler, text_ends, top_logprobs
+from mlxcache.model.thinking_budget import ThinkingBudget, read_closing
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.replies import GeneratedReply, Replies
 from mlxcache.sessions.book import SessionBook
@@ -290,6 +291,9 @@ class ModelRuntime:
                 sampling=self._sampling_defaults(),
             )
             self._kept = text_ends(loaded.tokenizer)
+            self._closing = read_closing(
+                loaded.tokenizer, loaded.info.architecture, self.layout.vocab_size
+            )
             self.book = self._open_book(thread, submit)
             on_failure.pop_all()
         self.prefix_loss = PrefixLossReporter(
@@ -460,17 +464,32 @@ class ModelRuntime:
         kept = self._kept if job.sampling.xtc_probability else ()
         sampler = make_sampler(job.sampling, self.layout.vocab_size, kept)
         guide = task.guide.copy() if task.guide is not None else None
+        budget = self._thinking_budget(job)
+        if budget is not None and job.prompt.thinking_open:
+            guide = budget.begin(guide)
         row = Row(task, sampler, processors, context, id=task.record.id, guide=guide)
         loop = None if self.settings.no_loop_guard else LoopGuard()
         wanted = job.top_logprobs
         if wanted is None:
-            return Output(parser, row, loop=loop)
+            return Output(parser, row, loop=loop, budget=budget)
 
         def logprob(drawn: Drawn) -> TokenLogprob:
             found: TokenLogprob = top_logprobs(drawn.logprobs, drawn.token, wanted, tokenizer)
             return found
 
-        return Output(parser, row, logprob, loop)
+        return Output(parser, row, logprob, loop, budget)
+
+    def _thinking_budget(self, job: Job) -> ThinkingBudget | None:
+        if job.thinking_budget is None or job.raw or self._closing is None:
+            return None
+        drafts = self.settings.num_draft_tokens + 1 if self.loaded.draft is not None else 0
+        return ThinkingBudget(
+            self._closing,
+            self.loaded.tokenizer,
+            job.thinking_budget,
+            ahead=1 + drafts,
+            tools=bool(job.tools),
+        )
 
     def _end_request(self, task: Task) -> None:
         """Account for a request that is over, before its client hears of the end. MLX thread."""

@@ -18,6 +18,7 @@ from mlxcache.engine.loop_guard import LoopGuard
 from mlxcache.errors import GenerationFailed, MlxcacheError
 from mlxcache.model.guide import Guide
 from mlxcache.model.sampling import skip_draws
+from mlxcache.model.thinking_budget import ThinkingBudget
 from mlxcache.owner import own_ids
 from mlxcache.prompt.replies import GeneratedReply, make_reply
 from mlxcache.types import (
@@ -50,6 +51,9 @@ class Parser(Protocol):
     @property
     def in_text(self) -> bool: ...
 
+    @property
+    def thinking(self) -> bool: ...
+
     def feed(self, token: int) -> list[Piece]: ...
 
     def finish(self, reason: FinishReason) -> list[Piece]: ...
@@ -59,20 +63,34 @@ class Parser(Protocol):
 class Output:
     """The sampling row, parser and log-probabilities of an admitted task's reply.
 
-    `loop`: ends a reply that repeats itself; None: nothing does.
+    `loop`: ends a reply that repeats itself; None: nothing does. `budget`: ends its think blocks;
+    None: the model does.
     """
 
     parser: Parser
     row: Row
     logprob: Callable[[Drawn], TokenLogprob] | None = None
     loop: LoopGuard | None = None
+    budget: ThinkingBudget | None = None
+
+    def feed(self, token: int) -> list[Piece]:
+        """Add the reply's next token; the pieces that it completes."""
+        parser, budget = self.parser, self.budget
+        pieces = parser.feed(token)
+        if budget is not None:
+            used = parser.reasoning_tokens
+            steering = budget.note(token, thinking=parser.thinking, used=used)
+            if steering is not None:
+                self.row.steer(steering)
+        return pieces
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Bring a new output into the state that it has after `tokens`, which are delivered."""
         for token in tokens:
-            self.parser.feed(token)
+            self.row.apply_steering()
             if self.row.guide is not None:
                 self.row.guide.accept(token)
+            self.feed(token)
             if self.loop is not None:
                 self.loop.add(token)
         skip_draws(self.row.sampler, len(tokens))
@@ -312,7 +330,7 @@ class Task:
 
     def _take(self, drawn: Drawn) -> FinishReason | None:
         assert self.output is not None
-        parser, logprob = self.output.parser, self.output.logprob
+        output, parser, logprob = self.output, self.output.parser, self.output.logprob
         if not self.out:
             self.record.timing["first_token_s"] = round(
                 self.job.render_s + time.perf_counter() - self.submitted, 6
@@ -322,7 +340,7 @@ class Task:
         self.out.append(drawn.token)
         self.record.generated_tokens = len(self.out)
         in_text = parser.in_text
-        pieces = parser.feed(drawn.token)
+        pieces = output.feed(drawn.token)
         if logprob is not None:
             ended = parser.done in ("stop", "tool_calls")  # the token of the turn's end
             visible = in_text and parser.in_text and not ended

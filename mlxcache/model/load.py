@@ -248,6 +248,7 @@ def _info(
         is_demo=spec.is_demo,
         created=int((path / "config.json").stat().st_mtime),
         sampling=sampling_defaults(path),
+        takes_effort="reasoning_effort" in str(tokenizer.chat_template or ""),
     )
 
 

@@ -93,6 +93,11 @@ class OutputParser:
         """True while tokens are visible text."""
         return self._state == NORMAL and not self._calls
 
+    @property
+    def thinking(self) -> bool:
+        """True while a think block is open."""
+        return self._state == REASONING
+
     def feed(self, token: int) -> list[Piece]:
         """Parse the next token; return the pieces that it completes, in order, often none.
 

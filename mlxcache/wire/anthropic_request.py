@@ -87,6 +87,12 @@ def to_sampling(body: types.Request) -> Sampling:
     )
 
 
+def read_thinking_budget(body: types.Request) -> int | None:
+    """Return the most tokens of thinking; None: no limit."""
+    config = body.thinking
+    return config.budget_tokens if config is not None and config.type == "enabled" else None
+
+
 def shows_thinking(body: types.Request) -> bool:
     """Return False if the client asked to have reasoning omitted from what it is sent."""
     return body.thinking is None or body.thinking.display != "omitted"

@@ -157,6 +157,7 @@ class ToolChoice(Struct):
 class ThinkingConfig(Struct):
     type: str
     display: str | None = None
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
 class Format(Struct):

@@ -40,6 +40,11 @@ _RESERVED_ARGS = frozenset(
 )
 """Arguments that the server itself passes to a chat template, or that change its result's type."""
 
+EFFORT_BUDGETS = {"minimal": 512, "low": 1024, "medium": 8192, "high": 24_576}
+"""Most tokens of thinking by effort; from `low` on as in Gemini's API for OpenAI's clients.
+
+Source: https://ai.google.dev/gemini-api/docs/openai#thinking."""
+
 _EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
 _INT32 = 2**31 - 1
 
@@ -211,12 +216,35 @@ def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
     )
 
 
+def read_thinking_budget(body: ChatRequest, *, takes_effort: bool) -> int | None:
+    """Return the most tokens of thinking; None: no limit.
+
+    `takes_effort`: the chat template takes the effort itself; otherwise `EFFORT_BUDGETS` apply. -1
+    means no limit.
+    """
+    stated = (
+        body.thinking_budget,
+        body.thinking_token_budget,
+        body.thinking.budget_tokens if body.thinking else None,
+        body.reasoning.max_tokens if body.reasoning else None,
+    )
+    budget = next((one for one in stated if one is not None), None)
+    if budget is None and not takes_effort:
+        budget = EFFORT_BUDGETS.get(_effort(body) or "")
+    return None if budget == -1 else budget
+
+
+def _effort(body: ChatRequest) -> str | None:
+    return body.reasoning_effort or (body.reasoning.effort if body.reasoning else None)
+
+
 def _template_args(body: ChatRequest) -> dict[str, Any]:
     args: dict[str, Any] = {}
-    if body.reasoning_effort == "none":
+    effort = _effort(body)
+    if effort == "none":
         args["enable_thinking"] = False
-    elif body.reasoning_effort:
-        args["reasoning_effort"] = _EFFORT.get(body.reasoning_effort, body.reasoning_effort)
+    elif effort:
+        args["reasoning_effort"] = _EFFORT.get(effort, effort)
     if body.thinking and body.thinking.type in ("enabled", "disabled"):
         args["enable_thinking"] = body.thinking.type == "enabled"
     if body.enable_thinking is not None:

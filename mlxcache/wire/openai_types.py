@@ -132,9 +132,20 @@ class StructuredOutputs(Struct):
 
 
 class Thinking(Struct):
-    """The switch for reasoning that GLM and DeepSeek clients send."""
+    """The switch for reasoning that GLM and DeepSeek clients send, and its budget in tokens."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Reasoning(Struct):
+    """Effort, or most tokens, of reasoning. Source: https://openrouter.ai/docs/use-cases/reasoning-tokens."""
+
+    effort: Effort | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
 class UnsupportedFields(Struct, kw_only=True):
@@ -201,9 +212,10 @@ class ChatRequest(Generation, kw_only=True):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    thinking_budget: Annotated[int, Meta(ge=-1)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
     enable_thinking: bool | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None

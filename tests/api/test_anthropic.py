@@ -224,6 +224,21 @@ class TestJobs:
         assert field in response.json()["error"]["message"]
         assert engine.jobs == []
 
+    @pytest.mark.parametrize(
+        ("thinking", "budget"),
+        [
+            ({"type": "enabled", "budget_tokens": 2048}, 2048),
+            ({"type": "adaptive"}, None),
+            ({"type": "disabled"}, None),
+        ],
+        ids=str,
+    )
+    async def test_a_thinking_budget_reaches_the_engine(
+        self, client: httpx.AsyncClient, engine: FakeEngine, thinking: Any, budget: int | None
+    ) -> None:
+        await post(client, thinking=thinking)
+        assert engine.jobs[0].thinking_budget == budget
+
     async def test_what_is_not_said_is_as_anthropic_documents_it(
         self, client: httpx.AsyncClient, engine: FakeEngine
     ) -> None:

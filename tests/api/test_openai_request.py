@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -158,6 +159,47 @@ class TestRequests:
         await chat(client, temperature=0, top_k=-1, min_p=0)
         assert engine.jobs[0].sampling.unset == {"top_p", "repetition_penalty"}
         assert engine.jobs[0].sampling.top_k == 0
+
+    @pytest.mark.parametrize(
+        ("asked", "budget"),
+        [
+            ({}, None),
+            ({"thinking_budget": 0}, 0),
+            ({"thinking_budget": -1, "reasoning_effort": "low"}, None),
+            ({"thinking_token_budget": 99}, 99),
+            ({"thinking": {"type": "enabled", "budget_tokens": 50}}, 50),
+            ({"reasoning": {"max_tokens": 70}}, 70),
+            ({"reasoning": {"effort": "medium"}}, 8192),
+            ({"reasoning_effort": "minimal"}, 512),
+            ({"reasoning_effort": "low"}, 1024),
+            ({"reasoning_effort": "high"}, 24_576),
+            ({"reasoning_effort": "xhigh"}, None),
+            ({"reasoning_effort": "low", "thinking_budget": 7}, 7),
+            ({"reasoning_effort": "none"}, None),
+        ],
+        ids=str,
+    )
+    async def test_thinking_budgets_reach_the_engine(
+        self, client: httpx.AsyncClient, engine: FakeEngine, asked: Any, budget: int | None
+    ) -> None:
+        """An effort is a budget unless the template takes it."""
+        await chat(client, **asked)
+        assert engine.jobs[0].thinking_budget == budget
+        effort = asked.get("reasoning_effort") or asked.get("reasoning", {}).get("effort")
+        assert ("reasoning_effort" in engine.chats[0].template_args) == (
+            effort not in (None, "none")
+        )
+        assert engine.info is not None
+        engine.info = replace(engine.info, takes_effort=True)
+        await chat(client, **asked)
+        by_effort = effort is not None and "thinking_budget" not in asked
+        assert engine.jobs[1].thinking_budget == (None if by_effort else budget)
+
+    async def test_a_bad_thinking_budget_is_refused(self, client: httpx.AsyncClient) -> None:
+        error = await refused(client, thinking_budget=-2)
+        assert "thinking_budget" in error["message"]
+        error = await refused(client, reasoning={"effort": "huge"})
+        assert "reasoning.effort" in error["message"]
 
     @pytest.mark.parametrize(("asked", "given"), [(-1, None), (10**30, 2**31 - 1), (5, 5)])
     async def test_limits_from_minus_one_to_absurd(

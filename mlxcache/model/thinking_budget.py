@@ -1,0 +1,294 @@
+"""Thinking that ends at a number of tokens, with the closing words of the model's family.
+
+The think block is ended by a guide that a reply gets when its budget is nearly spent. Until then
+the reply is free, and decoding does not wait for any token. The budget includes the closing words.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlxcache.model import markers
+from mlxcache.model.guide import Bitmask, Guide
+
+log = logging.getLogger(__name__)
+
+Steering = Callable[[Guide | None, Sequence[int]], Guide | None]
+"""A change of a reply's guide: (the guide so far, tokens drawn since it was asked for) to the new
+one. Both guides have accepted these tokens."""
+
+QWEN_WORDS = (
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the "
+    "thinking directly now."
+)
+"""Closing words on which Qwen3 was trained. Source: https://arxiv.org/abs/2505.09388, 4.3."""
+
+LEAST_FOR_WORDS = 128
+"""Smallest budget of which closing words take a part; a smaller one is closed without."""
+
+MOST_WAITING = 6
+"""Most tokens that a character or marker that is half written may take to its end."""
+
+RECENT = 32
+"""Tokens of thinking in which a marker that is half written is looked for."""
+
+_PROBE = "zqthink7", "zqtext7"
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """Token ids that end a think block of one model family.
+
+    `words`: with the closing words, `plain`: without. The last `after` ids of both follow the
+    block's closing marker, and the last `header` of these open an answer in text: where the reply
+    may be another, one of `options` takes their place.
+    """
+
+    vocab_size: int
+    words: tuple[int, ...]
+    plain: tuple[int, ...]
+    after: int = 0
+    header: int = 0
+    options: tuple[int, ...] = ()
+
+
+def read_closing(tokenizer: Any, architecture: str, vocab_size: int) -> Closing | None:
+    """The closing of `tokenizer`'s family; None where mlx-lm knows no thinking of it.
+
+    `tokenizer` is mlx-lm's TokenizerWrapper, `architecture` the model_type of config.json,
+    `vocab_size` the width of the logits.
+    """
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    if markers.is_harmony(tokenizer):
+        header, after = encode("final<|message|>"), encode("<|start|>assistant<|channel|>")
+        plain = encode("<|end|>") + after + header
+        options = header[:1] + encode("commentary")[:1]
+        return Closing(vocab_size, plain, plain, len(after + header), len(header), options)
+    if markers.REASONING in tokenizer.response_transitions:
+        (marker, _), *_ = tokenizer.response_transitions[markers.REASONING]
+        after = encode("<|start|>assistant")
+        return Closing(vocab_size, encode(marker) + after, encode(marker) + after, len(after))
+    if not tokenizer.has_thinking:
+        return None
+    before, behind = _blanks(tokenizer)
+    plain = encode(before + tokenizer.think_end)
+    words = encode(QWEN_WORDS + before + tokenizer.think_end)
+    follow = encode(behind) if behind else ()
+    spoken = words if architecture.startswith("qwen3") else plain
+    return Closing(vocab_size, spoken + follow, plain + follow, len(follow))
+
+
+def _blanks(tokenizer: Any) -> tuple[str, str]:
+    """Blanks that the template writes before and after the marker that ends thinking."""
+    thought, text = _PROBE
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": text, "reasoning_content": thought},
+    ]
+    try:
+        shown = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
+        log.debug("the template renders no thinking: %s", error)
+        return "\n", "\n\n"
+    between = shown.partition(thought)[2].partition(text)[0]
+    before, marker, after = between.partition(tokenizer.think_end)
+    return (before, after) if marker and not between.replace(marker, "").strip() else ("\n", "\n\n")
+
+
+class ThinkingBudget:
+    """Watches the think blocks of one reply, and asks for their end.
+
+    `limit`: most tokens in all of them together; exceeded by `MOST_WAITING` at most.
+    `ahead`: most tokens that are drawn before a guide can decide. `tools`: calls are parsed.
+    """
+
+    def __init__(self, closing: Closing, tokenizer: Any, limit: int, *, ahead: int, tools: bool):
+        self._closing = closing
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._ahead = ahead
+        self._tools = tools
+        framing = markers.grammar(tokenizer, tools=tools, generic=False)
+        self._leaves = tuple(framing.edges.get(markers.REASONING, ()))
+        self._recent: deque[int] = deque(maxlen=RECENT)
+        self._since = -1  # tokens since the end was asked for; -1: it was not
+        self._spoken = limit < max(LEAST_FOR_WORDS, 2 * len(closing.words))
+
+    def note(self, token: int, *, thinking: bool, used: int) -> Steering | None:
+        """Note a token of the reply; the change of its guide that is due, if one is.
+
+        `thinking`: a think block is open after it; `used`: tokens of think blocks so far.
+        """
+        self._recent.append(token)
+        if self._since >= 0:
+            self._since += 1
+            if not thinking:
+                return self._stop
+            if self._since <= len(self._ids) + self._ahead + MOST_WAITING + 2:
+                return None
+            # what looked like the end of the block was not
+        elif not thinking or used < self._limit - self._within - self._ahead:
+            return None
+        self._since = 0
+        return self._start
+
+    def begin(self, guide: Guide | None) -> Guide | None:
+        """The guide of a reply that begins inside a think block: closes it if the budget is tiny.
+
+        `guide` is the one that the reply has.
+        """
+        if self._limit > self._within + self._ahead:
+            return guide
+        self._since = 0
+        return self._start(guide, ())
+
+    @property
+    def _ids(self) -> tuple[int, ...]:
+        return self._closing.plain if self._spoken else self._closing.words
+
+    @property
+    def _within(self) -> int:
+        """Tokens of the closing that are part of the think block."""
+        return len(self._ids) - self._closing.after
+
+    def _start(self, guide: Guide | None, newer: Sequence[int]) -> Guide:
+        inner = guide.inner if isinstance(guide, CloseThinking) else guide
+        ids, header = self._ids, self._closing.header
+        options: tuple[int, ...] = ()
+        if header and (self._tools or inner is not None):
+            ids, options = ids[:-header], self._closing.options
+        closing = CloseThinking(
+            ids,
+            inner,
+            within=self._within,
+            options=options,
+            leaves=self._leaves,
+            decode=self._decode,
+            tail=self._recent,
+            vocab_size=self._closing.vocab_size,
+        )
+        for token in newer:
+            closing.follow(token)
+        self._spoken = True  # a second block ends without words
+        return closing
+
+    def _stop(self, guide: Guide | None, newer: Sequence[int]) -> Guide | None:
+        if isinstance(guide, CloseThinking):
+            if not guide.done:
+                return guide
+            guide = guide.inner
+        self._since = -1
+        return guide
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens)))
+
+
+class CloseThinking:
+    """A guide that ends a think block with the tokens `ids`, then follows `inner` alone.
+
+    `within`: how many of them belong to the block. `options`: one of these follows them, if any.
+    `leaves`: markers by which the model may leave the block itself, before it is closed here.
+    `tail`: the newest tokens of the block so far, `decode` gives their text.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        inner: Guide | None,
+        *,
+        within: int,
+        options: Sequence[int],
+        leaves: Sequence[str],
+        decode: Callable[[Sequence[int]], str],
+        tail: Iterable[int],
+        vocab_size: int,
+    ):
+        self.inner = inner
+        self._ids = tuple(ids)
+        self._within = within
+        self._options = tuple(options)
+        self._leaves = tuple(leaves)
+        self._decode = decode
+        self._tail = tuple(tail)
+        self._begun = self._open = len(self._tail)
+        self._vocab_size = vocab_size
+        self._at = 0
+        self.done = False
+        """True once the block is closed, and what had to follow it is written."""
+
+    def accept(self, token: int) -> None:
+        """Advance by a token of the reply. Raises ValueError for one that was not allowed."""
+        if self.inner is not None:
+            self.inner.accept(token)
+        self.follow(token)
+
+    def follow(self, token: int) -> None:
+        """Advance by a token that `inner` has accepted already."""
+        if self.done:
+            return
+        if token in self._wanted():
+            self._at += 1
+            self.done = self._at == len(self._ids) + bool(self._options)
+        elif self._at >= self._within:
+            self.done = True  # the inner guide had it otherwise
+        else:
+            self._at = 0
+        self._tail = (*self._tail, token)
+        if self._at < self._within and self._has_left():
+            self.done = True
+
+    def mask(self) -> Bitmask | None:
+        """The tokens that may follow, or None where all may."""
+        own = self.inner.mask() if self.inner is not None else None
+        if self.done or (self._at == 0 and self._waits()):
+            return own
+        wanted = [t for t in self._wanted() if own is None or _allows(own, t)]
+        return _bitmask(wanted, self._vocab_size) if wanted else own
+
+    def copy(self) -> CloseThinking:
+        """An independent guide in the same state."""
+        other = copy(self)
+        other.inner = self.inner.copy() if self.inner is not None else None
+        return other
+
+    def _wanted(self) -> tuple[int, ...]:
+        """The tokens of which one comes next."""
+        return self._ids[self._at : self._at + 1] or self._options
+
+    def _has_left(self) -> bool:
+        """Tell if the model itself has written a marker since this guide began."""
+        before = self._decode(self._tail[: self._begun])
+        text = self._decode(self._tail)
+        return any(text.find(m, max(0, len(before) - len(m) + 1)) >= 0 for m in self._leaves)
+
+    def _waits(self) -> bool:
+        """Tell if a character or a marker is half written, for `MOST_WAITING` tokens at most."""
+        if len(self._tail) - self._begun >= MOST_WAITING:
+            return False
+        text = self._decode(self._tail[-RECENT:])
+        return text.endswith("\ufffd") or any(
+            text.endswith(marker[:n]) for marker in self._leaves for n in range(1, len(marker))
+        )
+
+
+def _bitmask(tokens: Sequence[int], vocab_size: int) -> Bitmask:
+    """The mask that allows `tokens` alone."""
+    bits = np.zeros((vocab_size + 31) // 32, np.uint32)
+    for token in tokens:
+        bits[token // 32] |= np.uint32(1 << token % 32)
+    return bits.view(np.int32)
+
+
+def _allows(mask: Bitmask, token: int) -> bool:
+    return token // 32 < mask.size and bool(mask[token // 32] >> (token % 32) & 1)
