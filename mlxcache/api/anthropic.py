@@ -33,7 +33,6 @@ from mlxcache.wire.anthropic_request import (
     to_chat,
     to_sampling,
 )
-from mlxcache.wire.formats import check_not_continued
 from mlxcache.wire.reply import finished_or_raise
 from mlxcache.wire.titles import title_from_messages
 

@@ -67,7 +67,7 @@ from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.eviction import Worth
-from mlxcache.types import WARMING, ModelInfo, Prompt, TokenLogprob
+from mlxcache.types import WARMING, Job, ModelInfo, Prompt, TokenLogprob
 
 log = logging.getLogger("mlxcache.engine")
 
