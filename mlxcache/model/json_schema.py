@@ -387,5 +387,5 @@ def _numbers(value: Any) -> list[int | float]:
 
 
 def _problem(schema: Schema) -> str | None:
-    """What llguidance says of a schema that it refuses."""
+    """The reason for which llguidance refuses a schema."""
     return compile_error(LLMatcher.grammar_from_json_schema(schema.text()))

@@ -1,4 +1,4 @@
-"""What surrounds the text and the calls of a reply, after its thinking: nothing, or a header."""
+"""Frames around the text and the calls of a reply, after its thinking: nothing, or a header."""
 
 from __future__ import annotations
 

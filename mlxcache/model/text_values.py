@@ -69,7 +69,7 @@ def text_terminal(
 def _parts(
     schema: Schema, node: Node, without: Sequence[str], within: frozenset[str]
 ) -> list[str] | None:
-    """What a string must satisfy, all of it; None if no string can."""
+    """Conditions that a string must satisfy, all of them; None if no string can."""
     if "string" not in schema.types(node):
         return None
     if isinstance(node, bool):
@@ -97,7 +97,7 @@ def _parts(
 
 
 def _own_parts(node: dict[str, object], without: Sequence[str]) -> Iterator[str]:
-    """What a string must satisfy by the node's own keywords."""
+    """Conditions that a string must satisfy by the node's own keywords."""
     if (listed := listed_values(node)) is not None:
         texts = [text for text in listed if isinstance(text, str)]
         texts = [text for text in texts if not any(part in text for part in without)]

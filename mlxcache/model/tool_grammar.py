@@ -65,7 +65,7 @@ class Syntax:
         return lark.marker(self.opening)
 
     def rest(self, lark: Lark, tools: Sequence[Tool], *, several: bool) -> str:
-        """What follows the opening of the first block."""
+        """The rule for the text after the opening of the first block."""
         call = lark.rule(one_of(self._call(lark, tool) for tool in tools))
         closing = f" {lark.marker(self.closing)}" if self.closing else ""
         if not several:
