@@ -71,6 +71,8 @@ async def test_turns_are_warm_cancelled_ones_are_kept_and_the_folder_is_held(
             await model.chat(HELLO, structural_tag="{}")
         chosen = await model.chat(HELLO, structured_outputs={"choice": ["yes", "no"]})
         assert chosen.text in ("yes", "no")
+        with pytest.raises(BadRequest, match="`n`: 1"):
+            await model.chat(HELLO, n=2)
         listed = await model.sessions.list(10)
         assert [one.as_object()["label"] for one in listed][-1:] == ["one"]
         with pytest.raises(NotFound):

@@ -251,7 +251,7 @@ class NextTurnRenderer:
         """
         if task.record.status == "done" and pieces:
             self._ended.append(task.job.prompt.source)
-            self._unused += 1
+            self._unused += not task.job.choice  # the client continues one choice at most
             if self._unused <= MAX_UNUSED:
                 self._over.append((task, pieces))
         while idle and self._over:

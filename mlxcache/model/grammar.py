@@ -44,7 +44,9 @@ def grammar_text(job: Job, tokenizer: Any) -> str | None:
     frame = frame_of(lark, tokenizer)
     options = []
     if job.format is not None and not (job.tools and job.tool_choice.required):
-        options.append(frame.text(_Format(job.format).expression(lark), job.format.kind))
+        # the text of a raw completion has no header, that of a continued message had it before
+        around = Frame(lark) if job.raw or job.prompt.continued else frame
+        options.append(around.text(_Format(job.format).expression(lark), job.format.kind))
     if job.tools:
         calls = _Calls(lark, tokenizer, job, frame)
         if job.tool_choice.required or options:

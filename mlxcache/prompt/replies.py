@@ -117,7 +117,7 @@ class ReplyContent:
 LIMIT_BYTES = 32 << 20
 """Bytes of replies that are remembered."""
 
-ALTERNATIVES = 8
+ALTERNATIVES = 16
 """Replies to one prompt that are remembered."""
 
 TAIL_CHARACTERS = 24

@@ -19,7 +19,10 @@ from mlxcache.wire.openai_types import ChatRequest
 
 _RENDERED = frozenset({"messages", "system", "tools"})
 _TEMPLATE_ARGS = frozenset(
-    {"thinking", "reasoning_effort", "enable_thinking", "chat_template_kwargs"}
+    {
+        *("thinking", "reasoning_effort", "enable_thinking", "chat_template_kwargs"),
+        *("continue_final_message", "add_generation_prompt"),
+    }
 )
 _IMAGES = frozenset({"image", "image_url", "input_image"})
 _ANTHROPIC_BLOCKS = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking"})

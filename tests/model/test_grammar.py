@@ -256,3 +256,14 @@ def test_in_gpt_oss_the_final_message_has_the_format() -> None:
         "<|channel|>analysis<|message|>{}",
     ):
         assert not writer.accepts(grammar, reply)
+
+
+@pytest.mark.parametrize("job", [{"raw": True}, {"prompt": Prompt(as_tokens([1]), continued=True)}])
+def test_a_raw_text_and_the_rest_of_a_message_have_no_header(job: dict[str, Any]) -> None:
+    """The format is that of what is written now."""
+    tokenizer, writer = wrapped("bytes", HARMONY)
+    given: dict[str, Any] = {"prompt": Prompt(as_tokens([1]))} | job
+    grammar = grammar_text(Job("x", format=OutputFormat("json_object"), **given), tokenizer)
+    assert grammar is not None
+    assert writer.accepts(grammar, '{"a": 1}')
+    assert not writer.accepts(grammar, '<|channel|>final<|message|>{"a": 1}')
