@@ -42,6 +42,10 @@ class LoopGuard:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the reply so far."""
         self.period = 0
         self._new: list[int] = []
         self._recent = np.full(BLOCK + LONGEST, -1, np.int32)  # the newest first

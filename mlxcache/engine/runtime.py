@@ -480,7 +480,7 @@ class ModelRuntime:
         return Output(parser, row, logprob, loop, budget)
 
     def _thinking_budget(self, job: Job) -> ThinkingBudget | None:
-        if job.thinking_budget is None or job.raw or self._closing is None:
+        if job.raw or self._closing is None:
             return None
         drafts = self.settings.num_draft_tokens + 1 if self.loaded.draft is not None else 0
         return ThinkingBudget(

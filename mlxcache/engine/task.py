@@ -84,6 +84,24 @@ class Output:
                 self.row.steer(steering)
         return pieces
 
+    def is_loop(self, token: int) -> bool:
+        """True if the reply, with its newest token, is a loop that must end it.
+
+        A loop in a think block ends the block, once.
+        """
+        loop = self.loop
+        if loop is None or not loop.add(token):
+            return False
+        period, thinking = loop.period, self.budget is not None and self.parser.thinking
+        steering = self.budget.end() if self.budget is not None and thinking else None
+        what = "reply" if steering is None else "thinking"
+        log.warning("%s: %s ended: the same %d tokens again and again", self.row.id, what, period)
+        if steering is None:
+            return True
+        self.row.steer(steering)
+        loop.reset()
+        return False
+
     def replay(self, tokens: Sequence[int]) -> None:
         """Bring a new output into the state that it has after `tokens`, which are delivered."""
         for token in tokens:
@@ -91,8 +109,7 @@ class Output:
             if self.row.guide is not None:
                 self.row.guide.accept(token)
             self.feed(token)
-            if self.loop is not None:
-                self.loop.add(token)
+            self.is_loop(token)
         skip_draws(self.row.sampler, len(tokens))
 
 
@@ -348,16 +365,9 @@ class Task:
         self._staged += pieces
         if parser.done is not None:
             return parser.done
-        if self._is_loop(drawn.token):
+        if output.is_loop(drawn.token):
             return "repetition"
         return "length" if len(self.out) >= self.limit else None
-
-    def _is_loop(self, token: int) -> bool:
-        loop = self.output.loop if self.output is not None else None
-        if loop is None or not loop.add(token):
-            return False
-        log.warning("%s: reply ended: the same %d tokens again and again", self.job.id, loop.period)
-        return True
 
     @property
     def all_delivered(self) -> bool:

@@ -108,21 +108,22 @@ def _blanks(tokenizer: Any) -> tuple[str, str]:
 class ThinkingBudget:
     """Watches the think blocks of one reply, and asks for their end.
 
-    `limit`: most tokens in all of them together; exceeded by `MOST_WAITING` at most.
-    `ahead`: most tokens that are drawn before a guide can decide. `tools`: calls are parsed.
+    `limit`: most tokens in all of them together, exceeded by `MOST_WAITING` at most; None: no
+    limit. `ahead`: most tokens that are drawn before a guide can decide. `tools`: calls are parsed.
     """
 
-    def __init__(self, closing: Closing, tokenizer: Any, limit: int, *, ahead: int, tools: bool):
+    def __init__(
+        self, closing: Closing, tokenizer: Any, limit: int | None, *, ahead: int, tools: bool
+    ):
         self._closing = closing
         self._tokenizer = tokenizer
         self._limit = limit
         self._ahead = ahead
         self._tools = tools
-        framing = markers.grammar(tokenizer, tools=tools, generic=False)
-        self._leaves = tuple(framing.edges.get(markers.REASONING, ()))
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._since = -1  # tokens since the end was asked for; -1: it was not
-        self._spoken = limit < max(LEAST_FOR_WORDS, 2 * len(closing.words))
+        least = max(LEAST_FOR_WORDS, 2 * len(closing.words))
+        self._spoken = limit is not None and limit < least
 
     def note(self, token: int, *, thinking: bool, used: int) -> Steering | None:
         """Note a token of the reply; the change of its guide that is due, if one is.
@@ -137,7 +138,7 @@ class ThinkingBudget:
             if self._since <= len(self._ids) + self._ahead + MOST_WAITING + 2:
                 return None
             # what looked like the end of the block was not
-        elif not thinking or used < self._limit - self._within - self._ahead:
+        elif not thinking or self._limit is None or used < self._limit - self._within - self._ahead:
             return None
         self._since = 0
         return self._start
@@ -147,10 +148,17 @@ class ThinkingBudget:
 
         `guide` is the one that the reply has.
         """
-        if self._limit > self._within + self._ahead:
+        if self._limit is None or self._limit > self._within + self._ahead:
             return guide
         self._since = 0
         return self._start(guide, ())
+
+    def end(self) -> Steering | None:
+        """Ask for the end of the open think block, and of any later one; None: it is asked for."""
+        if self._limit == 0 or self._since >= 0:
+            return None
+        self._limit = self._since = 0
+        return self._start
 
     @property
     def _ids(self) -> tuple[int, ...]:
@@ -172,7 +180,7 @@ class ThinkingBudget:
             inner,
             within=self._within,
             options=options,
-            leaves=self._leaves,
+            leaves=self._leaves(),
             decode=self._decode,
             tail=self._recent,
             vocab_size=self._closing.vocab_size,
@@ -189,6 +197,11 @@ class ThinkingBudget:
             guide = guide.inner
         self._since = -1
         return guide
+
+    def _leaves(self) -> Sequence[str]:
+        """Markers by which the model itself leaves a think block."""
+        framing = markers.grammar(self._tokenizer, tools=self._tools, generic=False)
+        return tuple(framing.edges.get(markers.REASONING, ()))
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens)))

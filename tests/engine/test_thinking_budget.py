@@ -14,11 +14,12 @@ import mlx.core as mx
 import pytest
 
 from mlxcache.config import Settings
+from mlxcache.engine import loop_guard
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.engine.task import Output, Task
 from mlxcache.model.load import Loaded
-from mlxcache.types import Chat, Finished, Job, Sampling, Text, Thinking
+from mlxcache.types import Chat, Finished, Job, OutputFormat, Sampling, Text, Thinking
 from tests.engine.running import settled
 
 TOKENS = 70
@@ -233,3 +234,35 @@ async def test_a_draft_keeps_the_budget(
             assert budget - 8 <= last.reasoning_tokens <= budget + 8
             assert text
             assert last.generated_tokens == TOKENS
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_a_format_follows_thinking_that_its_budget_ended(
+    name: str, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The grammar sees the closing words too, and then has the answer to itself."""
+    first = [user("Are trees green?")]
+    choice = OutputFormat("choice", '["yes, they are", "no"]')
+    async with running(name, model(name), tmp_path) as engine:
+        for budget in (0, 30):
+            thinking, text, last = await ask(engine, first, f"{budget}", budget, format=choice)
+            assert text in ("yes, they are", "no")
+            assert last.reason == "stop"
+            assert budget - 8 <= last.reasoning_tokens <= budget + 8
+            assert len(thinking) > 20 or not budget
+
+
+async def test_a_loop_in_thinking_ends_the_thinking_first(
+    model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer follows; if that is a loop too, the reply is over."""
+    monkeypatch.setattr(loop_guard, "_REQUIRED", loop_guard._REQUIRED // 20)  # to be quick
+    stuck = Sampling(logit_bias=((50, 100.0),))
+    async with running("think", model("think"), tmp_path) as engine:
+        thinking, text, last = await ask(
+            engine, [user("Hi")], "r", None, sampling=stuck, max_tokens=300
+        )
+        assert last.reason == "repetition"
+        assert 64 <= last.reasoning_tokens < 80
+        assert len(set(thinking)) == len(set(text)) == 1
+        assert last.generated_tokens < 160
