@@ -81,7 +81,7 @@ async def _whole(request: Request, body: types.Request, deps: http.Deps) -> dict
     blocks.close()
     counts = count_usage(job.prompt, last.cached_tokens, last.generated_tokens)
     reply = begin_message(_message_id(job), body.model, counts)
-    return reply | {"content": blocks.content} | end_fields(last)
+    return reply | {"content": blocks.content} | end_fields(last, whole=_must_be_whole(job))
 
 
 async def _streamed(request: Request, body: types.Request, deps: http.Deps) -> Response:
@@ -115,7 +115,8 @@ async def _events(
     for item in blocks.close():
         yield _event(item)
     counts = count_usage(job.prompt, last.cached_tokens, last.generated_tokens)
-    yield _event({"type": "message_delta", "delta": end_fields(last), "usage": counts})
+    delta = end_fields(last, whole=_must_be_whole(job))
+    yield _event({"type": "message_delta", "delta": delta, "usage": counts})
     yield _event({"type": "message_stop"})
 
 
@@ -148,6 +149,10 @@ async def _job(request: Request, body: types.Request, deps: http.Deps) -> Job:
         api="messages",
         render_s=time.perf_counter() - begun,
     )
+
+
+def _must_be_whole(job: Job) -> bool:
+    return job.format is not None or job.tool_choice.required
 
 
 def _message_id(job: Job) -> str:

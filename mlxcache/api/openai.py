@@ -117,7 +117,8 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
         return _jobs([Job(prompt=prompt, render_s=time.perf_counter() - began, **fields)], body)
 
     endpoint = CHAT_NAMED if use.named else CHAT
-    return await _answer(deps, request, body, endpoint, jobs)
+    held = form is not None or use.choice.required
+    return await _answer(deps, request, body, endpoint, jobs, held=held)
 
 
 async def completions(deps: Deps, request: Request) -> Response:
@@ -125,6 +126,7 @@ async def completions(deps: Deps, request: Request) -> Response:
     body = await read_json(request, TextRequest, deps)
     wire.check_supported(body)
     given = wire.read_prompts(body)
+    form = read_format(body)
     fields = _fields(deps, request, body) | {
         "max_tokens": wire.read_max_tokens(
             body, deps.settings.default_max_tokens or TEXT_MAX_TOKENS
@@ -132,7 +134,7 @@ async def completions(deps: Deps, request: Request) -> Response:
         "top_logprobs": body.logprobs,
         "api": "completions",
         "raw": True,
-        "format": read_format(body),
+        "format": form,
     }
 
     async def job(one: str | Prompt) -> Job:
@@ -148,7 +150,8 @@ async def completions(deps: Deps, request: Request) -> Response:
 
     shown = given if body.echo else ()
     echoes = tuple(one if isinstance(one, str) else deps.engine.decode(one) for one in shown)
-    return await _answer(deps, request, body, TEXT, jobs, echoes=echoes)
+    held = form is not None
+    return await _answer(deps, request, body, TEXT, jobs, echoes=echoes, held=held)
 
 
 def _jobs(jobs: Sequence[Job], body: Generation) -> list[Job]:
@@ -180,6 +183,7 @@ async def _answer(
     make_jobs: Callable[[], Awaitable[list[Job]]],
     *,
     echoes: tuple[str, ...] = (),
+    held: bool = False,
 ) -> Response:
     id = get_request_id(request).replace("req_", endpoint.id_prefix)
     wish = Wish(
@@ -188,6 +192,7 @@ async def _answer(
         n=wire.read_choices(body),
         echoes=echoes,
         called=endpoint.called,
+        whole=held,
     )
     name = endpoint.chunk_object if body.stream else endpoint.object
     envelope = Envelope(id, body.model or require_model(deps).id, name)

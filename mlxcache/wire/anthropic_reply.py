@@ -159,13 +159,16 @@ REPETITION = {
 """`stop_details` of a reply that the loop guard ended."""
 
 
-def end_fields(finished: Finished) -> dict[str, Any]:
+def end_fields(finished: Finished, *, whole: bool = False) -> dict[str, Any]:
     """Build `stop_reason` and `stop_sequence` of a reply that ended by itself.
 
     A loop is an `end_turn`, because agents ask for more after `max_tokens`, with `stop_details`.
+    `whole`: a format or a call was required, and part of it is of no use. Then a loop is
+    `max_tokens`: after `end_turn` it would be parsed.
     """
+    cut = whole and finished.reason == "repetition"
     fields: dict[str, Any] = {
-        "stop_reason": STOP_REASONS[finished.reason],
+        "stop_reason": "max_tokens" if cut else STOP_REASONS[finished.reason],
         "stop_sequence": finished.stop_sequence,
     }
     return fields | ({"stop_details": REPETITION} if finished.reason == "repetition" else {})

@@ -48,7 +48,8 @@ class Wish:
 
     `n`: choices of each prompt; those of the first prompt come first. `echoes`: the text of each
     prompt, which its choices begin with; empty: none. `called`: the `finish_reason` if tools were
-    called. OpenAI's is `stop` where `tool_choice` names the function, also in a stream.
+    called. OpenAI's is `stop` where `tool_choice` names the function, also in a stream. `whole`: a
+    format or a call was required, and part of it is of no use.
     """
 
     logprobs: bool = False
@@ -56,6 +57,7 @@ class Wish:
     n: int = 1
     echoes: tuple[str, ...] = ()
     called: str = "tool_calls"
+    whole: bool = False
 
     def echo(self, index: int) -> str:
         """Return the text that a choice begins with."""
@@ -83,7 +85,8 @@ def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
 def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | None]:
     """Build `finish_reason` and, as vLLM, `stop_reason`: the stop string that ended the reply.
 
-    A loop is a `stop` for the reason `repetition`: agents ask for more after `length`.
+    A loop is a `stop` for the reason `repetition`: agents ask for more after `length`. Where the
+    reply had to be whole it is `length`: after `stop` it would be parsed.
     """
     looped = "repetition" if last.reason == "repetition" else None
     return {
@@ -94,7 +97,7 @@ def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | 
 
 def _finish_reason(last: Finished, wish: Wish, *, called: bool) -> str:
     """Return `stop`, `length` or, if tools were called, `Wish.called`."""
-    if last.reason == "length":
+    if last.reason == "length" or (wish.whole and last.reason == "repetition"):
         return "length"
     return wish.called if called or last.reason == "tool_calls" else "stop"
 

@@ -212,6 +212,19 @@ class TestJobs:
         assert (free.parallel_tools, forced.parallel_tools) == (True, False)
         assert engine.chats[0] == engine.chats[1] == engine.chats[2]
 
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_loop_in_a_format_is_a_cut_and_not_an_end(
+        self, client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+    ) -> None:
+        """After `end_turn` a client would parse it."""
+        engine.script = reply("[0, 0", reason="repetition")
+        form = {"type": "json_schema", "schema": {"type": "array"}}
+        for body, reason in (({}, "end_turn"), ({"output_format": form}, "max_tokens")):
+            response = await post(client, stream=stream, **body)
+            end = events(response.text)[-2][1]["delta"] if stream else response.json()
+            assert end["stop_reason"] == reason
+            assert end["stop_details"]["type"] == "repetition"
+
     @pytest.mark.parametrize("field", ["output_config", "output_format"])
     async def test_a_format_is_no_form_for_a_message_that_is_continued(
         self, client: httpx.AsyncClient, engine: FakeEngine, field: str

@@ -254,6 +254,15 @@ class TestRequests:
         response = await chat(client, tools=[WEATHER], tool_choice=choice)
         assert response.json()["choices"][0]["finish_reason"] == "length"
 
+    async def test_a_loop_in_a_format_is_a_cut_and_not_an_end(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        """After `stop` a client would parse it."""
+        engine.script = reply("[0, 0", reason="repetition")
+        for body, reason in (({}, "stop"), ({"guided_regex": "[0, ]*"}, "length")):
+            choice = (await chat(client, **body)).json()["choices"][0]
+            assert (choice["finish_reason"], choice["stop_reason"]) == (reason, "repetition")
+
     async def test_a_format_reaches_the_engine_and_changes_no_prompt(
         self, client: httpx.AsyncClient, engine: FakeEngine
     ) -> None:
