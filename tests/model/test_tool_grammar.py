@@ -119,6 +119,7 @@ def _value(strings: bool = True) -> st.SearchStrategy[Any]:
     bound = st.integers(-9, 99)
     scalars = [
         st.just({"type": "integer"}),
+        st.just({"type": "number"}),
         st.builds(
             lambda low, n: {"type": "integer", "minimum": low, "maximum": low + n}, bound, bound
         ),
