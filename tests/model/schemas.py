@@ -50,6 +50,34 @@ def schemas() -> st.SearchStrategy[Schema]:
     return st.recursive(_leaf(), _nested, max_leaves=8).map(lambda schema: {**schema, **DEFS})
 
 
+def values() -> st.SearchStrategy[Schema]:
+    """Schemas of strings, numbers, listed values, and arrays of them, which something satisfies."""
+    count = st.integers(0, 3)
+    # \d has the digits of all scripts in Python only
+    patterns = st.sampled_from([pattern for pattern in PATTERNS if "\\d" not in pattern])
+    leaves = st.one_of(
+        st.builds(
+            lambda low, n: {"type": "string", "minLength": low, "maxLength": low + n}, count, count
+        ),
+        _object({"type": st.just("string"), "pattern": patterns}),
+        st.builds(
+            lambda low, n: {"type": "integer", "minimum": low, "maximum": low + n},
+            BOUND,
+            st.integers(1, 99),
+        ),
+        _object({"type": st.sampled_from(["boolean", "null", "string", "integer"])}),
+        _object({"enum": st.lists(st.sampled_from(VALUES), min_size=1, max_size=4)}),
+    )
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            _object({"type": st.just("array"), "items": inner, "maxItems": count}),
+            _object({"anyOf": st.lists(inner, min_size=1, max_size=3)}),
+        ),
+        max_leaves=4,
+    )
+
+
 def _leaf() -> Drawn:
     number = {
         "type": st.sampled_from(["integer", "number"]),
