@@ -148,4 +148,4 @@ def test_a_long_argument_takes_linear_time(name: str) -> None:
 
     seconds(1_000)
     short, long = seconds(SIZE // 8), seconds(SIZE)
-    assert long < 20 * short + 0.2
+    assert long < 20 * short + 0.5  # eight times the length; the rest is for a busy machine
