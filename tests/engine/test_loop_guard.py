@@ -117,22 +117,19 @@ async def reply(engine: Any, tokens: int, **more: Any) -> tuple[str, Finished]:
 STUCK = Sampling(logit_bias=((50, 100.0),))
 
 
-@pytest.mark.parametrize("off", [False, True])
 async def test_a_reply_that_repeats_itself_is_ended(
     toy_llama: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    off: bool,
 ) -> None:
-    """With its reason in the last event and the record, counted and logged; the flag lets it be."""
+    """With its reason in the last event and the record, counted and logged."""
     monkeypatch.setattr(loop_guard, "_REQUIRED", loop_guard._REQUIRED // 20)  # to be quick
-    async with started(toy_llama, tmp_path, no_loop_guard=off) as engine:
+    async with started(toy_llama, tmp_path) as engine:
         _, last = await reply(engine, 100, sampling=STUCK)
         record = await engine.request("r")
         assert record is not None
-        assert record.finish_reason == last.reason == ("length" if off else "repetition")
-        assert engine.tally.repetitions == (not off)
-        assert ("again and again" in caplog.text) != off
-        if not off:
-            assert last.generated_tokens == 2 * BLOCK
+        assert record.finish_reason == last.reason == "repetition"
+        assert engine.tally.repetitions == 1
+        assert "reply ended: the same 1 tokens again and again" in caplog.text
+        assert last.generated_tokens == 2 * BLOCK

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlxcache.engine import loop_guard
 from mlxcache.engine.engine import Engine
 from mlxcache.types import DEFAULTED, Finished, Job, Prompt, Sampling
 from tests.engine.running import started
@@ -27,9 +28,9 @@ def model(toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def reply(engine: Engine, id: str, sampling: Sampling) -> list[str]:
+async def reply(engine: Engine, id: str, sampling: Sampling, *, tokens: int = 30) -> list[str]:
     prompt = Prompt(np.arange(10, 60, dtype=np.int32))
-    job = Job(id, prompt, sampling, max_tokens=30, raw=True)
+    job = Job(id, prompt, sampling, max_tokens=tokens, raw=True)
     events = [event async for event in await engine.submit(job)]
     assert isinstance(events[-1], Finished)
     return [event.text for event in events if hasattr(event, "text")]
@@ -52,11 +53,20 @@ async def test_the_models_defaults_apply_to_what_a_request_leaves_out(
         assert left_out != await reply(engine, "e", Sampling())
 
 
-async def test_without_the_file_s_defaults_the_api_s_apply(model: Path, tmp_path: Path) -> None:
-    async with started(model, tmp_path, no_generation_config=True) as engine:
+async def test_flags_switch_the_defaults_and_the_loop_guard_off(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the API's defaults apply, and a reply may repeat itself to its limit."""
+    monkeypatch.setattr(loop_guard, "_REQUIRED", loop_guard._REQUIRED // 50)
+    flags = {"no_generation_config": True, "no_loop_guard": True}
+    async with started(model, tmp_path, **flags) as engine:
         assert engine.info is not None
         assert engine.info.sampling == {}
         left_out = Sampling(temperature=1.0, seed=4, unset=UNSET)
         assert await reply(engine, "a", left_out) == (
             await reply(engine, "b", Sampling(temperature=1.0, seed=4))
         )
+        await reply(engine, "stuck", Sampling(logit_bias=((50, 100.0),)), tokens=70)
+        record = await engine.request("stuck")
+        assert record is not None
+        assert (record.finish_reason, record.generated_tokens) == ("length", 70)

@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxcache.config import Settings
 from mlxcache.engine import loop_guard
+from mlxcache.engine.decoder import Row
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.engine.task import Output, Task
 from mlxcache.model.load import Loaded
+from mlxcache.model.output import OutputParser
+from mlxcache.model.sampling import make_sampler
+from mlxcache.model.thinking_budget import ThinkingBudget, read_closing
 from mlxcache.types import Chat, Finished, Job, OutputFormat, Sampling, Text, Thinking
 from tests.engine.running import settled
+from tests.model.test_output import THINK, wrapped
 
 TOKENS = 70
 
@@ -266,3 +272,22 @@ async def test_a_loop_in_thinking_ends_the_thinking_first(
         assert 64 <= last.reasoning_tokens < 80
         assert len(set(thinking)) == len(set(text)) == 1
         assert last.generated_tokens < 160
+
+
+def test_a_reply_that_begins_again_is_closed_at_the_same_place() -> None:
+    """After an error of the device the tokens so far are replayed; the closing goes on."""
+    tokenizer = wrapped(None, THINK)
+    closing = read_closing(tokenizer, "llama", 608)
+    assert closing is not None
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    for written in range(1, len(closing.plain)):
+        budget = ThinkingBudget(closing, tokenizer, 10, ahead=1, tools=False)
+        row = Row(None, make_sampler(Sampling(), 608), (), None)
+        output = Output(OutputParser(tokenizer, thinking_open=True), row, budget=budget)
+        output.replay([*[a] * 8, *closing.plain[:written]])
+        row.apply_steering()
+        assert row.guide is not None
+        mask = row.guide.mask()
+        assert mask is not None
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        assert allowed.tolist() == [closing.plain[written]]
