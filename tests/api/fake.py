@@ -40,6 +40,7 @@ INFO = ModelInfo(
     weights_bytes=1000,
     architecture="llama",
     has_thinking=True,
+    sampling={"temperature": 0.6, "top_k": 20},
     has_tools=True,
     created=1_700_000_000,
 )

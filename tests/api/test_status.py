@@ -71,6 +71,7 @@ async def test_the_model_tells_its_lengths(client: httpx.AsyncClient) -> None:
     assert model["object"] == "model"
     assert model["context_length"] == model["loaded_context_length"] == 8192
     assert model["max_context_length"] == 32768
+    assert model["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
 
 
 @pytest.mark.parametrize("name", ["org/model-4bit", "claude-opus-4", "current-model", "a/b/c"])

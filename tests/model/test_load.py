@@ -75,6 +75,13 @@ def test_a_template_of_ones_own(toy_llama: Path, tmp_path: Path) -> None:
         load(ModelSpec(str(toy_llama), chat_template=str(tmp_path / "none.jinja")))
 
 
+def test_a_template_that_takes_an_effort_is_noted(toy_llama: Path) -> None:
+    """An effort is then its argument, and no budget."""
+    assert not load(ModelSpec(str(toy_llama))).info.takes_effort
+    text = "{{ reasoning_effort }}{{ messages[0].content }}"
+    assert load(ModelSpec(str(toy_llama), chat_template=text)).info.takes_effort
+
+
 def test_ends_of_turn_come_from_every_file(folder: Path) -> None:
     """generation_config.json before config.json, and the tokenizer's own besides."""
     own = load(ModelSpec(str(folder))).tokenizer.eos_token_id
