@@ -21,6 +21,7 @@ from mlxcache.bench.text import Filler
 from mlxcache.bench.write_beside import write_beside
 from mlxcache.model.hub import resolve
 from tests.proofs import beside, budget, memory, models
+from tests.proofs.guided import guided
 
 ModelMaker = Callable[[Path], Path]
 MemoryCheck = Callable[[Server, Filler, float], Measured]
@@ -45,6 +46,7 @@ RESTART: dict[str, ModelMaker] = {
 DISK: dict[str, tuple[DiskCheck, ModelMaker]] = {
     "restore_speed": (restore_speed, models.heavy),
     "write_beside": (write_beside, models.heavy),
+    "guided": (guided, models.wordy),
 }
 """Each runs an engine in this process. The check takes the model's folder, a folder to write in,
 the number of repetitions, and a callback for the current step."""

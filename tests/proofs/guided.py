@@ -1,0 +1,109 @@
+"""Pace of replies that follow a schema, beside that of free ones: alone, and four at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from mlxcache.bench.checks import Check, Measured
+from mlxcache.bench.inside import Inside, drained, running_inside
+from mlxcache.bench.measure import middle
+from mlxcache.types import Job, OutputFormat, Prompt
+
+LEAST = 0.85
+"""Least tokens per second with a schema, by those without."""
+
+REPLY_TOKENS = 64
+RAM = "1GB"
+
+_TEXT = {"type": "string"}
+ITEMS: Sequence[dict[str, Any]] = (
+    {
+        "type": "object",
+        "properties": {"name": _TEXT, "count": {"type": "integer"}, "tags": {"type": "array"}},
+        "required": ["name", "count", "tags"],
+        "additionalProperties": False,
+    },
+    {"type": "object", "properties": {"path": {"type": "string", "pattern": "^/[a-z/]+\\.py$"}}},
+    {"anyOf": [{"type": "number"}, {"type": "array", "items": _TEXT}, {"enum": ["a", "b", None]}]},
+    _TEXT,
+)
+"""Schemas of the items of each reply, which is an array too long for it to end."""
+
+FORMATS = tuple(
+    OutputFormat("json_schema", json.dumps({"type": "array", "items": item, "minItems": 1000}))
+    for item in ITEMS
+)
+
+_numbers = count()
+
+
+def guided(model: Path, folder: Path, runs: int, on_step: Callable[[str], None]) -> Measured:
+    """Decode replies of REPLY_TOKENS tokens with and without a schema, in turn, `runs` times.
+
+    Greedy; a grammar is compiled before it is timed. Raises ValueError, MlxcacheError, OSError.
+    """
+    return asyncio.run(_play(model, folder, runs, on_step))
+
+
+async def _play(model: Path, folder: Path, runs: int, on_step: Callable[[str], None]) -> Measured:
+    async with running_inside(model, folder, RAM) as inside:
+        on_step("the grammars are compiled")
+        began = time.perf_counter()
+        await _pace(inside, FORMATS[:1])
+        first_s = time.perf_counter() - began
+        await _pace(inside, FORMATS)
+        paces: dict[str, list[float]] = {}
+        for run in range(runs):
+            for rows in (1, len(FORMATS)):
+                free: Sequence[OutputFormat | None] = [None] * rows
+                forms = (free, FORMATS[:rows])
+                for form in forms if run % 2 else forms[::-1]:
+                    name = f"{'free' if form is free else 'guided'}_{rows}_tokens_s"
+                    on_step(f"{run + 1}/{runs} {name}")
+                    paces.setdefault(name, []).append(await _pace(inside, form))
+    return _held(paces, first_s)
+
+
+async def _pace(inside: Inside, forms: Sequence[OutputFormat | None]) -> float:
+    """Tokens per second of one reply for each of `forms`, all at once, from their first tokens."""
+    ids = [
+        inside.tokens(16 * inside.core.layout.bytes_per_token, 700 + i) for i, _ in enumerate(forms)
+    ]
+    streams = [
+        await inside.engine.submit(
+            Job(
+                f"pace-{next(_numbers)}",
+                Prompt(one),
+                max_tokens=REPLY_TOKENS,
+                format=form,
+                raw=True,
+            )
+        )
+        for one, form in zip(ids, forms, strict=True)
+    ]
+    await asyncio.gather(*map(drained, streams))
+    records = [stream.record for stream in streams]
+    drawn = sum(record.generated_tokens - 1 for record in records)
+    if drawn < len(forms) * (REPLY_TOKENS - 1):
+        raise ValueError("a reply ended before its time")
+    return drawn / max(record.timing["decode_s"] for record in records)
+
+
+def _held(paces: dict[str, list[float]], first_s: float) -> Measured:
+    figures: dict[str, Any] = {name: middle(values) for name, values in paces.items()}
+    figures["first_reply_s"] = first_s
+    checks = []
+    for rows in (1, len(FORMATS)):
+        free, ours = paces[f"free_{rows}_tokens_s"], paces[f"guided_{rows}_tokens_s"]
+        share = middle(a / b for a, b in zip(ours, free, strict=True))
+        assert share is not None
+        figures[f"share_{rows}"] = share
+        name = f"tokens/s of {rows} with a schema, by those without"
+        checks.append(Check(name, share, LEAST, least=True))
+    return Measured(figures | {f"{name}_each": values for name, values in paces.items()}, checks)
