@@ -18,7 +18,10 @@ from mlxcache.types import Job, OutputFormat, Prompt
 LEAST = 0.85
 """Least tokens per second with a schema, by those without."""
 
-REPLY_TOKENS = 64
+REPLY_TOKENS, PAIRS = 24, 4
+"""Tokens of a reply, and pairs of a repetition: many short ones, as other work on the machine
+changes its speed from second to second."""
+
 RAM = "1GB"
 
 _TEXT = {"type": "string"}
@@ -44,7 +47,7 @@ _numbers = count()
 
 
 def guided(model: Path, folder: Path, runs: int, on_step: Callable[[str], None]) -> Measured:
-    """Decode replies of REPLY_TOKENS tokens with and without a schema, in turn, `runs` times.
+    """Decode short replies with and without a schema, in turn, PAIRS times in each of `runs`.
 
     Greedy; a grammar is compiled before it is timed. Raises ValueError, MlxcacheError, OSError.
     """
@@ -59,13 +62,13 @@ async def _play(model: Path, folder: Path, runs: int, on_step: Callable[[str], N
         first_s = time.perf_counter() - began
         await _pace(inside, FORMATS)
         paces: dict[str, list[float]] = {}
-        for run in range(runs):
+        for run in range(PAIRS * runs):
             for rows in (1, len(FORMATS)):
                 free: Sequence[OutputFormat | None] = [None] * rows
                 forms = (free, FORMATS[:rows])
                 for form in forms if run % 2 else forms[::-1]:
                     name = f"{'free' if form is free else 'guided'}_{rows}_tokens_s"
-                    on_step(f"{run + 1}/{runs} {name}")
+                    on_step(f"{run + 1}/{PAIRS * runs} {name}")
                     paces.setdefault(name, []).append(await _pace(inside, form))
     return _held(paces, first_s)
 
