@@ -75,6 +75,10 @@ _DEEPEST = 200
 _MOST_LOCATED = 2000
 
 
+LARGEST_DIVISOR = 100_000
+"""Largest `multipleOf`: compiling one of 100,000 takes a second, one of a million half a minute."""
+
+
 def check(schema: Any, *, param: str, at: str = "schema") -> Schema:
     """Check a schema and rewrite it; `at` names it in errors.
 
@@ -193,6 +197,11 @@ class _Check:
             raise self._refuse(pointer, f"expected a number, got {_short(value)}")
         if not isinstance(value, bool) and not math.isfinite(value):
             raise self._refuse(pointer, f"expected a finite number, got {value}")
+        return value
+
+    def _divisor(self, value: Any, pointer: str) -> Any:
+        if self._bound(value, pointer) > LARGEST_DIVISOR:
+            raise self._refuse(pointer, f"expected at most {LARGEST_DIVISOR}, got {value}")
         return value
 
     def _required(self, value: Any, pointer: str) -> list[str]:
@@ -342,7 +351,7 @@ _READ: dict[str, Callable[[_Check, Any, str], Any]] = {
     "items": _Check._items,
     "additionalItems": _Check._node,
     "additionalProperties": _Check._node,
-    "multipleOf": _Check._bound,
+    "multipleOf": _Check._divisor,
     **dict.fromkeys(_LISTS, _Check._schemas),
     **dict.fromkeys(_MAPS, _Check._map),
     **dict.fromkeys(_COUNTS, _Check._count),

@@ -176,6 +176,7 @@ def test_a_keyword_that_cannot_be_kept_is_refused_by_name_and_place(keyword: str
         ({"anyOf": {}}, "expected a list of schemas.* at /anyOf"),
         ({"items": 3}, "expected a schema, got 3 at /items"),
         ({"type": "string", "minLength": -1}, "expected a count, got -1 at /minLength"),
+        ({"multipleOf": 1000003}, "at most 100000, got 1000003 at /multipleOf"),
         ({"required": "a"}, "expected a list of names.* at /required"),
         ({"$ref": "https://example.com/x"}, "not local.* at /\\$ref"),
         ({"$ref": "#/$defs/gone"}, "leads nowhere.* at /\\$ref"),

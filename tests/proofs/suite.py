@@ -51,14 +51,14 @@ DISK: dict[str, tuple[DiskCheck, ModelMaker]] = {
 """Each runs an engine in this process. The check takes the model's folder, a folder to write in,
 the number of repetitions, and a callback for the current step."""
 
-LONG = ("observed", "long_prefill")
+LONG = ("observed", "long_prefill", "guided")
 """Checks that take many minutes."""
 
 DEFAULT = [
     *(name for name in SCENARIOS if name not in PARTING),
     *(name for name in MEMORY if name not in LONG),
     "restart",
-    *DISK,
+    *(name for name in DISK if name not in LONG),
 ]
 NAMES = [*DEFAULT, *LONG, *PARTING, *(name for name in RESTART if name not in DEFAULT)]
 """Measurements that --only takes; DEFAULT where nothing is named."""
