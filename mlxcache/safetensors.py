@@ -170,10 +170,14 @@ def read_foreign_header(fd: int, *, own: bool) -> Header:
     length = int.from_bytes(_pread(fd, _LENGTH, 0), "little")
     if length > min(MOST_FOREIGN, os.fstat(fd).st_size):
         raise Malformed("its header does not fit into it")
-    text = _pread(fd, length, _LENGTH)
-    if text.count(b",") + text.count(b":") > _MOST_VALUES:
+    if not is_foreign_size(_pread(fd, length, _LENGTH)):
         raise Malformed("its header has too many entries")
     return read_header(fd, own=own)
+
+
+def is_foreign_size(text: bytes) -> bool:
+    """True for a header that `read_foreign_header` accepts by its size and number of entries."""
+    return len(text) <= MOST_FOREIGN and text.count(b",") + text.count(b":") <= _MOST_VALUES
 
 
 def parse(text: bytes, size: int) -> Header:

@@ -62,7 +62,8 @@ from mlxcache.sessions.files import remove_stale
 from mlxcache.sessions.journal import Served
 from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
 from mlxcache.store.database import TemporaryDatabase
-from mlxcache.store.session_rows import Gain, ReplyRow
+from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_rows import Gain
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget

@@ -192,6 +192,7 @@ class PromptBuilder:
         position = self._tokeniser.position(prompt, generation)
         marks = find_marks(prompt, self.openers, position)
         end = self._breakpoint(chat, prompt, position)
+        known = tuple(dict.fromkeys((*canonical.replies, *replayed.replies)))
         key = PromptKey(replayed.digest, len(rendered.text), replayed.tail, canonical.history)
         made = Prompt(
             ids=prompt.ids,
@@ -203,7 +204,7 @@ class PromptBuilder:
             generic_tools=bool(chat.tools) and not self.traits.tools,
             rules=_with_replay(canonical.rules, prompt.splices and replayed.changed),
             names=canonical.names,
-            source=Source(sent, canonical, prompt, generation, key),
+            source=Source(sent, canonical, prompt, generation, key, known),
         )
         return add_images(made, self._images, rendered.images) if rendered.images else made
 

@@ -39,13 +39,15 @@ class Source:
     """The origin of a prompt: the conversation as `sent`, as `canonical`, and as tokenised text.
 
     `generation`: the character of the tokenised text at which the reply begins.
-    `key`: identifies the prompt to find replies to it."""
+    `key`: identifies the prompt to find replies to it. `replies`: keys of the known replies in it.
+    """
 
     sent: Chat
     canonical: Canonical
     tokenised: Tokenised
     generation: int
     key: PromptKey | None = None
+    replies: tuple[bytes, ...] = ()
 
     @property
     def chat(self) -> Chat:

@@ -52,7 +52,7 @@ class ReplayedText:
     """A text in which known replies are spliced in.
 
     `digest` and `tail` are of the text as rendered. `changed`: the ids of at least one reply differ
-    from the encoding of its text.
+    from the encoding of its text. `replies`: keys of the known replies, in order.
     """
 
     text: str
@@ -60,6 +60,7 @@ class ReplayedText:
     digest: bytes = b""
     changed: bool = False
     tail: str = ""
+    replies: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class _Fit:
     raw: str
     closing: str
     changes: bool
+    key: bytes
 
 
 class Replay:
@@ -98,7 +100,7 @@ class Replay:
 
     def find_reply(
         self, history: bytes, message: Mapping[str, Any], tools: Tools
-    ) -> ReplyContent | None:
+    ) -> DecodedReply | None:
         """The newest reply after a history that has a message's text, calls, and thinking if any.
 
         None where there is none.
@@ -107,13 +109,14 @@ class Replay:
         content = ReplyContent.of_message(message) if replies else None
         if content is None:
             return None
+        thinks = any(map(str.strip, content.thoughts))
         for reply in reversed(replies):
             decoded = self._reader.decode(reply, tools)
             if decoded is None:
                 continue
             said = decoded.content
-            if said.same_except_thinking(content) and (not content.thinking or said.same(content)):
-                return said
+            if said.same(content) if thinks else said.same_except_thinking(content):
+                return decoded
         return None
 
     def splice_replies(self, text: str, tools: Tools, *, enabled: bool = True) -> ReplayedText:
@@ -125,6 +128,7 @@ class Replay:
         steady = self._steady(text)
         parts: list[str] = []
         splices: list[Splice] = []
+        keys: list[bytes] = []
         hashed = done = length = 0
         changed = False
         for at in self.replies.prompt_lengths(steady) if enabled else ():
@@ -139,12 +143,13 @@ class Replay:
             length += at - done
             end = length + len(fit.raw)
             splices.append(Splice(length, end, fit.shown, fit.ids, fit.closing))
+            keys.append(fit.key)
             length, done, changed = end, at + len(fit.shown), changed or fit.changes
         walk.update(steady[hashed:].encode("utf-8", "surrogatepass"))
         parts.append(text[done:])
         spliced = "".join(parts) if splices else text
         tail = steady[-TAIL_CHARACTERS:]
-        return ReplayedText(spliced, tuple(splices), walk.digest(), changed, tail)
+        return ReplayedText(spliced, tuple(splices), walk.digest(), changed, tail, tuple(keys))
 
     def _find_fit(
         self, text: str, at: int, replies: Sequence[GeneratedReply], tools: Tools
@@ -210,4 +215,4 @@ class Replay:
         before = self._codec.encode(text[start:at])
         canonical = self._codec.encode(text[start:end])
         changes = not np.array_equal(canonical, np.concatenate((before, ids)))
-        return _Fit(shown, guard, ids, raw, closing, changes)
+        return _Fit(shown, guard, ids, raw, closing, changes, decoded.key)

@@ -19,7 +19,7 @@ from mlxcache.prompt.blanks import equal_blocks, join_blocks, message_blocks
 from mlxcache.prompt.canonical.argument_order import equal_values
 from mlxcache.prompt.incremental import ControlTokenFinder
 from mlxcache.prompt.tokenizer import ChatTokenizer, thinking_marks, tool_marks
-from mlxcache.store.session_rows import ReplyRow
+from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.types import Piece, Prompt, Text, Tokens, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
@@ -78,16 +78,6 @@ class ReplyContent:
         functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
         calls = tuple((str(one.get("name")), one.get("arguments")) for one in functions)
         return cls(texts, (thinking,), calls)
-
-    @property
-    def text(self) -> str:
-        """The text in one string; empty if it is blank."""
-        return join_blocks(self.texts)
-
-    @property
-    def thinking(self) -> str:
-        """The thinking in one string; empty if it is blank."""
-        return join_blocks(self.thoughts)
 
     def same(self, other: ReplyContent) -> bool:
         """True if text, thinking and calls are equal.
@@ -149,13 +139,29 @@ class DecodedReply:
     """A reply as text and content.
 
     `raw`: the text of `ids` with control tokens. `closing`: the text of the control token that
-    ended the reply, or empty.
+    ended the reply, or empty. `key`: that of its row.
     """
 
     ids: Tokens
     raw: str
     content: ReplyContent
     closing: str
+    key: bytes
+
+    @property
+    def text(self) -> str:
+        """Its text in one string; empty if it is blank."""
+        return join_blocks(self.content.texts)
+
+    @property
+    def thinking(self) -> str:
+        """Its thinking in one string; empty if it is blank."""
+        return join_blocks(self.content.thoughts)
+
+    @property
+    def calls(self) -> tuple[tuple[str, Any], ...]:
+        """Its calls, as (name, arguments)."""
+        return self.content.calls
 
 
 _COMPARED = tuple(one.name for one in fields(ReplyRow) if one.name != "ids")
@@ -260,7 +266,8 @@ class ReplyReader:
         if content is None or any(self.finder.find_all(text) for text in content.strings):
             return None
         last = found[-1].group() if found and found[-1].end() == len(raw) else ""
-        return DecodedReply(ids, raw, content, "" if last in self._inner else last)
+        closing = "" if last in self._inner else last
+        return DecodedReply(ids, raw, content, closing, reply.row.key)
 
     def _ids_before_stop(self, reply: ReplyRow) -> Tokens | None:
         """The ids before the stop string; None where they cannot be told apart.

@@ -21,7 +21,8 @@ from mlxcache.sessions.reply_feed import Learn, ReplyFeed
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed
-from mlxcache.store.session_rows import Gain, ReplyRow, SessionFigures
+from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.types import Job, Tokens

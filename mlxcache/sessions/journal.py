@@ -19,7 +19,8 @@ from typing import TypeVar
 from mlxcache.errors import Busy, NotReady, StoreError
 from mlxcache.store.database import Locked
 from mlxcache.store.leaves import conversation_key_tokens
-from mlxcache.store.session_rows import Gain, ReplyRow
+from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_rows import Gain
 from mlxcache.store.sessions import Sessions, Turn
 from mlxcache.store.snapshot_format import Spec
 from mlxcache.store.store import Store
@@ -99,13 +100,14 @@ class SessionWriter:
         `ids`: its prompt and reply, shape (n,). `at`: seconds since 1970. Where the table cannot be
         written it is tried again later, as long as the server runs.
         """
-        marks, prompt = job.prompt.marks, len(job.prompt.ids)
+        prompt = job.prompt
+        marks, length = prompt.marks, len(prompt.ids)
         turn = Turn(
             namespace=self._model.namespace,
             model=self._model.name,
             ids=ids,
-            prompt_tokens=prompt,
-            key_tokens=conversation_key_tokens(marks, prompt),
+            prompt_tokens=length,
+            key_tokens=conversation_key_tokens(marks, length),
             head=marks[0] if len(marks) > 1 else 0,
             at=at,
             label=job.session,
@@ -114,6 +116,7 @@ class SessionWriter:
             reply=reply,
             owner=job.owner,
             gain=gain,
+            known=getattr(prompt.source, "replies", ()),
         )
         self._submit(lambda: self._write_with_late(turn))
 

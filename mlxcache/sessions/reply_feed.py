@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mlxcache.errors import StoreError
-from mlxcache.store.session_rows import ReplyRow
+from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 

@@ -27,7 +27,8 @@ class Leaf:
 
     `prompt_tokens` of them are the prompt. `key_tokens`: length of its conversation key, the
     leading tokens that a prompt must share to continue it. `turns`: finished requests.
-    `last_used_at`: seconds since 1970.
+    `last_used_at`: seconds since 1970. `replies`: keys of the replies in it, in order; None where
+    an earlier version wrote it.
     """
 
     id: int
@@ -38,6 +39,7 @@ class Leaf:
     key_tokens: int
     turns: int
     last_used_at: float
+    replies: tuple[bytes, ...] | None = None
 
 
 def conversation_key_tokens(marks: Sequence[int], prompt_tokens: int) -> int:

@@ -1,7 +1,7 @@
 """Rows of the tables of sessions: SQL on a connection, in the caller's transaction.
 
-Sessions, their leaves with token ids, their replies, and their figures. The columns are described
-in docs/disk-format.md.
+Sessions, their leaves with token ids, and their figures. The columns are described in
+docs/disk-format.md.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import NotFound
 from mlxcache.store.leaves import Kind, Leaf, digest_of, digests_at, replaces_main
+from mlxcache.store.reply_rows import ReplyRow, pack_keys, unpack_keys
 from mlxcache.types import Tokens
 
 MOST_SESSIONS = 10_000
@@ -40,7 +41,7 @@ CREATE TABLE IF NOT EXISTS leaves (
     session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
     namespace TEXT NOT NULL, kind TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
     anchor INTEGER NOT NULL, digest BLOB NOT NULL,
-    turns INTEGER NOT NULL, last_used_at REAL NOT NULL);
+    turns INTEGER NOT NULL, last_used_at REAL NOT NULL, replies BLOB);
 CREATE INDEX IF NOT EXISTS leaves_session ON leaves (session);
 CREATE INDEX IF NOT EXISTS leaves_anchor ON leaves (namespace, anchor, digest);
 CREATE TABLE IF NOT EXISTS leaf_tokens (
@@ -81,7 +82,7 @@ class Turn:
     """A finished request. `ids` are its prompt (`prompt_tokens` of them) and its reply.
 
     `key_tokens`: see `leaves.conversation_key_tokens`. `head`: tokens of tools and system.
-    `at`: seconds since 1970. `gain`: its figures.
+    `at`: seconds since 1970. `gain`: its figures. `known`: keys of the replies in its prompt.
     """
 
     namespace: str
@@ -97,13 +98,19 @@ class Turn:
     reply: ReplyRow | None = None
     gain: Gain | None = None
     owner: str | None = None
+    known: tuple[bytes, ...] = ()
+
+    @property
+    def replies(self) -> tuple[bytes, ...]:
+        """Keys of the replies in its prompt, and of its own."""
+        return self.known if self.reply is None else (*self.known, self.reply.key)
 
 
 SESSION_FIELDS = (
     "id, namespace, model, label, name, title, client, turns, pinned, created_at, last_used_at"
     ", owner"
 )
-_LEAF_FIELDS = "id, session, kind, prompt_tokens, anchor, turns, last_used_at"
+_LEAF_FIELDS = "id, session, kind, prompt_tokens, anchor, turns, last_used_at, replies"
 
 
 def session_from(row: tuple[Any, ...]) -> Session:
@@ -123,8 +130,9 @@ def read_leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> 
 
 
 def _leaf(db: sqlite3.Connection, row: tuple[Any, ...]) -> Leaf:
-    id, session, kind, prompt, key, turns, used = row
-    return Leaf(id, session, kind, read_ids(db, id), prompt, key, turns, used)
+    id, session, kind, prompt, key, turns, used, replies = row
+    ids = read_ids(db, id)
+    return Leaf(id, session, kind, ids, prompt, key, turns, used, unpack_keys(replies))
 
 
 def read_ids(db: sqlite3.Connection, leaf: int) -> Tokens:
@@ -133,11 +141,19 @@ def read_ids(db: sqlite3.Connection, leaf: int) -> Tokens:
     return np.frombuffer(b"".join(part for (part,) in rows), "<i4").astype(np.int32)
 
 
-def add_owner_column(db: sqlite3.Connection) -> None:
-    """Add the column `owner`, which tables of earlier versions lack."""
-    columns = {name for _, name, *_ in db.execute("PRAGMA table_info(sessions)")}
-    if "owner" not in columns:
-        db.execute("ALTER TABLE sessions ADD COLUMN owner TEXT")
+_LATER_COLUMNS = (
+    ("sessions", "owner", "TEXT"),
+    ("leaves", "replies", "BLOB"),
+    ("replies", "key", "BLOB"),
+)
+
+
+def add_later_columns(db: sqlite3.Connection) -> None:
+    """Add the columns that tables of earlier versions lack."""
+    for table, column, kind in _LATER_COLUMNS:
+        columns = {name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")}
+        if column not in columns:
+            db.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
 
 
 def read_session(db: sqlite3.Connection, id: str, owner: str | None = ANY_OWNER) -> Session:
@@ -190,14 +206,16 @@ def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | No
     main = next(iter(read_leaves(db, "session = ? AND kind = 'main'", (session,))), None)
     if leaf is None:
         kind: Kind = "agent" if main else "main"
-        made = Leaf(0, session, kind, turn.ids, turn.prompt_tokens, turn.key_tokens, 1, turn.at)
+        lengths = (turn.prompt_tokens, turn.key_tokens)
+        made = Leaf(0, session, kind, turn.ids, *lengths, 1, turn.at, turn.replies)
         now = insert_leaf(db, turn.namespace, made)
         _trim_leaves(db, session)
     else:
         now = replace(leaf, ids=turn.ids, turns=leaf.turns + 1)
         db.execute(
-            "UPDATE leaves SET prompt_tokens = ?, turns = ?, last_used_at = ? WHERE id = ?",
-            (turn.prompt_tokens, now.turns, turn.at, now.id),
+            "UPDATE leaves SET prompt_tokens = ?, turns = ?, last_used_at = ?, replies = ?"
+            " WHERE id = ?",
+            (turn.prompt_tokens, now.turns, turn.at, pack_keys(turn.replies), now.id),
         )
         _write_ids(db, now.id, turn.ids, common_length(leaf.ids, turn.ids), len(leaf.ids))
     first = leaf is not None and turn.prompt_tokens > leaf.prompt_tokens and _is_first(db, leaf)
@@ -223,10 +241,11 @@ def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
     digest = digest_of(leaf.ids[:key])
     row = db.execute(
         "INSERT INTO leaves (session, namespace, kind, prompt_tokens, anchor, digest, turns,"
-        " last_used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        " last_used_at, replies) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             *(leaf.session, namespace, leaf.kind, leaf.prompt_tokens),
             *(key, digest, leaf.turns, leaf.last_used_at),
+            None if leaf.replies is None else pack_keys(leaf.replies),
         ),
     )
     made = replace(leaf, id=int(row.lastrowid or 0), key_tokens=key)
@@ -292,74 +311,6 @@ def trim_sessions(db: sqlite3.Connection) -> None:
         " ORDER BY last_used_at DESC LIMIT -1 OFFSET ?)",
         (MOST_SESSIONS,),
     )
-
-
-MOST_REPLIES = 8192
-"""Replies kept of all models; of more, the oldest are removed."""
-
-REPLY_SCHEMA = """
-CREATE TABLE IF NOT EXISTS replies (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
-    namespace TEXT NOT NULL, digest BLOB NOT NULL, length INTEGER NOT NULL, tail TEXT NOT NULL,
-    history BLOB NOT NULL, ids BLOB NOT NULL, calls INTEGER NOT NULL,
-    thinking_open INTEGER NOT NULL, generic_tools INTEGER NOT NULL, stopped TEXT);
-CREATE INDEX IF NOT EXISTS replies_session ON replies (session);
-CREATE INDEX IF NOT EXISTS replies_namespace ON replies (namespace);
-"""
-_REPLY_FIELDS = "digest, length, tail, history, ids, calls, thinking_open, generic_tools, stopped"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplyRow:
-    """A reply as the model wrote it: token ids, shape (n,), and the keys to find it by."""
-
-    digest: bytes
-    length: int
-    tail: str
-    history: bytes
-    ids: Tokens
-    calls: bool
-    thinking_open: bool
-    generic_tools: bool
-    stopped: str | None
-
-
-def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: ReplyRow) -> None:
-    """Insert a session's reply, and remove the oldest beyond `MOST_REPLIES`."""
-    ids = np.asarray(reply.ids, "<i4").tobytes()
-    row = (reply.digest, reply.length, reply.tail, reply.history, ids)
-    how = (reply.calls, reply.thinking_open, reply.generic_tools, reply.stopped)
-    made = db.execute(
-        f"INSERT INTO replies (session, namespace, {_REPLY_FIELDS}) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
-        (session, namespace, *row, *how),
-    )
-    db.execute("DELETE FROM replies WHERE id <= ?", ((made.lastrowid or 0) - MOST_REPLIES,))
-
-
-def read_replies(
-    db: sqlite3.Connection, namespace: str, after: int = 0
-) -> tuple[dict[str | None, list[ReplyRow]], int]:
-    """Replies of a namespace with a row id above `after`, and the highest row id now.
-
-    By the owner of their session, oldest first.
-    """
-    last = int(db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0])
-    found: dict[str | None, list[ReplyRow]] = {}
-    if last <= after:
-        return found, last
-    query = (
-        f"SELECT (SELECT owner FROM sessions WHERE sessions.id = session), {_REPLY_FIELDS}"
-        " FROM replies WHERE id > ? AND namespace = ? ORDER BY id"
-    )
-    for owner, digest, length, tail, history, ids, *flags, stopped in db.execute(
-        query, (after, namespace)
-    ):
-        calls, opened, generic = map(bool, flags)
-        tokens = np.frombuffer(ids, "<i4").astype(np.int32)
-        row = ReplyRow(digest, length, tail, history, tokens, calls, opened, generic, stopped)
-        found.setdefault(owner, []).append(row)
-    return found, last
 
 
 FIGURES_SCHEMA = """

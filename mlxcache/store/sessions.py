@@ -14,10 +14,12 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 
 from mlxcache.errors import BadRequest, NotFound
+from mlxcache.store import reply_rows
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
 from mlxcache.store.leaves import Leaf, find_continued
-from mlxcache.store.session_rows import ANY_OWNER, ReplyRow, Session, SessionFigures, Turn
+from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_rows import ANY_OWNER, Session, SessionFigures, Turn
 from mlxcache.store.snapshot_format import CARRIED, LeafInfo, SessionInfo
 from mlxcache.types import Tokens
 
@@ -50,10 +52,10 @@ class Sessions:
     def __init__(self, database: Database):
         self._database = database
         database.create(rows.SCHEMA)
-        database.create(rows.REPLY_SCHEMA)
+        database.create(reply_rows.SCHEMA)
         database.create(rows.FIGURES_SCHEMA)
         with database.write() as db:
-            rows.add_owner_column(db)
+            rows.add_later_columns(db)
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
         """Limit to `seconds` what this thread waits for other writers inside the block."""
@@ -125,7 +127,7 @@ class Sessions:
         By owner, oldest first.
         """
         with self._database.read() as db:
-            return rows.read_replies(db, namespace, after)
+            return reply_rows.read_replies(db, namespace, after)
 
     # -- changing ----------------------------------------------------------------------------
 
@@ -144,7 +146,7 @@ class Sessions:
                 rows.trim_sessions(db)
             rows.write_leaf(db, turn, session, leaf)
             if turn.reply is not None:
-                rows.insert_reply(db, session, turn.namespace, turn.reply)
+                reply_rows.insert_reply(db, session, turn.namespace, turn.reply)
             if turn.gain is not None:
                 rows.add_gain(db, session, turn.namespace, turn.gain)
             db.execute(
@@ -182,12 +184,16 @@ class Sessions:
         """Remove a session's rows, but not its KV. Raises NotFound."""
         with self._database.write() as db:
             rows.read_session(db, id)
+            reply_rows.hand_over(db, {id})
             db.execute("DELETE FROM sessions WHERE id = ?", (id,))
 
     def clear(self, *, pinned: bool = False) -> int:
         """Remove all sessions, pinned ones only if `pinned`; returns their number."""
+        gone = "FROM sessions WHERE ? OR NOT pinned"
         with self._database.write() as db:
-            return db.execute("DELETE FROM sessions WHERE ? OR NOT pinned", (pinned,)).rowcount
+            leaving = {id for (id,) in db.execute(f"SELECT id {gone}", (pinned,))}
+            reply_rows.hand_over(db, leaving)
+            return db.execute(f"DELETE {gone}", (pinned,)).rowcount
 
     def fork(self, id: str, at: float, name: str | None = None, tokens: int | None = None) -> str:
         """Insert a session with the main leaf of `id`, or its first `tokens`; returns the new id.
@@ -222,6 +228,8 @@ class Sessions:
                 prompt_tokens=min(main.prompt_tokens, end),
                 last_used_at=at,
             )
+            if end < len(main.ids):
+                leaf = replace(leaf, replies=_held(db, source, leaf))
             rows.insert_leaf(db, source.namespace, leaf)
         return fork.id
 
@@ -230,8 +238,9 @@ class Sessions:
         with self._database.read() as db:
             session = rows.read_session(db, id, owner)
             leaves = rows.read_leaves(db, "session = ?", (id,))
+            leaves, replies = _with_replies(db, session, leaves)
         own = {name: getattr(session, name) for name in CARRIED}
-        return SessionInfo(leaves=tuple(_carried(leaf) for leaf in leaves), **own)
+        return SessionInfo(leaves=tuple(map(_carried, leaves)), replies=replies, **own)
 
     def adopt(
         self, info: SessionInfo, at: float, name: str | None = None, owner: str | None = None
@@ -239,7 +248,8 @@ class Sessions:
         """Insert a session from a snapshot; returns its id, a new one if that is taken.
 
         It counts as used `at`. It loses its label if another session has it. An owner's session
-        gets a new id, as the one in the file may be that of another owner's session.
+        gets a new id, as the one in the file may be that of another owner's session. Replies that
+        the owner has already are not inserted again.
         """
         with self._database.write() as db:
             own = {field: getattr(info, field) for field in CARRIED}
@@ -255,7 +265,38 @@ class Sessions:
             for leaf in info.leaves:
                 own = {field: getattr(leaf, field) for field in _CARRIED_OF_LEAF}
                 rows.insert_leaf(db, made.namespace, Leaf(id=0, session=made.id, **own))
+            new = {reply.key: reply for reply in info.replies}
+            known = reply_rows.find_replies(db, made.namespace, owner, new.keys())
+            for key, reply in new.items():
+                if key not in known:
+                    reply_rows.insert_reply(db, made.id, made.namespace, reply)
         return made.id
+
+
+def _with_replies(
+    db: sqlite3.Connection, session: Session, leaves: list[Leaf]
+) -> tuple[list[Leaf], tuple[ReplyRow, ...]]:
+    """A session's leaves with the keys of the replies that they hold, and those replies.
+
+    A leaf holds the replies that it lists, and those of its session whose ids are among its own.
+    """
+    own = {reply.key: reply for reply in reply_rows.read_own(db, session.id)}
+    listed = {key for leaf in leaves for key in leaf.replies or ()}
+    found = reply_rows.find_replies(db, session.namespace, session.owner, listed)
+    held: list[Leaf] = []
+    for leaf in leaves:
+        keys = [key for key in leaf.replies or () if key in found]
+        keys += [k for k, one in own.items() if k not in listed and reply_rows.holds(leaf.ids, one)]
+        held.append(replace(leaf, replies=tuple(dict.fromkeys(keys))))
+    found |= {key: own[key] for leaf in held for key in leaf.replies or () if key not in found}
+    return held, tuple(found.values())
+
+
+def _held(db: sqlite3.Connection, session: Session, leaf: Leaf) -> tuple[bytes, ...]:
+    """Keys of the replies that a shortened leaf lists and whose ids it holds."""
+    listed = leaf.replies or ()
+    found = reply_rows.find_replies(db, session.namespace, session.owner, set(listed))
+    return tuple(k for k in listed if k in found and reply_rows.holds(leaf.ids, found[k]))
 
 
 _CARRIED_OF_LEAF = tuple(field.name for field in fields(LeafInfo))

@@ -19,6 +19,7 @@ from mlxcache.errors import SnapshotRefused
 from mlxcache.safetensors import Header, Malformed, Place, read_foreign_header
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.kv_files import open_file
+from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.types import Tokens
 
 FORMAT, VERSION = "mlxcache-snapshot", 1
@@ -59,6 +60,7 @@ class LeafInfo:
     key_tokens: int = 0
     turns: int = 0
     last_used_at: float = 0.0
+    replies: tuple[bytes, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +68,7 @@ class SessionInfo:
     """A session as a snapshot contains it, the main leaf first. Times are seconds since 1970.
 
     `model` is a name to display; `namespace` identifies the model. `label` is given by clients,
-    `name` by the user.
+    `name` by the user. `replies`: those that its leaves hold, oldest first.
     """
 
     id: str
@@ -80,9 +82,10 @@ class SessionInfo:
     turns: int = 0
     created_at: float = 0.0
     last_used_at: float = 0.0
+    replies: tuple[ReplyRow, ...] = ()
 
 
-CARRIED = tuple(one.name for one in fields(SessionInfo) if one.name != "leaves")
+CARRIED = tuple(one.name for one in fields(SessionInfo) if one.name not in ("leaves", "replies"))
 """Fields that a session's row, its `SessionInfo` and its `Description` have in common."""
 
 

@@ -36,6 +36,7 @@ from mlxcache.store.snapshot_format import (
     state_name,
     with_tokens,
 )
+from mlxcache.store.snapshot_replies import with_replies
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
@@ -92,6 +93,7 @@ def read_snapshot(
     if words.digest() != sums[-1]:
         raise SnapshotRefused("The snapshot is damaged: the checksum of its tokens is wrong.")
     session = with_tokens(description.session(), read_leaf_ids(raw, description, vocab_size))
+    session = with_replies(session, header.metadata, vocab_size)
     nbytes = sum(place.nbytes for part in (kv, *states) for place in part)
     return Snapshot(path, session, nbytes, description, kv, states, sums)
 

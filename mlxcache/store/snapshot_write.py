@@ -15,7 +15,15 @@ import mlxcache
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import Corrupt, Gone, StoreError
 from mlxcache.owner import plain_ids
-from mlxcache.safetensors import ITEM_BYTES, Header, Malformed, Place, compose, read_header
+from mlxcache.safetensors import (
+    ITEM_BYTES,
+    Header,
+    Malformed,
+    Place,
+    compose,
+    is_foreign_size,
+    read_header,
+)
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found, Piece, Saved
 from mlxcache.store.kv_files import open_file, update_blocks
@@ -38,6 +46,7 @@ from mlxcache.store.snapshot_format import (
     block_seed,
     state_name,
 )
+from mlxcache.store.snapshot_replies import describe_replies
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
@@ -179,6 +188,8 @@ CHUNK_BYTES = 2 << 20
 class SnapshotExport:
     """A snapshot of `session`, with its KV that is on disk: iterate once for its `nbytes` bytes.
 
+    Its replies are in it as far as the header may grow.
+
     Construction reads and verifies the files, and iteration reads them again: both block. Damaged
     or evicted KV is left out, and computed again by the importing server; token ids are complete.
     `owner` of the session, which the file does not name. Raises StoreError, also during iteration
@@ -187,7 +198,8 @@ class SnapshotExport:
 
     def __init__(self, store: Store, session: SessionInfo, owner: str | None = None):
         self._owner = owner
-        self._parts = find_parts(store, within_limits(session.leaves))
+        leaves = within_limits(session.leaves)
+        self._parts = find_parts(store, leaves)
         self._headers = {p.path: _header(p.path) for own in self._parts for p in own.pieces}
         states = [(k, saved) for k, own in enumerate(self._parts) for saved in own.states]
         self._states = _exportable([(k, saved, _header(saved.path)) for k, saved in states])
@@ -204,7 +216,9 @@ class SnapshotExport:
             "description": words,
         }
         places = self._places()
-        self._head = compose(metadata, places)
+        self._head = compose(metadata | describe_replies(session.replies, leaves), places)
+        if not is_foreign_size(self._head):
+            self._head = compose(metadata, places)
         self.nbytes = len(self._head) + sum(place.nbytes for place in places)
 
     def _places(self) -> list[Place]:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mlxcache.sessions.reply_feed import ReplyFeed
-from mlxcache.store.session_rows import ReplyRow, Turn
+from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 

@@ -10,7 +10,7 @@ from mlxcache.errors import BadRequest, NotFound
 from mlxcache.store import session_rows
 from mlxcache.store.database import Database, TemporaryDatabase
 from mlxcache.store.leaves import conversation_key_tokens
-from mlxcache.store.session_rows import ReplyRow
+from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.sessions import Sessions, Turn, id_of
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
 

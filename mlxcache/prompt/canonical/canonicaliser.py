@@ -40,13 +40,14 @@ class Canonical:
 
     `rules`: those that changed something, in the order of `RULES`. `names`: texts that the model
     may write, each with the text that the client reads instead. `history`: the digest of the
-    messages, or empty where no replies are known.
+    messages, or empty where no replies are known. `replies`: keys of the known replies in it.
     """
 
     chat: Chat
     rules: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     history: bytes = b""
+    replies: tuple[bytes, ...] = ()
 
 
 class Canonicaliser:
@@ -99,15 +100,16 @@ class Canonicaliser:
         if status:
             git_status.place(draft, status, self._places, session)
             draft.hits.add("git_status")
-        history = b""
+        history: bytes = b""
+        keys: tuple[bytes, ...] = ()
         if self._known_reply is not None and (on["thinking"] or on["replay"]):
-            history = replies.apply(
+            history, keys = replies.apply(
                 draft, self._known_reply, thinking=on["thinking"], blanks=on["replay"]
             )
         if not draft.hits:
-            return Canonical(chat, history=history)
+            return Canonical(chat, history=history, replies=keys)
         rules = tuple(r for r in RULES if r in draft.hits)
-        return Canonical(draft.chat(), rules, draft.names, history)
+        return Canonical(draft.chat(), rules, draft.names, history, keys)
 
     def _apply_with_memory(self, draft: Draft, on: Mapping[str, bool]) -> None:
         """Apply the rules that use earlier requests."""

@@ -5,12 +5,13 @@ next user message, would then render a reply that differs from the computed one.
 drops thinking, it also drops what is restored here.
 
 Others strip blanks from the ends of a text, or join two blocks of it, sometimes only in a later
-turn. The text gets the blanks that the model wrote, so that it renders alike in each turn, and as
-it was rendered ahead of the client.
+turn, or write the JSON of calls anew. The message gets the form that the model wrote, so that it
+renders alike in each turn, after a restart, and as it was rendered ahead of the client.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from mlxcache.types import TEXTS
 
 
 class Said(Protocol):
-    """The text and the thinking of a reply as the model wrote them."""
+    """A reply as the model wrote it: text, thinking, calls as (name, arguments), and its key."""
 
     @property
     def text(self) -> str: ...
@@ -27,29 +28,42 @@ class Said(Protocol):
     @property
     def thinking(self) -> str: ...
 
+    @property
+    def calls(self) -> Sequence[tuple[str, Any]]: ...
+
+    @property
+    def key(self) -> bytes: ...
+
 
 Tools = Sequence[Mapping[str, Any]]
+_ENCODE = json.JSONEncoder(default=repr).encode
+
 KnownReply = Callable[[bytes, Mapping[str, Any], Tools], Said | None]
 """Looks up a reply by the digest of the messages before it, a message with the same text, calls and
 (if it has any) thinking, apart from blanks at the edges of blocks, and the tools."""
 
 
-def apply(draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool) -> bytes:
-    """Restore `thinking` that is missing, and `blanks`; returns the digest of all messages.
+def apply(
+    draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool
+) -> tuple[bytes, tuple[bytes, ...]]:
+    """Restore `thinking` that is missing, and `blanks` with the form of calls.
 
-    A reply that the request continues keeps its end, behind which the client adds the rest.
+    Returns the digest of all messages, and the keys of the known replies among them. A
+    reply that the request continues keeps its end, behind which the client adds the rest.
     """
     history = History("replies")
+    keys: list[bytes] = []
     for at, message in enumerate(draft.messages):
         if draft.role(at) == "assistant":
             said = known_reply(history.digest, message, draft.tools)
             plain = {key: value for key, value in message.items() if key != TEXTS}
             whole = not draft.continues or at < len(draft.messages) - 1
             if said is not None:
+                keys.append(said.key)
                 plain = _restored(draft, plain, said, thinking=thinking, blanks=blanks and whole)
             draft.messages[at] = plain
         history.add(draft.messages[at])
-    return history.digest
+    return history.digest, tuple(keys)
 
 
 def _restored(
@@ -66,4 +80,18 @@ def _restored(
         if blanks and message.get(key) and message[key] != shown[key]:
             restored[key] = shown[key]
             draft.hits.add("replay")
+    calls = message.get("tool_calls") or ()
+    if blanks and calls:
+        written = [_as_written(*pair) for pair in zip(calls, said.calls, strict=True)]
+        if any(new is not old for new, old in zip(written, calls, strict=True)):
+            restored["tool_calls"] = written
+            draft.hits.add("replay")
     return restored
+
+
+def _as_written(call: Mapping[str, Any], said: tuple[str, Any]) -> Mapping[str, Any]:
+    """A call with the arguments of an equal one, whose keys and numbers may have another form."""
+    function = call.get("function") or {}
+    if _ENCODE(function.get("arguments")) == _ENCODE(said[1]):
+        return call
+    return {**call, "function": {**function, "arguments": said[1]}}

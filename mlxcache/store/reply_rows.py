@@ -1,0 +1,183 @@
+"""Rows of the table of replies: SQL on a connection, in the caller's transaction.
+
+A reply belongs to the session in which it was generated. A leaf lists the keys of the replies that
+it holds, which may be those of another session of the same owner: a fork, or a conversation that
+goes on under another label. The columns are described in docs/disk-format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlxcache.types import Tokens
+
+MOST_REPLIES = 8192
+"""Replies kept of all models; of more, the oldest are removed."""
+
+KEY_BYTES = 16
+"""Bytes of a reply's key, and of the digests in its row."""
+
+MOST_KEYS = 2048
+"""Keys that a leaf lists, those of its newest replies."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS replies (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
+    namespace TEXT NOT NULL, digest BLOB NOT NULL, length INTEGER NOT NULL, tail TEXT NOT NULL,
+    history BLOB NOT NULL, ids BLOB NOT NULL, calls INTEGER NOT NULL,
+    thinking_open INTEGER NOT NULL, generic_tools INTEGER NOT NULL, stopped TEXT, key BLOB);
+CREATE INDEX IF NOT EXISTS replies_session ON replies (session);
+CREATE INDEX IF NOT EXISTS replies_namespace ON replies (namespace);
+"""
+_FIELDS = "digest, length, tail, history, ids, calls, thinking_open, generic_tools, stopped"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplyRow:
+    """A reply as the model wrote it: token ids, shape (n,), and the keys to find it by."""
+
+    digest: bytes
+    length: int
+    tail: str
+    history: bytes
+    ids: Tokens
+    calls: bool
+    thinking_open: bool
+    generic_tools: bool
+    stopped: str | None
+
+    @property
+    def key(self) -> bytes:
+        """A digest of all fields, 16 bytes: equal for equal replies to equal prompts."""
+        flags = (self.length, self.tail, self.calls, self.thinking_open, self.generic_tools)
+        words = repr((self.digest, self.history, *flags, self.stopped)).encode()
+        hasher = hashlib.blake2b(words, digest_size=KEY_BYTES)
+        hasher.update(_raw(self.ids))
+        return hasher.digest()
+
+
+def _raw(ids: Tokens) -> bytes:
+    return np.ascontiguousarray(ids, "<i4").tobytes()
+
+
+def pack_keys(keys: Iterable[bytes]) -> bytes:
+    """The newest of some replies' keys as a leaf's row holds them, each once."""
+    return b"".join(list(dict.fromkeys(keys))[-MOST_KEYS:])
+
+
+def unpack_keys(raw: bytes | None) -> tuple[bytes, ...] | None:
+    """The keys in a leaf's row; None for a leaf that an earlier version wrote."""
+    if raw is None:
+        return None
+    return tuple(raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
+
+
+def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: ReplyRow) -> None:
+    """Insert a session's reply, and remove the oldest beyond `MOST_REPLIES`."""
+    row = (reply.digest, reply.length, reply.tail, reply.history, _raw(reply.ids))
+    how = (reply.calls, reply.thinking_open, reply.generic_tools, reply.stopped)
+    made = db.execute(
+        f"INSERT INTO replies (session, namespace, {_FIELDS}, key)"
+        " VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+        (session, namespace, *row, *how, reply.key),
+    )
+    db.execute("DELETE FROM replies WHERE id <= ?", ((made.lastrowid or 0) - MOST_REPLIES,))
+
+
+def read_replies(
+    db: sqlite3.Connection, namespace: str, after: int = 0
+) -> tuple[dict[str | None, list[ReplyRow]], int]:
+    """Replies of a namespace with a row id above `after`, and the highest row id now.
+
+    By the owner of their session, oldest first.
+    """
+    last = int(db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0])
+    found: dict[str | None, list[ReplyRow]] = {}
+    if last <= after:
+        return found, last
+    query = (
+        f"SELECT (SELECT owner FROM sessions WHERE sessions.id = session), {_FIELDS}"
+        " FROM replies WHERE id > ? AND namespace = ? ORDER BY id"
+    )
+    for owner, *fields in db.execute(query, (after, namespace)):
+        found.setdefault(owner, []).append(_row(fields))
+    return found, last
+
+
+def _row(fields: Sequence[object]) -> ReplyRow:
+    digest, length, tail, history, ids, *flags, stopped = fields
+    calls, opened, generic = map(bool, flags)
+    tokens = np.frombuffer(ids, "<i4").astype(np.int32)  # type: ignore[call-overload]
+    return ReplyRow(digest, length, tail, history, tokens, calls, opened, generic, stopped)  # type: ignore[arg-type]
+
+
+def find_replies(
+    db: sqlite3.Connection, namespace: str, owner: str | None, keys: Collection[bytes]
+) -> dict[bytes, ReplyRow]:
+    """An owner's replies by key, oldest first; of equal ones the newest counts."""
+    query = (
+        "SELECT replies.id, key FROM replies JOIN sessions ON sessions.id = session"
+        " WHERE replies.namespace = ? AND owner IS ? ORDER BY replies.id"
+    )
+    listed = db.execute(query, (namespace, owner)).fetchall() if keys else ()
+    found: dict[bytes, ReplyRow] = {}
+    for id, key in listed:
+        if key is None or key in keys:  # an earlier version writes none
+            row = _row(db.execute(f"SELECT {_FIELDS} FROM replies WHERE id = ?", (id,)).fetchone())
+            found.pop(row.key, None)
+            if row.key in keys:
+                found[row.key] = row
+    return found
+
+
+def read_own(db: sqlite3.Connection, session: str) -> Iterator[ReplyRow]:
+    """Yield the replies that were generated in a session, oldest first."""
+    query = f"SELECT {_FIELDS} FROM replies WHERE session = ? ORDER BY id"
+    for fields in db.execute(query, (session,)):
+        yield _row(fields)
+
+
+def holds(ids: Tokens, reply: ReplyRow) -> bool:
+    """True if a conversation's ids contain those of a reply, its last one excepted.
+
+    The last one may be the end of the turn, which a template may write otherwise, or be drawn and
+    not fed.
+    """
+    sought, within = _raw(reply.ids[: max(1, len(reply.ids) - 1)]), _raw(ids)
+    at = within.find(sought)
+    while at > 0 and at % 4:
+        at = within.find(sought, at + 1)
+    return at >= 0
+
+
+def hand_over(db: sqlite3.Connection, leaving: Collection[str]) -> None:
+    """Give replies of sessions that will be removed to others of the same owner that hold them."""
+    query = (
+        "SELECT owner, leaves.namespace, session, replies FROM leaves"
+        " JOIN sessions ON sessions.id = session WHERE replies IS NOT NULL"
+    )
+    holders: dict[tuple[str | None, str, bytes], str] = {}
+    for owner, namespace, session, packed in db.execute(query):
+        if session not in leaving:
+            for key in unpack_keys(packed) or ():
+                holders[owner, namespace, key] = session
+    if not holders:
+        return
+    for session in leaving:
+        owned = db.execute(
+            "SELECT replies.id, owner, replies.namespace, key FROM replies"
+            " JOIN sessions ON sessions.id = session WHERE session = ? AND key IS NOT NULL",
+            (session,),
+        ).fetchall()
+        moved = [
+            (holders[rest], id)
+            for id, *place in owned
+            if (rest := (place[0], place[1], place[2])) in holders
+        ]
+        db.executemany("UPDATE replies SET session = ? WHERE id = ?", moved)
