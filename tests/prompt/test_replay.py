@@ -89,7 +89,8 @@ def test_after_an_answer_only_the_next_message_is_fed(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLING)
 def test_a_template_that_leaves_out_thinking_is_followed(name: str) -> None:
-    """After a new user message the prompt is that of a builder without memory."""
+    """After a new user message the prompt is that of a builder without memory, with the calls as
+    the client sends them or as the model wrote them."""
     if not FAMILIES[name].thinks:
         pytest.skip("does not think")
     served = Served(name)
@@ -101,7 +102,8 @@ def test_a_template_that_leaves_out_thinking_is_followed(name: str) -> None:
     written = copy.deepcopy(messages)
     for call, (_, arguments) in zip(written[1]["tool_calls"], CALLS[name], strict=True):
         call["function"]["arguments"] = arguments
-    assert last.ids.tolist() == Served(name).asked(written).ids.tolist() or name == "gpt-oss"
+    fresh = [Served(name).asked(sent).ids.tolist() for sent in (messages, written)]
+    assert last.ids.tolist() in fresh or name == "gpt-oss"
     assert THOUGHT not in served.tokenizer.decode(last.ids.tolist())
 
 
