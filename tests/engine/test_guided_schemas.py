@@ -16,7 +16,7 @@ from tests.engine.guided import as_format, ask
 from tests.engine.running import started
 from tests.model.schemas import schemas
 
-SCHEMAS = int(os.environ.get("MLXCACHE_SCHEMAS", "20")) // 5
+SCHEMAS = int(os.environ.get("MLXCACHE_SCHEMAS", "40")) // 5
 """Schemas that are asked for; `MLXCACHE_SCHEMAS=500` makes it 100."""
 
 
@@ -46,7 +46,7 @@ async def test_random_schemas_in_batches_of_four(toy_llama: Path, tmp_path: Path
         for at in range(0, len(all_of_them), 4):
             four = all_of_them[at : at + 4]
             forms = [as_format(schema) for schema in four]
-            asked = (ask(engine, form, f"say {i}", tokens=150) for i, form in enumerate(forms))
+            asked = (ask(engine, form, f"say {i}", tokens=100) for i, form in enumerate(forms))
             replies = await asyncio.gather(*asked, return_exceptions=True)
             for schema, reply in zip(four, replies, strict=True):
                 if isinstance(reply, BadRequest):
