@@ -209,18 +209,18 @@ def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
 
     A row without a mask keeps its logits. Tokens beyond a mask's end are forbidden.
     """
-    words = max(mask.size for mask in masks if mask is not None)
+    width = logits.shape[-1]
+    words = (width + 31) // 32
     bits = np.zeros((len(masks), words), np.int32)
     for line, mask in zip(bits, masks, strict=True):
         if mask is None:
             line[:] = -1
         else:
-            line[: mask.size] = mask
+            line[: mask.size] = mask[:words]
     if mx.metal.is_available() and mx.default_device() == mx.gpu:
         from llguidance.mlx import apply_token_bitmask  # noqa: PLC0415 - most never need it
 
         return apply_token_bitmask(logits, bits)
-    width = logits.shape[-1]
     allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little", count=width)
     return mx.where(mx.array(allowed.view(np.bool_)), logits, mx.array(-mx.inf, logits.dtype))
 

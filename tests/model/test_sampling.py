@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from mlxcache.model.sampling import (
     LEAST_LOGPROB,
     make_processors,
     make_sampler,
+    masked,
     skip_draws,
     token_text,
     top_logprobs,
@@ -361,3 +363,38 @@ def generate(model: Any, prompt: list[int], wishes: list[Sampling]) -> list[list
         for response in batch.next():
             out[response.uid].append(response.token)
     return out
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+def test_a_mask_leaves_the_logits_of_allowed_tokens_alone() -> None:
+    """A row without a mask is free; what lies beyond a mask's end is forbidden."""
+    logits = mx.random.normal((3, 70), key=mx.random.key(1))
+    one, other = np.zeros(3, np.int32), np.full(2, -1, np.int32)
+    one[1] = 1 << 5
+    rows = np.asarray(masked(logits, [one, None, other]))
+    assert np.flatnonzero(np.isfinite(rows[0])).tolist() == [37]
+    assert rows[0, 37] == np.asarray(logits)[0, 37]
+    assert (rows[1] == np.asarray(logits)[1]).all()
+    assert np.flatnonzero(np.isfinite(rows[2])).tolist() == list(range(64))
+
+
+def test_masks_are_applied_by_the_kernel_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets one row of bits for each row of logits; one without a mask has all of them set."""
+    from llguidance import mlx as kernels
+
+    given: list[mx.array] = []
+
+    def kernel(logits: mx.array, bits: mx.array) -> mx.array:
+        given.append(bits)
+        return logits
+
+    monkeypatch.setattr(kernels, "apply_token_bitmask_kernel", kernel)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    logits = mx.zeros((2, 40))
+    assert masked(logits, [np.array([3, 1], np.int32), None]) is logits
+    (bits,) = given
+    assert bits.dtype == mx.int32
+    assert bits.tolist() == [[3, 1], [-1, -1]]
