@@ -187,7 +187,7 @@ def test_a_command_without_a_server_sees_all_and_no_key_is_anywhere(
     theirs = [one["id"] for one in bob.http.get("/v1/sessions").json()["data"]]
     assert theirs
     assert id not in theirs
-    server.wait_for("401 for 127.0.0.1")
+    server.wait_for("refused with 401: 127.0.0.1")
     server.stop()
     command = [sys.executable, "-m", "mlxcache.cli.main", "sessions", "list", "--json"]
     command += ["--cache-dir", str(home / "cache")]
