@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from mlxcache.errors import BadRequest
 from mlxcache.model import json_schema
@@ -111,7 +111,7 @@ def _lark(form: OutputFormat) -> str:
     """The user's grammar in Lark syntax; llama.cpp's GBNF is converted."""
     try:
         text = any_to_lark(form.value)
-    except (GbnfToLarkError, LookupError) as error:
+    except Exception as error:  # its own class, and a bare Exception for a missing rule
         raise BadRequest(f"invalid grammar (GBNF): {error}", param=_param(form)) from error
     _try(text, "grammar", _param(form))
     return text

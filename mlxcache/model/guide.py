@@ -30,6 +30,9 @@ Bitmask = npt.NDArray[np.int32]
 MOST_GRAMMARS = 64
 """Compiled grammars that are kept; one takes 0.1 to 10 MB."""
 
+_NO_TEXT = "NoExtensionBias"
+"""llguidance's error for a grammar that neither ends nor goes on."""
+
 LONGEST_GRAMMAR = 4 << 20
 """Most characters of a grammar or schema; a larger one takes seconds to parse."""
 
@@ -61,9 +64,17 @@ class GrammarGuide:
         self._vocab_size = vocab_size
 
     def accept(self, token: int) -> None:
-        """Advance by a token of the reply. Raises ValueError for one that was not allowed."""
-        if not self._matcher.consume_token(token):
-            raise ValueError(f"token {token} does not fit the grammar: {_why(self._matcher)}")
+        """Advance by a token of the reply.
+
+        Raises ValueError for one that was not allowed, GenerationFailed where it takes more work
+        than llguidance's limits allow.
+        """
+        if self._matcher.consume_token(token):
+            return
+        why = _why(self._matcher)
+        if "too many" in why.lower():
+            raise GenerationFailed(_too_much(why))
+        raise ValueError(f"token {token} does not fit the grammar: {why}")
 
     def mask(self) -> Bitmask:
         """The tokens that may follow.
@@ -73,7 +84,7 @@ class GrammarGuide:
         found = self._matcher.compute_bitmask()  # has a bit more than there are tokens
         words = np.frombuffer(found, np.int32, (self._vocab_size + 31) // 32)
         if self._matcher.is_error():
-            raise GenerationFailed(f"The grammar cannot be followed: {_why(self._matcher)}")
+            raise GenerationFailed(_too_much(_why(self._matcher)))
         return words
 
     def copy(self) -> GrammarGuide:
@@ -97,30 +108,32 @@ class Grammars:
         self._lock = Lock()
         self._compiled: LRU[str, GrammarGuide] = LRU(MOST_GRAMMARS)
 
-    def guide(self, grammar: str) -> GrammarGuide:
+    def guide(self, grammar: str, param: str | None = None) -> GrammarGuide:
         """A guide at the beginning of `grammar`, a Lark grammar or llguidance's JSON form.
 
-        Raises BadRequest where the grammar is wrong or too large, Unsupported where the model's
-        tokenizer cannot be used.
+        Raises BadRequest, with the field `param`, where the grammar is wrong or too large;
+        Unsupported where the model's tokenizer cannot be used.
         """
         if len(grammar) > LONGEST_GRAMMAR:
-            raise BadRequest(
-                f"The grammar is too large: {len(grammar)} characters, at most {LONGEST_GRAMMAR}."
-            )
+            size = f"{len(grammar)} characters, at most {LONGEST_GRAMMAR}"
+            raise BadRequest(f"The grammar is too large: {size}.", param=param)
         found = self._compiled.get(grammar)
         if found is None:
-            found = self._compiled.setdefault(grammar, self._compile(grammar))
+            found = self._compiled.setdefault(grammar, self._compile(grammar, param))
         with self._lock:  # a matcher may be copied by one thread at a time
             return found.copy()
 
-    def _compile(self, grammar: str) -> GrammarGuide:
+    def _compile(self, grammar: str, param: str | None) -> GrammarGuide:
         began = time.perf_counter()
         vocabulary = self.vocabulary()
         matcher = LLMatcher(vocabulary, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one takes longest, and every copy has it then
         if matcher.is_error():
-            raise BadRequest(f"The grammar cannot be compiled: {_why(matcher)}")
+            why = _why(matcher)
+            if why == _NO_TEXT:
+                why = "no text matches it"
+            raise BadRequest(f"The grammar cannot be compiled: {why}", param=param)
         log.debug("grammar compiled in %.0f ms", 1000 * (time.perf_counter() - began))
         return GrammarGuide(matcher, vocabulary.vocab_size)
 
@@ -163,6 +176,10 @@ def _with_control_tokens(tokenizer_json: str, ids: Iterable[int]) -> str:
     for token in content["added_tokens"]:
         token["special"] = token["special"] or token["id"] in chosen
     return json.dumps(content)
+
+
+def _too_much(why: str) -> str:
+    return f"The grammar takes too much work to follow: {why}. Simplify it: fewer repetitions."
 
 
 def _why(matcher: LLMatcher) -> str:

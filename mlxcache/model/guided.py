@@ -36,7 +36,8 @@ class Guides:
         text = grammar_text(job, self._tokenizer)
         if text is None:
             return None
-        guide, prompt = self._grammars.guide(text), job.prompt
+        field = job.format.param if job.format is not None else "tools"
+        guide, prompt = self._grammars.guide(text, field), job.prompt
         form = None if job.raw else self._think_format()
         if form is None:
             return guide

@@ -22,6 +22,7 @@ _UNSUPPORTED_OPTIONS = (
     *("structural_tag", "whitespace_pattern"),
     *("disable_any_whitespace", "disable_additional_properties"),
 )
+_FORMATS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 # -- format ----------------------------------------------------------------------------------
@@ -74,7 +75,11 @@ def _response_format(form: types.Format) -> Iterator[OutputFormat]:
                 param=f"{at}.json_schema",
             )
         case other:
-            raise Unsupported(f"`response_format` {other[:64]!r} is not supported.", param=at)
+            raise Unsupported(
+                f"`{at}` {other[:64]!r} is not supported: use 'json_schema', 'json_object' or "
+                "'text', or a field of `structured_outputs`.",
+                param=at,
+            )
 
 
 def _structured_outputs(asked: types.StructuredOutputs) -> Iterator[OutputFormat]:
@@ -82,6 +87,9 @@ def _structured_outputs(asked: types.StructuredOutputs) -> Iterator[OutputFormat
     for option in _UNSUPPORTED_OPTIONS:
         if getattr(asked, option):
             raise Unsupported(f"`{at}.{option}` is not supported.", param=f"{at}.{option}")
+    if all(getattr(asked, name) is None for name in _FORMATS):
+        names = ", ".join(f"`{name}`" for name in _FORMATS)
+        raise BadRequest(f"`{at}` has no format: give it one of {names}.", param=at)
     if asked.json_object:
         yield OutputFormat("json_object", param=f"{at}.json_object")
     yield from _constraints(
@@ -189,7 +197,7 @@ def _tool_choice(asked: types.ToolChoice) -> ToolChoice:
         case "allowed_tools":
             return _allowed_tools(asked.allowed_tools)
         case "custom" | "tool":
-            message = f"`tool_choice` {asked.type!r} is not supported."
+            message = f"`tool_choice` {asked.type!r} is not supported: use 'function'."
             raise Unsupported(message, param="tool_choice")
     raise BadRequest(
         "`tool_choice` must be 'auto', 'none', 'required', or an object of type 'function' or "

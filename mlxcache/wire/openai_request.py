@@ -30,6 +30,7 @@ from mlxcache.wire.retention import hints_from_retention
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
 _HARMLESS: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {})
+_INSTEAD = {"functions": ": use `tools`", "function_call": ": use `tools` and `tool_choice`"}
 _RESERVED_ARGS = frozenset(
     {
         *("messages", "conversation", "tools", "documents", "chat_template", "tokenize"),
@@ -61,7 +62,8 @@ def check_supported(body: Generation) -> None:
     for field in UnsupportedFields.__struct_fields__:
         value = None if echoes and field == "echo" else getattr(body, field)
         if value not in _HARMLESS:
-            raise Unsupported(f"`{field}` is not supported.", param=field)
+            instead = _INSTEAD.get(field, "")
+            raise Unsupported(f"`{field}` is not supported{instead}.", param=field)
     if isinstance(body, ChatRequest):
         _check_chat(body)
     elif isinstance(body, TextRequest) and body.echo and body.logprobs is not None:
@@ -183,7 +185,7 @@ def read_max_tokens(body: Generation, default: int | None) -> int | None:
     if limit == -1:
         return None
     if limit < 1:
-        raise BadRequest(f"`{param}` must be at least 1.", param=param)
+        raise BadRequest(f"`{param}` must be at least 1, or -1 for no limit.", param=param)
     return min(limit, _INT32)
 
 
@@ -361,9 +363,11 @@ def read_prompts(body: TextRequest) -> list[str | Prompt]:
     if len({type(one) for one in given}) != 1:
         message = "`prompt` must be a text, texts, token ids, or lists of token ids; not a mixture."
         raise BadRequest(message if given else "The prompt is empty.", param="prompt")
-    if len(given) * read_choices(body) > MAX_REPLIES:
+    asked = len(given) * read_choices(body)
+    if asked > MAX_REPLIES:
         raise BadRequest(
-            f"{len(given)} prompts are too many: one request may have {MAX_REPLIES} choices.",
+            f"{len(given)} prompts, each with `n` choices, are {asked} choices: one request may "
+            f"have {MAX_REPLIES}.",
             param="prompt",
         )
     return [one if isinstance(one, str) else Prompt(_ids(_as_ids(one))) for one in given]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 
 from mlxcache.errors import GenerationFailed, NotReady
 from mlxcache.types import Event, Finished, Piece, Text, Thinking, TokenLogprob, ToolCall
@@ -23,27 +24,32 @@ class WholeReply:
 class HeldLogprobs:
     """Log-probabilities of visible text, held until the text that they belong to is sent.
 
-    Those of a stop string, or of blanks before a tool call, are then never sent.
+    Those of a stop string, of blanks before a tool call, or of the newlines that a template writes
+    after a think block, are then never sent.
     """
 
     def __init__(self) -> None:
         self._held: list[TokenLogprob] = []
+        self._begun = False
 
     def take(self, piece: Piece) -> Sequence[TokenLogprob]:
         """Hold those of `piece`, and release all if it has text; drop all at the end of a text."""
         if not isinstance(piece, Text):
-            self._held = []
+            self._held, self._begun = [], False
             return ()
         self._held += [one for one in piece.logprobs if one.visible]
-        return self._release() if piece.text else ()
+        return self._release(piece.text) if piece.text else ()
 
     def end(self, last: Finished) -> Sequence[TokenLogprob]:
         """Release the rest, unless a stop string ended the reply."""
-        rest = self._release()
+        rest = self._release("")
         return () if last.stop_sequence is not None else rest
 
-    def _release(self) -> Sequence[TokenLogprob]:
+    def _release(self, text: str) -> Sequence[TokenLogprob]:
         held, self._held = self._held, []
+        if not self._begun and not text.startswith("\n"):
+            held = list(dropwhile(lambda one: not one.token.strip("\n"), held))
+        self._begun = True
         return held
 
 

@@ -131,7 +131,11 @@ def test_choices_expressions_and_grammars() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "value"),
-    [("regex", "(a"), ("regex", "(?=a)b"), ("grammar", "start: b"), ("grammar", "root ::= (")],
+    [
+        *(("regex", "(a"), ("regex", "(?=a)b")),
+        *(("grammar", "start: b"), ("grammar", "root ::= ("), ("grammar", "root ::= missing")),
+        *(("grammar", 'a ::= "no root"'), ("grammar", "root ::= " + 3000 * "(")),
+    ],
 )
 def test_an_expression_that_is_wrong_is_refused(kind: Kind, value: str) -> None:
     with pytest.raises(BadRequest, match=r"invalid (regular expression|grammar)") as caught:

@@ -122,6 +122,8 @@ def test_a_field_that_asks_for_nothing_leaves_the_text_free(fields: dict[str, An
     [
         ({"response_format": {"type": "grammar"}}, Unsupported, "response_format"),
         ({"response_format": {"type": "json_schema"}}, BadRequest, "response_format.json_schema"),
+        ({"structured_outputs": {}}, BadRequest, "structured_outputs"),
+        ({"structured_outputs": {"regexp": "a"}}, BadRequest, "structured_outputs"),
         (
             {"structured_outputs": {"structural_tag": "{}"}},
             Unsupported,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxcache.errors import GenerationFailed, NotReady
-from mlxcache.types import Event, Finished, Text, TokenLogprob, ToolCall
+from mlxcache.types import Event, Finished, Text, Thinking, TokenLogprob, ToolCall
 from mlxcache.wire.openai_reply import TextLogprobs
 from mlxcache.wire.reply import WholeReply, finished_or_raise, gather_reply
 
@@ -45,8 +45,11 @@ async def gathered(*pieces: Event, stop_sequence: str | None = None) -> WholeRep
         ([said("", "hm", visible=False), said("a", "a")], None, ["a"]),
         ([said("a", "a"), said("", "ST"), said("", "OP")], "STOP", ["a"]),
         ([said("a", "a"), said("", "\n"), ToolCall(0, "1", "f", "{}")], None, ["a"]),
+        ([Thinking("hm"), said("", "\n"), said("", "\n\n"), said("a", "a")], None, ["a"]),
+        ([Thinking("hm"), said("", "\n")], None, []),
+        ([said("", "\n"), said("\na", "a"), said("\n", "\n")], None, ["\n", "a", "\n"]),
     ],
-    ids=["held", "end", "thinking", "stop", "call"],
+    ids=["held", "end", "thinking", "stop", "call", "template", "only template", "own newlines"],
 )
 async def test_log_probabilities_are_those_of_the_visible_text(
     pieces: list[Event], stop: str | None, tokens: list[str]
