@@ -232,9 +232,14 @@ class Engine:
     async def _compile(self, job: Job, runtime: ModelRuntime) -> Guide | None:
         """Compile the grammar that the reply to `job` must follow, in a worker thread.
 
-        Raises BadRequest where it cannot be compiled, or not within `COMPILE_S`.
+        Raises BadRequest where it cannot be compiled, or not within `COMPILE_S`, GenerationFailed
+        for an unexpected error.
         """
-        making = self._loop.run_in_executor(self._compilers, runtime.guides.make, job)
+
+        def make() -> Guide | None:
+            return _rendered(lambda: runtime.guides.make(job), what="Compiling the grammar")
+
+        making = self._loop.run_in_executor(self._compilers, make)
         try:
             guide = await asyncio.wait_for(making, COMPILE_S)
         except TimeoutError:
@@ -336,10 +341,10 @@ class Engine:
         return self._records.get(id, OWNER.get())
 
 
-def _rendered(make: Callable[[], T]) -> T:
-    """The result of `make`.
+def _rendered(make: Callable[[], T], what: str = "Rendering the prompt") -> T:
+    """The result of `make`; `what` names it in errors.
 
-    Raises GenerationFailed for any unexpected error of a template or tokenizer.
+    Raises GenerationFailed for any unexpected error of a template, tokenizer or grammar.
 
     A panic of the tokenizer's Rust code is a BaseException and no Exception.
     """
@@ -348,10 +353,8 @@ def _rendered(make: Callable[[], T]) -> T:
     except MlxcacheError:
         raise
     except BaseException as error:
-        log.exception("rendering a prompt failed")
-        raise GenerationFailed(
-            f"Rendering the prompt failed: {type(error).__name__}: {error}"
-        ) from error
+        log.exception("%s failed", what[0].lower() + what[1:])
+        raise GenerationFailed(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
 __all__ = ["Engine", "MlxcacheError", "Stream"]

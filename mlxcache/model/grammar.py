@@ -133,7 +133,7 @@ class _Format:
     def _json_schema(self, lark: Lark) -> str:
         try:
             schema = json.loads(self._form.value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             reason = f"the schema is not JSON: {error}"
             raise BadRequest(reason, param=self._param, code=json_schema.CODE) from error
         return lark.json(json_schema.check(schema, param=self._param))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -20,9 +21,9 @@ from mlxcache.errors import BadRequest
 from mlxcache.model.lark import compile_error
 from mlxcache.model.schema_facts import (
     TYPES,
+    Comparison,
     Node,
     Schema,
-    are_disjoint,
     has_finite_value,
     type_names,
 )
@@ -72,7 +73,8 @@ _EXACT = 2**53
 _TINY = 1e-30
 _SHARED = ("properties", "required", "additionalProperties")  # seldom the cause
 _DEEPEST = 200
-_MOST_LOCATED = 2000
+_TOO_DEEP = "schemas are nested too deeply"
+_LONGEST_S = 5.0  # after this a slow check is given up, in seconds
 
 
 LARGEST_DIVISOR = 100_000
@@ -88,7 +90,10 @@ def check(schema: Any, *, param: str, at: str = "schema") -> Schema:
     if not isinstance(schema, dict | bool):
         reason = f"{at} must be a JSON object, got {_short(schema)}"
         raise BadRequest(reason, param=param, code=CODE)
-    return _Check(schema, param, at).run()
+    try:
+        return _Check(schema, param, at).run()
+    except RecursionError:
+        raise BadRequest(f"{at}: {_TOO_DEEP}", param=param, code=CODE) from None
 
 
 def is_satisfiable(schema: Schema, node: Node) -> bool:
@@ -119,6 +124,7 @@ class _Check:
         self._one_of: list[tuple[dict[str, Any], str]] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self._closed = True
+        self._until = time.perf_counter() + _LONGEST_S
 
     def run(self) -> Schema:
         root = self._node(self._source, "")
@@ -143,7 +149,7 @@ class _Check:
         if not isinstance(node, dict):
             raise self._refuse(pointer, f"expected a schema, got {_short(node)}")
         if pointer.count("/") > _DEEPEST:
-            raise self._refuse(pointer, "schemas are nested too deeply")
+            raise self._refuse(pointer, _TOO_DEEP)
         node = {key: value for key, value in node.items() if not _is_void(key, value, node)}
         if node.get("not", False) in ({}, True):
             return False
@@ -311,10 +317,13 @@ class _Check:
             self._one_of.append((node, pointer))
 
     def _exclude_each_other(self, schema: Schema, node: dict[str, Any], pointer: str) -> None:
-        options = node["oneOf"]
+        options, comparison = node["oneOf"], Comparison(schema)
         for i, first in enumerate(options):
+            if time.perf_counter() > self._until:
+                reason = "the alternatives of `oneOf` take too long to compare; use `anyOf`,"
+                raise self._refuse(f"{pointer}/oneOf", reason)
             for k, second in enumerate(options[:i]):
-                if not are_disjoint(schema, first, second):
+                if not comparison.are_disjoint(first, second):
                     reason = f"`oneOf` cannot be enforced: alternatives {k} and {i} may both hold"
                     raise self._refuse(f"{pointer}/oneOf", reason + "; use `anyOf`")
         del node["oneOf"]
@@ -328,7 +337,9 @@ class _Check:
         problem = _problem(schema)
         if problem is None:
             return
-        for node, pointer in self._places[:_MOST_LOCATED]:
+        for node, pointer in self._places:
+            if time.perf_counter() > self._until:
+                break
             if (found := _problem(schema.of(node))) is None:
                 continue
             for keyword in sorted(node, key=_SHARED.__contains__):

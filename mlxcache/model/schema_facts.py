@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,21 +54,32 @@ class Schema:
             node, seen = self.target(node["$ref"]), seen + 1
         return node
 
-    def types(self, node: Node, within: frozenset[str] = frozenset()) -> frozenset[str]:
-        """Kinds of values that `node` may allow (at least those that it does)."""
+    def types(
+        self,
+        node: Node,
+        within: frozenset[str] = frozenset(),
+        known: dict[str, frozenset[str]] | None = None,
+    ) -> frozenset[str]:
+        """Kinds of values that `node` may allow (at least those that it does).
+
+        `within` are references being followed, `known` the kinds of those that were.
+        """
         if isinstance(node, bool):
             return ALL_TYPES if node else frozenset()
+        known = {} if known is None else known
         found = ALL_TYPES
         if "type" in node:
             found = frozenset().union(*(TYPES[name] for name in type_names(node)))
         if (listed := listed_values(node)) is not None:
             found &= {kind(value) for value in listed}
         if (ref := node.get("$ref")) is not None and ref not in within:
-            found &= self.types(self.target(ref), within | {ref})
+            if ref not in known:
+                known[ref] = self.types(self.target(ref), within | {ref}, known)
+            found &= known[ref]
         if "anyOf" in node:
-            found &= frozenset().union(*(self.types(one, within) for one in node["anyOf"]))
+            found &= frozenset().union(*(self.types(one, within, known) for one in node["anyOf"]))
         for one in node.get("allOf", ()):
-            found &= self.types(one, within)
+            found &= self.types(one, within, known)
         return found
 
     def text(self) -> str:
@@ -108,26 +119,31 @@ def kind(value: Any) -> str:
     return kinds[type(value)]
 
 
-def has_finite_value(
-    schema: Schema, node: Node, within: frozenset[str] = frozenset(), known: set[str] | None = None
-) -> bool:
-    """Tell if some finite value can satisfy `node`.
+def has_finite_value(schema: Schema, node: Node) -> bool:
+    """Tell if some finite value can satisfy `node`."""
+    ending: set[str] = set()
+    before = -1
+    while before < len(ending):  # a reference ends if what it leads to does
+        before = len(ending)
+        for name in reversed(list(schema.defs)):  # most lead to later ones
+            if name not in ending and _ends(schema, schema.defs[name], ending):
+                ending.add(name)
+    return _ends(schema, node, ending)
 
-    `within` are references being followed, `known` those that are known to end.
-    """
+
+def _ends(schema: Schema, node: Node, ending: Collection[str]) -> bool:
+    """Tell if a value of `node` can end, where those of the definitions `ending` can."""
     if isinstance(node, bool):
         return node
-    known = set() if known is None else known
-    ends = listed_values(node) is not None
-    if not ends and (ref := node.get("$ref")) is not None and ref not in known:
-        if ref in within or not has_finite_value(schema, schema.target(ref), within | {ref}, known):
-            return False
-        known.add(ref)
+    if listed_values(node) is not None:
+        return True
+    if (ref := node.get("$ref")) is not None and ref.removeprefix(_DEFS) not in ending:
+        return False
 
     def follow(one: Node) -> bool:
-        return has_finite_value(schema, one, within, known)
+        return _ends(schema, one, ending)
 
-    return ends or (
+    return (
         all(follow(one) for one in node.get("allOf", ()))
         and ("anyOf" not in node or any(follow(one) for one in node["anyOf"]))
         and all(follow(one) for one in _least_parts(schema, node))
@@ -151,39 +167,51 @@ def _least_parts(schema: Schema, node: dict[str, Any]) -> Sequence[Node]:
     return ()
 
 
-def are_disjoint(schema: Schema, first: Node, second: Node, depth: int = 0) -> bool:
-    """True if it is certain that no value satisfies both."""
-    shared = schema.types(first) & schema.types(second)
-    if not shared:
-        return True
-    first, second = schema.resolve(first), schema.resolve(second)
-    if isinstance(first, bool) or isinstance(second, bool) or depth > _DEEPEST:
-        return False
-    sides = ((first, second), (second, first))
-    if any(
-        "anyOf" in one
-        and all(are_disjoint(schema, option, other, depth + 1) for option in one["anyOf"])
-        for one, other in sides
-    ):
-        return True
-    values = [_listed(first), _listed(second)]
-    if values[0] is not None and values[1] is not None:
-        return not values[0] & values[1]
-    return shared == {"object"} and any(
-        _excludes(schema, one, other, name, depth)
-        for one, other in sides
-        for name in one.get("required", ())
-    )
+class Comparison:
+    """Comparison of the nodes of a schema; it must not outlive a change of any of them."""
 
+    def __init__(self, schema: Schema):
+        self._schema = schema
+        self._known: dict[tuple[int, int], bool] = {}
 
-def _excludes(
-    schema: Schema, one: Mapping[str, Any], other: Mapping[str, Any], name: str, depth: int
-) -> bool:
-    """Tell if `other` allows no value of the property `name`, which `one` requires."""
-    mine, its = one.get("properties", {}).get(name), other.get("properties", {}).get(name)
-    if its is None:
-        return other.get("additionalProperties") is False and not other.get("patternProperties")
-    return mine is not None and are_disjoint(schema, mine, its, depth + 1)
+    def are_disjoint(self, first: Node, second: Node, depth: int = 0) -> bool:
+        """True if it is certain that no value satisfies both."""
+        pair = (id(first), id(second))
+        if pair not in self._known:
+            self._known[pair] = self._compare(first, second, depth)
+        return self._known[pair]
+
+    def _compare(self, first: Node, second: Node, depth: int) -> bool:
+        shared = self._schema.types(first) & self._schema.types(second)
+        if not shared:
+            return True
+        first, second = self._schema.resolve(first), self._schema.resolve(second)
+        if isinstance(first, bool) or isinstance(second, bool) or depth > _DEEPEST:
+            return False
+        sides = ((first, second), (second, first))
+        if any(
+            "anyOf" in one
+            and all(self.are_disjoint(option, other, depth + 1) for option in one["anyOf"])
+            for one, other in sides
+        ):
+            return True
+        values = [_listed(first), _listed(second)]
+        if values[0] is not None and values[1] is not None:
+            return not values[0] & values[1]
+        return shared == {"object"} and any(
+            self._excludes(one, other, name, depth)
+            for one, other in sides
+            for name in one.get("required", ())
+        )
+
+    def _excludes(
+        self, one: Mapping[str, Any], other: Mapping[str, Any], name: str, depth: int
+    ) -> bool:
+        """Tell if `other` allows no value of the property `name`, which `one` requires."""
+        mine, its = one.get("properties", {}).get(name), other.get("properties", {}).get(name)
+        if its is None:
+            return other.get("additionalProperties") is False and not other.get("patternProperties")
+        return mine is not None and self.are_disjoint(mine, its, depth + 1)
 
 
 def _listed(node: Mapping[str, Any]) -> set[str] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlxcache.model.schema_facts import TYPES, Node, Schema, type_names
 from mlxcache.model.text_values import Unwritable
 
 _MOST = 64
+_MOST_READ = 5000
 _COMBINE = ("$ref", "anyOf", "allOf")
 _HIGHER = ("minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum")
 _LOWER = ("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum")
@@ -18,11 +19,18 @@ Plain = dict[str, Any]
 """A node without references and combinators at its top."""
 
 
-def alternatives(schema: Schema, node: Node, within: frozenset[str] = frozenset()) -> list[Plain]:
+def alternatives(schema: Schema, node: Node) -> list[Plain]:
     """Nodes without combinators at their top, any of which a value may satisfy instead of `node`.
 
     Raises Unwritable where keywords cannot be merged, or the alternatives are too many.
     """
+    return _expand(schema, node, frozenset(), iter(range(_MOST_READ)))
+
+
+def _expand(schema: Schema, node: Node, within: frozenset[str], left: Iterator[int]) -> list[Plain]:
+    """The alternatives of a node; `left` has an item for each node that may still be read."""
+    if next(left, None) is None:
+        raise Unwritable("anyOf")
     if isinstance(node, bool):
         return [{}] if node else []
     found: list[Plain] = [{key: node[key] for key in node if key not in _COMBINE}]
@@ -35,7 +43,7 @@ def alternatives(schema: Schema, node: Node, within: frozenset[str] = frozenset(
     if "anyOf" in node:
         parts.append(("anyOf", node["anyOf"]))
     for keyword, options in parts:
-        expanded = [one for option in options for one in alternatives(schema, option, within)]
+        expanded = [one for option in options for one in _expand(schema, option, within, left)]
         if len(found) * len(expanded) > _MOST:
             raise Unwritable(keyword)
         merged = [merge(first, second) for first in found for second in expanded]

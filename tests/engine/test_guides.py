@@ -9,8 +9,9 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from llguidance import LLMatcher
 
-from mlxcache.errors import BadRequest
+from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.types import OutputFormat
 from tests.conftest import ToyMaker
 from tests.engine.guided import POINT, SCHEMAS, as_format, ask
@@ -56,6 +57,25 @@ async def test_a_format_that_cannot_be_compiled_is_refused(
     async with started(toy_llama, tmp_path) as engine:
         with pytest.raises(BadRequest, match=why):
             await ask(engine, form)
+        (record,) = engine.requests()
+        assert record.status == "rejected"
+
+
+async def test_an_unexpected_error_of_the_compiler_ends_the_request_alone(
+    toy_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A panic of its Rust code is no Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic(*_: object) -> None:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(LLMatcher, "compute_bitmask", panic)
+    async with started(toy_llama, tmp_path) as engine:
+        with pytest.raises(GenerationFailed, match="Compiling the grammar failed: Panic"):
+            await ask(engine, as_format(POINT))
         (record,) = engine.requests()
         assert record.status == "rejected"
 

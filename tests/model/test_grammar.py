@@ -19,6 +19,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxcache.errors import BadRequest
 from mlxcache.model.grammar import grammar_text
+from mlxcache.model.schema_facts import Node, Schema
+from mlxcache.model.schema_merge import alternatives
+from mlxcache.model.text_values import Unwritable
 from mlxcache.tree.node import as_tokens
 from mlxcache.types import Job, OutputFormat, Prompt
 from tests.model.guided import VOCABULARIES, Writer, bare
@@ -206,6 +209,51 @@ def test_a_schema_that_is_wrong_or_that_nothing_satisfies_is_refused(
     schema: Any, message: str
 ) -> None:
     assert re.search(message, str(refused(schema))), str(refused(schema))
+
+
+@pytest.mark.parametrize("keyword", ["anyOf", "allOf"])
+@pytest.mark.parametrize("end", [{"type": "string"}, False])
+def test_references_that_branch_at_every_step_are_followed_once(keyword: str, end: Any) -> None:
+    """Followed each time, these 60 definitions would take 2^60 steps."""
+    steps = [{"$ref": f"#/$defs/s{i}"} for i in range(1, 61)]
+    defs: dict[str, Any] = {f"s{i}": {keyword: [step, step]} for i, step in enumerate(steps)}
+    schema = {"$ref": "#/$defs/s0", "$defs": defs | {"s60": end}}
+    if end is False:
+        assert "no finite value" in str(refused(schema))
+    else:
+        assert accepts(compiled("json_schema", json.dumps(schema)), '"a"')
+
+
+def test_alternatives_that_branch_at_every_step_are_not_all_read() -> None:
+    """Each leads to nothing, so that there are never many alternatives at once."""
+    step: Node = False
+    for _ in range(40):
+        step = {"anyOf": [step, step]}
+    with pytest.raises(Unwritable):
+        alternatives(Schema(True), step)
+
+
+def test_alternatives_nested_in_alternatives_are_compared_once() -> None:
+    """Compared each time, eight levels of ten alternatives would take 10^8 comparisons."""
+    defs: dict[str, Any] = {
+        f"s{i}": {"anyOf": [{"$ref": f"#/$defs/s{i + 1}"} for _ in range(10)]} for i in range(8)
+    }
+    options = [{"$ref": "#/$defs/s0"}, {"const": 2}]
+    schema = {"oneOf": options, "$defs": defs | {"s8": {"const": 1}}}
+    assert accepts(compiled("json_schema", json.dumps(schema)), "2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("json_schema", "[" * 100_000),
+        ("json_schema", '{"const":' + "[" * 900 + "]" * 900 + "}"),
+        ("grammar", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    ],
+)
+def test_what_is_nested_too_deeply_is_refused(kind: Kind, value: str) -> None:
+    with pytest.raises(BadRequest, match=r"recursion|nested too deeply"):
+        compiled(kind, value)
 
 
 def test_keywords_that_ask_for_nothing_are_taken() -> None:
