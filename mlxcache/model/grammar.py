@@ -111,6 +111,9 @@ def _lark(form: OutputFormat) -> str:
     """The user's grammar in Lark syntax; llama.cpp's GBNF is converted."""
     try:
         text = any_to_lark(form.value)
+    except RecursionError as error:
+        message = "invalid grammar (GBNF): it is nested too deeply"
+        raise BadRequest(message, param=_param(form)) from error
     except Exception as error:  # its own class, and a bare Exception for a missing rule
         raise BadRequest(f"invalid grammar (GBNF): {error}", param=_param(form)) from error
     _try(text, "grammar", _param(form))

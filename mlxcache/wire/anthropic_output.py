@@ -30,7 +30,8 @@ def read_format(body: Conversation) -> OutputFormat | None:
     if form is None:
         return None
     if form.type != "json_schema":
-        raise Unsupported(f"{field}: {form.type[:64]!r} is not supported.", param=field)
+        message = f"{field}: {form.type[:64]!r} is not supported: use 'json_schema'."
+        raise Unsupported(message, param=field)
     if form.schema is None:
         raise BadRequest(f"{field}.schema: a schema is required.", param=f"{field}.schema")
     return format_of_schema(form.schema, f"{field}.schema")

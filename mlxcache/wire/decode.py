@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from mlxcache import typed
 from mlxcache.errors import BadRequest
@@ -33,6 +35,8 @@ def decode(type: type[T], body: bytes) -> T:
         message, _, path = str(error).partition(" - at `")
         param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
         where = f" (at `{param}`)" if param else ""
+        if message.startswith("Invalid enum value") and (known := _values(type, param or "")):
+            where += f": use one of {', '.join(map(repr, known))}"
         raise BadRequest(f"{message}{where}.", param=param) from error
     except msgspec.DecodeError as error:
         raise BadRequest(f"The body is not valid JSON: {error}.") from error
@@ -43,6 +47,32 @@ def decode(type: type[T], body: bytes) -> T:
     if _is_deep(value):
         raise BadRequest(f"The body is nested more than {MAX_DEPTH} levels deep.")
     return value
+
+
+def _values(type: type[Any], path: str) -> list[bool | str | int | None]:
+    """Return the values that the field at `path`, such as `messages[0].role`, can have."""
+    found = _options([inspect.type_info(type)])
+    for name, item in re.findall(r"([^.\[\]]+)|(\[[^\]]*\])", path):
+        below: list[inspect.Type] = []
+        for one in found:
+            if name and isinstance(one, inspect.StructType):
+                below += [field.type for field in one.fields if field.encode_name == name]
+            elif item and isinstance(one, inspect.ListType):
+                below.append(one.item_type)
+            elif item and isinstance(one, inspect.DictType):
+                below.append(one.value_type)
+        found = _options(below)
+    literals = [one for one in found if isinstance(one, inspect.LiteralType)]
+    return [value for one in literals for value in one.values]
+
+
+def _options(types: Iterable[inspect.Type]) -> list[inspect.Type]:
+    """Return `types` with each union replaced by its members."""
+    return [
+        member
+        for one in types
+        for member in (one.types if isinstance(one, inspect.UnionType) else (one,))
+    ]
 
 
 def _is_deep(value: object) -> bool:

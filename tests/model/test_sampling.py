@@ -90,6 +90,11 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: Any) -> None
     assert caught.value.param == field.replace("_context", "_context_size")
 
 
+def test_a_biased_token_that_the_model_lacks_is_named() -> None:
+    with pytest.raises(BadRequest, match=f"names token {V}, but token ids are from 0 to {V - 1}"):
+        validate(Sampling(logit_bias=((V, 1.0),)), V)
+
+
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mlxcache.errors import BadRequest
 from mlxcache.wire.decode import decode
+from mlxcache.wire.openai_types import ChatRequest
 
 
 class Item(msgspec.Struct):
@@ -26,6 +27,34 @@ def test_a_wrong_type_names_its_field() -> None:
     with pytest.raises(BadRequest, match="Expected `int`, got `str`") as caught:
         decode(Body, b'{"items": [{"count": 1}, {"count": "2"}]}')
     assert caught.value.param == "items[1].count"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "values"),
+    [
+        ("messages[1].role", {"messages": [{"role": "user"}, {"role": "bot"}]}, "'assistant', "),
+        (
+            "reasoning.effort",
+            {"messages": [{"role": "user"}], "reasoning": {"effort": "x"}},
+            "'high', 'low', ",
+        ),
+        (
+            "tool_choice.allowed_tools.mode",
+            {
+                "messages": [{"role": "user"}],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x"}},
+            },
+            "'auto', 'required'.",
+        ),
+    ],
+)
+def test_a_word_that_a_field_does_not_know_is_answered_with_those_it_knows(
+    path: str, body: dict[str, Any], values: str
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode(ChatRequest, msgspec.json.encode(body))
+    assert f"(at `{path}`): use one of {values}" in str(caught.value)
+    assert caught.value.param == path
 
 
 @pytest.mark.parametrize(
