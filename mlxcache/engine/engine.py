@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +20,7 @@ from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply
 from mlxcache.engine.runtime import ModelRuntime, demo_spec, fetch_model
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
-from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError, NotReady
+from mlxcache.errors import BadRequest, Busy, GenerationFailed, MlxcacheError, NotReady
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, load
 from mlxcache.model.generation import resolve
@@ -232,17 +233,21 @@ class Engine:
     async def _compile(self, job: Job, runtime: ModelRuntime) -> Guide | None:
         """Compile the grammar that the reply to `job` must follow, in a worker thread.
 
-        Raises BadRequest where it cannot be compiled, or not within `COMPILE_S`, GenerationFailed
-        for an unexpected error.
+        Raises BadRequest where it cannot be compiled, or not within `COMPILE_S`, Busy where others
+        are compiled for that long, GenerationFailed for an unexpected error.
         """
+        begun = threading.Event()
 
         def make() -> Guide | None:
+            begun.set()
             return _rendered(lambda: runtime.guides.make(job), what="Compiling the grammar")
 
         making = self._loop.run_in_executor(self._compilers, make)
         try:
             guide = await asyncio.wait_for(making, COMPILE_S)
         except TimeoutError:
+            if not begun.is_set():
+                raise Busy("Grammars of other requests are being compiled.") from None
             raise BadRequest(
                 f"The grammar or schema takes more than {COMPILE_S:g} s to compile: simplify it."
             ) from None

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from pathlib import Path
 
 import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from mlxcache.errors import BadRequest, GenerationFailed
-from mlxcache.types import OutputFormat
+from mlxcache.engine.engine import COMPILE_THREADS
+from mlxcache.errors import BadRequest, Busy, GenerationFailed
+from mlxcache.model.guide import Guide
+from mlxcache.model.guided import Guides
+from mlxcache.types import Job, OutputFormat
 from tests.conftest import ToyMaker
 from tests.engine.guided import POINT, SCHEMAS, as_format, ask
 from tests.engine.running import started
@@ -59,6 +63,26 @@ async def test_a_format_that_cannot_be_compiled_is_refused(
             await ask(engine, form)
         (record,) = engine.requests()
         assert record.status == "rejected"
+
+
+async def test_a_grammar_that_waits_for_others_is_not_blamed(
+    toy_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that take too long are told so; the one behind them, to come again."""
+    release, make = threading.Event(), Guides.make
+
+    def slow(self: Guides, job: Job) -> Guide | None:
+        release.wait(30)
+        return make(self, job)
+
+    monkeypatch.setattr(Guides, "make", slow)
+    monkeypatch.setattr("mlxcache.engine.engine.COMPILE_S", 0.2)
+    async with started(toy_llama, tmp_path) as engine:
+        asked = (ask(engine, as_format(POINT), str(i)) for i in range(COMPILE_THREADS + 1))
+        *first, last = await asyncio.gather(*asked, return_exceptions=True)
+        release.set()
+        assert all(isinstance(error, BadRequest) for error in first)
+        assert isinstance(last, Busy)
 
 
 async def test_an_unexpected_error_of_the_compiler_ends_the_request_alone(
