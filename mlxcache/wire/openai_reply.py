@@ -67,11 +67,12 @@ class Wish:
 def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
     """Build `usage` of all choices, in tokens; `prompt_tokens` includes the cached ones.
 
-    A prompt counts once, as its first choice found it; `n`: choices of each prompt.
+    A prompt counts once, as the choice that computed it found it; `n`: choices of each prompt.
     """
     prompt = sum(last.prompt_tokens for last in lasts[::n])
     generated = sum(last.generated_tokens for last in lasts)
-    cached = sum(last.cached_tokens for last in lasts[::n])
+    groups = (lasts[i : i + n] for i in range(0, len(lasts), n))
+    cached = sum(min(last.cached_tokens for last in choices) for choices in groups)
     reasoning = sum(last.reasoning_tokens for last in lasts)
     return {
         "prompt_tokens": prompt,

@@ -56,6 +56,7 @@ class TestSeveral:
         records = [llama.record(f"{id}-{i}" if i else id) for i in range(4)]
         length = records[0]["prompt_tokens"]
         assert length > 400
+        records.sort(key=lambda record: -record["fed_tokens"])  # any of them may come first
         assert [record["fed_tokens"] for record in records[1:]] == [1, 1, 1]
         assert records[0]["fed_tokens"] > 400
         assert {record["cached_tokens"] for record in records[1:]} == {length - 1}
