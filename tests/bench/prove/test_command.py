@@ -84,15 +84,23 @@ def test_a_closed_terminal_leaves_nothing(tmp_path: Path, number: signal.Signals
     command = [*PROVE, "--out", str(tmp_path / "r.md"), "--only", "growth", "--only", "equality"]
     temp = tmp_path / "temp"
     temp.mkdir()
-    process = Popen(command, stdout=PIPE, stderr=PIPE, env={**os.environ, "TMPDIR": str(temp)})
+    # under nohup the suite itself ignores SIGHUP, and so would what it starts
+    process = Popen(
+        command,
+        stdout=PIPE,
+        stderr=PIPE,
+        env={**os.environ, "TMPDIR": str(temp)},
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     deadline = time.monotonic() + 120
-    while not list(temp.glob("mlxcache-bench-*/within-equality.log")):
+    children: list[psutil.Process] = []
+    while not (children and any(temp.glob("mlxcache-bench-*/within-equality.log"))):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
-    children = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True)
     process.stdout.close()
     process.stderr.close()
     for _ in range(2):
