@@ -234,8 +234,8 @@ def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
 def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> TokenLogprob:
     """Log-probabilities of one sampled token and of the `n` likeliest, as the API returns them.
 
-    `logprobs` has shape (V,), natural, after penalties and bias; `n` from 0. The alternatives are
-    sorted, likeliest first. Evaluates.
+    `logprobs` has shape (V,), natural, after penalties, bias and mask; `n` from 0. The alternatives
+    are sorted, likeliest first, without tokens that cannot be drawn. Evaluates.
     """
     values = logprobs.astype(mx.float32)
     n = min(n, values.shape[0])
@@ -248,7 +248,7 @@ def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> Toke
         token=token_text(tokenizer, token),
         token_id=token,
         logprob=max(numbers[0], LEAST_LOGPROB),
-        top=tuple((token_text(tokenizer, i), i, max(x, LEAST_LOGPROB)) for i, x in top),
+        top=tuple((token_text(tokenizer, i), i, x) for i, x in top if x > LEAST_LOGPROB),
     )
 
 
