@@ -27,7 +27,7 @@ from mlxcache.engine.task import Output, Task
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import kv
 from mlxcache.model.arrays import tree_arrays
-from mlxcache.model.guide import Guide
+from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.sampling import make_processors, make_sampler
 from mlxcache.store.store import Store

@@ -21,10 +21,10 @@ from mlx.nn import Module
 
 from mlxcache.errors import GenerationFailed
 from mlxcache.model import device
-from mlxcache.model.guide import Bitmask, Guide
+from mlxcache.model.guidance.guide import Bitmask, Guide
+from mlxcache.model.guidance.thinking_budget import Steering
 from mlxcache.model.kv import Caches
 from mlxcache.model.sampling import masked
-from mlxcache.model.thinking_budget import Steering
 
 log = logging.getLogger("mlxcache.engine")
 

@@ -29,7 +29,7 @@ from mlxcache.engine.decoder import (
     normalised,
     processed,
 )
-from mlxcache.model.guide import Bitmask, Guide
+from mlxcache.model.guidance.guide import Bitmask, Guide
 from mlxcache.model.kv import Caches, eval_states
 from mlxcache.model.pair import Pair
 from mlxcache.model.sampling import masked

@@ -24,7 +24,7 @@ from mlxcache.errors import BadRequest, Busy, GenerationFailed, MlxcacheError, N
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, load
 from mlxcache.model.generation import resolve
-from mlxcache.model.guide import Guide
+from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
 from mlxcache.prompt.canonical.restore import ReplyRestorer

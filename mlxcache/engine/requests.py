@@ -14,7 +14,7 @@ from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
 from mlxcache.errors import DeadlineExceeded, MlxcacheError, QueueFull, TooMany
-from mlxcache.model.guide import Guide
+from mlxcache.model.guidance.guide import Guide
 from mlxcache.prompt.canonical.restore import ReplyRestorer
 from mlxcache.types import Event, Finished, Job, Piece, Progress, RequestRecord
 

@@ -48,13 +48,13 @@ from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import demo, device, kv, load, serialise
 from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.generation import describe
-from mlxcache.model.guided import Guides
+from mlxcache.model.guidance.guided import Guides
+from mlxcache.model.guidance.thinking_budget import ThinkingBudget, read_closing
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded
 from mlxcache.model.mlx_lm_format import agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.model.sampling import make_processors, make_sampler, text_ends, top_logprobs
-from mlxcache.model.thinking_budget import ThinkingBudget, read_closing
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.replies import GeneratedReply, Replies
 from mlxcache.sessions.book import SessionBook

@@ -16,9 +16,9 @@ from mlxcache.cache.restore import DiskLookup
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.loop_guard import LoopGuard
 from mlxcache.errors import GenerationFailed, MlxcacheError
-from mlxcache.model.guide import Guide
+from mlxcache.model.guidance.guide import Guide
+from mlxcache.model.guidance.thinking_budget import ThinkingBudget
 from mlxcache.model.sampling import skip_draws
-from mlxcache.model.thinking_budget import ThinkingBudget
 from mlxcache.owner import own_ids
 from mlxcache.prompt.replies import GeneratedReply, make_reply
 from mlxcache.types import (

@@ -24,7 +24,7 @@ from mlx_lm.sample_utils import (
 )
 
 from mlxcache.errors import BadRequest
-from mlxcache.model.guide import Bitmask
+from mlxcache.model.guidance.guide import Bitmask
 from mlxcache.types import Sampling, TokenLogprob
 
 Sampler = Callable[[mx.array], mx.array]

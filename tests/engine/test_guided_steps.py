@@ -13,7 +13,7 @@ import pytest
 from mlxcache.bench.device_faults import FailingDevice
 from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
-from mlxcache.model.guide import Bitmask, Grammars, Guide
+from mlxcache.model.guidance.guide import Bitmask, Grammars, Guide
 from mlxcache.model.sampling import make_processors
 from mlxcache.types import Finished, Sampling
 from tests.conftest import ToyMaker

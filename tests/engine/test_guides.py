@@ -14,8 +14,8 @@ from llguidance import LLMatcher
 
 from mlxcache.engine.engine import COMPILE_THREADS
 from mlxcache.errors import BadRequest, Busy, GenerationFailed
-from mlxcache.model.guide import Guide
-from mlxcache.model.guided import Guides
+from mlxcache.model.guidance.guide import Guide
+from mlxcache.model.guidance.guided import Guides
 from mlxcache.types import Job, OutputFormat
 from tests.conftest import ToyMaker
 from tests.engine.guided import POINT, SCHEMAS, as_format, ask

@@ -20,10 +20,10 @@ from mlxcache.engine.decoder import Row
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.engine.task import Output, Task
+from mlxcache.model.guidance.thinking_budget import ThinkingBudget, read_closing
 from mlxcache.model.load import Loaded
 from mlxcache.model.output import OutputParser
 from mlxcache.model.sampling import make_sampler
-from mlxcache.model.thinking_budget import ThinkingBudget, read_closing
 from mlxcache.types import Chat, Finished, Job, OutputFormat, Sampling, Text, Thinking
 from tests.engine.running import settled
 from tests.model.test_output import THINK, wrapped

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlxcache.model.lark import Lark, escaped, literal, one_of
+from mlxcache.model.guidance.lark import Lark, escaped, literal, one_of
+from mlxcache.model.guidance.tool_grammar import Tool, arguments_json
 from mlxcache.model.markers import MESSAGE, is_harmony
-from mlxcache.model.tool_grammar import Tool, arguments_json
 
 TEXT = "/(?s:.+)/"
 

@@ -11,7 +11,7 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from mlxcache.model import markers
-from mlxcache.model.guide import Bitmask, Guide
+from mlxcache.model.guidance.guide import Bitmask, Guide
 
 HARMONY = ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant")
 """Opening of a think block of gpt-oss, its closing marker, and what precedes the next message."""

@@ -18,10 +18,10 @@ from hypothesis_jsonschema import from_schema
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxcache.errors import BadRequest
-from mlxcache.model.grammar import grammar_text
-from mlxcache.model.schema_facts import Node, Schema
-from mlxcache.model.schema_merge import alternatives
-from mlxcache.model.text_values import Unwritable
+from mlxcache.model.guidance.grammar import grammar_text
+from mlxcache.model.guidance.schema_facts import Node, Schema
+from mlxcache.model.guidance.schema_merge import alternatives
+from mlxcache.model.guidance.text_values import Unwritable
 from mlxcache.tree.node import as_tokens
 from mlxcache.types import Job, OutputFormat, Prompt
 from tests.model.guided import VOCABULARIES, Writer, bare

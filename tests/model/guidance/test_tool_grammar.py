@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.model.grammar import grammar_text, is_constrained
+from mlxcache.model.guidance.grammar import grammar_text, is_constrained
 from mlxcache.model.output import OutputParser
 from mlxcache.tree.node import as_tokens
 from mlxcache.types import Job, OutputFormat, Piece, Prompt, ToolCall, ToolChoice

@@ -9,11 +9,11 @@ from typing import Any
 from llguidance.gbnf_to_lark import any_to_lark
 
 from mlxcache.errors import BadRequest
-from mlxcache.model import json_schema
-from mlxcache.model.lark import Lark, compile_error, literal, one_of, regex
-from mlxcache.model.reply_frames import Frame, anything_but, frame_of
-from mlxcache.model.schema_facts import Schema
-from mlxcache.model.tool_grammar import read_tool, syntax_of
+from mlxcache.model.guidance import json_schema
+from mlxcache.model.guidance.lark import Lark, compile_error, literal, one_of, regex
+from mlxcache.model.guidance.reply_frames import Frame, anything_but, frame_of
+from mlxcache.model.guidance.schema_facts import Schema
+from mlxcache.model.guidance.tool_grammar import read_tool, syntax_of
 from mlxcache.types import Job, OutputFormat
 
 _USER = "user"

@@ -18,8 +18,8 @@ from urllib.parse import unquote
 from llguidance import LLMatcher
 
 from mlxcache.errors import BadRequest
-from mlxcache.model.lark import compile_error
-from mlxcache.model.schema_facts import (
+from mlxcache.model.guidance.lark import compile_error
+from mlxcache.model.guidance.schema_facts import (
     TYPES,
     Comparison,
     Node,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from threading import Lock
 from typing import Any
 
-from mlxcache.model.grammar import grammar_text, is_constrained
-from mlxcache.model.guide import Grammars, Guide
-from mlxcache.model.thinking import AfterThinking, ThinkFormat, read_format
+from mlxcache.model.guidance.grammar import grammar_text, is_constrained
+from mlxcache.model.guidance.guide import Grammars, Guide
+from mlxcache.model.guidance.thinking import AfterThinking, ThinkFormat, read_format
 from mlxcache.types import Job
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxcache.model.guide import Bitmask, Guide
-from mlxcache.model.thinking_budget import (
+from mlxcache.model.guidance.guide import Bitmask, Guide
+from mlxcache.model.guidance.thinking_budget import (
     LEAST_FOR_WORDS,
     MOST_WAITING,
     CloseThinking,

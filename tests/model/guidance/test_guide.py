@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxcache.errors import BadRequest, GenerationFailed
-from mlxcache.model.guide import Grammars
+from mlxcache.model.guidance.guide import Grammars
 from tests.model.test_output import wrapped
 
 TOKENIZER = wrapped(None, ())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from mlxcache.model.lark import any_text, compile_error, literal, one_of, regex
-from mlxcache.model.schema_facts import Node, Schema, listed_values
+from mlxcache.model.guidance.lark import any_text, compile_error, literal, one_of, regex
+from mlxcache.model.guidance.schema_facts import Node, Schema, listed_values
 
 
 class Unwritable(ValueError):

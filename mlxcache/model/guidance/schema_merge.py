@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlxcache.model.schema_facts import TYPES, Node, Schema, type_names
-from mlxcache.model.text_values import Unwritable
+from mlxcache.model.guidance.schema_facts import TYPES, Node, Schema, type_names
+from mlxcache.model.guidance.text_values import Unwritable
 
 _MOST = 64
 _MOST_READ = 5000

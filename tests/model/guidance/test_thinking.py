@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxcache.model.guide import Grammars
+from mlxcache.model.guidance.guide import Grammars
+from mlxcache.model.guidance.thinking import AfterThinking, ThinkFormat, allows, read_format
 from mlxcache.model.output import OutputParser
-from mlxcache.model.thinking import AfterThinking, ThinkFormat, allows, read_format
 from mlxcache.types import Text, Thinking
 from tests.model.test_output import CHANNEL, MUSE, QWEN, THINK, XTML, joined, wrapped
 

@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.model.json_schema import check, is_satisfiable
-from mlxcache.model.lark import Lark, any_text, literal, one_of, repeated
+from mlxcache.model.guidance.json_schema import check, is_satisfiable
+from mlxcache.model.guidance.lark import Lark, any_text, literal, one_of, repeated
+from mlxcache.model.guidance.schema_facts import TYPES, Node, Schema, listed_values
+from mlxcache.model.guidance.schema_merge import Plain, alternatives, names_of
+from mlxcache.model.guidance.text_values import Unwritable, text_terminal
 from mlxcache.model.markers import GENERIC_END, GENERIC_START
-from mlxcache.model.schema_facts import TYPES, Node, Schema, listed_values
-from mlxcache.model.schema_merge import Plain, alternatives, names_of
-from mlxcache.model.text_values import Unwritable, text_terminal
 
 PARAM = "tools"
 CODE = "invalid_tool"

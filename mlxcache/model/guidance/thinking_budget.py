@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mlxcache.model import markers
-from mlxcache.model.guide import Bitmask, Guide
+from mlxcache.model.guidance.guide import Bitmask, Guide
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from mlxcache.model.schema_facts import Schema
+from mlxcache.model.guidance.schema_facts import Schema
 
 
 class Lark:
