@@ -17,6 +17,7 @@ class Unwritable(ValueError):
         self.keyword = keyword
 
 
+_MOST_READ = 2000  # nodes of one schema, in which references may branch
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_OCTET}(\.{_OCTET}){{3}}"
@@ -59,7 +60,7 @@ def text_terminal(
     None if it allows no string. `mixed`: other kinds of values are written as JSON in its place, so
     text that reads as such is left out. Raises Unwritable.
     """
-    parts = _parts(schema, node, without, frozenset())
+    parts = _parts(schema, node, without, frozenset(), iter(range(_MOST_READ)))
     if parts is None:
         return None
     parts = [any_text(without), *parts, *([_AS_JSON] if mixed else [])]
@@ -67,9 +68,18 @@ def text_terminal(
 
 
 def _parts(
-    schema: Schema, node: Node, without: Sequence[str], within: frozenset[str]
+    schema: Schema,
+    node: Node,
+    without: Sequence[str],
+    within: frozenset[str],
+    left: Iterator[int],
 ) -> list[str] | None:
-    """Conditions that a string must satisfy, all of them; None if no string can."""
+    """Conditions that a string must satisfy, all of them; None if no string can.
+
+    `left` has an item for each node that may still be read.
+    """
+    if next(left, None) is None:
+        raise Unwritable("anyOf")
     if "string" not in schema.types(node):
         return None
     if isinstance(node, bool):
@@ -78,16 +88,16 @@ def _parts(
     if (ref := node.get("$ref")) is not None:
         if ref in within:
             raise Unwritable("$ref")
-        found = _parts(schema, schema.target(ref), without, within | {ref})
+        found = _parts(schema, schema.target(ref), without, within | {ref}, left)
         if found is None:
             return None
         parts += found
     for one in node.get("allOf", ()):
-        if (found := _parts(schema, one, without, within)) is None:
+        if (found := _parts(schema, one, without, within, left)) is None:
             return None
         parts += found
     if "anyOf" in node:
-        options = [_parts(schema, one, without, within) for one in node["anyOf"]]
+        options = [_parts(schema, one, without, within, left) for one in node["anyOf"]]
         possible = [option for option in options if option is not None]
         if not possible:
             return None

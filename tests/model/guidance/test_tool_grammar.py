@@ -8,6 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -393,6 +394,22 @@ def test_a_reply_with_strict_tools_may_be_text(family: str) -> None:
     call = as_written(family) + ("<|call|>" if family == "harmony" else "")
     assert accepts(family, grammar, call)
     assert not accepts(family, grammar, call.replace("city", "town"))
+
+
+@pytest.mark.parametrize("keyword", ["anyOf", "allOf"])
+@pytest.mark.parametrize("family", sorted(MARKERS))
+def test_references_that_branch_at_every_step_take_no_long_time(family: str, keyword: str) -> None:
+    """Followed each time, these 40 definitions would take 2^40 steps."""
+    steps = [{"$ref": f"#/$defs/s{i}"} for i in range(1, 41)]
+    defs: dict[str, Any] = {f"s{i}": {keyword: [step, step]} for i, step in enumerate(steps)}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/s0"}},
+        "required": ["a"],
+        "$defs": defs | {"s40": {"type": "string"}},
+    }
+    with suppress(BadRequest):  # of a syntax that cannot express so many alternatives
+        compiled(family, [tool("write", schema, strict=True)])
 
 
 def test_what_is_constrained() -> None:
