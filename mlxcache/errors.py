@@ -34,7 +34,7 @@ class MlxcacheError(Exception):
 
 
 class BadRequest(MlxcacheError):
-    """The request is wrong. `param` names the field, `code` is a stable word for programs."""
+    """Error in the request. `param` names the field, `code` is a stable word for programs."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -43,40 +43,40 @@ class BadRequest(MlxcacheError):
 
 
 class Unsupported(BadRequest):
-    """The request needs something that this server does not support."""
+    """Request for something that this server does not support."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "unsupported"):
         super().__init__(message, param=param, code=code)
 
 
 class ContextLengthExceeded(BadRequest):
-    """The prompt alone exceeds the context length or the memory budget."""
+    """Prompt that alone exceeds the context length or the memory budget."""
 
     def __init__(self, message: str, *, param: str | None = "messages"):
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
 class SnapshotRefused(BadRequest):
-    """A snapshot is damaged, or was made with another model."""
+    """Snapshot that is damaged, or was made with another model."""
 
     def __init__(self, message: str, *, code: str = "bad_snapshot"):
         super().__init__(message, code=code)
 
 
 class Unauthorized(MlxcacheError):
-    """The key is missing or wrong."""
+    """Missing or wrong key."""
 
 
 class NotFound(MlxcacheError):
-    """There is no such path, request, model or session."""
+    """Path, request, model or session that does not exist."""
 
 
 class TooLarge(MlxcacheError):
-    """The body exceeds the server's size limit."""
+    """Body that exceeds the server's size limit."""
 
 
 class Busy(MlxcacheError):
-    """The request cannot be served now; `retry_after` is in seconds."""
+    """Request that cannot be served now; `retry_after` is in seconds."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0):
         super().__init__(message)
@@ -84,54 +84,54 @@ class Busy(MlxcacheError):
 
 
 class QueueFull(Busy):
-    """The queue holds its maximum of waiting requests."""
+    """Queue that holds its maximum of waiting requests."""
 
 
 class TooMany(Busy):
-    """One session has its maximum of waiting requests."""
+    """Session that has its maximum of waiting requests."""
 
 
 class NotReady(Busy):
-    """The model is still loading, or the server is stopping."""
+    """Request to a server whose model is still loading, or that is stopping."""
 
 
 class DeadlineExceeded(MlxcacheError):
-    """The request exceeded its time limit. Tokens computed so far stay cached."""
+    """Request that exceeded its time limit. Tokens computed so far stay cached."""
 
 
 class GenerationFailed(MlxcacheError):
-    """The model, its tokenizer or its chat template raised."""
+    """Exception from the model, its tokenizer or its chat template."""
 
 
 class ModelError(MlxcacheError):
-    """The model cannot be loaded, or not served with these settings."""
+    """Model that cannot be loaded, or not served with these settings."""
 
 
 class ConfigError(MlxcacheError):
-    """A flag, an environment variable or a key of config.toml is wrong."""
+    """Wrong flag, environment variable or key of config.toml."""
 
 
 class StoreError(MlxcacheError):
-    """An operation of the disk tier failed."""
+    """Failed operation of the disk tier."""
 
 
 class Corrupt(StoreError):
-    """A file is damaged, or its content does not match its name."""
+    """File that is damaged, or whose content does not match its name."""
 
 
 class Gone(StoreError):
-    """A file was evicted between look-up and reading."""
+    """File that was evicted between look-up and reading."""
 
 
 class Vanished(StoreError):
-    """The store's folder is missing or replaced; the server reopens it within seconds."""
+    """Store folder that is missing or replaced; the server reopens it within seconds."""
 
     retry_after = 2.0
 
 
 class PrefixNotStored(StoreError):
-    """The prefix before a run is not on disk: an earlier run has to be written first."""
+    """Missing prefix of a run on disk: an earlier run has to be written first."""
 
 
 class DiskFull(StoreError):
-    """The disk tier is full: its limit, the reserve of free space, or the device."""
+    """Full disk tier: its limit, the reserve of free space, or the device is reached."""

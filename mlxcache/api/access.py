@@ -108,7 +108,11 @@ def _host_name(url: str) -> str | None:
 
 
 def _address(url: str, like: str = "") -> tuple[str, int] | None:
-    """Return host and port of `url`; the default port is that of its scheme, or of `like`'s."""
+    """Return host and port of `url`; None if it cannot be parsed.
+
+    The default port is that of the scheme: 443 for https, otherwise 80. A `url` without a scheme
+    has the scheme of the URL `like`.
+    """
     try:
         parts = urlsplit(url)
         scheme = parts.scheme or urlsplit(like).scheme

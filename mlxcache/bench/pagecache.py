@@ -60,7 +60,7 @@ def _invalidate(files: Sequence[Path]) -> str | None:
 
 
 def read(files: Sequence[Path]) -> int:
-    """Read `files` in sequence into one buffer; the number of bytes."""
+    """Read `files` one after another, discard the content, and return the number of bytes."""
     buffer, total = memoryview(bytearray(READ_BYTES)), 0
     for path in files:
         with path.open("rb", buffering=0) as file:

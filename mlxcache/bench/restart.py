@@ -46,7 +46,11 @@ class Rounds:
     failures: list[str] = field(default_factory=list)
 
     def medians(self, server: str) -> dict[str, float | None]:
-        """The median of each figure; `sooner`: cold divided by restarted, within a round."""
+        """Median of each figure over the rounds of `server`.
+
+        `sooner`: median of the speed-up, cold time divided by the time after a restart, both of
+        one round.
+        """
         rounds = self.taken[server]
         found = {name: middle(getattr(one, name) for one in rounds) for name in _FIGURES}
         return found | {"sooner": middle(by(one.cold_s, one.again_s) for one in rounds)}

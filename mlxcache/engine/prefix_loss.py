@@ -94,7 +94,10 @@ class PrefixLossReporter:
             _set_cost(record, record.timing.get("prefill_s"))
 
     def note_end(self, task: Task, then: Callable[[], None]) -> None:
-        """Keep the computed prompt to compare later ones with; call `then` once it is explained."""
+        """Keep a finished request's prompt for comparison with later ones, then call `then`.
+
+        If the request's own prefix loss is still being analysed, `then` is called after that.
+        """
         record, source = task.record, task.job.prompt.source
         if is_explained(task.job) and task.lease is not None:
             ids = task.tokens()

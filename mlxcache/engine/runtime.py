@@ -259,7 +259,9 @@ class ModelRuntime:
         self.settings = settings
         self.layout = kv.survey(loaded.model, kv_bits=settings.kv_bits)
         for name in self.layout.unknown:
-            log.warning("cache class %s is unknown: the model is served, nothing is cached", name)
+            log.warning(
+                "caching disabled, the model is served without it: cache class %s is unknown", name
+            )
         self._plan = plan = plan_memory(loaded, self.layout, settings)
         self.cost = plan.cost
         self.images = open_images(loaded, plan, settings)

@@ -1,4 +1,4 @@
-"""Find out what a chat template takes, by rendering small conversations."""
+"""Detection of the features that a chat template supports, by rendering test conversations."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ _MOST = 200
 def list_session_names(folder: Path) -> list[tuple[str, str]]:
     """List ids and names (or titles) of the store in `folder`, most recently used first.
 
-    At most 200. Empty if there is no store, or it cannot be read: a shell can show no error.
+    At most 200. Empty if there is no store or it cannot be read, because shell completion
+    cannot show an error.
     Changes nothing. Blocks for at most 0.1 s while another process writes.
     """
     path = (folder / NAME).resolve()

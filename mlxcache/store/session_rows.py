@@ -363,7 +363,10 @@ class SessionFigures:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """One request's figures, and measured seconds per prefill token by range of positions."""
+    """Counts of one request to add to its session's, and the prefill speeds measured in it.
+
+    `paces`: seconds per prefill token by range of positions.
+    """
 
     figures: SessionFigures
     paces: Mapping[int, float] = field(default_factory=dict)
