@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -248,3 +249,23 @@ def test_a_parser_that_is_not_known_keeps_its_own_reading() -> None:
     parser = OutputParser(tokenizer, tools=(WRITE,))
     ids = tokenizer.tokens(tokenizer.cut("<tool_call>r</tool_call>", ()))
     assert calls([p for token in ids for p in parser.feed(token)]) == [("writer", {})]
+
+
+@pytest.mark.parametrize("word", ["anyOf", "oneOf", "allOf"])
+def test_references_that_branch_take_no_exponential_time(word: str) -> None:
+    """2 ** 30 paths lead through this schema; without a bound they would hold every request."""
+    steps: dict[str, Any] = {
+        f"s{i}": {word: [{"$ref": f"#/$defs/s{i + 1}"}] * 2} for i in range(30)
+    }
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/s0"}, "b": {"type": "integer"}},
+        "$defs": steps | {"s30": {"type": "integer"}},
+    }
+    function = {"name": "w", "parameters": schema}
+    tool = Tools([{"type": "function", "function": function}])["w"]
+    began = time.perf_counter()
+    assert tool.parse("a", "12").value == 12
+    tool.check("a", ["x"] * 10)
+    assert time.perf_counter() - began < 5
+    assert tool.parse("b", "7").value == 7

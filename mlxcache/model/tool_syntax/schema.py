@@ -28,6 +28,8 @@ _SYNONYMS = {
     "none": "null",
 }
 _DEEPEST = 30  # of references and compositions; a schema may refer to itself
+_MOST_NODES = 20_000
+"""Pairs of a value and a schema that one check looks at: references that branch are exponential."""
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -120,19 +122,36 @@ def _complete(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {"parameters": {}, **(tool.get("function") or {})}}
 
 
-def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Kinds:
+class _Walk:
+    """One check of a value or a schema: `root` holds the references, and nodes are counted."""
+
+    def __init__(self, root: Mapping[str, Any]):
+        self.root = root
+        self._left = _MOST_NODES
+
+    def ends(self, schema: Any, depth: int) -> bool:
+        """Count a node; True where nothing below it is looked at."""
+        self._left -= 1
+        return not isinstance(schema, Mapping) or depth > _DEEPEST or self._left < 0
+
+
+def kinds_of(schema: Any, root: Mapping[str, Any]) -> Kinds:
     """The JSON types that a schema allows; "number" includes "integer" only where both stand."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+    return _kinds(schema, _Walk(root), 0)
+
+
+def _kinds(schema: Any, walk: _Walk, depth: int) -> Kinds:
+    if walk.ends(schema, depth):
         return ANY
-    schema = _resolve(schema, root)
+    schema = _resolve(schema, walk.root)
     kinds = _named(schema)
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), Sequence) and schema[key]:
-            found = [kinds_of(branch, root, depth + 1) for branch in schema[key]]
+            found = [_kinds(branch, walk, depth + 1) for branch in schema[key]]
             kinds &= frozenset().union(*found)
     if isinstance(schema.get("allOf"), Sequence):
         for branch in schema["allOf"]:
-            kinds &= kinds_of(branch, root, depth + 1)
+            kinds &= _kinds(branch, walk, depth + 1)
     if schema.get("nullable") is True:
         kinds |= {"null"}
     return kinds or ANY
@@ -176,11 +195,18 @@ def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def fits(value: Any, schema: Any, root: Mapping[str, Any], depth: int = 0) -> bool:
-    """Tell if a value fits a schema, as far as this module knows schemas."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+def fits(value: Any, schema: Any, root: Mapping[str, Any]) -> bool:
+    """Tell if a value fits a schema, as far as this module knows schemas.
+
+    What is beyond the first `_MOST_NODES` nodes fits.
+    """
+    return _fits(value, schema, _Walk(root), 0)
+
+
+def _fits(value: Any, schema: Any, walk: _Walk, depth: int) -> bool:
+    if walk.ends(schema, depth):
         return schema is not False
-    schema = _resolve(schema, root)
+    schema = _resolve(schema, walk.root)
     if value is None and schema.get("nullable") is True:
         return True
     if not _kinds_of_value(value) & _named(schema):
@@ -188,12 +214,12 @@ def fits(value: Any, schema: Any, root: Mapping[str, Any], depth: int = 0) -> bo
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(listed, Sequence) and not any(_equal(value, item) for item in listed):
         return False
-    return _composed(value, schema, root, depth) and _parts_fit(value, schema, root, depth)
+    return _composed(value, schema, walk, depth) and _parts_fit(value, schema, walk, depth)
 
 
-def _composed(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> bool:
+def _composed(value: Any, schema: Mapping[str, Any], walk: _Walk, depth: int) -> bool:
     def branch_fits(branch: Any) -> bool:
-        return fits(value, branch, root, depth + 1)
+        return _fits(value, branch, walk, depth + 1)
 
     for key, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
         branches = schema.get(key)
@@ -202,7 +228,7 @@ def _composed(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], de
     return True
 
 
-def _parts_fit(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> bool:
+def _parts_fit(value: Any, schema: Mapping[str, Any], walk: _Walk, depth: int) -> bool:
     if isinstance(value, dict):
         required = schema.get("required")
         if isinstance(required, Sequence) and not all(name in value for name in required):
@@ -211,10 +237,10 @@ def _parts_fit(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any], d
         known = properties if isinstance(properties, Mapping) else {}
         extra = schema.get("additionalProperties", True)
         return all(
-            fits(item, known.get(name, extra), root, depth + 1) for name, item in value.items()
+            _fits(item, known.get(name, extra), walk, depth + 1) for name, item in value.items()
         )
     if isinstance(value, list) and "items" in schema:
-        return all(fits(item, schema["items"], root, depth + 1) for item in value)
+        return all(_fits(item, schema["items"], walk, depth + 1) for item in value)
     return True
 
 
