@@ -196,3 +196,13 @@ def failing_once(
     """
     once = Once()
     return once, Unlucky(path, FailingDevice(once, **device_options), folder, chunk)
+
+
+def check_restored(judge: Judge, path: Path, folder: Path, ids: list[int], least: int) -> None:
+    """A new process restores at least `least` tokens of `ids` from `folder`, and replies right."""
+    fresh = Bench(path)
+    fresh.open_disk(folder)
+    found = fresh.ask(ids)
+    assert found.record.restored_tokens >= least
+    judge.check_task(found)
+    fresh.kv.close(1.0)

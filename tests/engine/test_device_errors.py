@@ -22,6 +22,7 @@ from tests.engine.failing_device import (
     Judge,
     Once,
     Unlucky,
+    check_restored,
     check_unlocked,
     decoding,
     failing_once,
@@ -277,12 +278,7 @@ def test_the_third_error_in_a_row_ends_the_scheduler_with_all_work_on_disk(
     assert unlucky.died
     assert not task.out
     assert bench.kv.close(10.0) == 0
-    fresh = Bench(toy("llama"))
-    fresh.open_disk(tmp_path)
-    found = fresh.ask(ids)
-    assert found.record.restored_tokens >= 640
-    judges("llama").check_task(found)
-    fresh.kv.close(1.0)
+    check_restored(judges("llama"), toy("llama"), tmp_path, ids, 640)
 
 
 async def test_an_engine_on_a_dead_device_says_so_and_its_sessions_go_on_elsewhere(

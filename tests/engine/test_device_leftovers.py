@@ -30,6 +30,7 @@ from tests.engine.failing_device import (
     Judge,
     Once,
     Unlucky,
+    check_restored,
     check_unlocked,
     decoding,
     failing_once,
@@ -286,12 +287,7 @@ def test_a_device_that_dies_for_good_leaves_all_committed_work_on_disk(
         bench.scheduler.persist_all()
         assert bench.kv.disk is not None
         assert bench.kv.disk.close(10.0) == 0
-    fresh = Bench(toy("llama"))
-    fresh.open_disk(tmp_path)
-    found = fresh.ask(ids)
-    assert found.record.restored_tokens >= 640
-    judges("llama").check_task(found)
-    fresh.kv.close(1.0)
+    check_restored(judges("llama"), toy("llama"), tmp_path, ids, 640)
 
 
 def test_an_error_as_the_server_stops_ends_every_request_all_the_same(toy: ToyMaker) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import anthropic
+import openai
 import pytest
 
 from tests.conftest import ToyMaker
@@ -72,6 +74,18 @@ def thinking(start: Start, toy: ToyMaker) -> Api:
 def quoting(start: Start, toy: ToyMaker) -> Api:
     """A model that writes a quote now and then, so that its strings end, and ends its turns."""
     return start("quoting", toy("llama", emits={'"': 8, "<|im_end|>": 30}))
+
+
+@pytest.fixture
+def sdk(quoting: Api) -> openai.OpenAI:
+    """OpenAI's SDK on `quoting`."""
+    return openai.OpenAI(base_url=f"{quoting.url}/v1", api_key="any", max_retries=0)
+
+
+@pytest.fixture
+def claude(quoting: Api) -> anthropic.Anthropic:
+    """Anthropic's SDK on `quoting`."""
+    return anthropic.Anthropic(base_url=quoting.url, api_key="any", max_retries=0)
 
 
 @pytest.fixture(scope="session")

@@ -31,16 +31,6 @@ TURN_SCHEMA = Turn.model_json_schema()
 TOOLS = [openai.pydantic_function_tool(Turn), openai.pydantic_function_tool(Note)]
 
 
-@pytest.fixture
-def sdk(quoting: Api) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{quoting.url}/v1", api_key="any", max_retries=0)
-
-
-@pytest.fixture
-def claude(quoting: Api) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=quoting.url, api_key="any", max_retries=0)
-
-
 class TestOpenAI:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(

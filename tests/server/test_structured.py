@@ -60,16 +60,6 @@ TITLE: dict[str, Any] = {
 """Claude Code's request for a title, in the shape that 2.1.197 sends."""
 
 
-@pytest.fixture
-def sdk(quoting: Api) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{quoting.url}/v1", api_key="any", max_retries=0)
-
-
-@pytest.fixture
-def claude(quoting: Api) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=quoting.url, api_key="any", max_retries=0)
-
-
 class TestOpenAI:
     def test_parse_returns_the_model_that_was_asked_for_and_a_stream_the_same(
         self, sdk: openai.OpenAI
