@@ -1,8 +1,9 @@
-"""Settings of the server, and the limits that they mean on this machine.
+"""Settings of the server, and the limits that they amount to on this machine.
 
 Settings come from flags, environment variables, config.toml and defaults, in that order of
 precedence; `settings` has one entry for each. `memory` and `cgroups` read what the operating system
-says about memory. This package imports no MLX, no Starlette and no other layer but errors.
+reports about memory. Of the project's modules, this package imports only `errors`; it imports
+neither MLX nor Starlette.
 """
 
 from mlxcache.config.keys import Keys, read_keys

@@ -1,7 +1,7 @@
-"""Memory limits of the control groups of this process, which may be below the machine's memory.
+"""Memory limits and memory use of the Linux control groups (cgroups) of this process.
 
-Linux only; other systems have no limits. Sources:
-https://docs.kernel.org/admin-guide/cgroup-v2.html and
+A limit of a control group may be below the machine's memory. Other systems have no control groups.
+Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html and
 https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
 """
 
@@ -15,15 +15,19 @@ _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 
 def memory_limit(root: Path = ROOT, own: Path = OWN) -> int | None:
-    """Return the lowest memory limit of the groups, in bytes; None if there is no limit."""
+    """Return the lowest memory limit of this process's control groups, in bytes.
+
+    Returns None if no group has a limit. Arguments are those of `memory_groups`.
+    """
     limits = (_number(folder / name) for folder in memory_groups(root, own) for name in _LIMITS)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def memory_use(root: Path = ROOT, own: Path = OWN) -> float:
-    """Return the used part of the limit of the fullest group, from 0 to 1; 0 without a limit.
+    """Return the memory use of the fullest control group, as a part of its limit.
 
-    The inactive page cache does not count as used: the kernel can reclaim it.
+    The result is 0 without a limit, and 1 if the limit is reached. The inactive page cache does not
+    count as used, because the kernel can reclaim it. Arguments are those of `memory_groups`.
     """
     return max(map(_use, memory_groups(root, own)), default=0.0)
 
@@ -38,10 +42,11 @@ def _use(folder: Path) -> float:
 
 
 def memory_groups(root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
-    """Yield the folders of the memory groups of this process, and of the groups above them.
+    """Yield the folders of this process's memory control groups and of the groups above them.
 
-    `root`: where control groups are mounted; inside a container the process's group is mounted
-    there, whatever its path. `own`: the file that lists the process's groups.
+    `root`: the folder where control groups are mounted. Inside a container, the process's own group
+    is
+    mounted there, whatever its path is. `own`: the file that lists the process's groups.
     """
     yield from (root, root / "memory")
     try:
@@ -59,7 +64,7 @@ def memory_groups(root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
 
 
 def _number(path: Path) -> int | None:
-    """Read the number in a file; None if there is none, as in "max"."""
+    """Read the number in a file; return None if it is missing, not a number or "no limit"."""
     try:
         found = int(path.read_text())
     except (OSError, ValueError):
@@ -68,7 +73,10 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, *names: str) -> int:
-    """Read the first of `names` that a file of names and numbers has; 0 if it has none."""
+    """Read the first of `names` found in a file with one name and number per line.
+
+    Returns 0 if no name is found or the file cannot be read.
+    """
     try:
         lines = dict(line.split(" ", 1) for line in path.read_text().splitlines())
         return next((int(lines[name]) for name in names if name in lines), 0)

@@ -1,4 +1,4 @@
-"""Default of --cache-dir, and the default of earlier versions."""
+"""Default of `--cache-dir`, and the default that earlier versions used."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ SYSTEM = sys.platform
 def default_cache_dir() -> Path:
     """Return the default cache folder.
 
-    On a Mac it is not in ~/Library/Caches, which cleaners and macOS itself may empty: sessions must
-    not go with it.
+    On macOS it is in Application Support and not in ~/Library/Caches, which macOS and cleaning
+    programs
+    may empty: saved sessions would be lost.
     """
     if SYSTEM == "darwin":
         return platformdirs.user_data_path("mlxcache")

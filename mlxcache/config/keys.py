@@ -1,4 +1,4 @@
-"""API keys that clients must send, from flags, variables and a file."""
+"""API keys that clients must send: read from flags, environment variables and a file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """API keys and the names that the file gives to some of them.
+    """API keys of a server.
 
-    `owned`: each key has sessions of its own; false for a single key that is not from a file, with
-    which all clients share all sessions.
+    `values`: the keys. `names`: the names that the file gives to some of them. `owned`: each key
+    has
+    sessions of its own. It is false for a single key that is not from a file: then all clients
+    share
+    all sessions.
     """
 
     values: tuple[str, ...] = field(default=(), repr=False)
@@ -31,7 +34,10 @@ class Keys:
 
 
 def read_keys(settings: Settings) -> Keys:
-    """Read all keys of a server. Raises ConfigError if the file of keys is not valid."""
+    """Collect the keys of `--api-key` and of the file of `--api-keys-file`.
+
+    Raises ConfigError if the file is not valid.
+    """
     named = [("", key) for key in settings.api_key]
     if settings.api_keys_file is not None:
         named += _file(settings.api_keys_file)
@@ -41,7 +47,11 @@ def read_keys(settings: Settings) -> Keys:
 
 
 def _file(path: Path) -> list[tuple[str, str]]:
-    """Read the names, or "", and keys of a file. Errors never contain a key."""
+    """Read a file of keys, and return pairs of name and key.
+
+    The name is "" for a key without one. Logs a warning if other users can read the file. Raises
+    ConfigError, whose message never contains a key.
+    """
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -1,7 +1,8 @@
-"""Memory as the operating system sees it: pressure, a process's footprint, unused heap.
+"""Memory as the operating system reports it: pressure, footprint of a process, unused heap.
 
-Limits of control groups stand in `mlxcache.config.cgroups`. Functions that take paths or `ask` are
-the implementations for one system, with the files and calls they read as arguments.
+Limits of control groups are read in `mlxcache.config.cgroups`. Functions that take paths or `ask`
+are implementations for one operating system; these arguments let tests replace the system's files
+and calls.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MAC_LEVEL = "kern.memorystatus_vm_pressure_level"
 
 
 class PressureLevel(IntEnum):
-    """The three levels of memory pressure that macOS has."""
+    """Level of memory pressure, one of the three that macOS distinguishes."""
 
     NORMAL = 0
     WARNING = 1
@@ -44,7 +45,7 @@ class PressureLevel(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPressure:
-    """A level of memory pressure, and the observation that it comes from."""
+    """A level of memory pressure, and in `why` the observation that led to it."""
 
     level: PressureLevel
     why: str = ""
@@ -54,13 +55,16 @@ NO_PRESSURE = MemoryPressure(PressureLevel.NORMAL)
 
 
 def read_pressure() -> MemoryPressure:
-    """Read the memory pressure of this machine, on Linux also of this process's control groups."""
+    """Read the memory pressure of this machine, on Linux also that of this process's cgroups."""
     return read_mac_pressure() if sys.platform == "darwin" else read_linux_pressure()
 
 
 def read_mac_pressure(ask: Callable[[str], int | None] | None = None) -> MemoryPressure:
-    """Read the kernel's pressure level: 1 is normal, 2 a warning, 4 critical.
+    """Read the memory pressure level of the macOS kernel.
 
+    The kernel's numbers are 1 for normal, 2 for a warning and 4 for critical. `ask` returns a
+    kernel
+    value by its name.
     Source: https://developer.apple.com/documentation/dispatch/dispatchsource/memorypressureevent
     """
     number = (ask or _sysctl)(_MAC_LEVEL)
@@ -77,10 +81,12 @@ def read_linux_pressure(
     stalls: Path = Path("/proc/pressure/memory"),
     free: Callable[[], float] | None = None,
 ) -> MemoryPressure:
-    """Derive the highest level from the time lost waiting for memory and from memory in use.
+    """Derive the memory pressure on Linux from stalled time and from memory in use.
 
-    `root` and `own` as in `memory_groups`; `stalls`: the machine's PSI file; `free`: returns the
-    available part of the machine's memory, from 0 to 1.
+    Returns the highest level that any of the two gives. `root` and `own` are those of
+    `memory_groups`.
+    `stalls`: the PSI (pressure stall information) file of the machine. `free` returns the available
+    part of the machine's memory, from 0 to 1.
     """
     found = [NO_PRESSURE]
     files = [stalls, *(folder / "memory.pressure" for folder in memory_groups(root, own))]
@@ -102,7 +108,10 @@ def read_linux_pressure(
 
 
 def _averages(path: Path) -> tuple[float, float]:
-    """Read `some avg10` and `full avg10` of a PSI file, in percent; zeros if it is not readable."""
+    """Read `some avg10` and `full avg10` of a PSI file, in percent.
+
+    Returns zeros if the file cannot be read.
+    """
     found = {"some": 0.0, "full": 0.0}
     try:
         for line in path.read_text().splitlines():
@@ -119,7 +128,7 @@ def _free() -> float:
 
 
 def _sysctl(name: str) -> int | None:
-    """Read an integer of the macOS kernel; None if it has none of that name."""
+    """Read an integer of the macOS kernel by its name; return None if the name is unknown."""
     value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     try:
         library = ctypes.CDLL(ctypes.util.find_library("c"))
@@ -143,10 +152,11 @@ _INFO_BYTES = 96
 
 
 def read_footprint(pid: int | None = None) -> int:
-    """Read the bytes of memory that process `pid`, by default this one, occupies.
+    """Return the bytes of memory that process `pid` occupies, by default this process.
 
-    On macOS the physical footprint, which Activity Monitor shows and which includes Metal's
-    buffers; elsewhere the resident set. 0 if the process has ended or may not be inspected.
+    On macOS this is the physical footprint, which Activity Monitor shows and which includes Metal's
+    buffers; elsewhere it is the resident set. Returns 0 if the process has ended or may not be
+    inspected.
     """
     pid = os.getpid() if pid is None else pid
     if sys.platform == "darwin":
@@ -162,9 +172,9 @@ def read_footprint(pid: int | None = None) -> int:
 def read_physical_footprint(
     pid: int, ask: Callable[[int, int, ctypes.Array[ctypes.c_char]], int] | None = None
 ) -> int | None:
-    """Read `ri_phys_footprint` of a process on macOS, in bytes; None if it is not available.
+    """Return `ri_phys_footprint` of a macOS process, in bytes, or None if it is not available.
 
-    `ask` is `proc_pid_rusage`: it takes a pid, the flavour 0, and a buffer to fill.
+    `ask` is called as `proc_pid_rusage`: with a pid, the flavour 0, and a buffer to fill.
     """
     ask = ask or _proc_pid_rusage()
     buffer = ctypes.create_string_buffer(_INFO_BYTES)
@@ -185,10 +195,11 @@ def _proc_pid_rusage() -> Callable[[int, int, ctypes.Array[ctypes.c_char]], int]
 
 
 def trim_heap() -> bool:
-    """Return unused heap pages to the operating system; blocks for about 2 ms.
+    """Return unused heap pages to the operating system. Blocks for about 2 ms.
 
-    Threads that allocate in parallel leave holes in the heap, tens of megabytes in a server that
-    runs for hours. Returns false if the C library has no such call.
+    Threads that allocate in parallel leave holes in the heap, which amount to tens of megabytes in
+    a
+    server that runs for hours. Returns False if the C library has no call for it.
     """
     call = heap_trimmer()
     if call is None:
@@ -199,8 +210,9 @@ def trim_heap() -> bool:
 
 @cache
 def heap_trimmer() -> Callable[[], object] | None:
-    """Find `malloc_trim` of glibc, or `malloc_zone_pressure_relief` on macOS.
+    """Find the C library's call that returns unused heap pages, or None.
 
+    The call is `malloc_trim` of glibc or `malloc_zone_pressure_relief` of macOS.
     Sources: https://man7.org/linux/man-pages/man3/malloc_trim.3.html,
     https://github.com/apple-oss-distributions/libmalloc/blob/main/include/malloc/malloc.h
     """

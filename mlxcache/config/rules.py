@@ -1,4 +1,4 @@
-"""Names and defaults of the canonicalisation rules, and the reader of their switches."""
+"""Names and defaults of the canonicalisation rules, and the parser of their switches."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ _WORDS = {"on": True, "true": True, "off": False, "false": False}
 
 
 def read_rules(value: object) -> Mapping[str, bool]:
-    """Read switches of rules from a table, `RULE=on,RULE=off`, or a list of such texts.
+    """Parse switches of canonicalisation rules into a map from rule to on (True) or off.
 
-    Raises ValueError for any other value and for an unknown rule.
+    `value`: a table, a text such as `RULE=on,RULE=off`, or a list of such texts. Raises ValueError
+    for
+    any other value and for an unknown rule.
     """
     if isinstance(value, Mapping):
         pairs = [(str(name), state) for name, state in value.items()]

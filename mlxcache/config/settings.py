@@ -1,7 +1,8 @@
-"""The settings of a server: one entry each, from its flag to its check.
+"""The settings of a server, with one entry for each.
 
-A field of `Settings` is the whole entry of a setting: type, default, reader and help. Its flag,
-variable and key follow from its name, and `SETTINGS` lists the entries. A new setting is one field.
+A field of `Settings` defines all of a setting: type, default, parser and help text. The names of
+its flag, environment variable and config.toml key follow from the name of the field, and
+`SETTINGS` lists the entries. To add a setting, add one field.
 """
 
 from __future__ import annotations
@@ -46,11 +47,14 @@ _MODEL, _MEMORY, _SERVER, _OTHER = "Model", "Memory and speed", "Server", "Other
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting: its name, its check, and the texts of its flag.
+    """Description of one setting: its name, its parser and the texts of its flag.
 
-    `read`: turns a flag, variable or TOML value into the setting's value; raises ValueError,
-    TypeError or ConfigError. `panel`: the heading of its flag in --help. `metavar`: the name of its
-    value there, empty for a switch. `repeatable`: the flag may be given several times.
+    `read` converts a flag, a variable or a TOML value to the value of the setting, and raises
+    ValueError, TypeError or ConfigError if it is not valid. `panel`: the heading of the flag in
+    --help.
+    `metavar`: the placeholder of its value in --help, empty for a switch. `repeatable`: the flag
+    may be
+    given several times.
     """
 
     name: str
@@ -62,12 +66,12 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The flag, such as `--max-tokens`."""
+        """Name of the command-line flag, such as `--max-tokens`."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """The environment variable, such as `MLXCACHE_MAX_TOKENS`."""
+        """Name of the environment variable, such as `MLXCACHE_MAX_TOKENS`."""
         return ENV_PREFIX + self.name.upper()
 
 
@@ -82,10 +86,11 @@ def _setting(
     repeatable: bool = False,
     secret: bool = False,
 ) -> Any:
-    """Make a field of `Settings`, whose metadata are the other fields of its `Setting`.
+    """Make a dataclass field of `Settings` whose metadata describe the setting.
 
-    `default`: a value, or a function that makes it. `shown`: the default in the words of --help,
-    where it is neither text nor a number. `secret`: left out of the repr, which ends up in logs.
+    The metadata are the fields of `Setting` except the name. `default`: a value, or a function that
+    makes one. `shown`: the default as --help words it, needed if it is neither text nor a number.
+    `secret`: leave the value out of the repr, which may be logged.
     """
     if shown is None and isinstance(default, str | int) and not isinstance(default, bool):
         shown = str(default)
@@ -102,7 +107,7 @@ def _setting(
 
 
 def _switch(panel: str, help: str) -> Any:
-    """Make the field of a setting that is off by default and has a flag without a value."""
+    """Make the field of a setting that is off by default and whose flag takes no value."""
     return _setting(panel, False, read_switch, "", help)
 
 
@@ -110,9 +115,12 @@ def _switch(panel: str, help: str) -> Any:
 class Settings:
     """All settings of `mlxcache serve`, in the order of its help. Lengths are in tokens.
 
-    None stands for no limit, or for the default that the help names. `ram` and `disk` become bytes
-    in `ram_limit` and `disk_limit`, keys are gathered by `read_keys`. `canonicalise` holds only the
-    rules that were switched: see `rules`. Raises ConfigError where values contradict each other.
+    None means no limit, or the default that the help names. `ram_limit` and `disk_limit` convert
+    `ram`
+    and `disk` to bytes; `read_keys` collects the API keys. `canonicalise` holds only the rules that
+    were
+    switched explicitly; `rules` has all of them. Raises ConfigError if two values contradict each
+    other.
     """
 
     model: str | None = _setting(
@@ -315,7 +323,7 @@ class Settings:
 
     @property
     def rules(self) -> Mapping[str, bool]:
-        """Every canonicalisation rule, mapped to true if it is on."""
+        """Map from each canonicalisation rule to True if it is on."""
         if self.no_canonicalise:
             return dict.fromkeys(RULES, False)
         return {**RULES, **self.canonicalise}
@@ -338,7 +346,7 @@ CONFIG = Setting(
 
 
 def is_loopback(host: str) -> bool:
-    """Return true for localhost and loopback addresses; false for any other name."""
+    """Return True for localhost and loopback addresses, and False for any other host."""
     if host == "localhost":
         return True
     try:

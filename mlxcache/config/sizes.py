@@ -1,4 +1,4 @@
-"""Sizes as users write them, and the limits of `--ram` and `--disk` on this machine, in bytes."""
+"""Sizes as users write them, and the limits in bytes that `--ram` and `--disk` set."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{0,3}|%)")
 
 
 def read_size(text: str | int) -> Size:
-    """Read a size: bytes (int), a part of the machine's memory or disk (float), or "auto".
+    """Parse a size: bytes (int), a part of the machine's memory or disk (float), or "auto".
 
     Decimal units are powers of 1000 (`KB`, `MB`, `GB`, `TB`, also without the B), binary ones
-    powers of 1024 (`KiB`, `MiB`, `GiB`, `TiB`); case does not matter, and a bare number is bytes.
-    Raises ConfigError for anything else, for 0, for more than 100%, and for a text of less than
-    `LEAST_BARE` without a unit, naming the one that was probably meant.
+    powers of 1024 (`KiB`, `MiB`, `GiB`, `TiB`). Case does not matter, and a number without a unit
+    is
+    bytes. Raises ConfigError for anything else, for 0, for more than 100%, and for a text without a
+    unit
+    below `LEAST_BARE`; the message then names the unit that was probably meant.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return _positive(text, text)
@@ -68,9 +70,9 @@ def read_size(text: str | int) -> Size:
 
 
 def parse_size(text: str | int, *, total: int) -> int | None:
-    """Return the bytes of a size, where `total` bytes are 100%; None for "auto".
+    """Convert a size to bytes, with `total` bytes as 100%; return None for "auto".
 
-    `512MB` is 512,000,000, `8GiB` is 8 * 2**30, `25%` is a quarter of `total`, an int is bytes.
+    `512MB` is 512,000,000, `8GiB` is 8 * 2**30, `25%` is a quarter of `total`, and an int is bytes.
     Raises ConfigError if `text` is not a size.
     """
     size = read_size(text)
@@ -85,10 +87,11 @@ def ram_limit(
     """Return the budget in bytes for all memory that MLX holds besides the weights.
 
     An explicit size is used unchanged, and a percentage is of `machine_bytes`. `auto` is a part of
-    the memory that the weights leave: on Metal three quarters of the rest of `working_set_bytes`
-    (the device's recommended working set), elsewhere half of the rest of the machine's memory,
-    which leaves memory for other programs; at least 64 MB.
-    Raises ConfigError if `setting` is not a size.
+    the memory that the weights leave: on Metal, three quarters of the rest of `working_set_bytes`
+    (the device's recommended working set, None elsewhere); elsewhere, half of the rest of the
+    machine's
+    memory, so that other programs have memory too. It is at least 64 MB. Raises ConfigError if
+    `setting` is not a size.
     """
     explicit = parse_size(setting, total=machine_bytes)
     if explicit is not None:
@@ -100,13 +103,16 @@ def ram_limit(
 def memory_for(machine_bytes: int, working_set_bytes: int | None) -> int:
     """Return the bytes available to a model and its cache: at most Metal's working set.
 
-    Beyond the working set the system pages memory.
+    Above the working set the system begins to page. `working_set_bytes` is None without Metal.
     """
     return min(machine_bytes, working_set_bytes or machine_bytes)
 
 
 def explain_auto(whole: int, weights: int, *, metal: bool) -> str:
-    """Explain the budget of `auto` in words; `whole` is the result of `memory_for`."""
+    """Describe in words how `ram_limit` computes the budget of `auto`.
+
+    `whole`: the result of `memory_for`, in bytes. `weights`: bytes of the model's weights.
+    """
     share = "three quarters" if metal else "half"
     whose = "Metal's recommended" if metal else "this machine's"
     here = f"{whose} {format_size(whole)}"
@@ -114,11 +120,13 @@ def explain_auto(whole: int, weights: int, *, metal: bool) -> str:
 
 
 def disk_limit(setting: str | int, folder: Path) -> int:
-    """Return the limit in bytes of the disk tier in `folder`, which need not exist; 0 for "off".
+    """Return the limit in bytes of the disk tier in `folder`, or 0 for "off".
 
-    A percentage is of the whole disk with `folder`. `auto` is a quarter of its free space, where
-    the files in `folder` count as free; at most 200 GB.
-    Raises ConfigError if `setting` is not a size, or below `LEAST_DISK`.
+    `folder` need not exist. A percentage is of the whole disk that holds `folder`. `auto` is a
+    quarter
+    of the free space, in which the files already in `folder` count as free, and at most 200 GB.
+    Raises
+    ConfigError if `setting` is not a size or is below `LEAST_DISK`.
     """
     if setting == "off":
         return 0
@@ -137,13 +145,16 @@ def disk_limit(setting: str | int, folder: Path) -> int:
 
 
 def machine_bytes() -> int:
-    """Return this machine's memory, or the limit of its control groups if that is lower."""
+    """Return the bytes of this machine's memory, or its control groups' limit if that is lower."""
     total = int(psutil.virtual_memory().total)
     return min(total, memory_limit() or total)
 
 
 def format_size(size: int) -> str:
-    """Format bytes in the decimal units that `parse_size` reads: 8589934592 is "8.6 GB"."""
+    """Format a number of bytes in decimal units: 8589934592 becomes "8.6 GB".
+
+    `parse_size` reads the result.
+    """
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if size >= scale:
             number = f"{size / scale:.1f}".removesuffix(".0")
@@ -152,7 +163,7 @@ def format_size(size: int) -> str:
 
 
 def _taken(folder: Path) -> int:
-    """Sum the disk space of all files below `folder`, as the file system counts it."""
+    """Return the disk space in bytes that all files below `folder` occupy."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:

@@ -1,6 +1,6 @@
-"""Sources of settings: flags override the environment, which overrides config.toml.
+"""Sources of settings: flags override environment variables, which override config.toml.
 
-Every flag `--some-flag` is `MLXCACHE_SOME_FLAG` in the environment and `some_flag` in the file.
+The flag `--some-flag` is `MLXCACHE_SOME_FLAG` in the environment and `some_flag` in the file.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ def load_settings(
     environ: Mapping[str, str],
     config_path: Path | None = None,
 ) -> Settings:
-    """Read settings from `flags`, where None is a flag not given, `environ` and a TOML file.
+    """Read settings from flags, environment variables and a TOML file.
 
-    The file is `config_path` or `MLXCACHE_CONFIG`, which must exist, else the default one if it
-    exists. An empty variable counts as not set. Raises ConfigError that names the flag, variable
-    or key.
+    A flag that is None was not given, and an empty variable counts as not set. The file is
+    `config_path` or the one that `MLXCACHE_CONFIG` names, which must exist; otherwise it is the
+    default
+    file, if that exists. Raises ConfigError with the name of the flag, variable or key.
     """
     values = _from_file(_config_file(config_path, environ))
     for name, setting in SETTINGS.items():
@@ -48,9 +49,11 @@ def load_settings(
 def unknown_variables(
     environ: Mapping[str, str], more: Iterable[str] = ()
 ) -> list[tuple[str, str | None]]:
-    """Find variables that begin with MLXCACHE_ and are not known, each with the nearest known one.
+    """Return unknown variables that begin with MLXCACHE_, each with the most similar known one.
 
-    Known are those of all settings, `MLXCACHE_CONFIG` and `more`.
+    The second item of a pair is None if no known variable is similar. Known are the variables of
+    all
+    settings, `MLXCACHE_CONFIG`, and those in `more`.
     """
     known = {*more, *(one.variable for one in (*SETTINGS.values(), CONFIG))}
     # compared without the common prefix, which would make any two of them similar

@@ -1,6 +1,6 @@
-"""Values of settings, read from a flag, an environment variable or a TOML value.
+"""Parsers of setting values from flags, environment variables and TOML values.
 
-Flags and variables are text; TOML has types of its own. Each function raises ValueError or
+Flags and variables are text; TOML values have types. Each function raises ValueError or
 ConfigError with the reason, to which the caller adds the name of the source.
 """
 
@@ -25,14 +25,17 @@ LONGEST_S = 30 * 86400.0
 
 
 def read_text(value: object) -> str:
-    """Read a text that is not empty."""
+    """Return a text unchanged, after checking that it is not empty."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"must be a text, not {value!r}")
     return value
 
 
 def read_secrets(value: object) -> tuple[str, ...]:
-    """Read a key or a list of keys, without duplicates. Errors do not repeat the value."""
+    """Read a key or a list of keys, and remove duplicates.
+
+    Error messages do not repeat the value.
+    """
     given = value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(_secret(one) for one in given))
 
@@ -44,7 +47,10 @@ def _secret(value: object) -> str:
 
 
 def read_origins(value: object) -> tuple[str, ...]:
-    """Read web origins, normalised as browsers send them; a text separates them by commas."""
+    """Read web origins from a list or from a text that separates them by commas.
+
+    Origins are normalised to the form in which browsers send them.
+    """
     given = value.split(",") if isinstance(value, str) else value
     if not isinstance(given, list | tuple):
         raise ValueError(f"must be an origin or a list of origins, not {value!r}")
@@ -67,7 +73,12 @@ def read_path(value: object) -> Path:
 
 
 def read_files(value: object) -> tuple[Path, ...]:
-    """Read a list of existing files; a text separates them like PATH does (`os.pathsep`)."""
+    """Read the paths of existing files from a list or from a text.
+
+    The text separates paths by `os.pathsep`, as PATH does. Raises ValueError for a path that is not
+    a
+    file.
+    """
     given = value.split(os.pathsep) if isinstance(value, str) else value
     if not isinstance(given, list | tuple):
         raise ValueError(f"must be a file or a list of files, not {value!r}")
@@ -79,7 +90,10 @@ def read_files(value: object) -> tuple[Path, ...]:
 
 
 def read_number(least: int, most: int, *, example: int) -> Callable[[object], int]:
-    """Make a reader of whole numbers from `least` to `most`, both included."""
+    """Make a parser of whole numbers from `least` to `most`, both included.
+
+    `example`: a valid number that error messages show.
+    """
 
     def read(value: object) -> int:
         try:
@@ -113,7 +127,7 @@ def read_kv_bits(value: object) -> int:
 
 
 def read_switch(value: object) -> bool:
-    """Read a boolean: true, yes, 1, false, no or 0, in any case."""
+    """Read a boolean, or one of the texts true, yes, 1, false, no and 0 in any case."""
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     known = value if isinstance(value, bool) else words.get(str(value).lower())
     if known is None:
@@ -122,7 +136,7 @@ def read_switch(value: object) -> bool:
 
 
 def read_on_off(value: object) -> bool:
-    """Read on or off, or a boolean as `read_switch` does."""
+    """Read "on" or "off", or a boolean in the forms that `read_switch` accepts."""
     words = {"on": True, "off": False}
     known = words.get(value.strip().lower()) if isinstance(value, str) else None
     try:
@@ -132,7 +146,7 @@ def read_on_off(value: object) -> bool:
 
 
 def check_size(value: object) -> str | int:
-    """Return a size as it was written, after `read_size` accepted it."""
+    """Return a size unchanged, after checking that `read_size` accepts it."""
     if not isinstance(value, str | int):
         raise ValueError(f"must be a size such as 8GB, 25% or auto, not {value!r}")
     read_size(value)
@@ -140,7 +154,10 @@ def check_size(value: object) -> str | int:
 
 
 def check_size_or_off(value: object) -> str | int:
-    """Return a size as it was written, or "off"; TOML's `false` is "off" too."""
+    """Return a size unchanged, or "off", after checking that it is valid.
+
+    TOML's `false` means "off" too.
+    """
     if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
         return "off"
     try:
@@ -150,7 +167,7 @@ def check_size_or_off(value: object) -> str | int:
 
 
 def read_level(value: object) -> str:
-    """Read a log level, in any case."""
+    """Read the name of a log level, in any case, and return it in lower case."""
     levels = ("debug", "info", "warning", "error")
     if not isinstance(value, str) or value.lower() not in levels:
         raise ValueError(f"must be one of {', '.join(levels)}, not {value!r}")
@@ -158,7 +175,7 @@ def read_level(value: object) -> str:
 
 
 def read_table(value: object) -> Mapping[str, Any]:
-    """Read a TOML table, or a text with a JSON object."""
+    """Return a TOML table, or parse a text that holds a JSON object."""
     example = "'{\"enable_thinking\": false}'"
     if isinstance(value, str):
         try:

@@ -1,4 +1,5 @@
-"""The prefix tree, eviction order, thinning of checkpoints and the byte budget.
+"""Prefix tree, eviction order, thinning of checkpoints and the byte budget.
 
-Pure: ints, token ids and opaque values. No MLX, no files, no threads.
+This package works on ints, token ids and opaque values only. It imports no MLX, opens no files and
+starts no threads.
 """

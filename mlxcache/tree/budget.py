@@ -1,18 +1,21 @@
-"""The byte budget: bytes are reserved before they are computed, charged, released."""
+"""A byte budget: memory is reserved before it is allocated, and released after it was freed."""
 
 from __future__ import annotations
 
 
 class Budget:
-    """Bytes in use, by kind, under one limit.
+    """Bytes in use, counted by kind, under one limit.
 
-    A kind is any string ("kv", "checkpoints", "transient", "pool"). `limit`: what `reserve` never
-    exceeds. `used`: bytes of all kinds; more than `limit` only after `charge`. `high_water`: the
-    most bytes ever in use at once. Not thread-safe.
+    A kind is any string ("kv", "checkpoints", "transient", "pool"). `limit`: the total above which
+    `reserve` refuses. `used`: the bytes of all kinds, above `limit` only after `charge`.
+    `high_water`: the highest value that `used` has had. Not thread-safe.
     """
 
     def __init__(self, limit_bytes: int):
-        """Raises ValueError where `limit_bytes` is negative."""
+        """Create an empty budget of `limit_bytes` bytes.
+
+        Raises ValueError if `limit_bytes` is negative.
+        """
         if limit_bytes < 0:
             raise ValueError(f"a budget of {limit_bytes} bytes")
         self.limit = limit_bytes
@@ -22,17 +25,21 @@ class Budget:
 
     @property
     def free(self) -> int:
-        """The bytes that `reserve` can still give; 0 where `charge` went over the limit."""
+        """Bytes still available to `reserve`.
+
+        0 if `charge` has taken the total above the limit.
+        """
         return max(0, self.limit - self.used)
 
     def by_kind(self) -> dict[str, int]:
-        """The bytes in use by kind, as a copy."""
+        """Return a new dict of the bytes in use, by kind."""
         return dict(self._kinds)
 
     def reserve(self, kind: str, n: int) -> bool:
-        """Take all `n` bytes and return True, or none of them and return False.
+        """Reserve `n` bytes for `kind` if all of them fit under the limit.
 
-        Raises ValueError where `n` is negative.
+        Returns False, and reserves nothing, if they do not fit. Raises ValueError if `n` is
+        negative.
         """
         if n < 0:
             raise ValueError(f"cannot reserve {n} bytes")
@@ -42,16 +49,18 @@ class Budget:
         return True
 
     def charge(self, kind: str, n: int) -> None:
-        """Add `n` bytes, which may be negative, whatever the limit: they are there already.
+        """Record `n` bytes that are already allocated, even above the limit.
 
-        Raises ValueError, with nothing changed, where the kind would fall below zero.
+        `n` may be negative. Raises ValueError, with nothing changed, if the kind would fall below
+        zero.
         """
         self._add(kind, n)
 
     def release(self, kind: str, n: int) -> None:
-        """Give back `n` bytes of `kind`.
+        """Release `n` bytes of `kind`.
 
-        Raises ValueError, with nothing changed, where `n` is negative or more than the kind has.
+        Raises ValueError, with nothing changed, if `n` is negative or more than the kind has in
+        use.
         """
         if n < 0:
             raise ValueError(f"cannot release {n} bytes")

@@ -1,9 +1,9 @@
-"""Eviction: scores of segments, and a lazy heap of the leaves by score.
+"""Scores of segments for eviction, and a heap that orders leaves by score.
 
-GreedyDual-Size-Frequency (L. Cherkasova, "Improving WWW Proxies Performance with
-Greedy-Dual-Size-Frequency Caching Policy", HP Laboratories technical report HPL-98-69R1, 1998): a
-leaf's score is the clock at its last use plus its worth; the lowest is evicted first, and advances
-the clock. Unused entries eventually rank lowest.
+The policy is GreedyDual-Size-Frequency (L. Cherkasova, "Improving WWW Proxies Performance with
+Greedy-Dual-Size-Frequency Caching Policy", HP Laboratories technical report HPL-98-69R1, 1998). The
+score of a leaf is the clock at its last use plus its worth. The leaf with the lowest score is
+evicted first, and the clock advances to that score, so that unused entries eventually rank lowest.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ PLACE = 0.4
 
 @dataclass(slots=True)
 class Worth:
-    """The worth of a segment: GreedyDual-Size-Frequency's frequency x cost / size, as a logarithm.
+    """Function that computes the worth of a segment: log of frequency x cost / size.
 
-    The logarithm keeps frequent use in the past from outweighing current use. Cost / size counts at
-    most one doubling, and one use weighs more than that: a reused segment outlasts one that was not
-    reused, at the same clock, and of equal ones the oldest is evicted first. `growth`: measured
-    share by which a token takes longer to compute for each one before it.
+    The formula is that of GreedyDual-Size-Frequency. The logarithm keeps frequent use in the past
+    from
+    outweighing current use. Cost / size is limited to a factor of two, and one use weighs more than
+    that factor: at the same clock, a segment that was reused outlasts one that was not.
+
+    `bytes_per_token`: bytes of KV. `checkpoint_bytes`: bytes of one checkpoint. `growth`: measured
+    relative increase of a token's compute time for each token before it.
     """
 
     bytes_per_token: int
@@ -49,15 +52,21 @@ class Worth:
     growth: float = 0.0
 
     def of(self, uses: int, tokens: int, end: int, nbytes: int, *, kept: bool = False) -> float:
-        """The worth of `tokens` tokens up to position `end`, which take `nbytes` in all."""
+        """Return the worth of a segment of `tokens` tokens that ends at position `end`.
+
+        `uses`: how often it was reused. `nbytes`: bytes of its KV and checkpoint together. `kept`:
+        a
+        client's keep hint for it is still valid.
+        """
         frequency = 1.0 + log2(1 + min(uses, MOST_USES))
         return frequency + KEPT_MORE * kept + PLACE * self.place(tokens, end, nbytes)
 
     def place(self, tokens: int, end: int, nbytes: int) -> int:
-        """Rank the cost of computing the tokens again, per byte freed.
+        """Rank the cost of computing a segment again, per byte that evicting it frees.
 
-        Compared with the first tokens of a prompt: 0 for about the same, 1 for at least twice as
-        much, -1 for at most half.
+        The cost is compared with that of the first tokens of a prompt: the result is 0 for about
+        the
+        same, 1 for at least twice as much, -1 for at most half. Arguments are those of `of`.
         """
         usual = self.bytes_per_token + self.checkpoint_bytes / CHECKPOINT_TOKENS
         if nbytes <= 0 or usual <= 0 or tokens <= 0:
@@ -67,12 +76,14 @@ class Worth:
 
 
 class EvictionOrder:
-    """Leaves by score, lowest first; of equal scores the least recently used.
+    """Leaves ordered by score, lowest first; the least recently used first among equal scores.
 
-    A use costs nothing here: an entry's key is a lower bound of its node's key, corrected when the
-    entry comes to the top. A change that lowers a key must call `renew`; expiring keep hints are
-    watched. A node that is not eligible at the top is dropped, and must be added again once it is.
-    `now`: seconds, for keep hints alone.
+    Using a node needs no update of the heap: the key stored for a node is a lower bound of its true
+    key, and is corrected when the node reaches the top. A change that lowers a key must be followed
+    by `renew`; the expiry of keep hints is handled here. A node that reaches the top while
+    `eligible`
+    returns False for it is dropped, and must be added again once it is eligible. `now` returns
+    seconds, and is used for keep hints only.
     """
 
     def __init__(
@@ -94,25 +105,29 @@ class EvictionOrder:
         return node in self._entered
 
     def add(self, node: Node) -> None:
-        """Add `node` unless it is in. O(log n)."""
+        """Add `node` unless it is already in the order. Takes O(log n)."""
         if node not in self._entered:
             heappush(self._heap, self._entry(node))
 
     def renew(self, node: Node) -> None:
-        """Update a node whose key may be lower now. O(log n)."""
+        """Update the stored key of `node`, which may have become lower. Takes O(log n).
+
+        Does nothing if `node` is not in the order.
+        """
         if node in self._entered:
             heappush(self._heap, self._entry(node))
             self._tidy()
 
     def discard(self, node: Node) -> None:
-        """Remove a node that left the tree for good. O(1), amortised."""
+        """Remove a node that left the tree permanently. Takes amortised O(1)."""
         self._entered.pop(node, None)
         self._tidy()
 
     def first(self) -> Node | None:
-        """The eligible node with the lowest key, which stays in; None if there is none.
+        """Return the eligible node with the lowest key, without removing it.
 
-        O(log n), amortised over the uses since the last call.
+        Returns None if no node is eligible. Takes O(log n), amortised over the uses since the last
+        call.
         """
         self._end_wishes()
         while self._heap:
@@ -129,11 +144,11 @@ class EvictionOrder:
         return None
 
     def key(self, node: Node) -> Key:
-        """The key of `node` now."""
+        """Compute the current sort key of `node`; the node with the lowest key is evicted first."""
         return (not node.usage.replaced, self.value(node), node.used_at, node.end)
 
     def value(self, node: Node) -> float:
-        """The score of `node`: the clock at its last use plus the worth of its tokens."""
+        """Return the score of `node`: the clock at its last use plus its worth."""
         usage, tokens = node.usage, node.end - node.start
         nbytes = tokens * self.worth.bytes_per_token + node.checkpoint_bytes
         kept = bool(usage.keeps) and usage.until(node.end) > self.now()
@@ -143,8 +158,10 @@ class EvictionOrder:
     def advance(self, node: Node, share: float) -> None:
         """Advance the clock before `node`, which holds `share` of all bytes, is evicted.
 
-        If the node was reused, the clock advances to its score, otherwise only by `share`: prompts
-        that are used once can then pass through a small budget without aging other entries much.
+        If the node was reused, the clock advances to its score; otherwise it advances by `share`
+        only, a
+        number from 0 to 1. Prompts that are used once can then pass through a small budget without
+        lowering the rank of other entries much.
         """
         if node.usage.count and not node.usage.replaced:
             self.clock = max(self.clock, self.value(node))
@@ -152,7 +169,12 @@ class EvictionOrder:
             self.clock += share
 
     def wished(self, node: Node) -> int:
-        """The last position before the end of `node` with a keep hint; else its start."""
+        """Return the last position inside `node` up to which a keep hint is valid.
+
+        A hint for the end of the node is not considered. Returns the start of the node if there is
+        no such
+        hint.
+        """
         now, usage = self.now(), node.usage
         within = [at for at, _ in usage.keeps if node.start < at < node.end]
         return max((at for at in within if usage.until(at) > now), default=node.start)
@@ -165,7 +187,7 @@ class EvictionOrder:
         return (self.key(node), serial, node)
 
     def _end_wishes(self) -> None:
-        """Update nodes whose keep hints have expired."""
+        """Update the keys of nodes whose keep hints have expired."""
         now = self.now()
         while self._ends and self._ends[0][0] <= now:
             _, serial, node = heappop(self._ends)

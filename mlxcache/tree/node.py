@@ -1,4 +1,4 @@
-"""The parts of a prefix tree: nodes with their usage, and the results of a match and a cut."""
+"""Data types of a prefix tree: nodes with their usage, and the results of `match` and `cut`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
 @dataclass(slots=True)
 class Usage:
-    """The use of one segment, for eviction. Only the tree writes to it.
+    """Usage statistics of one segment, for eviction. Only the tree changes them.
 
-    `clock`: the eviction order's clock at the last use. `count`: requests that reused it; a new
-    segment of a conversation starts with the conversation's count. `reach`: position up to which
-    any request reused it. `replaced`: never reused, and a later request of its conversation
-    diverged before it. `keeps`: (position, seconds) up to where, and for how long after a use,
-    clients ask to keep it. `seen`: time of the last use, in seconds.
+    `clock`: the eviction order's clock at the last use. `count`: number of requests that reused the
+    segment; a new segment of a conversation starts with the count of that conversation. `reach`:
+    the
+    highest position up to which a request reused it. `replaced`: the segment was never reused, and
+    a
+    later request of its conversation diverged before it. `keeps`: clients' keep hints, as pairs of
+    a
+    position up to which to keep the tokens and the seconds to keep them after each use. `seen`:
+    time
+    of the last use, in seconds.
     """
 
     clock: float = 0.0
@@ -32,11 +37,11 @@ class Usage:
     seen: float = 0.0
 
     def copy(self) -> Usage:
-        """A copy, for the other part of a divided segment."""
+        """Return a copy, for the second part of a segment that is split."""
         return replace(self)
 
     def absorb(self, other: Usage) -> None:
-        """Take over a neighbour's use, as its tokens are merged into this segment."""
+        """Merge the usage of a neighbour, whose tokens are merged into this segment."""
         self.clock = max(self.clock, other.clock)
         self.count = max(self.count, other.count)
         self.reach = max(self.reach, other.reach)
@@ -45,7 +50,10 @@ class Usage:
         self.keep(other.keeps)
 
     def keep(self, wishes: tuple[tuple[int, float], ...]) -> None:
-        """Add keep hints; of two with the same time the one that reaches further stays."""
+        """Add keep hints, as pairs of position and seconds after each use.
+
+        Of two hints with the same seconds, only the one with the higher position is stored.
+        """
         if wishes and wishes != self.keeps:
             furthest: dict[float, int] = {}
             for position, seconds in (*self.keeps, *wishes):
@@ -53,22 +61,29 @@ class Usage:
             self.keeps = tuple((position, seconds) for seconds, position in furthest.items())
 
     def until(self, position: int) -> float:
-        """Time until which clients ask to keep the tokens before `position`; 0 without a hint."""
+        """Return the time, in seconds, until which clients want the tokens before `position` kept.
+
+        Returns 0 without a keep hint.
+        """
         longest = max((long for at, long in self.keeps if at >= position), default=None)
         return 0.0 if longest is None else self.seen + longest
 
 
 class Node:
-    """One segment: the tokens of [start, end), whose KV `value` holds at those positions.
+    """One segment: the tokens of [start, end), whose KV is in `value` at those positions.
 
-    Only the tree writes to it. A node is identified with its end: splitting an edge keeps the node
-    as the lower part, merging two keeps the lower one. Any later call that changes the tree may
-    extend, merge or remove it, unless it is locked; `detached` is true once it has left the tree.
+    Only the tree changes it. The identity of a node follows its end: splitting an edge keeps the
+    node
+    as the lower part, and merging two nodes keeps the lower one. Any later call that changes the
+    tree
+    may extend, merge or remove the node unless it is locked.
 
-    `tokens`: int32, shape (end - start,), owned. `checkpoint`: the state at `end`, of
-    `checkpoint_bytes`. `locks`: those on this node and on all below it. `used_at`: the tree's tick
-    of the last use. `asked`: a caller requested a boundary here and has neither locked it nor set a
-    checkpoint since; such a node is not merged with its child.
+    `tokens`: int32, shape (end - start,), owned by the node. `checkpoint`: the state at `end`, of
+    `checkpoint_bytes` bytes, or None. `locks`: number of locks on this node and on all nodes below
+    it.
+    `used_at`: the tree's tick of the last use. `asked`: a caller requested a boundary at `end` and
+    has
+    neither locked the node nor set a checkpoint since; such a node is not merged with its child.
     """
 
     __slots__ = (
@@ -105,11 +120,14 @@ class Node:
 
     @property
     def detached(self) -> bool:
-        """True once the node was removed or merged into its child; the root never is."""
+        """Whether the node has been removed from the tree or merged into its child.
+
+        Always False for the root.
+        """
         return self.parent is None and self.end > 0
 
     def path(self) -> list[Node]:
-        """The nodes from the root down to this one, both included."""
+        """Return the nodes from the root down to this one, both included."""
         nodes = []
         node: Node | None = self
         while node is not None:
@@ -120,12 +138,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest prefix that a tree holds, as it was when looked up.
+    """Result of a lookup: the longest prefix of some tokens that a tree held at that time.
 
-    `length` tokens match. `nodes` are those on the path, top down and without the root; the last
-    may be matched only in part. `checkpoints` are `(position, node)`, ascending, of fully matched
-    nodes that hold one. `segments` are the same nodes as `(value, start, end)`, matched part only.
-    Later changes of the tree change the nodes, but no other field.
+    `length`: number of tokens that match. `nodes`: the nodes on the path from the top down, without
+    the
+    root; the last one may match only in part. `checkpoints`: pairs `(position, node)` in ascending
+    order, for fully matched nodes with a checkpoint. `segments`: `(value, start, end)` for each of
+    `nodes`, limited to the matched part. Later changes of the tree change the nodes, but no other
+    field.
     """
 
     length: int
@@ -134,9 +154,10 @@ class Match:
     segments: tuple[tuple[Any, int, int], ...]
 
     def spans(self, upto: int) -> list[tuple[Any, int, int]]:
-        """The values that hold the KV of [0, upto): `(value, start, end)`, ascending, merged.
+        """Return which values hold the KV of [0, upto), as `(value, start, end)`.
 
-        Changes nothing. Raises ValueError where `upto` is negative or above `length`.
+        The ranges ascend, and adjacent ranges of the same value are merged. Changes nothing. Raises
+        ValueError if `upto` is negative or above `length`.
         """
         if not 0 <= upto <= self.length:
             raise ValueError(f"spans up to {upto} of a match of {self.length} tokens")
@@ -151,9 +172,9 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part that left the tree: [start, end) of `value`, and the checkpoint at its end.
+    """A part removed from the tree: positions [start, end) of `value`, and the checkpoint at `end`.
 
-    `checkpoint` is None, and `checkpoint_bytes` 0, where there was none.
+    `checkpoint` is None and `checkpoint_bytes` 0 if the part had no checkpoint.
     """
 
     value: Any
@@ -165,9 +186,10 @@ class Cut:
 
 
 def unneeded(node: Node) -> bool:
-    """True if the boundary at the end of `node`, which is not the root, can be merged away.
+    """Return whether the boundary at the end of `node` can be removed by merging it into its child.
 
-    A shared head that is used more often than the only conversation left below it is not merged.
+    `node` must not be the root. A shared prefix that is used more often than its only child is not
+    merged.
     """
     if node.asked or node.locks or node.checkpoint is not None or len(node.children) != 1:
         return False
@@ -176,9 +198,10 @@ def unneeded(node: Node) -> bool:
 
 
 def as_tokens(ids: Tokens | Iterable[int]) -> Tokens:
-    """`ids` as int32, shape (n,); an array is returned as it is, never copied.
+    """Return token ids as an int32 array of shape (n,).
 
-    Raises TypeError for an array of another type or shape, OverflowError for ints beyond int32.
+    An array is returned itself, without a copy. Raises TypeError for an array of another dtype or
+    shape, and OverflowError for ints beyond int32.
     """
     if isinstance(ids, np.ndarray):
         if ids.dtype != np.int32 or ids.ndim != 1:

@@ -1,4 +1,4 @@
-"""A compressed radix tree over token ids. Values and checkpoints are opaque to it."""
+"""A compressed radix tree over token ids, which treats values and checkpoints as opaque objects."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from mlxcache.types import Tokens
 
 
 class Holdings:
-    """The nodes of each value, top down. Values are compared by identity.
+    """Map from each value to the nodes that hold it. Values are compared by identity.
 
-    All nodes of a value lie on one path, as it holds at most one token per position.
+    All nodes of a value lie on one path, because a value holds at most one token per position.
     """
 
     def __init__(self) -> None:
@@ -41,17 +41,20 @@ class Holdings:
         return len(self._nodes)
 
     def of(self, value: Any) -> list[Node]:
-        """The nodes that hold `value`, top down; the caller does not change the list."""
+        """Return the nodes that hold `value`, from the top down.
+
+        The list is the internal one, and must not be changed by the caller.
+        """
         return self._nodes.get(id(value), [])
 
     def add(self, node: Node) -> None:
-        """Add `node` to its value's nodes."""
+        """Add `node` to the nodes of its value."""
         insort(self._nodes.setdefault(id(node.value), []), node, key=attrgetter("start"))
 
     def remove(self, node: Node) -> None:
-        """Remove `node`, whose value must be the one at its `add`.
+        """Remove `node`, whose value must be the same as when it was added.
 
-        Raises KeyError or ValueError if it was not added.
+        Raises KeyError or ValueError if the node was not added.
         """
         nodes = self._nodes[id(node.value)]
         nodes.remove(node)
@@ -60,10 +63,10 @@ class Holdings:
 
 
 class Edges:
-    """The nodes below one root, the counts over them, and the eviction order of the leaves.
+    """The nodes of one tree, with counts over them and the eviction order of the leaves.
 
-    Each change keeps the counts, the holders of each value and the order right; the caller makes
-    sure that it is allowed.
+    Each method keeps counts, holdings and eviction order consistent, and does not check whether the
+    change is allowed: the caller does. `tick` counts the calls of `touch`.
     """
 
     def __init__(self, worth: Worth, now: Callable[[], float] = time.monotonic) -> None:
@@ -78,11 +81,14 @@ class Edges:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all segments and checkpoints."""
+        """Bytes of all segments and checkpoints together."""
         return self.tokens * self.leaves.worth.bytes_per_token + self.checkpoint_bytes
 
     def touch(self, nodes: Iterable[Node]) -> None:
-        """Make `nodes` the most recently used, equally so."""
+        """Mark `nodes` as used now.
+
+        All of them get the same tick, so none counts as more recently used than another.
+        """
         self.tick += 1
         for node in nodes:
             node.used_at = self.tick
@@ -91,9 +97,11 @@ class Edges:
             node.usage.replaced = False
 
     def pass_by(self, node: Node) -> None:
-        """Mark segments after `node` as replaced: their conversation continues elsewhere now.
+        """Mark the segments below `node` as replaced.
 
-        Only segments that were never reused are marked. O(1), amortised over inserts.
+        Called when their conversation continues in another branch. Segments that were reused are
+        not
+        marked, nor is anything below them. Takes O(1), amortised over insertions.
         """
         pending = list(node.children.values())
         while pending:
@@ -104,10 +112,12 @@ class Edges:
                 pending += each.children.values()
 
     def append(self, node: Node, tail: Tokens, value: Any, count: int = 0) -> Node:
-        """Append a copy of `tail` to `node`, extending its edge if possible; returns the end node.
+        """Append a copy of `tail` below `node`, and return the node in which it ends.
 
-        A new edge starts with `count` uses; an edge with more belongs to others and is not
-        extended.
+        The edge of `node` is extended if it is a leaf with the same value, without a checkpoint and
+        with at most `count` uses; with more uses it is shared with other conversations. Otherwise a
+        new
+        node starts with `count` uses.
         """
         self.tokens += len(tail)
         grows = node is not self.root and node.value is value and count >= node.usage.count
@@ -125,7 +135,7 @@ class Edges:
         return leaf
 
     def divide(self, node: Node, position: int) -> Node:
-        """Move [start, position) of `node` to a new node above it; returns that."""
+        """Move [start, position) of `node` to a new node above it, and return the new node."""
         at = position - node.start
         upper = Node(node.parent, node.tokens[:at].copy(), node.start, node.value, node.used_at)
         upper.locks = node.locks
@@ -141,7 +151,7 @@ class Edges:
         return upper
 
     def compress(self, node: Node) -> None:
-        """Merge `node` into its only child, if they share a value and the boundary is unneeded."""
+        """Merge `node` into its only child if `unneeded` says that nothing needs the boundary."""
         if node is self.root or node.detached or not unneeded(node):
             return
         (child,) = node.children.values()
@@ -156,14 +166,14 @@ class Edges:
         self._detach(node)
 
     def shorten(self, leaf: Node, position: int) -> None:
-        """Drop the tokens of [position, end), which are not all of them."""
+        """Drop the tokens of `leaf` from `position` to its end; at least one token must remain."""
         self.tokens -= leaf.end - position
         leaf.tokens = leaf.tokens[: position - leaf.start].copy()
         leaf.end = position
         self.leaves.renew(leaf)
 
     def remove(self, leaf: Node) -> None:
-        """Remove `leaf`, which has no checkpoint, from the tree."""
+        """Remove `leaf` from the tree. It must have no checkpoint."""
         parent = leaf.parent
         assert parent is not None
         del parent.children[int(leaf.tokens[0])]
@@ -176,7 +186,10 @@ class Edges:
         self.compress(parent)
 
     def take_checkpoint(self, node: Node) -> tuple[Any, int]:
-        """Clear the node's checkpoint; return its state and bytes, None and 0 if it has none."""
+        """Remove the checkpoint of `node`, and return its state and number of bytes.
+
+        Returns `(None, 0)` if the node has no checkpoint.
+        """
         taken = (node.checkpoint, node.checkpoint_bytes)
         if node.checkpoint is not None:
             self.checkpoints -= 1
@@ -186,7 +199,7 @@ class Edges:
         return taken
 
     def put_checkpoint(self, node: Node, state: Any, nbytes: int) -> Any:
-        """Set the node's checkpoint; return the state it replaces, or None."""
+        """Set the checkpoint of `node`, and return the state that it replaces, or None."""
         replaced, _ = self.take_checkpoint(node)
         node.checkpoint = state
         node.checkpoint_bytes = nbytes
@@ -204,12 +217,12 @@ class Edges:
         self.compress(node)
 
     def _adopt(self, node: Node) -> None:
-        """Make `node` its parent's child, in place of the one with the same first token."""
+        """Make `node` a child of its parent, in place of the child with the same first token."""
         assert node.parent is not None
         node.parent.children[int(node.tokens[0])] = node
 
     def _detach(self, node: Node) -> None:
-        """Clear a node that left the tree, so that references to it keep no KV alive."""
+        """Clear a node that left the tree, so that remaining references to it keep no KV alive."""
         node.parent = None
         node.children = {}
         node.tokens = NO_TOKENS
@@ -218,10 +231,11 @@ class Edges:
 
 
 def same_conversation(node: Node, key: int | None) -> bool:
-    """True if what follows the end of `node` belongs to the same conversation.
+    """Return whether tokens appended after `node` belong to the same conversation as `node`.
 
-    The first `key` tokens identify a conversation. Without a key only what follows the very end of
-    a leaf belongs to it.
+    The first `key` tokens of a prompt identify its conversation, so the answer is True if `node`
+    ends
+    at or after them. With `key` None it is True only for a leaf.
     """
     if key is None:
         return node.end > 0 and not node.children
@@ -229,17 +243,20 @@ def same_conversation(node: Node, key: int | None) -> bool:
 
 
 class Uses:
-    """The uses of a tree's segments. Each verb changes them, and so the eviction order."""
+    """Usage counts of a tree's segments. Each method but `wished` changes the eviction order."""
 
     def __init__(self, edges: Edges):
         self._edges = edges
 
     def found(self, match: Match, tokens: int, key: int | None = None) -> int:
-        """Count a request for `tokens` tokens that matched `match`, made just now.
+        """Count a request of `tokens` tokens whose lookup, made just before, returned `match`.
 
-        Returns the uses of its conversation, 0 if none of that is held. `key` as in
-        `same_conversation`. Segments of its conversation after the point where the request diverges
-        are marked as replaced unless they were reused: they are evicted first. May split an edge.
+        Returns the number of uses of its conversation, or 0 if the tree holds none of it. The first
+        `key` tokens identify the conversation (see `same_conversation`). Segments of the
+        conversation
+        after the point where the request diverges are marked as replaced, and so evicted first,
+        unless
+        they were reused. May split an edge.
         """
         nodes, length = [node for node in match.nodes if node.end <= match.length], match.length
         if match.nodes and length == tokens:
@@ -259,9 +276,11 @@ class Uses:
         return nodes[-1].usage.count if nodes and same_conversation(nodes[-1], key) else 0
 
     def renew(self, nodes: Sequence[Node], least: int = 0) -> None:
-        """Count a use now, and at least `least` uses, of the path to the last attached of `nodes`.
+        """Mark the path to the last attached node of `nodes` as used now.
 
-        For a conversation that no request uses now, but that is expected to continue.
+        Each node on it gets at least `least` uses. For a conversation that no request uses at the
+        moment,
+        but that is expected to continue.
         """
         last = next((node for node in reversed(nodes) if not node.detached), None)
         path = last.path()[1:] if last is not None else []
@@ -272,19 +291,26 @@ class Uses:
             self._edges.compress(node)
 
     def keep(self, node: Node, wishes: tuple[tuple[int, float], ...]) -> None:
-        """Add clients' keep hints, (position, seconds after each use), to the path to `node`."""
+        """Add clients' keep hints to the nodes on the path to `node`.
+
+        Each hint is a position up to which to keep tokens, and the seconds to keep them after each
+        use.
+        """
         for each in node.path():
             each.usage.keep(tuple(wish for wish in wishes if wish[0] > each.start))
 
     def wished(self, leaf: Node) -> int:
-        """Position up to which a client asks to keep `leaf`; its start without a hint.
+        """Return the position up to which clients want `leaf` kept; its start without a keep hint.
 
         Changes nothing.
         """
         return self._edges.leaves.wished(leaf)
 
     def evicting(self, leaf: Node, position: int) -> None:
-        """Advance the clock, as `leaf` is about to be evicted from `position` on."""
+        """Advance the eviction clock before part of `leaf` is evicted.
+
+        The evicted part is from `position` to the end of the leaf.
+        """
         leaves, held = self._edges.leaves, self._edges.nbytes
         size = (leaf.end - position) * leaves.worth.bytes_per_token + leaf.checkpoint_bytes
         leaves.advance(leaf, size / max(1, held))
@@ -294,13 +320,18 @@ __all__ = ["Cut", "Match", "Node", "PrefixTree", "Worth"]
 
 
 class PrefixTree:
-    """Cached values by token prefix: each edge is a segment, each shared prefix is held once.
+    """Index of cached values by token prefix, a compressed radix tree.
 
-    A value is addressed by absolute position, so all segments of one value lie on one path and
-    never overlap; where another value already held some tokens there is a gap between them.
-    Values are compared by identity. Token ids are int32, shape (n,); edges own their copies.
-    Not thread-safe: one thread calls it. Counts are kept up to date, and cost nothing to read.
-    `uses` counts uses for eviction, scored by `worth`. `now`: seconds.
+    Each edge is a segment, and each shared prefix is held once. A value is addressed by absolute
+    position, so all segments of one value lie on one path and never overlap. Where another value
+    already held some tokens, a value has a gap. Values are compared by identity. Token ids are
+    int32 of
+    shape (n,), and edges own copies of them. Not thread-safe: only one thread may call it. Counts
+    are
+    kept up to date with each change, and reading them takes O(1).
+
+    `bytes_per_token`: bytes of KV. `worth`: scores segments for eviction. `now`: returns seconds.
+    `uses` counts the uses of segments.
     """
 
     def __init__(
@@ -316,44 +347,46 @@ class PrefixTree:
 
     @property
     def root(self) -> Node:
-        """The node of no tokens, where every path begins."""
+        """The node of zero tokens, at which every path begins."""
         return self._edges.root
 
     @property
     def tokens(self) -> int:
-        """Tokens held, each shared one counted once."""
+        """Number of tokens in the tree; a token of a shared prefix is counted once."""
         return self._edges.tokens
 
     @property
     def segments(self) -> int:
-        """Edges, that is nodes without the root."""
+        """Number of segments, that is of nodes without the root."""
         return self._edges.segments
 
     @property
     def checkpoints(self) -> int:
-        """Nodes that hold a checkpoint."""
+        """Number of nodes with a checkpoint."""
         return self._edges.checkpoints
 
     @property
     def checkpoint_bytes(self) -> int:
-        """The bytes of all checkpoints, as they were set."""
+        """Bytes of all checkpoints: the sum of the sizes given to `set_checkpoint`."""
         return self._edges.checkpoint_bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV of all segments, computed with `bytes_per_token`."""
+        """Bytes of the KV of all segments: `tokens` times `bytes_per_token`."""
         return self.tokens * self.bytes_per_token
 
     def values(self) -> list[Any]:
-        """The distinct values that some segment has. Changes nothing."""
+        """Return a list of the distinct values of all segments. Changes nothing."""
         return list(self._edges.holdings)
 
     def match(self, tokens: Tokens | Iterable[int], touch: bool = True) -> Match:
-        """The longest prefix of `tokens` that is held, to the token.
+        """Find the longest prefix of `tokens` in the tree; it may end inside an edge.
 
-        Changes nothing, except with `touch` the last use of the nodes on the path; a node inside
+        Changes nothing but, with `touch`, the time of last use of the nodes on the path; a node
+        inside
         which `tokens` diverge is not touched. Raises TypeError if `tokens` is an array that is not
-        int32 of shape (n,).
+        int32
+        of shape (n,).
         """
         ids = as_tokens(tokens)
         nodes: list[Node] = []
@@ -375,16 +408,23 @@ class PrefixTree:
         )
 
     def insert(self, tokens: Tokens | Iterable[int], value: Any, key: int | None = None) -> Node:
-        """Make `tokens` present and return the node that ends at exactly their number.
+        """Add `tokens` to the tree, and return the node that ends at position `len(tokens)`.
 
-        Changes the tree: what is held keeps its value, the missing tail becomes a segment of
-        `value`, or extends the leaf it follows if that has the same value and no checkpoint. The
-        whole path counts as used. A new segment starts with the uses of its conversation, which its
-        first `key` tokens identify (see `Uses.found`). The root is returned for no tokens. Lock the
+        Tokens already in the tree keep their value. The missing tail becomes a new segment of
+        `value`, or
+        extends the leaf that it follows if the leaf has the same value and no checkpoint. The whole
+        path
+        counts as used. A new segment starts with the uses of its conversation, which its first
+        `key`
+        tokens identify (see `Uses.found`). Without tokens, the root is returned. The caller must
+        lock the
         node before anything else may evict it.
 
-        Raises TypeError as `match` does, and ValueError, with nothing changed, where `value`
-        already holds other tokens at the tail's positions (cut those first).
+        Raises TypeError if `tokens` is an array that is not int32 of shape (n,). Raises ValueError,
+        with
+        nothing changed, if `value` already holds other tokens at the positions of the tail; cut
+        those
+        first.
         """
         ids = as_tokens(tokens)
         found = self.match(ids, touch=False)
@@ -401,14 +441,17 @@ class PrefixTree:
         return node
 
     def split_at(self, node: Node, position: int) -> Node:
-        """Make a boundary at absolute `position` inside `node`'s edge; return the part above it.
+        """Create a boundary inside the edge of `node` at absolute `position`.
 
-        Changes the tree: a new node takes [start, position) with the same value, locks and last
-        use; `node` becomes the part below, and keeps its checkpoint, children and `end`. The
-        boundary stays until a lock on it is released or a checkpoint at it is dropped.
-        With `position` at `node.end` there is nothing to split, and `node` is returned.
+        Returns the part above the boundary. Changes the tree: a new node takes [start, position)
+        with the
+        same value, locks and last use. `node` becomes the lower part, and keeps its checkpoint,
+        children
+        and `end`. The boundary stays until a lock on it is released or a checkpoint at it is
+        dropped. If
+        `position` is `node.end`, nothing is split and `node` is returned.
 
-        Raises ValueError where `position` is outside (start, end], or `node` left the tree.
+        Raises ValueError if `position` is not in (start, end], or if `node` has left the tree.
         """
         self._require_attached(node)
         if not node.start < position <= node.end:
@@ -420,10 +463,11 @@ class PrefixTree:
         return upper
 
     def set_checkpoint(self, node: Node, state: Any, nbytes: int) -> Any:
-        """Keep `state`, of `nbytes`, at `node.end`; return the state it replaces, or None.
+        """Store `state`, of `nbytes` bytes, as the checkpoint at `node.end`.
 
-        Changes the node and the counts. Raises ValueError for the root, a node that left the
-        tree, a state of None or negative bytes.
+        Returns the state that it replaces, or None. Changes the node and the counts. Raises
+        ValueError for
+        the root, for a node that has left the tree, if `state` is None, or if `nbytes` is negative.
         """
         self._require_attached(node)
         if node is self.root or state is None or nbytes < 0:
@@ -431,10 +475,11 @@ class PrefixTree:
         return self._edges.put_checkpoint(node, state, nbytes)
 
     def drop_checkpoint(self, node: Node) -> Any:
-        """Remove the checkpoint at `node.end` and return its state; KV stays.
+        """Remove the checkpoint at `node.end`, and return its state. The KV of the node stays.
 
-        Changes the node and the counts. An unlocked node that only its checkpoint kept apart is
-        merged into its child. Raises ValueError where there is none.
+        Changes the node and the counts. An unlocked node that was separate only because of its
+        checkpoint
+        is merged into its child. Raises ValueError if the node has no checkpoint.
         """
         if node.checkpoint is None:
             raise ValueError(f"{node} has no checkpoint")
@@ -444,10 +489,11 @@ class PrefixTree:
         return state
 
     def lock(self, node: Node) -> None:
-        """Keep `node` and all above it from being cut, merged away or evicted.
+        """Protect `node` and all nodes above it from being cut, merged or evicted.
 
-        Changes the lock counts on the path; one `unlock` undoes one `lock`. Raises ValueError
-        where `node` left the tree.
+        Changes the lock counts on the path; each `lock` needs one `unlock`. Raises ValueError if
+        `node` has
+        left the tree.
         """
         self._require_attached(node)
         for each in node.path():
@@ -456,8 +502,9 @@ class PrefixTree:
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of `node`.
 
-        Changes the lock counts on the path. Boundaries that nothing needs any more are merged
-        away, so `node` may leave the tree. Raises ValueError where it is not locked.
+        Changes the lock counts on the path. Boundaries that are no longer needed are merged away,
+        so
+        `node` may leave the tree. Raises ValueError if `node` is not locked.
         """
         self._require_attached(node)
         if node.locks == 0:
@@ -470,15 +517,20 @@ class PrefixTree:
                 self._edges.settle(each)
 
     def holders(self, value: Any) -> list[Node]:
-        """All nodes that hold `value`, top down; they lie on one path. Changes nothing."""
+        """Return all nodes that hold `value`, from the top down. Changes nothing.
+
+        The nodes lie on one path.
+        """
         return list(self._edges.holdings.of(value))
 
     def retarget(self, nodes: Sequence[Node], value: Any) -> None:
-        """Let `value` hold the KV of `nodes` from now on, at the same absolute positions.
+        """Make `value` the holder of the KV of `nodes`, at the same absolute positions.
 
-        Changes the nodes; those that then continue a neighbour of the same value are merged.
-        Raises ValueError, with nothing changed, where a node is the root or left the tree, or
-        where they and the nodes that hold `value` already do not all lie on one path.
+        Changes the nodes, and merges those that now continue a neighbour with the same value.
+        Raises
+        ValueError, with nothing changed, if a node is the root or has left the tree, or if `nodes`
+        and the
+        nodes that already hold `value` do not all lie on one path.
         """
         together = {*nodes, *self._edges.holdings.of(value)}
         if not together:
@@ -494,30 +546,40 @@ class PrefixTree:
             self._edges.compress(node)
 
     def live_range(self, value: Any) -> tuple[int, int] | None:
-        """The first and the last position, as [start, end), that nodes hold with `value`.
+        """Return the range [start, end) from the first to the last position that `value` holds.
 
-        None if no node does. Tokens inside may belong to another value. O(1), changes nothing.
+        Tokens inside the range may belong to other values. Returns None if no node holds `value`.
+        Takes
+        O(1) and changes nothing.
         """
         nodes = self._edges.holdings.of(value)
         return (nodes[0].start, nodes[-1].end) if nodes else None
 
     def least_leaf(self) -> Node | None:
-        """The unlocked leaf with the lowest score, or None. Removes nothing. O(log n)."""
+        """Return the unlocked leaf with the lowest score, or None if there is none.
+
+        Removes nothing. Takes O(log n).
+        """
         return self._edges.leaves.first()
 
     def useless(self, node: Node) -> bool:
-        """True if `node` has no child, no lock and no checkpoint."""
+        """Return whether `node` is in the tree and has no child, no lock and no checkpoint.
+
+        False for the root.
+        """
         if node is self.root or node.detached or node.locks:
             return False
         return not node.children and node.checkpoint is None
 
     def cut(self, node: Node, position: int) -> Cut:
-        """Drop [position, end) of an unlocked leaf, and its checkpoint; say what was freed.
+        """Remove [position, end) of an unlocked leaf, with its checkpoint.
 
-        Changes the tree. With `position` at `node.start` the node is removed; its parent may then
-        be a leaf, or be merged into the one child of the same value that it has left.
-        Raises ValueError where `position` is outside [start, end), or where `node` is the root,
-        locked, no leaf, or no longer in the tree.
+        Returns the removed part. Changes the tree. If `position` is `node.start`, the whole node is
+        removed; its parent may then become a leaf, or be merged into its one remaining child of the
+        same
+        value. Raises ValueError if `position` is not in [start, end), or if `node` is the root,
+        locked, not
+        a leaf, or no longer in the tree.
         """
         self._require_attached(node)
         if node.locks or node.children or not node.start <= position < node.end:
@@ -535,7 +597,7 @@ class PrefixTree:
             raise ValueError(f"{node} left the tree")
 
     def _require_room(self, value: Any, found: Match) -> None:
-        """Raise ValueError if `value` holds tokens elsewhere than on the matched path."""
+        """Raise ValueError if `value` holds tokens anywhere else than on the matched path."""
         held = self._edges.holdings.of(value)
         if held and (held[-1] not in found.nodes or held[-1].end > found.length):
             raise ValueError(f"{value!r} holds other tokens up to {held[-1].end} already")

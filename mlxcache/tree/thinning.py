@@ -1,9 +1,10 @@
-"""Choice of the checkpoints of a path to drop: one rule for RAM, disk and prefill.
+"""Selection of the checkpoints of a path to drop. RAM, disk and prefill use the same rule.
 
-An edit far back makes everything after it be fed again, so a restart a little before it costs
-little more; near the end every message counts. A checkpoint's worth is therefore the gap that its
-removal would leave, as a share of what a restart there feeds anyway. Removing the least worthy one
-repeatedly leaves gaps that grow with the distance to the end.
+An edit far back in a prompt makes the model compute everything after it again, so starting a little
+earlier costs relatively little more; near the end every message matters. The worth of a checkpoint
+here is the gap that its removal would leave, divided by the tokens that a restart there computes
+anyway. Removing the checkpoint with the lowest worth repeatedly leaves gaps that grow with the
+distance from the end.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ PATH_SHARE = 1 / 64
 
 
 def allowed(kv_bytes: int, checkpoint_bytes: int, limit: int) -> int:
-    """Bytes that the checkpoints of one path may take in a tier of `limit` bytes.
+    """Return the bytes that the checkpoints of one path may take in a tier of `limit` bytes.
 
-    A few checkpoints plus the bytes of its KV, so the allowance grows with the path's tokens.
+    `kv_bytes`: bytes of the path's KV. `checkpoint_bytes`: bytes of one checkpoint. The result is a
+    few
+    checkpoints plus `kv_bytes` plus a small share of `limit`, so it grows with the tokens of the
+    path.
     """
     return FEWEST * checkpoint_bytes + kv_bytes + int(limit * PATH_SHARE)
 
@@ -44,11 +48,16 @@ def checkpoints_to_drop(
     parted: Collection[int] = (),
     worth: float = float("inf"),
 ) -> list[int]:
-    """Choose the positions to drop, in order, so that at most `most` are left.
+    """Choose which checkpoints of a path to drop so that at most `most` are left.
 
-    `positions` ascend, in tokens, on a path that ends at `end`. The first stays (the head's), and
-    so do the newest 4 and those in `kept`; of the others only those worth less than `worth` are
-    dropped, even if more than `most` are left then. `parted`: positions where other paths branch.
+    `positions`: those of the checkpoints, in tokens, ascending. `end`: the length of the path in
+    tokens. `kept`: positions that must stay. `parted`: positions where other paths branch, which
+    count
+    as worth more. `worth`: only checkpoints worth less than this are dropped, even if more than
+    `most`
+    are then left. The first position and the newest 4 always stay.
+
+    Returns the positions to drop, in the order in which to drop them.
     """
     count, last = len(positions), len(positions) - NEWEST
     before = [i - 1 for i in range(count)]
