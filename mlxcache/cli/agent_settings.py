@@ -1,4 +1,4 @@
-"""Settings files of coding agents: their places and contents. Only read, never written."""
+"""Locate and read the settings files of coding agents. Nothing is written."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object that may have comments and trailing commas; {} if there is no file.
+    """Read a JSON object from a file that may contain comments and trailing commas.
 
-    Raises ValueError.
+    Returns {} if the file does not exist. Raises ValueError if it cannot be read or holds no JSON
+    object.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -35,14 +36,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def claude_folder(environ: Mapping[str, str], home: Path) -> Path:
-    """The user's configuration folder of Claude Code."""
+    """Return the path of Claude Code's configuration folder: $CLAUDE_CONFIG_DIR, else ~/.claude."""
     return Path(environ.get("CLAUDE_CONFIG_DIR") or home / ".claude")
 
 
 def claude_env(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Variables set by Claude Code's `settings`; they win over the environment.
+    """Return the variables that Claude Code's `settings` define; they override the environment.
 
-    Raises ValueError.
+    Raises ValueError if `env` in the settings is not a JSON object.
     """
     env = settings.get("env", {})
     if not isinstance(env, dict):
@@ -51,9 +52,9 @@ def claude_env(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def opencode_files(environ: Mapping[str, str], home: Path, cwd: Path) -> list[Path]:
-    """Paths where OpenCode looks for settings, in increasing priority; files may be missing.
+    """Return the paths at which OpenCode looks for settings, lowest priority first.
 
-    Source: https://opencode.ai/docs/config.
+    The files may be missing. Source: https://opencode.ai/docs/config.
     """
     folder = Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "opencode"
     named = environ.get("OPENCODE_CONFIG")

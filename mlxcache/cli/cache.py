@@ -1,4 +1,4 @@
-"""`mlxcache cache`: figures of the cache, verification of its files, pruning and clearing."""
+"""The commands `mlxcache cache`: print its figures, verify its files, prune and clear it."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def stats(where: Where) -> Result:
 @app.command()
 @located
 def check(where: Where) -> Result:
-    """Read every file on disk and verify it; exit status 1 if one is damaged.
+    """Read and verify every file of the cache on disk. Exit status 1 if a file is damaged.
 
-    Changes nothing; a server may run at the same time.
+    No file is changed, and a server may run at the same time.
     """
     with count_bar("reading the files") as progress:
         problems = where.check(progress)
@@ -95,7 +95,10 @@ def prune(
         typer.Option("--to", metavar="SIZE", help="Then evict down to SIZE, such as 5GB."),
     ] = None,
 ) -> Result:
-    """Verify every file, remove damaged ones and, with --to, those used least recently."""
+    """Verify every file of the cache and remove damaged ones.
+
+    With --to, also remove the least recently used files.
+    """
     limit = None if to is None else _parse_limit(to)
     with count_bar("reading the files") as progress:
         found = where.prune(limit, progress)
@@ -130,7 +133,7 @@ def _parse_limit(text: str) -> int:
 
 
 def print_figures(figures: Mapping[str, Any]) -> None:
-    """Print the figures of `GET /v1/cache` under headings; unknown keys come last."""
+    """Print the body of `GET /v1/cache` as figures under headings; unknown keys come last."""
     groups = list(_group_lines(figures))
     width = max((len(name) for _, lines in groups for name, _ in lines), default=0)
     out = console()
@@ -141,7 +144,7 @@ def print_figures(figures: Mapping[str, Any]) -> None:
 
 
 def _group_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]:
-    """Headings with their lines; headings without lines are omitted."""
+    """Yield each heading with its lines; headings without lines are omitted."""
     figures = dict(figures)
     for tier in ("ram", "disk"):
         if kinds := figures.get(tier, {}).get("kinds"):
@@ -160,7 +163,11 @@ def _group_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]
 
 
 def _figure_lines(key: str, value: Any, *, headed: bool) -> list[Line]:
-    """Lines of one figure; with `headed`, those of an object are not prefixed with `key`."""
+    """Return the lines, each a label and a text, that show the figure `key`.
+
+    An object becomes one line per member. The label of each begins with that of `key`, unless
+    `headed`.
+    """
     if not isinstance(value, Mapping):
         return [(_label(key), _format_value(key, value))]
     if key == "canonicalised":

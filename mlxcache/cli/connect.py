@@ -1,4 +1,4 @@
-"""The lines to paste that point a coding agent at this server."""
+"""Shell lines and environment variables that point a coding agent at this server."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Variables = Mapping[str, str | None]
 
 
 def claude_code_variables(url: str, model: str, context: int) -> Variables:
-    """Return the variables that point Claude Code at this server. `context` is in tokens.
+    """Return the environment variables that point Claude Code at the server at `url`.
 
-    The attribution header is switched off, because it changes the first tokens of each prompt.
-    Source: https://code.claude.com/docs/en/llm-gateway.
+    `context` is its context length in tokens. The attribution header is switched off, because it
+    changes the first tokens of each prompt. Source: https://code.claude.com/docs/en/llm-gateway.
     """
     return {
         "ANTHROPIC_BASE_URL": url,
@@ -53,10 +53,10 @@ def claude_code_variables(url: str, model: str, context: int) -> Variables:
 
 
 def anyclaude_variables(url: str, context: int) -> Variables:
-    """Return the variables that point any version of anyclaude at this server.
+    """Return the environment variables that point any version of anyclaude at the server at `url`.
 
-    `context` is in tokens. Older versions read MLX_LM_*, newer ones LOCAL_*. anyclaude sets the
-    address of the Claude Code that it starts, and passes on that one's other variables.
+    `context` is its context length in tokens. Older versions read MLX_LM_*, newer ones LOCAL_*.
+    anyclaude starts Claude Code, sets its address and passes on the other variables for it.
     """
     for_claude = claude_code_variables(url, ANY_MODEL, context)
     return {
@@ -73,23 +73,32 @@ def anyclaude_variables(url: str, context: int) -> Variables:
 
 
 def claude_code_line(url: str, model: str, context: int, *, has_key: bool) -> str:
-    """Return the shell line that starts Claude Code on this server."""
+    """Return the shell line that starts Claude Code on the server at `url`.
+
+    `context` is in tokens. `has_key` tells whether the server requires an API key.
+    """
     return _line("claude", claude_code_variables(url, model, context), has_key=has_key)
 
 
 def anyclaude_line(url: str, context: int, *, has_key: bool) -> str:
-    """Return the shell line that starts anyclaude on this server."""
+    """Return the shell line that starts anyclaude on the server at `url`.
+
+    `context` is in tokens. `has_key` tells whether the server requires an API key.
+    """
     return _line("anyclaude", anyclaude_variables(url, context), has_key=has_key)
 
 
 def quote_value(value: str | None, *, has_key: bool) -> str:
-    """Quote a value for a POSIX shell; None becomes $MLXCACHE_API_KEY or a placeholder."""
+    """Quote the value of a variable for a POSIX shell.
+
+    None stands for the API key: it becomes "$MLXCACHE_API_KEY", or a placeholder unless `has_key`.
+    """
     if value is not None:
         return shlex.quote(value)
     return _KEY_IN_SHELL if has_key else DUMMY_KEY
 
 
 def _line(command: str, variables: Variables, *, has_key: bool) -> str:
-    """Write `NAME=value ... command` for a POSIX shell."""
+    """Return the line `NAME=value ... command` for a POSIX shell."""
     words = (f"{name}={quote_value(value, has_key=has_key)}" for name, value in variables.items())
     return " ".join([*words, command])

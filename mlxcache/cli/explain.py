@@ -1,6 +1,6 @@
-"""`mlxcache explain`: why two prompts differ, or what in one request is likely to change.
+"""`mlxcache explain`: compare two requests, or audit one for parts likely to change.
 
-The command reads requests from files, explains them without weights, and prints the result.
+Requests are read from files. Their prompts are rendered with the tokenizer; no weights are needed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def explain(
 ) -> None:
     """Explain where two requests differ, why, and what that costs; or audit one request.
 
-    The files are bodies of chat requests, as `serve --record DIR` writes them. Needs no server.
+    The files are bodies of chat requests, as `serve --record DIR` writes them. No server is needed.
     """
     with reporting():
         flags = {"model": model, "no_canonicalise": no_canonicalise}
@@ -101,7 +101,10 @@ def explain(
 
 
 def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Return the JSON object of `explain A.json B.json`. Raises MlxcacheError."""
+    """Compare two chat requests and return the object that `explain --json` prints.
+
+    Raises MlxcacheError if a request cannot be rendered.
+    """
     from mlxcache.prompt.explain import Explainer  # noqa: PLC0415
     from mlxcache.wire.chat_bodies import differences_without_effect  # noqa: PLC0415
 
@@ -141,12 +144,15 @@ def _lost_object(explained: Explanation) -> dict[str, Any] | None:
 
 
 def _members(found: object, *names: str) -> dict[str, Any]:
-    """Select attributes of a result, as members of its JSON object."""
+    """Return the attributes `names` of `found` as a dict, for JSON."""
     return {name: getattr(found, name) for name in names}
 
 
 def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Return the JSON object of `explain A.json`. Raises MlxcacheError."""
+    """Audit one chat request and return the object that `explain --json` prints.
+
+    Raises MlxcacheError if the request cannot be rendered.
+    """
     from mlxcache.prompt.audit import audit  # noqa: PLC0415
 
     builder = make_builder(settings)
@@ -177,7 +183,7 @@ def _model_object(settings: Settings) -> dict[str, Any]:
 
 
 def make_builder(settings: Settings) -> PromptBuilder:
-    """Make a prompt builder with the model's tokenizer; blocks while the tokenizer loads."""
+    """Return a prompt builder with the configured model's tokenizer. Blocks while that loads."""
     from mlxcache.model.load import tokenizer_of  # noqa: PLC0415 - transformers, seconds
     from mlxcache.prompt.builder import PromptBuilder  # noqa: PLC0415
 
@@ -194,9 +200,9 @@ def _side(builder: PromptBuilder, request: dict[str, Any]) -> Side:
 
 
 def read_request(file: Path) -> dict[str, Any]:
-    """Read a chat request from `file`, or from standard input for `-`.
+    """Read a chat request from `file`, or from standard input if `file` is `-`.
 
-    Raises MlxcacheError, saying what was expected and what was found.
+    Raises MlxcacheError with the expected and the actual content.
     """
     # Here and not above: importing msgspec takes a while, and --help needs none of it.
     from mlxcache.wire.chat_bodies import parse_chat_request, request_to_chat  # noqa: PLC0415
@@ -216,7 +222,7 @@ def read_request(file: Path) -> dict[str, Any]:
 
 
 def _describe_wrong(raw: bytes) -> str | None:
-    """Describe the content of a file that is not a request; None if it looks like one."""
+    """Describe why the content of a file is not a chat request; None if no reason is found."""
     if not raw.strip():
         return "it is empty"
     try:
@@ -263,7 +269,7 @@ def _describe_kind(value: object) -> str:
 
 
 def _count_values(text: str) -> int:
-    """Number of JSON values in `text`, one per line; 0 if any line is not JSON."""
+    """Return the number of JSON values in `text`, one per line; 0 if any line is not JSON."""
     lines = [line for line in text.splitlines() if line.strip()]
     try:
         for line in lines:
@@ -327,7 +333,7 @@ def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
 
 
 def print_audit(found: Mapping[str, Any]) -> None:
-    """Print the result of `audit_one`: what is likely to change, and the tokens behind it."""
+    """Print the result of `audit_one`: the parts likely to change, and the tokens after each."""
     out, total = _console(), found["prompt_tokens"]
     data = [one for one in found["data"] if one["rule"] is None]
     removed = [one for one in found["data"] if one["rule"] is not None]
@@ -377,14 +383,14 @@ def _row(out: Console, name: str, text: Text) -> None:
 
 
 def _marked(text: str, start: int, end: int, style: str) -> Text:
-    """Style `text` except for its first `start` and last `end` characters, and shorten it."""
+    """Style all but the first `start` and last `end` characters, and shorten the text."""
     shown = Text(text)
     shown.stylize(style, start, len(text) - end)
     return shown[: _EXCERPT * 2]
 
 
 def _escaped(text: str) -> str:
-    """Put a text on one line, with backslash escapes for unprintable characters."""
+    """Return `text` on one line, with backslash escapes for unprintable characters."""
     shown = text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     shown = shown.replace("\t", "\\t")
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in shown)

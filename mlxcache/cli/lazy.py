@@ -1,6 +1,7 @@
-"""Commands whose modules are imported when they run: `--version`, `--help` and TAB do not wait.
+"""Commands whose modules are imported only when they run.
 
-A module of a command imports an HTTP client, numpy or MLX, which takes up to seconds.
+Importing HTTP clients, numpy or MLX takes up to seconds, for which `--version`, `--help` and shell
+completion must not wait.
 """
 
 from __future__ import annotations
@@ -15,19 +16,28 @@ from typer.main import get_command
 
 
 class Lazy(NamedTuple):
-    """A command: the `module:name` of its function or Typer app, and its line in the help."""
+    """Location and summary of a command.
+
+    `target` is the `module:name` of its function or Typer app, `help` its line in the help.
+    """
 
     target: str
     help: str
 
 
 class LazyGroup(TyperGroup):
-    """A group whose commands are placeholders until one is called or completed."""
+    """Command group that imports each command only when it is called or completed.
+
+    Until then, a placeholder represents the command in the help.
+    """
 
     lazy: Mapping[str, Lazy] = {}
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        """Replace the placeholder of the command that `args` name, then resolve it."""
+        """Import the command named first in `args`, in place of its placeholder.
+
+        Then resolve it as click does.
+        """
         name = args[0] if args else ""
         if name in self.lazy:
             self.add_command(load(name, self.lazy[name]), name)
@@ -35,18 +45,21 @@ class LazyGroup(TyperGroup):
 
 
 def lazy_group(commands: Mapping[str, Lazy]) -> type[LazyGroup]:
-    """Make the class of a group of `commands`; see `add_placeholders`."""
+    """Return a subclass of `LazyGroup` for `commands`, given by name.
+
+    The app that uses it also needs `add_placeholders`, which adds them to the help.
+    """
     return type("Commands", (LazyGroup,), {"lazy": dict(commands)})
 
 
 def add_placeholders(app: typer.Typer, commands: Mapping[str, Lazy]) -> None:
-    """Add a placeholder for each command, which the help lists."""
+    """Add a placeholder for each command to `app`, so that the help lists it."""
     for name, one in commands.items():
         app.command(name, help=one.help)(_placeholder)
 
 
 def load(name: str, command: Lazy) -> Any:
-    """Import a command, as typer's command or group."""
+    """Import a command and return it as a click command or group."""
     module, _, attribute = command.target.partition(":")
     found: typer.Typer | Callable[..., None] = getattr(import_module(module), attribute)
     if not isinstance(found, typer.Typer):
@@ -57,7 +70,7 @@ def load(name: str, command: Lazy) -> Any:
 
 
 def load_all(app: typer.Typer, commands: Mapping[str, Lazy]) -> Any:
-    """Import all commands; returns typer's group of them, as documentation needs it."""
+    """Import all commands and return the click group of `app` with them, for documentation."""
     group: Any = get_command(app)
     for name, one in commands.items():
         group.add_command(load(name, one), name)
@@ -65,4 +78,4 @@ def load_all(app: typer.Typer, commands: Mapping[str, Lazy]) -> Any:
 
 
 def _placeholder() -> None:
-    """Stand in for a command that is not imported yet."""
+    """Do nothing, in place of a command that is not imported yet."""

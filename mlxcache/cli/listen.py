@@ -1,4 +1,4 @@
-"""The server's listening sockets, opened before the model loads."""
+"""Open the server's listening sockets before the model loads, and find out who holds a port."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ Probe = Callable[[socket.AddressFamily, Address], bool]
 
 
 class CannotListen(MlxcacheError):
-    """The address is in use, does not belong to this machine, or is not allowed."""
+    """Error raised if an address is in use, not on this machine, or not allowed."""
 
 
 class PortTaken(CannotListen):
-    """Another program listens on the port: `holder`, which is another mlxcache if `serves`."""
+    """Error raised if another program is listening on the port.
+
+    `holder` describes that program; `serves` is True if it is an mlxcache server.
+    """
 
     def __init__(self, host: str, port: int):
         model = served_there(base_url(host, port))
@@ -41,9 +44,9 @@ class PortTaken(CannotListen):
 
 
 def accepts(family: socket.AddressFamily, address: Address) -> bool:
-    """Connect to `address`, and return True if a program accepts. Blocks up to `CONNECT_S`.
+    """Return whether a program accepts connections at `address`. Blocks up to `CONNECT_S`.
 
-    False for an address that this machine does not have, and for one that does not answer.
+    False for an address that is not on this machine, and for one that does not answer in time.
     """
     host, port, *scope = address
     with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
@@ -62,16 +65,22 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def is_taken(host: str, port: int, probe: Probe = accepts) -> bool:
-    """Return True if a program listens on `port` of any address of `host`. Raises CannotListen."""
+    """Return whether a program is listening on `port` at any address of `host`.
+
+    `probe` checks one address. Raises CannotListen if `host` cannot be resolved.
+    """
     return any(probe(family, address) for family, _, address in _addresses(host, port))
 
 
 def listen(host: str, port: int, probe: Probe = accepts) -> list[socket.socket]:
-    """Open sockets on every address of `host` on this machine; port 0 picks one port for all.
+    """Open a socket on every address of `host` that this machine has.
 
-    `probe` tells whether a program listens at an address. It is asked before binding: with
-    SO_REUSEADDR, macOS lets 127.0.0.1 be bound beside a listener on all addresses, whose
-    connections would then come here. Raises CannotListen, with the flag to change.
+    With port 0, the system picks one port for all of them. `probe` checks whether a program listens
+    at
+    an address. This check precedes binding, because with SO_REUSEADDR macOS lets a program bind
+    127.0.0.1 although another listens on all addresses, and take its connections. Raises
+    CannotListen
+    or PortTaken.
     """
     found = _addresses(host, port)
     sockets: list[socket.socket] = []
@@ -96,7 +105,7 @@ def listen(host: str, port: int, probe: Probe = accepts) -> list[socket.socket]:
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, int, Address]]:
-    """Resolve `host` to its families, protocols and addresses. Raises CannotListen."""
+    """Resolve `host` to address families, protocol numbers and addresses. Raises CannotListen."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:  # no name, or one that cannot be a name
@@ -126,7 +135,7 @@ def _close(sockets: list[socket.socket]) -> None:
 
 
 def served_there(url: str) -> str | None:
-    """Describe the mlxcache server at `url` by its model; None if none answers there."""
+    """Describe the mlxcache server at `url` and its model; None if none answers there."""
     try:
         found = Remote(url).health()
     except NoServer:  # `url` is no address
@@ -137,9 +146,11 @@ def served_there(url: str) -> str | None:
 
 
 def find_holder(port: int) -> str | None:
-    """Name and id of the process that listens on `port`; None if it is another user's.
+    """Return the name and process id of the program that listens on `port`.
 
-    Reads one process after the other: on a Mac only root may list all connections at once.
+    None if no process of this user does. Processes are examined one by one, because on macOS only
+    root
+    may list all connections at once.
     """
     for process in psutil.process_iter():
         try:

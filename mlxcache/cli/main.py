@@ -1,4 +1,7 @@
-"""The command `mlxcache`. Exit status: 0 done, 1 failed, 2 wrong usage."""
+"""The command line `mlxcache`.
+
+Exit status: 0 if done, 1 if failed, 2 for wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def options(
 
 
 def warn_of_unknown_variables() -> None:
-    """Warn of each variable that is named like a setting, and is none."""
+    """Warn of each environment variable that begins with MLXCACHE_ but belongs to no setting."""
     if not any(name.startswith("MLXCACHE_") for name in os.environ):
         return
     # Here and not above: what reads the settings takes a third of the time of --version.
@@ -121,7 +124,10 @@ def version(
 
 
 def main() -> None:
-    """Run a command: the entry point of the wheel and of bin/mlxcache."""
+    """Run the command given on the command line, and exit with its status.
+
+    Entry point of the installed package and of bin/mlxcache.
+    """
     try:
         if sys.argv[1:] == ["--version"]:
             version()  # typer parses options with pydantic, which doubles the time
@@ -132,9 +138,9 @@ def main() -> None:
 
 
 def _exit(status: int) -> None:
-    """Exit without waiting for threads, which may download or load a model.
+    """Exit with `status` without waiting for threads, which may be downloading or loading a model.
 
-    MLX's threads count too: its destructors abort the process while one of them computes.
+    The destructors of MLX are skipped too: they abort the process while an MLX thread is computing.
     """
     sys.stdout.flush()
     sys.stderr.flush()

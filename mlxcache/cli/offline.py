@@ -1,4 +1,4 @@
-"""Sessions and files of a cache folder without a server, for commands while none runs."""
+"""Access to the sessions and files of a cache folder while no server uses it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ FOLDER = "store"
 
 
 class Offline:
-    """Sessions and files in `cache_dir`.
+    """Sessions and files in the cache folder `cache_dir`.
 
-    Methods are those of `Remote`. Those that change something hold the folder's lock exclusively.
+    Has the same methods as `Remote`. Methods that change something lock the folder exclusively, and
+    raise InUse while a server or another command holds it.
     """
 
     def __init__(self, cache_dir: Path):
@@ -60,7 +61,7 @@ class Offline:
             return _listing(store, sessions, id).as_object()
 
     def delete(self, id: str) -> None:
-        """Remove a session, and the files that no other session uses."""
+        """Remove a session and those of its files that no other session uses."""
         with exclusive_lock(self.cache_dir), self._open() as (store, sessions):
             store.delete_session(sessions, id)
 
@@ -86,7 +87,12 @@ class Offline:
     def restore(
         self, path: Path, name: str | None, prompt: str | None, progress: Step
     ) -> dict[str, Any]:
-        """Import the snapshot at `path`, of any model, and return the new session."""
+        """Import the snapshot at `path` and return the new session; no model is needed.
+
+        `progress` receives bytes. Raises MlxcacheError for a prompt cache of mlx-lm, or if `prompt`
+        is not
+        None: both need a server.
+        """
         if prompt is not None:
             raise MlxcacheError(
                 "--prompt is for prompt caches of mlx-lm, which only a server imports: start one."
@@ -103,7 +109,7 @@ class Offline:
     # -- the cache ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Figures of the disk tier, the only tier without a server."""
+        """Return figures of the disk tier and the number of sessions."""
         if not self._exists():
             return {"disk": {"used_bytes": 0, "limit_bytes": None, "files": 0}, "sessions": 0}
         with self._open() as (store, sessions):
@@ -119,21 +125,27 @@ class Offline:
             return {"disk": disk, "sessions": sessions.count()}
 
     def check(self, progress: Step) -> list[dict[str, str]]:
-        """Read every file and return the problems found; changes nothing."""
+        """Read every file and return the problems found, as objects with `path` and `what`.
+
+        No file is changed. `progress` receives the files read and their total.
+        """
         if not self._exists():
             return []
         with self._open() as (store, _):
             return [{"path": str(one.path), "what": one.what} for one in store.check(progress)]
 
     def prune(self, limit: int | None, progress: Step) -> dict[str, Any]:
-        """Remove damaged files, then evict down to `limit` bytes on disk."""
+        """Remove damaged files, then evict files until at most `limit` bytes are on disk.
+
+        With `limit` None, nothing is evicted. `progress` receives the files read and their total.
+        """
         if not self._exists():
             return {"freed_bytes": 0}
         with exclusive_lock(self.cache_dir), self._open() as (store, _):
             return {"freed_bytes": store.prune(limit, progress)}
 
     def clear(self, *, pinned: bool) -> dict[str, Any]:
-        """Remove all sessions and files; those of pinned sessions only if `pinned`."""
+        """Remove all sessions and files; pinned sessions and their files only if `pinned`."""
         if not self._exists():
             return {"sessions": 0, "freed_bytes": 0}
         with exclusive_lock(self.cache_dir), self._open() as (store, sessions):

@@ -1,6 +1,6 @@
-"""Flags of commands, made from the entries of the settings.
+"""Command-line flags, made from the descriptions of the settings.
 
-A flag's value is passed on as text: `load_settings` reads and checks it, so that a flag, its
+A flag's value is passed on as text. `load_settings` parses and checks it, so that a flag, its
 variable and its key in config.toml have the same rules and the same error messages.
 """
 
@@ -21,9 +21,10 @@ Flags = Mapping[str, Any]
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command to take the flags of settings: those of `names`, by default all.
+    """Return a decorator that adds flags for settings to a command: `names`, or all of them.
 
-    They stand in the help where the command has its argument `flags`, which receives those given.
+    The flags appear in the help at the position of the command's parameter `flags`. That parameter
+    receives the flags that were given.
     """
     settings = [SETTINGS[name] for name in names or SETTINGS]
     added = [
@@ -55,7 +56,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def given_flags(arguments: Mapping[str, Any]) -> Flags:
-    """Select the settings that were given from a command's parsed arguments."""
+    """Return the settings that were given as flags, from a command's parsed arguments."""
     values = {name: value for name, value in arguments.items() if name in SETTINGS}
     return {name: value for name, value in values.items() if value not in (None, [], ())}
 
@@ -67,7 +68,10 @@ def _kind(setting: Setting) -> Any:
 
 
 def _option(setting: Setting, *default: Any) -> Any:
-    """Make typer's description of a flag; as an annotation it has no `default`."""
+    """Return typer's description of the flag of `setting`.
+
+    `default` is omitted if the description is used inside `Annotated`.
+    """
     return typer.Option(
         *default,
         setting.flag,

@@ -1,6 +1,6 @@
 """Output for people: consoles, errors, the log and its line per request.
 
-A terminal gets colours; a file or a pipe gets plain lines.
+Colours are used on a terminal only; a file or a pipe receives plain lines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 
 
 def visible(text: str) -> str:
-    """Remove control characters from `text` that comes from a client or a foreign file."""
+    """Return `text` without control characters.
+
+    Applied to text from clients and from files of other machines.
+    """
     return UNSEEN.sub("", text)
 
 
@@ -36,7 +39,10 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Print a MlxcacheError as one line and exit with status 1, or 2 for a ConfigError."""
+    """Report a MlxcacheError as one line on standard error and exit.
+
+    The exit status is 2 for a ConfigError, else 1.
+    """
     try:
         yield
     except MlxcacheError as error:
@@ -45,7 +51,7 @@ def reporting() -> Iterator[None]:
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints log records on a rich console, so that they do not break a progress bar."""
+    """Log handler that prints on a rich console, so that log lines do not break a progress bar."""
 
     def __init__(self, console: Console):
         super().__init__()
@@ -53,7 +59,7 @@ class ConsoleHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print `record`, with its level from warning on."""
+        """Print `record`. The level is named for warnings and errors only."""
         style = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}.get(record.levelname, "")
         text = visible(self.format(record))
         if style:
@@ -63,7 +69,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def configure_logging(console: Console, level: str) -> None:
-    """Log mlxcache from `level` on, and other libraries from warning on."""
+    """Print log records on `console`: mlxcache's from `level` on, others from warning on."""
     logging.basicConfig(level=logging.WARNING, handlers=[ConsoleHandler(console)], force=True)
     logging.getLogger("mlxcache").setLevel(level.upper())
     # its warnings are about what unknown programs send to the port
@@ -71,7 +77,11 @@ def configure_logging(console: Console, level: str) -> None:
 
 
 def log_line(record: RequestRecord) -> str:
-    """Format a request as one line: session, tokens, speed, end, and the prefix that was lost."""
+    """Format the record of a finished request as one log line.
+
+    The line has the session, token counts, the time to the first token, the speed, how the request
+    ended, and the lost prefix if there is one.
+    """
     first, decode = record.timing.get("first_token_s"), record.timing.get("decode_s")
     # decode_s begins with the first token, so it measures the steps after it
     steps = record.generated_tokens - 1
@@ -98,7 +108,10 @@ def log_line(record: RequestRecord) -> str:
 
 
 def _lost(lost: dict[str, Any]) -> str:
-    """Format the cause of a lost prefix, without its text, which must not be in logs."""
+    """Format the size and cause of a lost prefix.
+
+    Text of the prompt is left out, because it must not be logged.
+    """
     if not lost["lost_tokens"]:
         return str(lost["reason"])
     why = f"{lost['reason']}: {lost['cause']}"

@@ -1,4 +1,4 @@
-"""Progress bars, shown at a terminal and removed when done."""
+"""Progress bars, shown on a terminal only and removed when done."""
 
 from __future__ import annotations
 
@@ -28,14 +28,20 @@ _TENTH = 0.1
 
 @contextmanager
 def byte_bar(what: str) -> Iterator[Step]:
-    """Show a bar over bytes, with their speed, on the standard error."""
+    """Show a bar of bytes done, with the speed, on standard error; yield a function to update it.
+
+    Without a terminal, nothing is shown.
+    """
     with _bar(what, BarColumn(), DownloadColumn(), TransferSpeedColumn()) as step:
         yield step
 
 
 @contextmanager
 def count_bar(what: str) -> Iterator[Step]:
-    """Show a bar over a count, with the time so far, on the standard error."""
+    """Show a bar of a count and the time passed on standard error; yield a function to update it.
+
+    Without a terminal, nothing is shown.
+    """
     with _bar(what, BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn()) as step:
         yield step
 
@@ -56,10 +62,11 @@ def _bar(what: str, *columns: ProgressColumn) -> Iterator[Step]:
 
 @contextmanager
 def loading_bar(console: Console) -> Iterator[Callable[[str, float | None], None]]:
-    """Show a bar over the steps of loading a model; yield a function that reports progress.
+    """Show the progress of loading a model on `console`; yield a function to update it.
 
-    It takes a step and the part done, from 0 to 1, or None if unknown. May be called from any
-    thread. Without a terminal a step is a line, at most one per tenth.
+    The function takes the name of a step and the fraction done, from 0 to 1, or None if unknown.
+    Any
+    thread may call it. Without a terminal, a line is printed per step and per tenth of it.
     """
     shown: tuple[str, int] | None = None
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())

@@ -1,6 +1,6 @@
 """HTTP/1.1 on one connection: uvicorn's h11 protocol with a timeout for request headers.
 
-Without it, clients that send their headers byte by byte could occupy all connections.
+Without the timeout, clients that send their headers byte by byte could occupy all connections.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ TOO_LARGE = "The request's headers are too large."
 
 
 class Protocol(H11Protocol):
-    """One connection. Its errors are JSON that clients of OpenAI's and Anthropic's API can read."""
+    """One HTTP connection with a timeout for headers.
+
+    Invalid requests are answered in JSON that clients of the OpenAI and the Anthropic API can read.
+    """
 
     head_seconds = HEAD_SECONDS
     _timeout: asyncio.TimerHandle | None = None
@@ -45,7 +48,10 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _update_timeout(self) -> None:
-        """Run the timeout while headers of a request are incomplete; the API limits its body."""
+        """Start the timeout while a request's headers are incomplete, and stop it otherwise.
+
+        The body of a request is not covered here: the API limits it.
+        """
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_timeout()
         elif self._timeout is None and self.conn.trailing_data[0]:
@@ -67,7 +73,11 @@ class Protocol(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer 400 or 431; uvicorn calls this if h11 could not parse a request."""
+        """Answer a request that h11 could not parse.
+
+        The status is 431 if its headers are too large, else 400. Called by uvicorn. Closes the
+        connection.
+        """
         hint = getattr(sys.exception(), "error_status_hint", 400)
         large = hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
         status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if large else HTTPStatus.BAD_REQUEST

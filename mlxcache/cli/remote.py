@@ -1,4 +1,4 @@
-"""Client of a running server, for the commands."""
+"""HTTP client with which the commands use a running server."""
 
 from __future__ import annotations
 
@@ -28,19 +28,23 @@ _POLL_S = 0.5
 
 
 class NoServer(MlxcacheError):
-    """No mlxcache server answers at an address."""
+    """Error raised if no mlxcache server answers at an address."""
 
 
 def proxied(url: str) -> bool:
-    """Return True if proxies set in the environment apply to `url`: not for this machine."""
+    """Return whether requests to `url` use the proxies set in the environment.
+
+    False for addresses of this machine.
+    """
     return not is_loopback(httpx.URL(url).host)
 
 
 class Remote:
     """Client of the server at `url`.
 
-    Every request blocks. An error response raises MlxcacheError with the server's message, NotFound
-    for 404; NoServer is raised if the server does not answer. Progress callbacks run in the calling
+    Every request blocks. NoServer is raised if the server does not answer. An error response raises
+    MlxcacheError with the server's message, or NotFound for 404. Progress callbacks run in the
+    calling
     thread.
     """
 
@@ -60,14 +64,15 @@ class Remote:
         return f"of the server at {self.url}"
 
     def answers(self) -> bool:
-        """Return True if an mlxcache server answers, also one that is loading its model."""
+        """Return whether an mlxcache server answers, even if its model is still loading."""
         return self.health() is not None
 
     def health(self) -> dict[str, Any] | None:
-        """Return the body of `GET /health`; None if no mlxcache server answers.
+        """Return the body of `GET /health`, or None if no mlxcache server answers.
 
-        The key is not sent, because another program may listen at the address. Nor is that
-        program's answer read, which may have no end.
+        The key is not sent, because another program may be listening at the address. The answer of
+        another
+        program is not read either, because it may be endless.
         """
         try:
             request = self._http.build_request("GET", "/health", timeout=ANSWER_S)
@@ -88,29 +93,37 @@ class Remote:
         return found
 
     def computing(self) -> int:
-        """Number of requests that run or wait and may become sessions."""
+        """Return the number of running and waiting requests that may become sessions."""
         found = self._json("GET", "/v1/requests")["data"]
         return sum(bool(one["progress"]) and one["api"] != WARMING for one in found)
 
     def session(self, id: str) -> dict[str, Any]:
-        """Return one session with its leaves. Raises NotFound."""
+        """Return the session `id` with its leaves. Raises NotFound."""
         return self._json("GET", _path(id))
 
     def patch(self, id: str, **changes: Any) -> dict[str, Any]:
-        """Change `name` or `pinned` of a session, and return it."""
+        """Change the members `name` or `pinned` of a session, and return it."""
         return self._json("PATCH", _path(id), json=changes)
 
     def delete(self, id: str) -> None:
-        """Remove a session."""
+        """Remove the session `id`. Raises NotFound."""
         self._json("DELETE", _path(id))
 
     def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
-        """Make a session that continues `id`, from its first `at_tokens` tokens or all."""
+        """Create a session that continues `id` from its first `at_tokens` tokens, and return it.
+
+        None continues from all tokens.
+        """
         body = {"name": name, "at_tokens": at_tokens}
         return self._json("POST", f"{_path(id)}/fork", json=body)
 
     def snapshot(self, id: str, path: Path, format: str, progress: Step) -> int:
-        """Write a session to the file at `path` and return its size in bytes."""
+        """Download a session to the file at `path` and return the number of bytes written.
+
+        `progress` receives the bytes written and their total. Raises MlxcacheError if the server
+        closes the
+        connection early.
+        """
         done = 0
         with (
             self._request("GET", f"{_path(id)}/snapshot", params={"format": format}) as response,
@@ -131,9 +144,10 @@ class Remote:
     def restore(
         self, path: Path, name: str | None, prompt: str | None, progress: Step
     ) -> dict[str, Any]:
-        """Import a snapshot, or a prompt cache of mlx-lm computed from `prompt`.
+        """Upload a snapshot, or a prompt cache of mlx-lm, and return the imported session.
 
-        Returns the new session.
+        A prompt cache also needs `prompt`, the text or JSON list of token ids it was computed from.
+        `progress` receives the bytes sent and their total.
         """
         total, head = path.stat().st_size, (prompt or "").encode()
         params = {"name": name} if name else {}
@@ -160,9 +174,10 @@ class Remote:
     # -- the cache ---------------------------------------------------------------------------
 
     def warm(self, body: bytes, progress: Step) -> dict[str, Any]:
-        """Compute a prefix ahead of its first use; `body` is a chat request or a system prompt.
+        """Have the server compute a prefix ahead of its first use, and return the result.
 
-        Progress is polled from `GET /v1/requests` every half second, in tokens.
+        `body` is a chat request or a system prompt. `progress` receives tokens, polled from
+        `GET /v1/requests` every half second.
         """
         before = {one["id"] for one in self._warmed()}
         with ThreadPoolExecutor(1) as pool:
@@ -174,32 +189,43 @@ class Remote:
             return warmed.result()
 
     def _warmed(self) -> list[dict[str, Any]]:
-        """Recent warm requests."""
+        """Return the recent requests that only warm the cache."""
         found = self._json("GET", "/v1/requests")["data"]
         return [one for one in found if one["api"] == WARMING]
 
     def stats(self) -> dict[str, Any]:
-        """Figures of the cache, as `GET /v1/cache` returns them."""
+        """Return the figures of the cache: the body of `GET /v1/cache`."""
         return self._json("GET", "/v1/cache")
 
     def check(self, _: Step) -> list[dict[str, str]]:
-        """Have the server read all its files and return the problems found; no progress."""
+        """Have the server read all its files, and return the problems found.
+
+        The server reports no progress, so the callback is not used.
+        """
         found: list[dict[str, str]] = self._json("GET", "/v1/cache/check")["data"]
         return found
 
     def prune(self, limit: int | None, _: Step) -> dict[str, Any]:
-        """Remove damaged files, then evict down to `limit` bytes on disk; no progress."""
+        """Have the server remove damaged files, then evict until at most `limit` bytes are on disk.
+
+        With `limit` None, nothing is evicted. The progress callback is not used.
+        """
         params = {} if limit is None else {"limit_bytes": str(limit)}
         return self._json("POST", "/v1/cache/prune", params=params)
 
     def clear(self, *, pinned: bool) -> dict[str, Any]:
-        """Clear both tiers; pinned sessions only if `pinned`."""
+        """Remove all sessions and cached tokens; pinned sessions only if `pinned`."""
         return self._json("DELETE", "/v1/cache", params={"pinned": "true" if pinned else "false"})
 
     # -- live updates ------------------------------------------------------------------------
 
     def live(self, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Yield (part, body) now and after each change, until the server ends the stream."""
+        """Yield the name and body of each of `parts`, now and after each change.
+
+        Parts are those of `GET /v1/live`, such as `requests`. Blocks between updates and ends when
+        the
+        server ends the stream.
+        """
         name = ""
         with self._request("GET", "/v1/live", params={"parts": ",".join(parts)}) as response:
             for line in response.iter_lines():

@@ -1,7 +1,8 @@
-"""The server's process: port, engine, HTTP server, signals, and the end of all three.
+"""Server process: port, engine, HTTP server, signals, and the shutdown of all of them.
 
-The port answers at once, with 503 while the model loads. The first Ctrl-C or SIGTERM ends every
-reply, keeps what was computed, and exits within ten seconds; a second one exits immediately.
+Requests are answered at once, with 503 while the model loads. The first Ctrl-C or SIGTERM ends
+every
+reply, keeps the computed KV, and exits within ten seconds. A second one exits immediately.
 """
 
 from __future__ import annotations
@@ -67,10 +68,11 @@ request_log = logging.getLogger("mlxcache.requests")
 
 
 async def run(settings: Settings, console: Console) -> None:
-    """Serve until a signal.
+    """Run a server until SIGINT or SIGTERM.
 
-    Raises CannotListen, ConfigError, InUse, or ModelError: the last one also if the MLX thread
-    died, so that a supervisor can restart the process.
+    Raises CannotListen, ConfigError, InUse or ModelError. A dead MLX thread also raises ModelError,
+    so
+    that a supervisor can restart the process.
     """
     sys.setswitchinterval(SWITCH_S)
     _raise_descriptor_limit()
@@ -121,7 +123,10 @@ def _log_request(record: RequestRecord) -> None:
 
 
 def _api_settings(settings: Settings, keys: Keys, recorder: Recorder | None) -> ApiSettings:
-    """Derive the API's settings; several keys each own their sessions, a single one is shared."""
+    """Derive the API's settings from the server's.
+
+    Several API keys each own their sessions. A single key only restricts access.
+    """
     if keys.owned:
         named = f"; named keys: {', '.join(keys.names)}" if keys.names else ""
         log.info("%d API keys; each sees only its own sessions%s", len(keys.values), named)
@@ -136,7 +141,10 @@ def _api_settings(settings: Settings, keys: Keys, recorder: Recorder | None) -> 
 
 
 async def _load(engine: Engine, stop: asyncio.Event) -> bool:
-    """Start `engine`; return false if `stop` came first. Raises ModelError or ConfigError."""
+    """Start `engine`, which loads the model; return False if `stop` was set first.
+
+    Raises ModelError or ConfigError.
+    """
     loading = asyncio.create_task(engine.start())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +157,7 @@ async def _load(engine: Engine, stop: asyncio.Event) -> bool:
 
 
 async def _first_of(*events: asyncio.Event) -> None:
-    """Wait for any of `events`."""
+    """Wait until any of `events` is set."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
@@ -162,11 +170,11 @@ async def _first_of(*events: asyncio.Event) -> None:
 class _HttpServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no handlers: the signals are handled by `_on_signals`."""
+        """Install no signal handlers, because `_on_signals` handles the signals."""
         yield
 
     def end(self, grace_s: int) -> None:
-        """Accept no more requests, and close the connections after at most `grace_s`."""
+        """Stop accepting requests, and close all connections within `grace_s` seconds."""
         self.config.timeout_graceful_shutdown = grace_s
         self.should_exit = True
 
@@ -187,7 +195,7 @@ def _http_config(app: object) -> uvicorn.Config:
 async def _end(
     server: _HttpServer, serving: asyncio.Task[None], engine: Engine, grace_s: int = STOP_S
 ) -> None:
-    """End the engine's replies and the connections."""
+    """End the engine's replies and the connections, and wait until both have stopped."""
     server.end(grace_s)
     # connections are cut off on purpose now, also those whose request never came completely
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -211,10 +219,11 @@ def _on_signals(stop: asyncio.Event, console: Console) -> None:
 
 @contextmanager
 def announced(settings: Settings, url: str) -> Iterator[None]:
-    """Announce the server in its cache folder while it runs, so that commands find it.
+    """List the server in its cache folder while it runs, so that commands find it.
 
-    A folder that cannot be written is only logged. Raises InUse while a command changes files of
-    the folder that this server would use.
+    If the folder cannot be written, only a warning is logged. Raises InUse while a command that
+    changes
+    the folder's files holds it.
     """
     with ExitStack() as stack:
         try:
@@ -227,9 +236,10 @@ def announced(settings: Settings, url: str) -> Iterator[None]:
 
 
 async def warm_files(engine: Engine, files: Sequence[Path], keys: Sequence[str] = ()) -> None:
-    """Compute the prefixes in `files`, for each owner in turn if there are owned `keys`.
+    """Compute the prompts in `files` ahead of their first use.
 
-    A file that cannot be computed is logged and skipped.
+    If the server has several API keys, given as `keys`, each prompt is computed once per key, since
+    owners do not share KV. A file that cannot be read or computed is logged and skipped.
     """
     for key, file in product(keys or (None,), files):
         OWNER.set(owner_of(key) if key is not None else None)
@@ -256,9 +266,9 @@ def _raise_descriptor_limit() -> None:
 
 
 def _limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
-    """Log connections that `loop` cannot accept once per `ACCEPT_REPORT_S`, in one line.
+    """Log connections that `loop` cannot accept in one line per `ACCEPT_REPORT_S` seconds.
 
-    By default asyncio logs a traceback for each of its attempts, many per second.
+    Otherwise asyncio would log a traceback for every attempt, many times per second.
     """
     reported_at = float("-inf")
 

@@ -1,4 +1,4 @@
-"""`mlxcache sessions`: list, show, pin, rename, fork and remove sessions."""
+"""The commands `mlxcache sessions`: list, show, pin, rename, fork and remove sessions."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ app = typer.Typer(
 
 
 def complete_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """List the ids of the cache folder's sessions that begin with `incomplete`.
+    """Return completions of `incomplete` from the cache folder's sessions, each with a hint.
 
-    Each with the session's name or title. Of those that match by their name, the name.
+    Ids that match come first, with the session's name or title as the hint. Names that match
+    follow,
+    with the id as the hint.
     """
     # Here and not above: a shell that completes something else need not wait for it.
     from mlxcache.store.mac_folder import STORE, locate_cache_dir  # noqa: PLC0415
@@ -99,7 +101,7 @@ def list_sessions(where: Where) -> Result:
 @app.command("show")
 @located
 def show_session(where: Where, id: Id) -> Result:
-    """Show one session with its leaves: the main conversation and its agents'."""
+    """Show one session with its leaves: the main conversation and those of sub-agents."""
     found = where.session(find_session(where.sessions(), id))
     return Result(found, partial(_print_session, found))
 
@@ -165,8 +167,8 @@ def rm(where: Where, id: Id) -> Result:
 def find_session(sessions: list[dict[str, Any]], text: str) -> str:
     """Return the id of the session that `text` names.
 
-    Tried in this order: an id, a name, the start of an id, a title or label. Raises NotFound if
-    none matches or if the first way that matches finds several sessions.
+    Tries an id, then a name, the start of an id, and a title or label. Raises NotFound if nothing
+    matches, or if the first of these to match finds several sessions.
     """
     ways: tuple[Callable[[dict[str, Any]], bool], ...] = (
         lambda one: one["id"] == text,
@@ -184,7 +186,7 @@ def find_session(sessions: list[dict[str, Any]], text: str) -> str:
 
 
 def print_sessions(sessions: Iterable[dict[str, Any]]) -> None:
-    """Print a table of sessions, one per line; long names are shortened to fit the terminal."""
+    """Print a table with one line per session. Long names are shortened to fit the terminal."""
     show.print_table(_COLUMNS, map(_session_row, sessions), cut=1)
 
 
@@ -212,7 +214,7 @@ def _session_row(one: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _request_facts(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of a session's request figures; unknown figures are omitted."""
+    """Return labels and texts of a session's request figures; those without a value are omitted."""
     if not figures["requests"]:
         return []
     facts = [("requests", f"{figures['requests']:,}")]

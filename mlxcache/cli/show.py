@@ -33,16 +33,17 @@ _AGES = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as JSON on the standard output; control characters are escaped."""
+    """Print `value` as JSON on standard output. Control characters are escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     print(UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a command: an object for --json, and a line or a printing function for people.
+    """Result of a command.
 
-    `status`: exit status of the command.
+    `value` is printed with --json. `text`, a line or a function that prints, is used otherwise.
+    `status` is the exit status.
     """
 
     value: Any
@@ -64,10 +65,13 @@ class Result:
 def print_table(
     columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], *, cut: int | None = None
 ) -> None:
-    """Print rows under `columns`, pairs of a heading and `left` or `right`.
+    """Print `rows` as a table.
 
-    The heading line is omitted if all headings are empty. On a terminal narrower than the table,
-    column number `cut` is shortened; no other column is, so that ids can be copied.
+    `columns` holds pairs of a heading and `left` or `right`; if all headings are empty, their line
+    is
+    omitted. If the terminal is too narrow, only the column with index `cut` is shortened, so that
+    ids in
+    the others can be copied.
     """
     cells = ([visible(cell).replace("\n", " ") for cell in row] for row in rows)
     lines = [[heading for heading, _ in columns], *cells]
@@ -101,9 +105,11 @@ def print_facts(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally) -> None:
-    """Print requests, mean times to the first token, reuse and saved time of a server's run.
+    """Print the requests of a server's run, mean times to the first token, reuse and time saved.
 
-    `figures` is the body of `GET /v1/cache`; it must count at least one request.
+    `figures` is the body of `GET /v1/cache`, which must count at least one request. `tally` holds
+    the
+    times by kind of request.
     """
     requests, saved = figures["requests"], figures["saved"]
     tokens = {f"{name}_tokens": count for name, count in figures["tokens"].items()}
@@ -128,9 +134,11 @@ def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally
 
 
 def no_sessions_text(computing: int, where: str = "") -> str:
-    """Sentence to print instead of an empty session list.
+    """Return the sentence to print in place of an empty list of sessions.
 
-    `computing`: requests that run or wait and may become sessions. `where`: the server or folder.
+    `computing` counts the requests that run or wait and may become sessions. `where` names the
+    server
+    or the folder.
     """
     place = f" ({where})" if where else ""
     if not computing:
@@ -144,17 +152,17 @@ def no_sessions_text(computing: int, where: str = "") -> str:
 
 
 def session_name(session: dict[str, Any]) -> str:
-    """Display name of a session: its name, else its title, else its label, else a dash."""
+    """Return a session's display name: its name, else its title, its label, or a dash."""
     return visible(str(session["name"] or session["title"] or session["label"] or "-"))
 
 
 def format_size_or_dash(nbytes: int | None) -> str:
-    """Format a size in bytes; 0 and None are a dash."""
+    """Format a size in bytes. 0 and None become a dash."""
     return format_size(nbytes) if nbytes else "-"
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration with about three significant digits."""
+    """Format a duration in seconds with about three significant digits."""
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -164,7 +172,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_reuse(tokens: Mapping[str, int]) -> str:
-    """Format the reused part of prompts.
+    """Format how many of the prompt tokens were reused.
 
     `tokens` has `prompt_tokens`, `cached_tokens` and `restored_tokens`.
     """
@@ -175,7 +183,7 @@ def format_reuse(tokens: Mapping[str, int]) -> str:
 
 
 def format_age(at: float) -> str:
-    """Format the time passed since `at`, in seconds since 1970, in its largest unit."""
+    """Format the time since `at`, in seconds since 1970, in the largest unit that fits."""
     passed = max(0.0, time.time() - at)
     for seconds, unit in _AGES:
         if passed >= seconds:

@@ -1,4 +1,4 @@
-"""`mlxcache snapshot` and `mlxcache restore`: export a session to a file, import it from one."""
+"""The commands `mlxcache snapshot` and `mlxcache restore`: export and import a session."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ARCHIVES = (
 
 
 class Format(StrEnum):
-    """Format of an exported file."""
+    """File format of an exported session."""
 
     MLXCACHE = "mlxcache"
     MLX_LM = "mlx-lm"
@@ -104,9 +104,9 @@ def restore(
 
 
 def check_snapshot(file: Path) -> None:
-    """Check that `file` is a snapshot or a prompt cache of mlx-lm, by reading its header.
+    """Check by its header that `file` is a snapshot or a prompt cache of mlx-lm.
 
-    Raises MlxcacheError, saying what was expected and what was found.
+    Raises MlxcacheError with the expected and the actual content.
     """
     from mlxcache.store.snapshot_format import detect_format  # noqa: PLC0415 - numpy takes a while
 
@@ -119,7 +119,10 @@ def check_snapshot(file: Path) -> None:
 
 
 def _describe_wrong(file: Path, error: SnapshotRefused) -> str:
-    """Describe a file that was refused with `error`, from its first bytes and its size."""
+    """Describe a file that was refused as a snapshot, from `error`, its first bytes and its size.
+
+    Raises MlxcacheError if the file cannot be read.
+    """
     from mlxcache.store.snapshot_format import FORMAT  # noqa: PLC0415 - as above
 
     try:
@@ -145,7 +148,7 @@ def _describe_wrong(file: Path, error: SnapshotRefused) -> str:
 
 
 def _printable_start(head: bytes) -> str | None:
-    """First characters of `head` if it is printable UTF-8 text, else None."""
+    """Return the first characters of `head` if it is printable UTF-8 text, else None."""
     try:
         text = head.decode(errors="strict" if len(head) < _HEAD else "ignore").strip()
     except UnicodeDecodeError:

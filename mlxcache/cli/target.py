@@ -1,6 +1,6 @@
-"""Target of a command: the running server, else the cache folder.
+"""Target of a command: a running server or, without one, the cache folder.
 
-Options --url, --api-key and --cache-dir, and the rule that picks the target from them.
+Defines the options --url, --api-key and --cache-dir and how the target follows from them.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for 
 
 
 def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = None) -> Remote:
-    """Find the running server; blocks until it answers or a short timeout passes.
+    """Find the running server. Blocks until it answers or a timeout of seconds passes.
 
-    The server at `url`, else the one that uses `cache_dir`. With neither: the one that MLXCACHE_URL
-    names, else one that uses the configured folder, else one at the configured address. Raises
-    NoServer if none answers, ConfigError for wrong settings.
+    The server is the one at `url`, else one that uses `cache_dir`. If both are None, it is the one
+    at
+    $MLXCACHE_URL, else one that uses the configured folder, else the one at the configured address.
+    Raises NoServer if none answers, and ConfigError for wrong settings.
     """
     from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - httpx takes a while
     from mlxcache.store.lock import servers  # noqa: PLC0415
@@ -84,12 +85,12 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
 
 
 def _named_url(url: str | None, cache_dir: Path | None) -> str | None:
-    """The address set by --url, or by the variable if --cache-dir is absent."""
+    """Return the address given by --url or, without --cache-dir, by MLXCACHE_URL; else None."""
     return url or (os.environ.get(URL_VARIABLE) if cache_dir is None else None) or None
 
 
 def find_target(url: str | None, api_key: str | None, cache_dir: Path | None) -> Remote | Offline:
-    """Find the running server, else open the cache folder.
+    """Find the running server, or open the cache folder if there is none.
 
     Raises NoServer if --url or MLXCACHE_URL names a server that does not answer.
     """
@@ -115,8 +116,9 @@ def located(
 ) -> Callable[..., None]:
     """Decorate a command: replace its `where` by --json, --url, --api-key and --cache-dir.
 
-    The wrapper calls `command` with the target that `find` finds, and prints its result.
-    Options of the command win over those of its group. Errors are reported by `reporting`.
+    The wrapper calls `command` with the target that `find` returns, and prints the result. Options
+    of
+    the command override those of its group. A MlxcacheError is printed and ends the command.
     """
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)

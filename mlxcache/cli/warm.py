@@ -43,7 +43,10 @@ def warm(
 
 
 def read_input(file: Path) -> bytes:
-    """Read a file; `-` is standard input. Blocks. Raises MlxcacheError."""
+    """Read the whole of `file`, or of standard input if it is `-`. Blocks.
+
+    Raises MlxcacheError if it cannot be read.
+    """
     try:
         return typer.get_binary_stream("stdin").read() if str(file) == "-" else file.read_bytes()
     except OSError as error:

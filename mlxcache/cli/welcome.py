@@ -1,4 +1,4 @@
-"""The text printed once the model serves: address, model, memory, and how to connect."""
+"""Text printed when the server is ready: its address, model, memory, and how to connect."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from mlxcache.types import ModelInfo
 def print_welcome(
     console: Console, url: str, info: ModelInfo, figures: Mapping[str, Any], *, has_key: bool
 ) -> None:
-    """Print the address, the model, its context, the budgets, and the lines to paste.
+    """Print the server's address, model, context and budgets, and lines that connect clients.
 
-    `figures` are those of `GET /v1/cache`. The lines to paste are unbroken and outside the frame,
-    so that they can be copied.
+    `figures` is the body of `GET /v1/cache`. The lines for clients are not wrapped and stand
+    outside the
+    frame, so that they can be copied. `has_key` tells whether the server requires an API key.
     """
     facts = _facts(url, info, figures)
     if console.is_terminal:
@@ -47,7 +48,7 @@ def print_welcome(
 
 
 def _command() -> str:
-    """Return the command that runs mlxcache here: in a clone that is not installed, its script."""
+    """Return the shell command for mlxcache: its name, or this clone's script if not installed."""
     script = Path(__file__).parents[2] / "bin" / "mlxcache"
     return "mlxcache" if which("mlxcache") or not script.exists() else "bin/mlxcache"
 

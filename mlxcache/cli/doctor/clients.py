@@ -1,7 +1,6 @@
 """Check coding agents' settings for values that are known to break caching.
 
-Reads `env` of Claude Code's ~/.claude/settings.json and OpenCode's configuration, no other file of
-the user. Writes nothing.
+Reads `env` in Claude Code's settings.json and OpenCode's configuration files. Writes nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ def examine_clients(
     which: Which = shutil.which,
     cwd: Path | None = None,
 ) -> list[Finding]:
-    """Check the settings of the agents installed on this machine.
+    """Check the settings of the coding agents installed on this machine.
 
-    `url`: the server's address. `rules`: its canonicalisation rules, True if on.
+    `url` is the server's address. `rules` maps each canonicalisation rule to whether it is on.
     """
     found = []
     settings = claude_folder(environ, home) / "settings.json"
@@ -105,9 +104,10 @@ def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:
 
 
 def _is_here(base: str, url: str) -> bool:
-    """Return True if `base` is the address `url`; names of this machine count as equal.
+    """Return whether `base` is an address of the server at `url`.
 
-    False for text that is not a URL, such as one with an unexpanded variable.
+    Different names of this machine, such as localhost and 127.0.0.1, count as equal. Returns False
+    for text that is not a URL, such as one with an unexpanded variable.
     """
     local = ("127.0.0.1", "localhost", "::1")
     try:
@@ -143,7 +143,7 @@ def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
 
 
 def _opencode(path: Path, url: str, rules: Mapping[str, bool]) -> list[Finding]:
-    """Check OpenCode's settings in one file: pruning, and each provider at this server."""
+    """Check one settings file of OpenCode: the pruning of old results, and providers at `url`."""
     try:
         own = read_object(path)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`mlxcache doctor`: check this machine, its settings and a model for what slows a server."""
+"""The command `mlxcache doctor`: find problems of this machine that slow a server down."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def doctor(
 ) -> None:
     """Check this machine, its settings and, with --model, a model.
 
-    Needs no server. Each WARN and FAIL comes with a remedy; exit status 1 if a check fails.
+    No server is needed. Each WARN and FAIL comes with a remedy. Exit status 1 if a check fails.
     """
     with reporting():
         given = {"model": model, "cache_dir": cache_dir, **flags}
@@ -76,17 +76,18 @@ def doctor(
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Results of all checks, in the order in which they are shown.
+    """Results of all checks, in display order.
 
-    `model`: the model and the number of conversations that fit; None without --model, or if the
-    model cannot be examined.
+    `model` holds the examined model and how many conversations fit in memory and on disk. It is
+    None
+    without --model, or if the model cannot be examined.
     """
 
     findings: tuple[Finding, ...]
     model: tuple[Examined, Fit] | None
 
     def as_object(self) -> dict[str, Any]:
-        """Return the JSON object of all findings and of the model."""
+        """Return the findings and the model as an object for `doctor --json`."""
         found: dict[str, Any] = {
             "object": "doctor",
             "status": worst(self.findings),
@@ -109,9 +110,11 @@ class Report:
 
 
 def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
-    """Run all checks; blocks for seconds. `quick` omits the disk's speed.
+    """Run all checks and return their results. Blocks for seconds.
 
-    With `shown`, slow checks show their progress on standard error.
+    `quick` skips the measurement of the disk's speed. With `shown`, slow checks show a progress bar
+    on
+    standard error.
     """
     url = base_url(settings.host, settings.port)
     with count_bar("examining the machine and the model") if shown else nullcontext():
@@ -141,7 +144,10 @@ def _examine_disk(settings: Settings, *, quick: bool, shown: bool) -> list[Findi
 
 
 def _examine_machine(settings: Settings) -> tuple[list[Finding], tuple[Examined, Fit] | None]:
-    """Check the machine, and the model whose weights need its memory."""
+    """Check the machine and the model, whose weights count towards the memory needed.
+
+    Returns the findings and the examined model, or None without a model.
+    """
     try:
         host = machine.host()
     except ImportError as error:
@@ -176,7 +182,12 @@ def _ram_budget(settings: Settings, host: machine.Host, weights: int) -> int:
 def _examine_model(
     settings: Settings, host: machine.Host
 ) -> tuple[list[Finding], tuple[Examined, Fit] | None]:
-    """Examine the model of the settings, if they name one."""
+    """Examine the model that the settings name.
+
+    Returns no findings and None if they name none, and one failed finding and None if the model
+    cannot
+    be examined.
+    """
     if settings.model is None:
         return [], None
     # Here and not above: mlx-lm takes seconds to import.
@@ -208,7 +219,7 @@ def _examine_model(
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """Print findings; a remedy stays on one line, so that its command can be copied."""
+    """Print findings. Each remedy stays on one line, so that its command can be copied."""
     widest = max((len(one.name) for one in findings), default=0)
     for one in findings:
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -254,4 +265,4 @@ def _print(console: Console, columns: Sequence[str], rows: Iterator[Sequence[str
 
 
 def _nothing(_: int, __: int) -> None:
-    """Show no progress: a program reads the output."""
+    """Ignore a progress report, because no progress is shown with --json."""

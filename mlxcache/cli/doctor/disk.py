@@ -1,4 +1,4 @@
-"""Checks of the cache folder: its permissions, free space, and the speed of its disk."""
+"""Checks of the cache folder: its permissions, the free space, and the speed of its disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _existing(folder: Path) -> Path:
 
 
 def examine_folder(folder: Path) -> Finding:
-    """Check that the cache folder is writable and private to the user."""
+    """Check that the cache folder can be written, and that other users cannot access it."""
     there = _existing(folder)
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
         value = f"{folder} cannot be written"
@@ -55,7 +55,7 @@ def examine_folder(folder: Path) -> Finding:
 
 
 def examine_room(folder: Path, setting: str | int) -> Finding:
-    """Check the free space of the disk against the limit `--disk`."""
+    """Check the free space on the cache folder's disk. `setting` is the value of `--disk`."""
     free = shutil.disk_usage(_existing(folder)).free
     if setting == "off":
         return Finding("disk", "ok", f"{format_size(free)} free; --disk is off")
@@ -69,9 +69,11 @@ def examine_room(folder: Path, setting: str | int) -> Finding:
 
 
 def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
-    """Measure the speed of writing `size` bytes durably to the folder's disk and reading them back.
+    """Measure how fast the folder's disk writes and reads.
 
-    Blocks for seconds. The test file is removed, and the folder too if it did not exist before.
+    Writes and syncs a test file of `size` bytes and reads it back; `step` is called with the bytes
+    done
+    and the total. Blocks for seconds. The file is removed, and the folder too if it did not exist.
     """
     made = not folder.exists()
     try:
@@ -92,7 +94,10 @@ def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
 
 
 def _rate_disk(written: float, read: float | None) -> Finding:
-    """Turn speeds in bytes per second into a finding; `read` is None if it was not measured."""
+    """Turn the measured speeds, in bytes per second, into a finding.
+
+    `read` is None if the speed of reading could not be measured.
+    """
     value = f"writes {_format_rate(written)}"
     value += f", reads {_format_rate(read)}" if read else " (read speed cannot be measured here)"
     figures = {"write_bytes_s": round(written), "read_bytes_s": round(read) if read else None}
@@ -107,7 +112,10 @@ def _format_rate(bytes_s: float) -> str:
 
 
 def _write(path: Path, size: int, step: Step) -> float:
-    """Write `size` random bytes, which no file system can compress; return the seconds taken."""
+    """Write `size` random bytes to a new file, sync it, and return the seconds taken.
+
+    Random bytes cannot be compressed by the file system, which would distort the speed.
+    """
     part = os.urandom(PART_BYTES)
     began = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -123,7 +131,10 @@ def _write(path: Path, size: int, step: Step) -> float:
 
 
 def _drop_page_cache(path: Path) -> bool:
-    """Drop a file from the system's page cache; False if this system cannot."""
+    """Drop a file from the system's page cache, so that it is read from disk.
+
+    Returns False if this system does not support that.
+    """
     if hasattr(fcntl, "F_NOCACHE"):
         return True  # nothing was cached: see `_disable_page_cache`
     if not hasattr(os, "posix_fadvise"):
@@ -137,7 +148,7 @@ def _drop_page_cache(path: Path) -> bool:
 
 
 def _disable_page_cache(fd: int) -> None:
-    """Bypass the page cache for reads and writes through `fd`; only on a Mac."""
+    """Make reads and writes through `fd` bypass the page cache. Does nothing except on macOS."""
     if hasattr(fcntl, "F_NOCACHE"):
         fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
 

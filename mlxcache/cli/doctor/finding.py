@@ -1,4 +1,4 @@
-"""Finding of one check: its status, and what to do about it."""
+"""Result of one check of `mlxcache doctor`: a status, and a remedy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _ORDER: tuple[Status, ...] = ("ok", "warn", "fail")
 class Finding:
     """Result of one check.
 
-    `name`: the thing checked. `value`: what was found, as text. `remedy`: one line on what to do.
-    `figures`: bytes, seconds and counts by name, for programs.
+    `name` is the thing checked, `value` the result as text, and `remedy` one line of advice.
+    `figures`
+    holds bytes, seconds and counts by name, for programs.
     """
 
     name: str
@@ -25,7 +26,7 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def as_object(self) -> dict[str, Any]:
-        """Return the JSON object of this finding."""
+        """Return the finding as an object for `doctor --json`."""
         found: dict[str, Any] = {"name": self.name, "status": self.status, "value": self.value}
         if self.remedy is not None:
             found["remedy"] = self.remedy

@@ -1,4 +1,4 @@
-"""Checks that apply to Macs alone: power, sleep, the precision of float32, the GPU's watchdog."""
+"""Checks for Macs only: power, sleep, precision of float32, the GPU's watchdog."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ Run = Callable[[Sequence[str]], str | None]
 
 
 def run_command(command: Sequence[str]) -> str | None:
-    """Run a command of macOS. Blocks up to `COMMAND_S`."""
+    """Run a command of macOS and return its output. Blocks up to `COMMAND_S`.
+
+    Returns None if the command fails or this machine is not a Mac.
+    """
     if sys.platform != "darwin":
         return None
     try:
@@ -45,17 +48,23 @@ def run_command(command: Sequence[str]) -> str | None:
 
 
 def read_kernel(run: Run, name: str) -> str | None:
-    """Read a value of the kernel, such as `machdep.cpu.brand_string`."""
+    """Read a sysctl value of the kernel, such as `machdep.cpu.brand_string`.
+
+    Returns None if there is no such value or this machine is not a Mac.
+    """
     return (run(("/usr/sbin/sysctl", "-n", name)) or "").strip() or None
 
 
 def read_version(run: Run) -> str | None:
-    """Read the version of macOS. Python's own may be older than that: it depends on its build."""
+    """Read the version of macOS; None on other systems.
+
+    `platform.mac_ver` can report an older version, depending on how Python was built.
+    """
     return (run(("/usr/bin/sw_vers", "-productVersion")) or "").strip() or None
 
 
 def read_gpu_cores(run: Run) -> int | None:
-    """Read the number of the GPU's cores."""
+    """Read the number of GPU cores from system_profiler; None if it reports none."""
     text = run(("/usr/sbin/system_profiler", "SPDisplaysDataType", "-json"))
     try:
         found = json.loads(text or "")["SPDisplaysDataType"]
@@ -66,9 +75,10 @@ def read_gpu_cores(run: Run) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """State of the power supply; None for what is unknown.
+    """State of the power supply. A field is None if its value is unknown.
 
-    `charge`: percent of the battery. `sleep_minutes`: idle time before sleep, 0 for never.
+    `battery` tells whether the Mac runs on battery, and `charge` is the battery's percentage.
+    `sleep_minutes` is the idle time before sleep, 0 if the Mac never sleeps.
     """
 
     battery: bool | None
@@ -78,7 +88,7 @@ class Power:
 
 
 def read_power(run: Run) -> Power:
-    """Read the power supply and its settings in use."""
+    """Read the power source and the sleep and power settings in effect, from pmset."""
     supply = run(("/usr/bin/pmset", "-g", "batt")) or ""
     settings = dict(
         re.findall(r"^\s+(\w+)\s+(\d+)", run(("/usr/bin/pmset", "-g")) or "", re.MULTILINE)
@@ -104,7 +114,12 @@ def examine_mac(
     environ: Mapping[str, str] = os.environ,
     caffeinate: Path = Path(CAFFEINATE),
 ) -> list[Finding]:
-    """Check a Mac's power, sleep and GPU; no findings elsewhere, where `macos` is empty."""
+    """Check a Mac's power, sleep and GPU.
+
+    `chip` is its name, such as "Apple M4". `macos` is the version; if it is empty, the machine is
+    not a
+    Mac, and the result is empty.
+    """
     if not macos:
         return []
     power = read_power(run)
@@ -150,7 +165,10 @@ def _sleep(power: Power, *, keep_awake: bool, missing: bool) -> Finding:
 
 
 def _float32(chip: str, macos: str, environ: Mapping[str, str]) -> Finding | None:
-    """Describe the Macs that compute float32 with fewer bits; None for other Macs."""
+    """Report whether this Mac multiplies float32 in TF32, with a shorter mantissa.
+
+    Returns None for chips and versions of macOS that do not.
+    """
     found = re.search(r"\bM(\d+)", chip)
     if found is None or int(found[1]) < TF32_CHIP or version_of(macos) < TF32_MACOS:
         return None
@@ -169,5 +187,5 @@ def _watchdog(environ: Mapping[str, str]) -> Finding:
 
 
 def version_of(macos: str) -> tuple[int, ...]:
-    """Parse a version such as `26.1`; a part that is no number becomes 0."""
+    """Parse a version such as `26.1`. A part that is not a number becomes 0."""
     return tuple(int(part) if part.isdecimal() else 0 for part in macos.split("."))

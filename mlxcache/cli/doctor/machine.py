@@ -1,4 +1,4 @@
-"""Checks of the machine: processor, system, memory, libraries and limits."""
+"""Checks of the machine: processor, operating system, memory, libraries and limits."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ _FAST_BLAS = ("openblas", "mkl_rt", "blis", "armpl", "nvpl")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Description of the machine. Sizes in bytes; None if the machine has none, or does not say.
+    """Description of the machine.
 
-    `macos`: its version, empty elsewhere. `working_set`: Metal's recommended maximum. `wired_mb`:
-    the user's limit in MB that replaces it, 0 for the system's default.
+    `total` and `available` are memory in bytes. `macos` is its version, empty on other systems.
+    `working_set` is Metal's recommended maximum in bytes. `wired_mb` is the user's limit in MB that
+    replaces it, 0 for the default. Optional fields are None if the machine reports no value.
     """
 
     system: str
@@ -68,7 +69,10 @@ class Host:
 
 
 def host(run: Run = run_command) -> Host:
-    """Describe this machine. Imports MLX; `run` runs the commands of a Mac. Blocks for seconds."""
+    """Describe this machine. Imports MLX and blocks for seconds.
+
+    `run` runs the commands of macOS that report hardware.
+    """
     import mlx.core as mx  # noqa: PLC0415 - it takes a while, and --help needs none of it
 
     from mlxcache.model.device import working_set_bytes  # noqa: PLC0415
@@ -112,9 +116,10 @@ def examine_system(host: Host) -> Finding:
 
 
 def examine_memory(host: Host, ram: int, weights: int, whose: str) -> Finding:
-    """Check that memory for `weights` and the budget `ram` is available now, in bytes.
+    """Check that the memory for the weights and the budget is available now.
 
-    `whose` qualifies the weights in the text, such as "the model's 8 GB of".
+    `ram` and `weights` are in bytes. `whose` precedes "weights" in the printed text, such as "the
+    model's 8 GB of".
     """
     value = (
         f"{format_size(host.total)}, {format_size(host.available)} of it available; "
@@ -143,12 +148,15 @@ def examine_memory(host: Host, ram: int, weights: int, whose: str) -> Finding:
 
 
 def _lower_ram(room: int) -> str:
-    """Three quarters of `room` bytes, as a value of --ram."""
+    """Return three quarters of `room` bytes as a value for `--ram`, at least 100MB."""
     return f"{max(100, room * 3 // 4 // 10**6)}MB"
 
 
 def examine_metal(host: Host, ram: int, weights: int) -> Finding | None:
-    """Check that weights and budget are within Metal's limit; None without Metal."""
+    """Check that weights and budget, in bytes, are within Metal's memory limit.
+
+    Returns None on a machine without Metal.
+    """
     if host.working_set is None:
         return None
     own = f"iogpu.wired_limit_mb is {host.wired_mb}" if host.wired_mb else "the system's default"
@@ -195,7 +203,7 @@ def examine_versions(package: str = "mlxcache") -> Finding:
 def examine_files(limit: int | None = None) -> Finding:
     """Check the limit of open files and connections for a server started from this shell.
 
-    `limit` replaces the process's own limit.
+    `limit` replaces this process's own limit.
     """
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     unlimited = soft in (resource.RLIM_INFINITY, -1)
@@ -209,8 +217,8 @@ def examine_files(limit: int | None = None) -> Finding:
 def examine_blas(host: Host, maps: Path = Path("/proc/self/maps")) -> Finding | None:
     """Check that MLX uses a fast BLAS library, on Linux without an accelerator.
 
-    Looks at the libraries loaded by this process, so MLX must be imported first. None on other
-    machines, where BLAS does not matter.
+    Reads the list of libraries that this process has loaded, so MLX must be imported first. Returns
+    None on other machines, where BLAS does not matter.
     """
     if host.system != "Linux" or host.accelerated:
         return None

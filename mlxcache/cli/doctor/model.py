@@ -1,4 +1,4 @@
-"""Checks and tables of a model: how its layers cache, and how many conversations fit."""
+"""Checks and tables of a model: how its layers are cached, and how many conversations fit."""
 
 from __future__ import annotations
 
@@ -37,14 +37,18 @@ _REUSED: Mapping[Kind, str] = {
 
 
 def kind(group: Group) -> str:
-    """Describe a group of layers in one line: their kind, and where their KV can be reused."""
+    """Describe a group of layers in one line: the kind, and where cached KV can be reused."""
     size = f"{group.size:,}" if group.size else ""
     words = (_KINDS[one].format(size=size, cls=group.cls) for one in reversed(group.kinds))
     return f"{' and '.join(words)}: {_REUSED.get(group.kinds[-1], 'by checkpoints')}"
 
 
 def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
-    """Check that the model can be cached and that --ram holds a context long enough for agents."""
+    """Check that the model can be cached and that `--ram` holds a context for agents.
+
+    Warns if fewer than `LEAST_CONTEXT` tokens fit. A model with a shorter context must fit
+    completely.
+    """
     info = found.info
     value = f"{info.id} ({info.architecture}), {format_size(info.weights_bytes)} of weights"
     if found.layout.unknown:
@@ -67,7 +71,10 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
 
 
 def examine_sampling(info: ModelInfo, *, used: bool) -> list[Finding]:
-    """Show the model's own defaults of sampling, and whether the settings let them be used."""
+    """Report the default sampling settings that come with the model.
+
+    `used` is False if the server's settings ignore them. Empty if the model has none.
+    """
     if not info.sampling:
         return []
     value = f"{describe(info.sampling)}, from the model's generation_config.json"
@@ -76,7 +83,10 @@ def examine_sampling(info: ModelInfo, *, used: bool) -> list[Finding]:
 
 
 def layers(found: Examined) -> Iterator[Sequence[str]]:
-    """Yield a row per group of layers and one for their sum: kind, bytes per token, checkpoint."""
+    """Yield a table row per group of layers, then one for their sum.
+
+    A row holds the number of layers, their kind, bytes per token and bytes per checkpoint.
+    """
     for group in found.groups:
         yield (
             f"{group.layers} x",
@@ -90,7 +100,12 @@ def layers(found: Examined) -> Iterator[Sequence[str]]:
 
 
 def sessions(fit: Fit, *, checkpoints: bool) -> Iterator[Sequence[str]]:
-    """Yield a row per length of conversation: its bytes in RAM and on disk, and how many fit."""
+    """Yield a table row per length of conversation.
+
+    A row holds the length in tokens, then for RAM and for disk the size and how many such
+    conversations
+    fit. With `checkpoints`, the number of checkpoints in RAM and on disk is added.
+    """
     for held in fit.held:
         row = [f"{held.tokens:,} tokens", *_tier(held.ram_bytes, held.fit_ram)]
         row += _tier(held.disk_bytes, held.fit_disk) if fit.disk else ["-", "-"]
@@ -108,7 +123,7 @@ def _size(nbytes: int) -> str:
 
 
 def options(found: Examined) -> Iterator[tuple[str, str]]:
-    """Yield the options that not every model supports, each with `possible` or the reason."""
+    """Yield the flags that not every model supports, each with `possible` or the reason why not."""
     for flag, refused in (
         ("--kv-bits", found.unquantised),
         ("--draft-model", found.undrafted),
@@ -117,7 +132,7 @@ def options(found: Examined) -> Iterator[tuple[str, str]]:
 
 
 def as_object(found: Examined, fit: Fit) -> dict[str, Any]:
-    """Return the JSON object of a model; sizes in bytes."""
+    """Return the model's part of `doctor --json`. Sizes are in bytes."""
     info, layout = found.info, found.layout
     return {
         "id": info.id,

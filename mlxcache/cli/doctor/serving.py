@@ -1,4 +1,4 @@
-"""Checks of the port, and of the servers that run."""
+"""Checks of the port and of running servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEALTH_S = 2.0
 
 
 def examine_port(settings: Settings) -> Finding:
-    """Check that the port is free, or that an mlxcache server listens on it."""
+    """Check that the port is free, or that an mlxcache server is listening on it."""
     if settings.port == 0:
         return Finding("port", "ok", "0: any free port")
     try:
@@ -34,7 +34,7 @@ def examine_port(settings: Settings) -> Finding:
 
 
 def examine_servers(settings: Settings, url: str) -> list[Finding]:
-    """Check the state of the servers that use the cache folder, and of the one at `url`."""
+    """Check the health of the servers that use the cache folder, and of the one at `url`."""
     known = [one.url for one in servers(settings.cache_dir)]
     urls = known if url in known else [*known, url]
     found = [_server(one, named=one in known) for one in urls]

@@ -1,4 +1,4 @@
-"""The menu of `mlxcache launch` without a client."""
+"""Menu of `mlxcache launch`, shown if no client is named."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ Which = Callable[[str], str | None]
 
 
 def choose_client(found: Service | None, model: str | None, context: int | None) -> ClientName:
-    """Print the menu and ask for a client. Raises ConfigError without a terminal or an answer.
+    """Print the menu and return the client that the user chooses. Blocks for the answer.
 
-    `found`: the server that runs. If none does, `model` and `context` are the settings of the
-    server that would be started.
+    `found` is the running server, if any; otherwise `model` and `context` (tokens) describe the
+    server
+    to be started. Raises ConfigError without a terminal, or if the input ends.
     """
     names = " or ".join(name.value for name in CLIENTS)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -64,7 +65,10 @@ def print_menu(
 ) -> None:
     """Print the machine's memory, the model, and one entry for each client.
 
-    A command to copy is on a line of its own, unbroken at any width.
+    `found` is the running server, if any; otherwise `model` and `context` (tokens) describe the
+    server
+    to be started. A suggested command stands on a line of its own, unwrapped, so that it can be
+    copied.
     """
     memory = machine_bytes() if memory is None else memory
     length = found.context if found is not None else context

@@ -1,6 +1,6 @@
-"""The coding agents that can be launched, and the settings that connect each to a server.
+"""Coding agents that can be launched, and the settings that connect each to a server.
 
-Nothing here starts a client or changes its user's settings.
+Nothing here starts a client or changes the user's settings.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ KEY_VARIABLE = "MLXCACHE_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A server as clients see it: address without /v1, model id, context length in tokens.
+    """Server to which a client is pointed.
 
-    `key`: the API key that it requires; None if it requires none.
+    `url` is its address without /v1, `model` the model's id, `context` the context length in
+    tokens.
+    `key` is the API key that it requires, or None.
     """
 
     url: str
@@ -47,15 +49,15 @@ class Service:
 
     @property
     def credential(self) -> str:
-        """The key that clients send; a placeholder if the server requires none."""
+        """Key that clients send: the server's, or a placeholder if it requires none."""
         return self.key or DUMMY_KEY
 
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """A client as its user would start it: program, arguments, environment and folders.
+    """Client program with the user's own arguments, environment and folders.
 
-    `installed`: false if `program` was not found on the PATH.
+    `installed` is False if `program` was not found on the PATH.
     """
 
     program: Path
@@ -70,9 +72,11 @@ class Invocation:
 class Setup:
     """Variables, arguments and settings that point a client at a server.
 
-    `variables` are set, and those named in `unset` removed because they would select another
-    server. `arguments` come before the user's own. `settings` are written to a file that exists
-    while the client runs and whose path follows `settings_flag`; None: there is no file.
+    `variables` are set in the environment, and those named in `unset` are removed because they
+    would
+    select another server. `arguments` come before the user's own. `settings` are written to a
+    temporary
+    file whose path is passed after `settings_flag`; if that is None, no file is written.
     """
 
     variables: Variables
@@ -82,14 +86,14 @@ class Setup:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def environment(self, service: Service, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the whole environment of the client, made from the user's `environ`."""
+        """Return the client's complete environment, based on the user's `environ`."""
         kept = _without_script_settings(environ)
         for name in self.unset:
             kept.pop(name, None)
         return kept | proxy_bypass(service, environ) | self.values(service)
 
     def values(self, service: Service) -> dict[str, str]:
-        """Return the variables with the server's key filled in."""
+        """Return the variables, with the server's key in place of None."""
         return {
             name: service.credential if value is None else value
             for name, value in self.variables.items()
@@ -98,9 +102,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A coding agent. `name` is also the name of its program, `install` a shell line.
+    """A coding agent and how to set it up.
 
-    `first_prompt`: approximate tokens of its tools and system prompt. `good_for`: a phrase for the
+    `name` is its program and its name on the command line, `install` a shell line that installs it,
+    and
+    `first_prompt` the approximate tokens of its tools and system prompt. `good_for` is a phrase for
+    the
     menu. `configure` raises MlxcacheError if the installed version cannot use this server.
     """
 
@@ -121,7 +128,9 @@ _NO_PROXY = ("NO_PROXY", "no_proxy")
 def proxy_bypass(service: Service, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that exclude a server on this machine from a configured proxy.
 
-    The proxy could not reach the server, and would receive the prompts and the key.
+    Otherwise the prompts and the key would be sent to the proxy, which cannot reach the server.
+    Empty
+    without a proxy, or for a server on another machine.
     """
     host = urlsplit(service.url).hostname or ""
     has_proxy = any(environ.get(name) or environ.get(name.lower()) for name in _PROXIES)
@@ -136,7 +145,10 @@ _ADDED = (("LD_PRELOAD", "libopenblas.so.0"), ("GLIBC_TUNABLES", "glibc.malloc.h
 
 
 def _without_script_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Remove the entries of `_ADDED`, which must not affect the programs that an agent runs."""
+    """Return `environ` without the entries of `_ADDED`.
+
+    They are meant for the server and must not affect the programs that an agent runs.
+    """
     found = dict(environ)
     for name, added in _ADDED:
         if name in found:
@@ -165,8 +177,9 @@ _SETTINGS_FLAG = "--settings"
 def configure_claude(service: Service, invocation: Invocation) -> Setup:
     """Return the setup of Claude Code for `service`.
 
-    The `env` of its settings files overrides the environment. A variable that is set there too is
-    therefore passed in a settings file by flag, which overrides those files.
+    `env` in Claude Code's settings files overrides the environment. A variable that is defined
+    there is
+    therefore passed in a further settings file by flag, which takes precedence.
     """
     variables = claude_code_variables(service.url, service.model, service.context)
     own = list(_claude_settings(invocation))
@@ -194,9 +207,10 @@ def configure_anyclaude(service: Service, invocation: Invocation) -> Setup:
 
 
 def _permission_mode(invocation: Invocation, own: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Ask before each action, unless the user chose a mode.
+    """Return arguments that make Claude Code ask before each action, unless the user chose a mode.
 
-    Newer versions default to auto mode, which asks Anthropic's server instead of the user.
+    Newer versions default to auto mode, in which Anthropic's server decides instead of the user.
+    `own` holds the contents of the user's settings files.
     """
     chosen = any(_permissions(settings).get("defaultMode") for settings in own)
     if chosen or _has_flag(invocation, *_MODE_FLAGS):
@@ -214,7 +228,10 @@ def _permissions(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _claude_settings(invocation: Invocation) -> Iterator[Mapping[str, Any]]:
-    """Yield the user's and the project's settings; Claude Code itself reports broken files."""
+    """Yield the content of each settings file of Claude Code: the user's, then the project's.
+
+    A broken file yields {}; Claude Code itself reports it.
+    """
     folders = (claude_folder(invocation.environ, invocation.home), invocation.cwd / ".claude")
     for path in (*(one / "settings.json" for one in folders), folders[1] / "settings.local.json"):
         try:
@@ -240,7 +257,7 @@ _MOST_OUTPUT = 16_384
 
 
 def configure_opencode(service: Service, invocation: Invocation) -> Setup:
-    """Return the setup of OpenCode for `service`; the user's other settings are kept."""
+    """Return the setup of OpenCode for `service`. The user's other settings are kept."""
     own = _json_object(invocation.environ.get(_OPENCODE_VARIABLE))
     providers = own.get("provider")
     merged = {
@@ -290,9 +307,9 @@ _VERSION_TIMEOUT_S = 30.0
 
 
 def configure_codex(service: Service, invocation: Invocation) -> Setup:
-    """Return the setup of Codex for `service`; its config.toml is not used or changed.
+    """Return the setup of Codex for `service`. The user's config.toml is not changed.
 
-    Raises MlxcacheError for a version that uses only /v1/responses.
+    Raises MlxcacheError for a version that supports only /v1/responses.
     """
     found = codex_version(invocation) if invocation.installed else LAST_CODEX_WITH_CHAT
     if found > LAST_CODEX_WITH_CHAT:
@@ -319,7 +336,10 @@ def configure_codex(service: Service, invocation: Invocation) -> Setup:
 
 
 def codex_version(invocation: Invocation) -> Version:
-    """Ask the Codex program for its version. Raises MlxcacheError."""
+    """Run the Codex program to get its version. Blocks up to 30 s.
+
+    Raises MlxcacheError if it fails or prints no version.
+    """
     try:
         done = subprocess.run(
             [invocation.program, "--version"],
@@ -343,7 +363,7 @@ def codex_version(invocation: Invocation) -> Version:
 
 
 class ClientName(StrEnum):
-    """A client as it is typed on the command line."""
+    """Name of a client on the command line."""
 
     CLAUDE = "claude"
     OPENCODE = "opencode"
@@ -389,7 +409,7 @@ CLIENTS = {
 
 
 def find_program(client: Client) -> Path:
-    """Find the program of `client` on the PATH. Raises MlxcacheError if it is not installed."""
+    """Return the path of the client's program. Raises MlxcacheError if it is not installed."""
     found = shutil.which(client.name)
     if found is None:
         raise MlxcacheError(

@@ -48,8 +48,8 @@ def launch(
 ) -> None:
     """Start a coding agent on this server, and the server first if none runs.
 
-    The server is started in the background with the flags below and keeps running when the client
-    ends. The client's own settings stay as they are. Without CLIENT, a menu is shown.
+    The server is started in the background with the flags below and keeps running after the client
+    ends. The client's own settings are not changed. Without CLIENT, a menu is shown.
     """
     with reporting():
         if as_json and not print_env:

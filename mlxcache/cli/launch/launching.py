@@ -1,4 +1,4 @@
-"""One run of `mlxcache launch`: find or start the server, run the client or print its setup."""
+"""Run of `mlxcache launch`: find or start the server, then run the client or print its setup."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _USED = ("host", "port", "cache_dir", "api_key", "api_keys_file", "model")
 
 
 class Launch:
-    """A client to launch, and the server that it is launched on.
+    """One run of the command `launch`.
 
-    `settings` are those of a server that would be started. `url`: the server's address, `running`:
-    an mlxcache server answers there. Both change when a server is started.
+    `settings` are those of the server to start if none runs. `url` is the server's address, and
+    `running` tells whether an mlxcache server answers there. Starting a server changes both.
     """
 
     def __init__(self, flags: Mapping[str, Any], config: Path | None, url: str | None):
@@ -69,12 +69,19 @@ class Launch:
         self._find()
 
     def choose(self) -> ClientName:
-        """Show the menu and return the client that was chosen. Raises ConfigError."""
+        """Show the menu and return the client that the user chose.
+
+        Raises ConfigError without a terminal, or if the input ends.
+        """
         found = query_server(self.url, self.key) if self.running else None
         return choose_client(found, self.settings.model, self.settings.context)
 
     def run(self, name: ClientName, arguments: list[str], *, stop_after: bool) -> int:
-        """Run the client and return its exit status. `stop_after`: stop a server started here."""
+        """Run the client and return its exit status. Blocks until it ends.
+
+        If no server runs, one is started first; with `stop_after`, it is stopped when the client
+        ends.
+        """
         invocation = _invocation(name, arguments)  # fails before a model is loaded
         for path in remove_abandoned_settings():
             _say(f"{path}, left by an earlier launch, cannot be removed; it may hold a key.")
@@ -91,7 +98,7 @@ class Launch:
                     _say(f"The server keeps running at {service.url}. To stop it: kill {pid}")
 
     def print_env(self, name: ClientName, arguments: list[str], *, as_json: bool) -> None:
-        """Print the client's variables and command, and start nothing."""
+        """Print the client's variables and command without starting anything."""
         if self.running:
             service = wait_until_ready(self.url, self.key, None)
             self._report_unused_flags()
@@ -113,7 +120,10 @@ class Launch:
             )
 
     def _find(self) -> None:
-        """Look for the server at its address, else by the cache folder that it would use."""
+        """Find a running server: at the configured address, else in the cache folder's list.
+
+        Sets `url` and `running`. The list is skipped if flags fix the address or the model.
+        """
         self.running = bool(self.settings.port) and server_answers(self.url)
         fixed = self._elsewhere or any(self._flags.get(one) for one in ("host", "port", "model"))
         if not self.running and not fixed:
@@ -123,7 +133,12 @@ class Launch:
                     break
 
     def _served(self, signals: Sequence[int]) -> tuple[Service, StartedServer | None]:
-        """Return a server that serves, with its process if it was started here."""
+        """Return a ready server, and its process if it was started here.
+
+        A server is started if none is running. `signals` collects signals received meanwhile; one
+        of them
+        ends the wait. Blocks.
+        """
         while not self.running:
             try:
                 started = self._start()
@@ -138,7 +153,12 @@ class Launch:
         return service, None
 
     def _start(self) -> StartedServer:
-        """Start a server in the background. Raises OtherServerStarted and MlxcacheError."""
+        """Start a server in the background, without waiting until it is ready.
+
+        Raises OtherServerStarted if an mlxcache server has taken the port, and MlxcacheError if the
+        server
+        cannot be started.
+        """
         if self._elsewhere:
             raise MlxcacheError(
                 f"Nothing answers at {self.url}. launch starts servers on this machine only."
@@ -169,7 +189,7 @@ class Launch:
             _say(f"A server runs already at {self.url}: {', '.join(unused)} changes nothing.")
 
     def _check_model(self, service: Service) -> None:
-        """Raise MlxcacheError if the server's model is not the one of --model."""
+        """Raise MlxcacheError if the running server's model is not the one given by `--model`."""
         wanted = self._flags.get("model")
         if not wanted or not self.running or service.model == wanted:
             return
@@ -182,7 +202,7 @@ class Launch:
             )
 
     def _expected(self) -> Service:
-        """Describe the server that would be started, as far as the model's files tell."""
+        """Describe the server that would be started, from the settings and the model's files."""
         settings = self.settings
         _say(f"No server runs at {self.url} yet: `mlxcache serve` starts one.")
         if settings.model is None:
@@ -198,9 +218,11 @@ class Launch:
 
 
 def _local_address(url: str) -> dict[str, str] | None:
-    """Return the flags --host and --port for `url`; None if no server could be started there.
+    """Return the flags `host` and `port` for `url`, or None if it is not on this machine.
 
-    Raises ConfigError if it is not an address.
+    None also stands for an https address or one without a port, where no server can be started.
+    Raises
+    ConfigError if `url` is not an HTTP address.
     """
     try:
         parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
@@ -215,7 +237,10 @@ def _local_address(url: str) -> dict[str, str] | None:
 
 
 def _invocation(name: ClientName, arguments: list[str], *, needed: bool = True) -> Invocation:
-    """Describe how the user would start the client. `needed`: raise if it is not installed."""
+    """Describe the client program with the user's arguments and environment.
+
+    If it is not installed, raises MlxcacheError, or prints a line if not `needed`.
+    """
     client = CLIENTS[name]
     path: Path | None
     try:
@@ -230,7 +255,7 @@ def _invocation(name: ClientName, arguments: list[str], *, needed: bool = True) 
 
 
 def _words(flags: Mapping[str, Any]) -> list[str]:
-    """Write flags as words of a command line."""
+    """Return flags, given by setting name, as words of a command line."""
     words = []
     for name, value in flags.items():
         flag = f"--{name.replace('_', '-')}"
@@ -243,9 +268,11 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def shell_lines(setup: Setup, service: Service, environ: Mapping[str, str]) -> list[str]:
-    """Write a setup's variables as lines for `eval` in a POSIX shell, each complete by itself.
+    """Return lines for `eval` in a POSIX shell that set the client's variables.
 
-    The key is read from the variable MLXCACHE_API_KEY if it is there, else written out.
+    Each line is complete by itself. The key is read from MLXCACHE_API_KEY if that variable holds
+    it;
+    otherwise it is written out.
     """
     in_variable = service.key is not None and environ.get(KEY_VARIABLE) == service.key
     found = [f"unset {' '.join(setup.unset)};"] if setup.unset else []
@@ -256,7 +283,7 @@ def shell_lines(setup: Setup, service: Service, environ: Mapping[str, str]) -> l
 
 
 def setup_object(setup: Setup, service: Service, invocation: Invocation) -> dict[str, Any]:
-    """Return a setup as the JSON object that `--print-env --json` prints."""
+    """Return the object that `launch --print-env --json` prints."""
     return {
         "object": "launch",
         "command": [invocation.program.name, *setup.arguments, *invocation.arguments],
@@ -266,5 +293,5 @@ def setup_object(setup: Setup, service: Service, invocation: Invocation) -> dict
 
 
 def _say(text: str) -> None:
-    """Print a line on the standard error without wrapping it, so that it can be copied."""
+    """Print a line to standard error without wrapping it, so that it can be copied."""
     console(stderr=True).print(Text(text))

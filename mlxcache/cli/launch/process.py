@@ -1,4 +1,4 @@
-"""The client's process: signals, exit status, and a settings file that exists while it runs."""
+"""Client process: signals, exit status, and a settings file that exists while the client runs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM, SIGHUP and SIGINT in a list instead of ending this command.
+    """Collect SIGTERM, SIGHUP and SIGINT in the yielded list instead of ending this command.
 
-    A server that is being started is thus not left behind. Ignored signals stay ignored.
+    The command can then stop a server that it is starting. Ignored signals stay ignored.
     """
     received: list[int] = []
 
@@ -48,10 +48,10 @@ def deferred_signals() -> Iterator[list[int]]:
 def run_client(
     invocation: Invocation, setup: Setup, service: Service, early: Sequence[int] = ()
 ) -> int:
-    """Run a client in this terminal until it ends, and return its exit status as a shell does.
+    """Run a client in this terminal until it ends, and return its exit status.
 
-    That is 128 and the signal's number if a signal ended it. The signals of `early` are sent to it
-    at once. Raises MlxcacheError if it cannot be started.
+    As in a shell, the status is 128 plus the signal's number if a signal ended it. The signals in
+    `early` are sent to the client as soon as it runs. Raises MlxcacheError if it cannot be started.
     """
     environment = setup.environment(service, invocation.environ)
     arguments = (*setup.arguments, *invocation.arguments)
@@ -68,7 +68,12 @@ def run_process(
     early: Sequence[int] = (),
     descriptors: Sequence[int] = (),
 ) -> int:
-    """Run a program as `run_client` does. It inherits the open file `descriptors`."""
+    """Run the program `words` in this terminal until it ends, and return its exit status.
+
+    The status is 128 plus the signal's number if a signal ended it. The signals in `early` are sent
+    to
+    it first. It inherits the open file `descriptors`. Raises MlxcacheError if it cannot be started.
+    """
     running: list[subprocess.Popen[bytes]] = []
     missed: list[int] = []
 
@@ -79,7 +84,7 @@ def run_process(
             process.send_signal(number)
 
     def ignore(_: int, __: FrameType | None) -> None:
-        """Ignore Ctrl-C: the terminal sends it to the client too, which decides what it means."""
+        """Ignore Ctrl-C, which the terminal also sends to the client."""
 
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)
@@ -103,9 +108,10 @@ _PREFIX, _NAME = "mlxcache-launch-", "settings.json"
 
 @contextmanager
 def _settings_file(settings: Mapping[str, Any]) -> Iterator[tuple[Path, int]]:
-    """Write `settings`, which may hold a key, to a file that is removed at the end.
+    """Write `settings`, which may hold a key, to a temporary file and remove it at the end.
 
-    Yields its path and a locked descriptor for the client to inherit: the lock shows that the
+    Yields the file's path and a locked descriptor for the client to inherit. The lock shows that
+    the
     file is in use for as long as this command or the client runs.
     """
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
@@ -119,7 +125,7 @@ def _settings_file(settings: Mapping[str, Any]) -> Iterator[tuple[Path, int]]:
 
 
 def remove_abandoned_settings() -> list[Path]:
-    """Remove settings files of killed commands whose clients have ended too.
+    """Remove settings files left by killed `launch` commands whose clients have ended too.
 
     Returns the files that could not be removed.
     """
@@ -136,7 +142,10 @@ def remove_abandoned_settings() -> list[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return true for a folder of this user whose settings file is not locked. Raises OSError."""
+    """Return whether `folder` belongs to this user and its settings file is no longer locked.
+
+    Raises OSError if the file cannot be examined.
+    """
     try:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():

@@ -1,4 +1,4 @@
-"""The server behind a client: found, or started in the background, and waited for."""
+"""Server for a client: find one, or start one in the background, and wait until it is ready."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ _LOADING_LINE = re.compile(r"(?P<what>.*?)(?: (?P<percent>\d{1,3})%)?")
 
 
 def server_answers(url: str) -> bool:
-    """Return true if an mlxcache server listens at `url`, also one that still loads."""
+    """Return whether an mlxcache server answers at `url`, even if its model is still loading."""
     return Remote(url).answers()
 
 
 def query_server(url: str, key: str | None) -> Service | None:
-    """Ask the server at `url` for its model and context; None while it loads the model.
+    """Ask the server at `url` for its model and context length. Blocks.
 
-    Raises NoServer if none answers, MlxcacheError if it cannot serve or requires another key. The
-    key is sent only after the program at `url` answered as an mlxcache server.
+    Returns None while it loads the model. Raises NoServer if no mlxcache server answers, and
+    MlxcacheError if it cannot serve or requires another key. The key is sent only after the program
+    at
+    `url` has answered as an mlxcache server.
     """
     if not server_answers(url):
         raise NoServer(f"Nothing answers at {url}, or it is not an mlxcache server.")
@@ -89,7 +91,7 @@ def _message(response: httpx.Response) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StartedServer:
-    """A server that this command started: its process, log file, address and cache folder."""
+    """Server that this command started: its process, log file, address and cache folder."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -98,29 +100,32 @@ class StartedServer:
 
     @property
     def ended(self) -> bool:
-        """True once the process has ended."""
+        """True if the process has ended."""
         return self.process.poll() is not None
 
     def listens(self) -> bool:
-        """Return true once this process has the port; before that, another program may have it."""
+        """Return whether this server's own process is listening at its address.
+
+        Until then, another program may hold the port.
+        """
         pid, url = self.process.pid, self.url
         folder = locate_cache_dir(self.cache_dir)
         noted = any((one.pid, one.url) == (pid, url) for one in servers(folder))
         return noted or _listens(pid, urlsplit(url).port)  # the folder may not be writable
 
     def lost_its_port(self) -> bool:
-        """Return true if it ended because another program has the port."""
+        """Return whether the server ended because another program holds the port."""
         return self.ended and any(IN_USE in line for line in self.tail())
 
     def tail(self, lines: int = _TAIL_LINES) -> list[str]:
-        """Return the last lines of the log that are not empty."""
+        """Return the last non-empty lines of the log, at most `lines`."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-lines:]
 
     def failure(self) -> MlxcacheError:
-        """Stop the server and return an error with the end of its log. Blocks until it ended."""
+        """Stop the server and return an error that has the end of its log. Blocks."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_S)
         self.stop()
@@ -128,7 +133,7 @@ class StartedServer:
         return MlxcacheError(f"The server ended. The end of its log, {self.log}:\n{last}")
 
     def stop(self) -> None:
-        """Terminate the process, kill it after `STOP_S`, and wait for its end."""
+        """Terminate the process, kill it after `STOP_S`, and wait for it to end."""
         self.process.terminate()
         try:
             self.process.wait(STOP_S)
@@ -146,7 +151,7 @@ def _listens(pid: int, port: int | None) -> bool:
 
 
 def find_free_port(host: str) -> int:
-    """Return a port of `host` on which no program listens."""
+    """Return a port of `host` on which no program is listening."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -155,9 +160,9 @@ def find_free_port(host: str) -> int:
 def start_server(
     settings: Settings, flags: Sequence[str], environ: Mapping[str, str]
 ) -> StartedServer:
-    """Start `mlxcache serve` with `flags` in a session of its own, which Ctrl-C does not reach.
+    """Start `mlxcache serve` with `flags` in a process session of its own, out of reach of Ctrl-C.
 
-    Does not wait until it listens. Raises MlxcacheError if its log cannot be written.
+    Does not wait until the server listens. Raises MlxcacheError if its log cannot be written.
     """
     command = [sys.executable, "-m", "mlxcache.cli.main", "serve", *flags]
     try:
@@ -180,8 +185,9 @@ def start_server(
 def open_log(folder: Path, port: int) -> tuple[Path, BinaryIO]:
     """Open an empty, locked log file in `folder` for a server on `port`.
 
-    The server inherits the lock. A log that another server still writes is kept, and a second file
-    is opened instead. Raises OSError.
+    The server inherits the lock. If another server is still writing to a log for this port, that
+    log is
+    kept and a file with another name is opened. Raises OSError.
     """
     make_folder(folder)
     path = folder / f"serve-{port}.log"
@@ -208,7 +214,7 @@ def _open_locked(path: Path) -> BinaryIO | None:
 
 
 class OtherServerStarted(MlxcacheError):
-    """Another mlxcache server listened first at the address of the one to be started."""
+    """Error raised if another mlxcache server took the address of the one to start."""
 
     def __init__(self, url: str):
         super().__init__(f"Another server started first at {url}.")
@@ -217,11 +223,13 @@ class OtherServerStarted(MlxcacheError):
 def wait_until_ready(
     url: str, key: str | None, started: StartedServer | None, signals: Sequence[int] = ()
 ) -> Service:
-    """Wait until the server at `url` serves, and show what it loads meanwhile.
+    """Wait until the server at `url` is ready, and show its loading progress meanwhile.
 
-    With `started`, only that process is queried and sent the key. It is stopped if this function
-    raises, also for one of `signals`, which end the command as they would by default. Raises
-    MlxcacheError if the server cannot serve, and OtherServerStarted.
+    With `started`, only that process is queried and sent the key, and it is stopped if this
+    function
+    raises. A signal in `signals` ends the command as it would by default. Raises MlxcacheError if
+    the
+    server cannot serve, and OtherServerStarted if another mlxcache server took the port.
     """
     served = None
     try:
@@ -248,7 +256,7 @@ def _exit_on_signal(signals: Sequence[int]) -> None:
 
 
 def _query_started(key: str | None, started: StartedServer) -> Service | None:
-    """Query a server that was started; None if it loads or does not answer yet."""
+    """Query the started server; None if it is still loading or does not answer yet."""
     if started.ended:
         if started.lost_its_port() and server_answers(started.url):
             raise OtherServerStarted(started.url)
@@ -264,7 +272,10 @@ def _query_started(key: str | None, started: StartedServer) -> Service | None:
 
 
 def _loading(started: StartedServer | None) -> tuple[str, float | None]:
-    """Return what is being loaded and the part done, from the last line of the log."""
+    """Return what is being loaded and the fraction done, from the last line of the log.
+
+    The fraction is from 0 to 1, or None if unknown.
+    """
     last = started.tail(1) if started is not None else []
     found = _LOADING_LINE.fullmatch(last[0]) if last else None
     if found is None:

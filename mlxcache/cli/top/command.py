@@ -1,4 +1,4 @@
-"""The command `mlxcache top`: print the state once, or redraw it until Ctrl-C."""
+"""The command `mlxcache top`: print a server's state once, or redraw it until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def top(
 ) -> None:
     """Show budgets, requests and sessions of a running server, live. Ctrl-C ends it.
 
-    If the output is not a terminal, and with --json, they are printed once.
+    With --once or --json, or if the output is not a terminal, they are printed once.
     """
     with reporting():
         remote = find_server(url, api_key, cache_dir)
@@ -82,7 +82,10 @@ def _redraw(remote: Remote, out: Console, interval: float) -> None:
 
 
 def _apply_next(state: LiveState, updates: queue.SimpleQueue[Update], seconds: float) -> None:
-    """Apply the next update, waiting at most `seconds`. Raises the error that ended the updates."""
+    """Apply the next update to `state`, waiting at most `seconds` for it.
+
+    Raises the error that ended the updates, if that is next in the queue.
+    """
     try:
         update = updates.get(timeout=seconds)
     except queue.Empty:

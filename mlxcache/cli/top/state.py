@@ -22,7 +22,7 @@ Update = tuple[str, Any] | MlxcacheError
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """Progress of a prefill at its first and its latest update: tokens done, time in seconds."""
+    """First and latest progress of a prefill, each as tokens done and time in seconds."""
 
     first: tuple[int, float]
     last: tuple[int, float]
@@ -30,7 +30,10 @@ class _Prefill:
 
 @dataclass(slots=True)
 class LiveState:
-    """Latest body of each part; None before its first update. Not thread-safe."""
+    """Latest state of a server: for each part the body last received, None before that.
+
+    Not thread-safe.
+    """
 
     server: Mapping[str, Any] | None = None
     cache: Mapping[str, Any] | None = None
@@ -39,7 +42,10 @@ class LiveState:
     _prefills: dict[str, _Prefill] = field(default_factory=dict)
 
     def apply(self, part: str, body: Any, now: float) -> None:
-        """Apply an update received at `now`, in seconds of any monotonic clock."""
+        """Store the new `body` of a part of the state.
+
+        `now` is the time of receipt, in seconds of any monotonic clock.
+        """
         if part == "sessions":
             self.sessions = body["data"]
         elif part == "requests":
@@ -64,18 +70,18 @@ class LiveState:
 
     @property
     def complete(self) -> bool:
-        """True once every part has come; sessions only come from a server with a model."""
+        """True once every part has been received; a server without a model sends no sessions."""
         if self.server is None:
             return False
         known = self.cache is not None and self.requests is not None
         return known and (self.sessions is not None or self.server["state"] != "ready")
 
     def running(self) -> list[dict[str, Any]]:
-        """Requests that run or wait, oldest first."""
+        """Return the running and waiting requests, oldest first."""
         return sorted((r for r in self._rows() if r["progress"]), key=lambda r: r["created_at"])
 
     def recent(self) -> list[dict[str, Any]]:
-        """Finished requests, newest first."""
+        """Return the finished requests, newest first."""
         over = (row for row in self._rows() if not row["progress"])
         return sorted(over, key=lambda row: row["created_at"], reverse=True)
 
@@ -83,9 +89,9 @@ class LiveState:
         return list((self.requests or {}).values())
 
     def speed(self, row: Mapping[str, Any]) -> float | None:
-        """Tokens per second of a running request; None if unknown.
+        """Return the tokens per second of a running request, or None if unknown.
 
-        The server's figure while decoding; else measured from the updates of its prefill.
+        While decoding, this is the server's figure. During prefill it is measured from the updates.
         """
         reported: float | None = row["progress"]["tokens_per_s"]
         prefill = self._prefills.get(row["id"])
@@ -95,7 +101,7 @@ class LiveState:
         return tokens / seconds if tokens > 0 and seconds > 0 else None
 
     def as_object(self) -> dict[str, Any]:
-        """Return the JSON object of all parts, as the server sent them; null if not received."""
+        """Return the object for --json: all parts as the server sent them, null if not received."""
         return {
             "server": self.server,
             "cache": self.cache,
@@ -105,7 +111,10 @@ class LiveState:
 
 
 def watch(remote: Remote) -> queue.SimpleQueue[Update]:
-    """Start a daemon thread that reads live updates into a queue; the last item is an error."""
+    """Start a daemon thread that reads live updates into the returned queue.
+
+    When the updates end, the last item is the error.
+    """
     updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""Rendering of a server's state as text, fitted to the terminal."""
+"""Rendering of a server's state as text that fits the terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ENDS = {"tool_calls": "tools", "stop_sequence": "stop", "cancelled": "cancelled
 def render(state: LiveState, url: str, *, width: int, height: int | None, now: float) -> Group:
     """Render the state at most `width` columns wide and about `height` lines high.
 
-    `height` None: at most `MAX_ROWS` rows in each table. `now`: seconds since 1970.
+    If `height` is None, each table has at most `MAX_ROWS` rows. `now` is in seconds since 1970.
     """
     running, recent, sessions = state.running(), state.recent(), state.sessions or []
     rows = _row_counts(height, (len(running), len(recent), len(sessions)))
@@ -51,7 +51,11 @@ def render(state: LiveState, url: str, *, width: int, height: int | None, now: f
 
 
 def _row_counts(height: int | None, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Rows of each table: running requests first, the other two share the lines left."""
+    """Return how many rows to show in the tables of running requests, recent requests and sessions.
+
+    `wanted` is the number of rows that each table has. Running requests come first; the other two
+    tables share the lines that are left of `height`.
+    """
     if height is None:
         running, recent, sessions = (min(n, MAX_ROWS) for n in wanted)
         return running, recent, sessions
@@ -80,7 +84,7 @@ def _head(live: LiveState, url: str) -> Text:
 
 
 def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
-    """Bars of RAM and disk, and totals of all requests."""
+    """Return the bars of RAM and disk and the totals of all requests."""
     if not cache:
         return []
     disk = cache["disk"]
@@ -98,7 +102,7 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
 
 
 def _tier_grid() -> Table:
-    """An empty grid for a tier: its name, its bar, its text."""
+    """Return an empty grid with columns for a tier's name, its bar and its text."""
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=4)
     grid.add_column(width=BAR)
@@ -110,7 +114,7 @@ _PARTS = (("cached", "cyan", "█"), ("in use", "blue", "▓"), ("reserved", "br
 
 
 def _ram(cache: Mapping[str, Any]) -> list[RenderableType]:
-    """Bar and sum of the memory budget, and its parts on the line below."""
+    """Return the bar and the sum of the memory budget, and below them a line with its parts."""
     ram, grid, indent = cache["ram"], _tier_grid(), " " * 5
     withheld = ram.get("withheld_bytes", 0)
     charged, used, active = sum(ram["kinds"].values()), ram["used_bytes"], cache["active_bytes"]
@@ -133,9 +137,11 @@ def _ram(cache: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _stacked_bar(parts: Sequence[tuple[int, str, str]], limit: int) -> Text:
-    """Bar of `BAR` cells for parts of a size in bytes, a style and a character.
+    """Return a bar of `BAR` cells that shows how `parts` fill `limit` bytes.
 
-    A part above 0 has at least one cell. If the parts exceed `limit`, they fill the bar.
+    A part is a size in bytes, a style and the character of its cells. A part above 0 has at least
+    one
+    cell. If the parts exceed `limit`, they fill the bar.
     """
     whole = max(limit, sum(size for size, _, _ in parts), 1)
     bar, filled = Text(no_wrap=True), 0
@@ -232,9 +238,11 @@ def _sessions(
 
 
 def _table(columns: Sequence[str | tuple[str, int]], width: int) -> Table:
-    """Empty table: a column given as (name, width) is fixed, one given as a name takes the rest.
+    """Return an empty table that is `width` columns wide.
 
-    Columns with a negative width are right-justified.
+    A column given as (name, width) has that width, and is right-justified if it is negative. A
+    column
+    given as a name takes the remaining width.
     """
     fixed = [abs(one[1]) for one in columns if isinstance(one, tuple)]
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
@@ -255,6 +263,9 @@ def _count(tokens: int) -> str:
 
 
 def _session_of(row: Mapping[str, Any], names: Mapping[str, str]) -> Text:
-    """Name of a request's session, else its client; never interpreted as markup."""
+    """Return the name of a request's session, else its label, its client, or a dash.
+
+    `names` maps ids and labels of sessions to display names.
+    """
     label = row["session"]
     return Text(visible(names.get(label) or label or row["client"] or "-"))
