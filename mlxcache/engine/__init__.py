@@ -1,6 +1,7 @@
-"""Requests to tokens: the asyncio facade, the loaded model, scheduler, prefill and decoding.
+"""The engine: from requests to tokens, with scheduling, prefill and decoding.
 
-`engine.Engine` is what other layers use. Modules that say "MLX thread only" run on that one thread;
-the rest runs on the event loop. Knows no HTTP and no wire format. KV bytes are reached through
-`mlxcache.cache.KVCache` alone; only `runtime` opens the store that it is given.
+Other layers use `engine.Engine`, which runs on the asyncio event loop. Modules documented as "MLX
+thread only" run on the one thread that calls MLX; all others run on the event loop. This package
+handles no HTTP and no wire format. It reaches cached KV only through `mlxcache.cache.KVCache`; only
+`runtime` opens the store on disk.
 """

@@ -1,6 +1,7 @@
-"""Admission: which waiting task starts next, and its lease, restored from disk where that helps.
+"""Admission: choice of the waiting task that starts next, and of its lease.
 
-MLX thread only.
+If more of the task's prefix is on disk than in RAM, the rest is restored from disk. MLX thread
+only.
 """
 
 from __future__ import annotations
@@ -40,18 +41,23 @@ Looking for fewer costs a short prompt one of their chunks, or two on a busy mac
 
 
 def asker_of(job: Job) -> Asker:
-    """Return the asker of a job: its session, or its client program without one."""
+    """Return the unit of fair scheduling that a job counts for.
+
+    It is a tuple of the owner, the word "session" and the session's label, or of the owner, the
+    word
+    "client" and the client program's name if the job has no session.
+    """
     if job.session is None:
         return job.owner, "client", job.client
     return job.owner, "session", job.session
 
 
 class FairQueue:
-    """Fair order of waiting tasks: the asker that started a task longest ago comes first.
+    """Fair order of waiting tasks: the session that started a task longest ago comes first.
 
-    An asker is a session, or a client program; see `Asker`. The order depends only on arrivals and
-    starts. Beside `places` tasks in progress, one more may start (unless there is a single place)
-    if one asker has several and the new one has none.
+    Tasks without a session are grouped by client program; see `asker_of`. The order depends only on
+    when tasks arrived and started. Normally `places` tasks are in progress at once. One more may
+    start, unless `places` is 1, if some session has several of them and the new task's has none.
     """
 
     def __init__(self, places: int):
@@ -61,7 +67,12 @@ class FairQueue:
         self._count = 0
 
     def order(self, waiting: Iterable[Task]) -> list[Task]:
-        """Tasks in the order in which they may start: each asker's first, then each second."""
+        """Return waiting tasks in the order in which they may start.
+
+        The first task of each session comes first, then the second of each, and so on. Tasks
+        without a
+        session are grouped by client program.
+        """
         rounds: Counter[Asker] = Counter()
         keyed = []
         for place, task in enumerate(waiting):
@@ -71,12 +82,12 @@ class FairQueue:
         return [task for _, task in sorted(keyed, key=lambda pair: pair[0])]
 
     def note_start(self, task: Task) -> None:
-        """Move the asker of `task` to the end of the rotation."""
+        """Move the session or client program of `task` to the end of the rotation."""
         self._count += 1
         self._started.put(asker_of(task.job), self._count)
 
     def has_place(self, task: Task, active: list[Task]) -> bool:
-        """True if there is a place for `task` beside the `active` ones."""
+        """Return whether `task` may start while the tasks of `active` are in progress."""
         if len(active) < self.places:
             return True
         askers = {asker_of(each.job) for each in active}
@@ -85,10 +96,10 @@ class FairQueue:
 
 
 class Admission:
-    """Admits tasks: acquires a lease for each and plans its checkpoints.
+    """Admits tasks: acquires a lease for each task and plans its checkpoints.
 
-    `prepare` makes an admitted task's parser and sampler. `on_admitted(task)` is called before the
-    client gets the event of its admission.
+    `prepare` makes the parser and sampler of an admitted task. `on_admitted(task)` is called just
+    before the client is told of the admission.
     """
 
     def __init__(
@@ -106,9 +117,11 @@ class Admission:
         self._on_admitted = on_admitted
 
     def should_wait(self, task: Task, prefilling: list[Task]) -> bool:
-        """True if `task` should start later, because its prefix is being computed or looked up.
+        """Return whether `task` should start later, so that it can reuse more of its prefix.
 
-        Starts a lookup on disk if RAM lacks much of the prompt.
+        That is the case while another request computes the prefix, or while it is looked up on
+        disk. Starts
+        the lookup on disk if much of the prompt is not in RAM.
         """
         if task.lookup is not None and not task.lookup.found:
             return True
@@ -128,7 +141,14 @@ class Admission:
         return task.lookup is not None
 
     def _stop_near(self, other: Task, shared: int) -> int:
-        """Last stop of a running prefill before another prompt diverges; adds one if it is far."""
+        """Return the last position, up to `shared`, at which `other` takes a checkpoint.
+
+        `other` is a running prefill, and `shared` the length of the prefix that it has in common
+        with
+        another prompt. If the last checkpoint is far before `shared`, a checkpoint at `shared` is
+        added to
+        the plan of `other`, and `shared` is returned.
+        """
         before = max((at for at in other.stops if at <= shared), default=0)
         if shared - max(before, other.held.length) < MIN_SHARED or other.restoring:
             return before
@@ -136,11 +156,12 @@ class Admission:
         return shared
 
     def start(self, task: Task, began: float, *, alone: bool) -> bool:
-        """Acquire a lease for `task`; False if other requests hold the bytes it needs.
+        """Acquire a lease for `task`; return False if other requests hold the memory it needs.
 
-        `began`: time at which its admission began. `alone`: no other request is computed, so bytes
-        are released only by writes to disk. Without a prefix to restore the task is admitted at
-        once. Raises ContextLengthExceeded if the prompt can never fit.
+        `began`: time at which the admission began, by `time.perf_counter`. `alone`: no other
+        request is
+        being computed, so memory can become free only by writing KV to disk. Raises
+        ContextLengthExceeded if the prompt can never fit.
         """
         kv, planned = self._kv, task.lookup.target if task.lookup else 0
         hints = CacheHints.of(task.job)
@@ -178,20 +199,23 @@ class Admission:
         task.admit(self._prepare(task), matched)
 
     def _stops(self, task: Task) -> tuple[int, ...]:
-        """Positions at which its prefill leaves checkpoints, within limits of time and number."""
+        """Return the positions at which the task's prefill takes checkpoints.
+
+        Their number is limited by memory, and by the time that interrupting the prefill costs.
+        """
         lease, length = task.held, len(task.ids)
         parted = max(lease.matched, task.lookup.shared if task.lookup else 0)
         most = min(self._kv.ram.max_checkpoints(length), self._cost.stops(task.remaining))
         return stops(task.job.prompt.marks, lease.cached, length, parted=parted, most=most)
 
     def can_restore(self, task: Task) -> bool:
-        """True if the next piece of the task's prefix can be loaded."""
+        """Return whether the next part of the task's prefix can be loaded from disk now."""
         return task.lookup is not None and self._kv.can_restore(task.held, task.lookup)
 
     def restore(self, task: Task) -> None:
-        """Load one piece from disk; with the last one the task is admitted.
+        """Load one part of the task's prefix from disk; admit the task after the last part.
 
-        Raises StoreError, OSError, RuntimeError or ValueError where a file cannot be used.
+        Raises StoreError, OSError, RuntimeError or ValueError if a file cannot be used.
         """
         assert task.lookup is not None
         lease, before = task.held, task.held.restored
@@ -202,9 +226,10 @@ class Admission:
             self.admit(task)
 
     def cancel_restore(self, task: Task) -> None:
-        """End a restore that failed: release the lease of the task, which can then start again.
+        """Release the lease of a task whose restore failed, so that the task can start again.
 
-        The prefix loaded so far stays in RAM, unless the failed read made the buffers unusable. The
-        task does not read from disk again: it computes what RAM lacks.
+        The tokens loaded so far stay in RAM, unless the failed read damaged their buffers. The task
+        does
+        not read from disk again: it computes all tokens that are not in RAM.
         """
         self._kv.cancel_restore(task.stop_restore())

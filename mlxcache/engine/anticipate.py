@@ -1,8 +1,8 @@
-"""Anticipation: while the server is idle, the prefix of the next turn is rendered and computed.
+"""Anticipation: rendering and computing the prefix of the next turn while the server is idle.
 
-A template may drop or move thinking, or close a turn differently from the model. The next prompt
-then diverges from the KV that exists. To compute the difference before the client sends the turn,
-it is rendered in advance: see `prompt.next_turn`.
+A chat template may drop or move thinking, or close a turn differently from the model. The client's
+next prompt then diverges from the cached KV. The difference is computed before the client sends its
+next turn; `prompt.next_turn` describes how the turn is rendered.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ MAX_ENDED = 64
 
 @dataclass(slots=True)
 class NextTurn:
-    """A turn that the client may send next, to be computed ahead.
+    """A turn that the client may send next, to be computed in advance.
 
-    `before`: the conversation's tokens so far, shape (n,), reply included. `blocked`: there is no
-    room until something is on disk.
+    `before`: token ids of the conversation so far, including the reply, shape (n,). `blocked`:
+    memory
+    is full, and waiting for writes to disk may free some.
     """
 
     task: Task
@@ -66,20 +67,22 @@ class NextTurn:
     blocked: bool = False
 
     def unblock(self) -> bool:
-        """Clear `blocked`; returns its value before."""
+        """Clear `blocked` and return its previous value."""
         blocked, self.blocked = self.blocked, False
         return blocked
 
     def block(self, blocked: bool) -> bool:
-        """Set `blocked`: True if waiting may make room. Returns it."""
+        """Set `blocked` and return it; pass True if waiting for writes to disk may free memory."""
         self.blocked = blocked
         return blocked
 
 
 class IdlePrefill:
-    """Computes anticipated turns, the newest first, in free memory only. MLX thread only.
+    """Computes anticipated turns, the newest first, using only free memory. MLX thread only.
 
-    `tokens`: tokens computed so far; `used`: those of them that a request reused later.
+    `tokens`: number of tokens computed in advance so far. `used`: number of those that requests
+    reused
+    later.
     """
 
     def __init__(self, kv: KVCache, prefill: Prefill):
@@ -90,7 +93,12 @@ class IdlePrefill:
         self._computed: deque[tuple[Tokens, int]] = deque(maxlen=MAX_COMPUTED)
 
     def add(self, prompt: Prompt, before: Tokens) -> None:
-        """Compute `prompt`, all but its last token, after a conversation of `before`."""
+        """Queue `prompt` to be computed, all but its last token.
+
+        `before`: token ids of the conversation that the prompt continues, shape (n,). A turn in
+        progress
+        is interrupted first; the tokens computed for it are kept.
+        """
         job = Job("ahead", prompt, api=WARMING)
         record = RequestRecord(job.id, None, "", None, "prefill", 0.0, len(prompt.ids))
         self.pause()
@@ -98,11 +106,17 @@ class IdlePrefill:
 
     @property
     def ready(self) -> bool:
-        """True if `step` would do something now."""
+        """True if `step` can make progress now.
+
+        False without a queued turn, and while the newest turn waits for memory.
+        """
         return bool(self._turns) and not (self._turns[-1].blocked and self._kv.writing)
 
     def step(self) -> None:
-        """Feed one chunk, or drop a turn of which nothing is left to feed."""
+        """Feed one chunk of the newest turn; drop the turn when nothing of it is left to feed.
+
+        Logs an error and drops the turn, except that a device error is raised.
+        """
         if not self.ready:
             return
         turn = self._turns[-1]
@@ -118,7 +132,7 @@ class IdlePrefill:
                 self._kv.abandon(turn.task.give_up_lease())
 
     def _advance(self, turn: NextTurn) -> bool:
-        """Feed one chunk of a turn; False once there is nothing left to do."""
+        """Feed one chunk of a turn; return False once nothing is left to do for it."""
         task = turn.task
         if task.lease is None and not self._start(turn):
             return turn.blocked
@@ -131,7 +145,10 @@ class IdlePrefill:
         return False
 
     def _start(self, turn: NextTurn) -> bool:
-        """Acquire the lineage to continue in, if there is room and enough tokens are missing."""
+        """Acquire a lease for a turn; return False if too few tokens are missing or memory is full.
+
+        May drop the KV of the reply as the model generated it, if no other conversation shares it.
+        """
         task, kv = turn.task, self._kv
         was_blocked = turn.unblock()
         if kv.layout.opaque:
@@ -165,7 +182,7 @@ class IdlePrefill:
         return True
 
     def _release(self, task: Task) -> None:
-        """Commit the tokens computed of a turn, and release its lineage."""
+        """Commit the tokens computed for a turn, and release its lease."""
         lease = task.held
         self._kv.commit(lease, task.ids, checkpoint=True)
         task.give_up_lease()
@@ -186,13 +203,13 @@ class IdlePrefill:
     # -- requests ----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Release the lineage because a request has come. Computed tokens are kept."""
+        """Release the memory in use because a request has arrived; keep the computed tokens."""
         for turn in self._turns:
             if turn.task.lease is not None:
                 self._release(turn.task)
 
     def note_use(self, task: Task) -> None:
-        """Count the anticipated tokens that a request reuses."""
+        """Add the tokens computed in advance that the request of `task` reuses to `used`."""
         for _ in range(len(self._computed)):
             ids, start = self._computed.popleft()
             shared = min(common_length(ids, task.ids), task.held.cached)
@@ -202,23 +219,26 @@ class IdlePrefill:
                 self._computed.append((ids, start))
 
     def clear(self) -> None:
-        """Drop every turn that is not computed yet."""
+        """Drop every queued turn; tokens computed so far are kept."""
         self.pause()
         self._turns.clear()
 
 
 def _end_at_mark(task: Task) -> None:
-    """End a turn where its last message begins, if that is near its end."""
+    """Cut the prompt of `task` after its last mark, if that is near the end.
+
+    Near means within `NEAR_MARK` tokens.
+    """
     last = max((mark for mark in task.job.prompt.marks if mark < task.target), default=0)
     if 0 < task.target - last <= NEAR_MARK:
         task.shorten(last + 1)
 
 
 class NextTurnRenderer:
-    """Renders next turns in a thread of its own. Use on the event loop.
+    """Renders the next turns of ended requests in a thread of its own. Use on the event loop.
 
-    `builder` gives an owner's prompt builder, `add` has a rendered turn computed: it is called on
-    this renderer's thread, with the prompt and the conversation's tokens so far.
+    `builder(owner)` returns the prompt builder of an owner. `add(prompt, before)` is called on this
+    renderer's thread with each rendered turn and the token ids of the conversation so far.
     """
 
     def __init__(
@@ -233,7 +253,12 @@ class NextTurnRenderer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-anticipate")
 
     def note_begin(self, job: Job) -> bool:
-        """Note a request; True if the pieces of its reply are needed at its end."""
+        """Note that a request began; return whether the pieces of its reply must be collected.
+
+        The pieces are needed to render the next turn. Also notes if the request continues a
+        conversation
+        that ended recently.
+        """
         source = job.prompt.source
         if source is None or job.api == WARMING:
             return False
@@ -245,9 +270,11 @@ class NextTurnRenderer:
         return True
 
     def note_end(self, task: Task, pieces: Sequence[Piece], *, idle: bool) -> None:
-        """Note a request that is over, with the pieces of its reply; `idle`: it was the last one.
+        """Note that a request ended, with the pieces of its reply.
 
-        Once idle, the next turns of the latest conversations are rendered.
+        `idle`: no other request is in progress. If so, the next turns of the latest conversations
+        are
+        queued for rendering.
         """
         if task.record.status == "done" and pieces:
             self._ended.append(task.job.prompt.source)
@@ -258,15 +285,18 @@ class NextTurnRenderer:
             self._pool.submit(self._render, *self._over.popleft())
 
     def flush(self) -> None:
-        """Wait until everything queued so far is rendered. Blocks."""
+        """Wait until every turn queued so far is rendered. Blocks."""
         self._pool.submit(int).result()
 
     def close(self) -> None:
-        """Render nothing more."""
+        """Cancel all queued rendering and stop the thread without waiting for it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, task: Task, pieces: Sequence[Piece]) -> None:
-        """Render the next turn of a conversation and queue it. On the renderer's thread."""
+        """Render the next turn of a conversation and pass it on to be computed.
+
+        Runs on the renderer's thread. Logs errors instead of raising them.
+        """
         job, sent = task.job, task.job.prompt.source.sent
         try:
             chat = append_reply(sent, pieces, job.prompt.names, thoughts=job.api == "messages")
@@ -282,7 +312,7 @@ class NextTurnRenderer:
 
 
 def _continues(now: Source, then: Source) -> bool:
-    """True if a conversation has the messages of an earlier one, a reply, and more."""
+    """Return whether conversation `now` consists of `then`, a reply, and more messages."""
     messages, count = now.sent.messages, len(then.sent.messages) - then.sent.continue_final
     if len(messages) <= count + 1 or messages[count].get("role") != "assistant":
         return False

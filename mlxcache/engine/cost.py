@@ -1,9 +1,10 @@
-"""Cost of a forward pass, measured on the model itself: transient bytes, and seconds.
+"""Cost of a forward pass in temporary memory and time, measured on the loaded model.
 
-Attention scores may be materialised (the CPU does; Metal's fused kernel does not), keys may be
-expanded from a latent, layers may see a part of the text only. So the bytes of a chunk of c tokens
-after k cached ones are taken as `per_token * c + per_pair * c * (k + c) + per_key * (k + c) +
-per_square * c * c`, each coefficient measured where its term is the largest.
+The memory depends on the model and device: attention scores may be materialised (on the CPU, but
+not by Metal's fused kernel), keys may be expanded from a latent, and layers may attend to a window
+only. The bytes of a chunk of c tokens after k cached ones are therefore modelled as `per_token * c
++ per_pair * c * (k + c) + per_key * (k + c) + per_square * c * c`. Each coefficient is measured
+where its term is the largest.
 """
 
 from __future__ import annotations
@@ -71,9 +72,10 @@ SAFETY = 1.3
 class DecodingCost:
     """Costs of decoding on this device.
 
-    `shared_bytes`: bytes of weights that a step reads once for all rows of a batch, and that lanes
-    of their own read again; 0 where reading does not limit the speed. `waits`: a step that is built
-    while another runs copies the KV, so it has to wait for the other.
+    `shared_bytes`: bytes of weights that one step reads once for all rows of a batch, but that
+    separate
+    lanes would each read again; 0 if memory bandwidth does not limit the speed. `waits`: building a
+    step while another one runs would copy the KV, so each step must wait for the one before.
     """
 
     shared_bytes: int = 0
@@ -86,17 +88,22 @@ class Cost:
 
     Memory: a forward pass over c tokens after k cached ones needs, beyond the new KV,
     `per_token * c + per_pair * c * (k + c) + per_key * (k + c) + per_square * c * c` bytes for its
-    activations and `fixed` bytes for one row's logits.
+    activations and `fixed` bytes for the logits of one row.
 
-    Time: `rate` is the speed of prefill in tokens/s, a moving average over all positions. `paces`
-    are moving averages of seconds per token by range: key 0 for tokens after fewer than `NEAR`
-    cached ones, key n for those after 2^(n-1) to 2^n times `NEAR`. `growth`: a token after k cached
-    ones takes 1 + `growth` * k times as long as the first. `per_pass`: seconds of the shortest
-    pass, with a copy of the state.
+    Time: `rate` is the speed of prefill in tokens per second, a moving average over all positions.
+    `paces` maps ranges of positions to moving averages of seconds per token: key 0 is for tokens
+    after
+    fewer than `NEAR` cached ones, key n for those after 2^(n-1) to 2^n times `NEAR`. `growth`: a
+    token
+    after k cached ones takes 1 + `growth` * k times as long as the first. `per_pass`: seconds of
+    the
+    shortest pass plus a copy of the recurrent state.
 
-    Passes: a chunk of more than `longest` tokens is fed in several passes, because a longer one
-    takes more time per token; 0 means no limit. They are equally long if `even`; otherwise all but
-    the last have `longest` tokens. `decoding`: the cost of decoding.
+    Passes: a chunk of more than `longest` tokens is fed in several passes, because a longer pass
+    takes
+    more time per token; 0 means no limit. If `even`, the passes of a chunk are equally long;
+    otherwise
+    all but the last have `longest` tokens. `decoding`: the costs of decoding.
     """
 
     per_token: float
@@ -113,18 +120,24 @@ class Cost:
     decoding: DecodingCost = field(default_factory=DecodingCost)
 
     def for_drafts(self, drafts: int) -> Cost:
-        """The costs if each pass also computes the logits of `drafts` drafted tokens."""
+        """Return a copy for passes that also compute the logits of `drafts` drafted tokens."""
         return replace(self, fixed=self.fixed * (1 + drafts))
 
     def transient(self, chunk: int, cached: int, rows: int = 1) -> int:
-        """Bytes beyond the new KV for feeding `chunk` tokens after `cached`, in `rows` rows."""
+        """Return the temporary bytes of one pass over `chunk` tokens after `cached` ones.
+
+        The new KV is not included. The result is for a batch of `rows` rows.
+        """
         seen = cached + chunk
         size = self.per_token * chunk + self.per_pair * chunk * seen
         size += self.per_key * seen + self.per_square * chunk * chunk
         return int(rows * (SAFETY * size + self.fixed))
 
     def chunk(self, cached: int, *, bytes_: int, seconds: float, most: int) -> int:
-        """The longest chunk that stays within `bytes_` and about `seconds`; at least `FEWEST`."""
+        """Return the most tokens to feed within `bytes_` of temporary memory and about `seconds`.
+
+        `cached`: tokens before the chunk. The result is at most `most`, but at least `FEWEST`.
+        """
         size = min(most, max(32, int(seconds / self.pace(cached))))
         while size > FEWEST and self.peak(size, cached) > bytes_:
             size //= 2
@@ -133,26 +146,33 @@ class Cost:
         return max(FEWEST, size)
 
     def peak(self, chunk: int, cached: int) -> int:
-        """Bytes beyond the new KV for the last forward pass of a chunk, which takes the most."""
+        """Return the temporary bytes of the last pass of a chunk, which needs the most memory.
+
+        `chunk`: tokens of the chunk. `cached`: tokens before it. The new KV is not included.
+        """
         step = self.step(chunk)
         return self.transient(step, cached + chunk - step)
 
     def step(self, size: int) -> int:
-        """Most tokens of a forward pass for a chunk of `size`, at least 1."""
+        """Return the number of tokens per forward pass for a chunk of `size` tokens."""
         if not (self.longest and self.even):
             return min(size, self.longest or size)
         return -(-size // -(-size // self.longest))
 
     def stops(self, tokens: int) -> int:
-        """Stops that a prefill of `tokens` may make; each stop makes two passes of one."""
+        """Return how many times a prefill of `tokens` tokens may stop to take a checkpoint.
+
+        Each stop splits one forward pass into two. The limit keeps the added time small.
+        """
         seconds = STOPS_SHARE * tokens / self.rate
         return max(STOPS, int(seconds / self.per_pass)) if self.per_pass else tokens
 
     def pace(self, cached: int) -> float:
-        """Seconds per prompt token after `cached` others.
+        """Return the expected seconds per prompt token after `cached` tokens.
 
-        A range without measurements counts twice the one before it, as if all layers were
-        attention.
+        Without measurements in that range of positions, the time is estimated from the nearest
+        measured
+        range before it, doubled for each range between, as if all layers were attention.
         """
         wanted = range_of(cached)
         known = max((one for one in self.paces if one <= wanted), default=None)
@@ -161,9 +181,9 @@ class Cost:
         return float(self.paces[known] * 2 ** (wanted - known))
 
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
-        """Add a measured chunk, fed after `cached` tokens, to the moving averages.
+        """Add a measured chunk of `tokens` tokens, fed after `cached` ones, to the moving averages.
 
-        Averages seconds and not rates, so that one slow chunk counts at once.
+        Seconds are averaged, not rates, so that one slow chunk has an effect at once.
         """
         if tokens < FEWEST or seconds <= 0:
             return
@@ -172,12 +192,21 @@ class Cost:
 
 
 def range_of(cached: int) -> int:
-    """Range of positions after `cached` tokens: 0 up to `NEAR`, 1 up to twice that, and so on."""
+    """Return the index of the range of positions that contains position `cached`.
+
+    Range 0 ends at `NEAR` and range 1 at 2 * `NEAR`; each further range is twice as long as the one
+    before.
+    """
     return (cached // NEAR).bit_length()
 
 
 def average_pace(paces: dict[int, float], tokens: int, seconds: float, cached: int) -> float:
-    """Take a measured chunk into the moving average of its range; returns its seconds per token."""
+    """Add a measured chunk to the moving average of its range; return its seconds per token.
+
+    `paces` maps ranges (see `range_of`) to seconds per token and is changed in place. `cached`:
+    tokens
+    before the chunk.
+    """
     pace, where = seconds / tokens, range_of(cached)
     before = paces.get(where, pace)
     paces[where] = before + NEWEST * (pace - before)
@@ -185,7 +214,7 @@ def average_pace(paces: dict[int, float], tokens: int, seconds: float, cached: i
 
 
 def peak(run: Callable[[], object]) -> int:
-    """Most bytes that MLX holds during `run`, beyond those before it."""
+    """Return how far MLX's memory use rises above its present level while `run` runs, in bytes."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     run()
@@ -193,7 +222,10 @@ def peak(run: Callable[[], object]) -> int:
 
 
 class _Probe:
-    """Feeds chunks of zeros after `at` cached positions."""
+    """Feeds chunks of zeros to a model to measure time and memory.
+
+    It has a KV buffer of `positions` tokens. Its methods overwrite that buffer.
+    """
 
     def __init__(self, model: Any, layout: Layout, positions: int):
         self.model = model
@@ -202,7 +234,7 @@ class _Probe:
         self.line.grow(positions)
 
     def feed(self, tokens: int, at: int) -> tuple[float, int]:
-        """Feed one chunk; returns its seconds and its peak bytes."""
+        """Feed `tokens` tokens after `at` cached ones; return the seconds and peak bytes."""
         self.line.truncate(at)
         self.line.settle()
         chunk = mx.zeros((1, tokens), mx.int32)
@@ -216,16 +248,16 @@ class _Probe:
         return time.perf_counter() - began, size
 
     def peak(self, tokens: int, at: int) -> int:
-        """Peak bytes of one chunk."""
+        """Return the peak bytes of feeding `tokens` tokens after `at` cached ones."""
         return self.feed(tokens, at)[1]
 
     def growth(self, far: int) -> float:
-        """Share by which a token takes longer for each cached one before it, up to `far`."""
+        """Return the share by which each cached token, up to `far`, slows down the next token."""
         seconds = [min(self.feed(PROBE, at)[0] for _ in range(2)) for at in (0, far)]
         return max(0.0, seconds[1] / seconds[0] - 1.0) / max(1, far)
 
     def long_is_slow(self) -> bool:
-        """True if a chunk takes about as long as its halves, so that long passes gain nothing."""
+        """Return whether one long pass gains nothing over two passes of half its length."""
         whole, halves = [], []
         for _ in range(2):
             whole.append(self.feed(2 * SHORT, 0)[0])
@@ -233,7 +265,7 @@ class _Probe:
         return min(halves) < 1.05 * min(whole)
 
     def per_pass(self) -> float:
-        """Seconds of the shortest pass and of a copy of the state: the cost of a stop."""
+        """Return the cost of a stop in seconds: the shortest pass plus a copy of the state."""
         self.feed(FEWEST, 0)  # for the kernels
         short = min(self.feed(FEWEST, 0)[0] for _ in range(2))
         began = time.perf_counter()
@@ -241,9 +273,11 @@ class _Probe:
         return short + time.perf_counter() - began
 
     def copies_ahead(self, at: int) -> bool:
-        """True if a step built while another runs copies an array of `at` positions or more.
+        """Return whether building a step while another one runs copies a KV buffer.
 
-        Where a running step still reads a buffer, MLX does not write to it in place.
+        Tests with `at` cached positions. MLX does not write in place to a buffer that a running
+        step still
+        reads.
         """
         if not self.layout.specs:
             return False
@@ -251,7 +285,10 @@ class _Probe:
         return ahead - waiting > at * self.layout.widest // 2
 
     def _stepping(self, at: int, *, waits: bool) -> int:
-        """Peak bytes of two steps in a row after `at` positions."""
+        """Return the peak bytes of two decoding steps in a row after `at` positions.
+
+        `waits`: each step waits for the one before.
+        """
         self.line.truncate(at)
         self.line.settle()
         row = Row(None, lambda logprobs: mx.argmax(logprobs, axis=-1), (), None)
@@ -268,10 +305,12 @@ class _Probe:
         return peak(steps)
 
     def fastest_pass(self, cost: Cost, most: int, room: int) -> tuple[float, int]:
-        """Tokens per second of the fastest pass, and the length above which passes are slower.
+        """Return the best speed in tokens per second, and the length above which passes are slower.
 
-        Compares `PASSES` of at most `most` tokens that take `room` bytes at most, as far as there
-        is time for. The length is 0 where none was slower, or less than two were measured.
+        Compares the lengths `PASSES`, as far as they have at most `most` tokens, need at most
+        `room` bytes,
+        and time allows. The length is 0 if no longer pass was slower, or if fewer than two were
+        measured.
         """
         began, paces, pace = time.perf_counter(), dict[int, float](), 1 / cost.rate
         for tokens in PASSES:
@@ -291,11 +330,12 @@ class _Probe:
 def measure(
     model: Any, layout: Layout, room: int, *, kind: DeviceKind = "cpu", most: int = 0
 ) -> Cost:
-    """Measure a model with a few short chunks, which also warms up its kernels. MLX thread only.
+    """Measure a model's costs with a few short chunks, which also warms up its kernels.
 
-    `room`: bytes that cached positions may take, and as many again for a pass. `kind`: what the
-    model runs on. `most`: tokens of the longest chunk; on a GPU passes up to that length are
-    compared, which takes about `COMPARE_S` seconds at most.
+    `room`: bytes that cached positions may take, and as many again for a pass. `kind`: the device
+    that
+    the model runs on. `most`: tokens of the longest chunk. On a GPU, passes up to that length are
+    compared, which takes about `COMPARE_S` seconds at most. Blocks; MLX thread only.
     """
     far = min(FAR, room // max(1, layout.bytes_per_token))
     probe = _Probe(model, layout, far + 4 * PROBE)
@@ -327,10 +367,11 @@ def measure(
 
 
 def _fitted(near: int, long: int, wide: float, narrow: float) -> Cost:
-    """Fit the coefficients to the measured peaks.
+    """Fit the coefficients of the memory model to measured peaks.
 
-    `near`, `long`: bytes of PROBE tokens, and of three times as many, with nothing cached. `wide`,
-    `narrow`: more bytes for each cached token, of PROBE and of FEWEST tokens.
+    `near`, `long`: peak bytes of PROBE and of 3 * PROBE tokens with nothing cached. `wide`,
+    `narrow`:
+    additional peak bytes per cached token, for chunks of PROBE and of FEWEST tokens.
     """
     per_pair = max(0.0, (wide - narrow) / (PROBE - FEWEST))
     per_key = max(0.0, narrow - FEWEST * per_pair)
@@ -346,30 +387,37 @@ LEAST = 128
 
 
 class PrefillSpeed:
-    """Measured seconds per token of prefill, by ranges of positions. MLX thread only.
+    """Measured seconds per token of prefill, by range of positions. MLX thread only.
 
-    Unlike `Cost`, which plans the next chunk, it counts only chunks of requests. `paces` (seconds
-    per token by range) starts empty; see `resume`.
+    Unlike `Cost`, which plans the next chunk, it counts only chunks of requests. `paces` maps
+    ranges
+    (see `range_of`) to seconds per token and starts empty; `resume` adds earlier measurements.
     """
 
     def __init__(self) -> None:
         self.paces: dict[int, float] = {}
 
     def resume(self, paces: Mapping[int, float]) -> None:
-        """Add measurements of earlier servers; newer ones of this server are kept."""
+        """Add seconds per token, by range, that earlier runs of the server measured.
+
+        Ranges that this run has measured already keep their values.
+        """
         self.paces = {**paces, **self.paces}
 
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
-        """Add a chunk of `tokens`, fed after `cached` others, to the moving averages."""
+        """Add a chunk of `tokens` tokens, fed after `cached` ones, to the moving averages."""
         if tokens < LEAST or seconds <= 0:
             return
         average_pace(self.paces, tokens, seconds, cached)
 
     def seconds(self, tokens: int) -> float | None:
-        """Seconds for computing a prompt's first `tokens`; None without any measurement.
+        """Return the seconds for computing a prompt's first `tokens` tokens.
 
-        Ranges that were not measured count as the measured one before, which is faster, or as 0:
-        the result is never more than the time that reuse saved.
+        Returns None if nothing was measured. A range that was not measured counts like the nearest
+        measured
+        range before it, which is faster, or as 0. The result is therefore a lower bound of the time
+        that
+        reuse saves.
         """
         known = pace = None
         start, where = 0, 0
@@ -383,7 +431,7 @@ class PrefillSpeed:
 
 
 def gain_of(record: RequestRecord, speed: PrefillSpeed) -> Gain:
-    """The time and tokens that reuse saved in a request that is over."""
+    """Return the figures of an ended request, with the tokens and seconds that reuse saved."""
     first = record.timing.get("first_token_s")
     saved = speed.seconds(record.cached_tokens)
     figures = SessionFigures(

@@ -1,10 +1,10 @@
-"""Decoding: one pipelined step of a lineage in place, or of a batch of rows. MLX thread only.
+"""Decoding: one pipelined step of a single lineage in place, or of a batch of rows.
 
-When a token is handed out, the forward pass that feeds it is already running, so the KV always
-includes every token that was handed out.
+When a token is handed out, the forward pass that feeds it is already running. The KV therefore
+always includes every token that was handed out.
 
-Batches use mlx-lm's batch caches without its `BatchGenerator`, which copies the KV three times when
-a row joins, and drops the token sampled ahead when one leaves.
+Batches use mlx-lm's batch caches but not its `BatchGenerator`, which copies the KV three times when
+a row joins, and drops the token sampled ahead when a row leaves. MLX thread only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 
 
 class NonFiniteOutput(GenerationFailed):
-    """The model produced NaN or infinity, and its cache holds such values since then."""
+    """Error for a model that produced NaN or infinity, so that its cache may hold such values."""
 
     def __init__(self) -> None:
         super().__init__("The model produced NaN: nothing of this reply is kept.")
@@ -43,11 +43,17 @@ class NonFiniteOutput(GenerationFailed):
 class Row:
     """One sequence in a decoder: its sampler and processors, and the task that owns it.
 
-    `context`: all of its tokens so far, shape (n,), kept only if there are processors. `error`:
-    raised by its sampler or a processor; no token is drawn then. `drafted` and `accepted` count the
-    tokens that a draft model proposed, and those that the model drew too. `id`: the request's, for
-    the log. `guide`: restricts the draws; it has accepted every token that was handed out, and the
-    pending one too if `guided`. `steering`: a change of the guide that the decoder has not made.
+    `context`: all of its token ids so far, shape (n,), kept only if there are processors. `error`:
+    the
+    exception raised by its sampler, a processor or its guide; no further token is drawn. `drafted`
+    and
+    `accepted`: numbers of tokens that a draft model proposed, and that the model drew too. `id`:
+    the
+    request's id, for the log. `guide`: restricts the tokens that may be drawn. It has accepted
+    every
+    token that was handed out and, if `guided`, the pending token too. `steering`: a change of the
+    guide
+    that the decoder has not applied yet.
     """
 
     owner: Any
@@ -63,16 +69,19 @@ class Row:
     steering: Steering | None = None
 
     def steer(self, steering: Steering) -> None:
-        """Change the guide before the next token that it can still decide."""
+        """Schedule a change of the guide; it applies before the next undecided token."""
         self.steering = steering
 
     def steered(self, guide: Guide | None, newer: Sequence[int] = ()) -> Guide | None:
-        """The guide after a change that is due; `newer`: see `Steering`."""
+        """Return `guide` after the scheduled change, if there is one, and clear the change.
+
+        `newer`: drawn tokens that the guide has seen but that were not handed out yet.
+        """
         change, self.steering = self.steering, None
         return guide if change is None else change(guide, newer)
 
     def apply_steering(self) -> None:
-        """Make a change that is due; `guide` has accepted the tokens that were handed out."""
+        """Apply a scheduled change to `guide`, which has accepted all tokens handed out so far."""
         self.guide = self.steered(self.guide)
 
     def fail(self, error: Exception) -> None:
@@ -80,7 +89,7 @@ class Row:
         self.error = error
 
     def set_context(self, context: mx.array) -> None:
-        """Set all tokens so far, shape (n,)."""
+        """Set the row's token ids so far, shape (n,)."""
         self.context = context
 
     def set_draws(self, sampler: Sampler, context: mx.array | None) -> None:
@@ -88,17 +97,21 @@ class Row:
         self.sampler, self.context = sampler, context
 
     def allowed_after(self, token: int | None) -> Bitmask | None:
-        """The tokens that may follow `token`, the pending one; None: all.
+        """Return the mask of tokens that may follow the pending `token`; None allows all.
 
-        A second call for one token advances the guide no further. An exception in the guide fails
-        the row.
+        Advances the guide by `token`, but only once for each token. An exception in the guide fails
+        the
+        row.
         """
         if token is not None and not self.guided:
             self.guided = self.advance(self.guide, token)
         return self.allowed(self.guide)
 
     def allowed(self, guide: Guide | None) -> Bitmask | None:
-        """The mask of `guide`; an exception in it fails the row."""
+        """Return the mask of tokens that `guide` allows next; None allows all.
+
+        An exception in the guide fails the row, and None is returned.
+        """
         if guide is None or self.error is not None:
             return None
         try:
@@ -109,7 +122,11 @@ class Row:
             return None
 
     def advance(self, guide: Guide | None, token: int) -> bool:
-        """Advance `guide` by a drawn token; False if that failed, and with it the row."""
+        """Advance `guide` by a drawn token; return False if nothing was advanced.
+
+        That is the case if `guide` is None or the row has failed. An exception in the guide fails
+        the row.
+        """
         if guide is None or self.error is not None:
             return False
         try:
@@ -121,18 +138,18 @@ class Row:
         return True
 
     def note_drawn(self) -> None:
-        """Note that the next token is pending."""
+        """Note that a new token is pending, which the guide has not accepted yet."""
         self.guided = False
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
-        """Add to the counts of drafted and accepted tokens."""
+        """Add to the row's counts of drafted and accepted tokens."""
         self.drafted += drafted
         self.accepted += accepted
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A drawn token and its log-probabilities, shape (vocabulary,)."""
+    """A drawn token of `row` with its log-probabilities, shape (vocabulary,)."""
 
     row: Row
     token: int
@@ -140,10 +157,11 @@ class Drawn:
 
 
 class Decoder:
-    """Rows stepped together over `caches`: one lineage's own, or merged ones.
+    """Steps rows together over `caches`: the caches of a single lineage, or merged batch caches.
 
-    `waits`: a pass is built when the one before it has ended. Needed where a buffer that a running
-    pass still reads is copied before it is written to.
+    `waits`: build each pass only after the one before has ended. Needed on devices where a buffer
+    that
+    a running pass still reads would be copied before it is written to.
     """
 
     def __init__(self, model: Module, rows: list[Row], caches: Caches, *, waits: bool = False):
@@ -156,13 +174,16 @@ class Decoder:
         self.finite: mx.array | None = None
 
     def start(self, inputs: Sequence[int]) -> None:
-        """Feed each row's newest token, which is not in the KV yet, and start drawing the next."""
+        """Feed the newest token of each row and start drawing the next.
+
+        `inputs`: one token id per row, not in the KV yet.
+        """
         self._advance(mx.array(list(inputs), mx.int32))
 
     def step(self) -> list[list[Drawn]]:
-        """Hand out the pending tokens by row, and start the pass that feeds them.
+        """Return the pending tokens by row, and start the pass that feeds them.
 
-        An empty list for a row whose logits are not finite; that is its `error` then.
+        The list of a row is empty if its logits are not finite; its `error` is set then.
         """
         tokens, logprobs, finite = self.pending, self.logprobs, self.finite
         assert tokens is not None
@@ -180,9 +201,9 @@ class Decoder:
         return self._drawn(tokens, logprobs, finite)
 
     def joined(self, other: Decoder, caches: Caches) -> Decoder:
-        """A decoder of the rows of both over `caches`, which hold the rows in this order.
+        """Return a decoder with the rows of both decoders, in this order, over `caches`.
 
-        Raises ValueError unless both were started.
+        `caches` must hold the KV of all those rows. Raises ValueError if a decoder was not started.
         """
         both = Decoder(self.model, self.rows + other.rows, caches, waits=self.waits)
         both._set_pending(
@@ -193,26 +214,27 @@ class Decoder:
         return both
 
     def alone(self, row: int, caches: Caches) -> Decoder:
-        """A decoder of one row over `caches`, which hold that row up to now."""
+        """Return a decoder of one row over `caches`, which must hold all KV of that row."""
         own = Decoder(self.model, [self.rows[row]], caches, waits=self.waits)
         own._take(self, slice(row, row + 1))
         return own
 
     def keep(self, rows: list[int]) -> None:
-        """Drop all rows but these; the caller filters the caches."""
+        """Drop all rows except those with the given indices; the caller filters the caches."""
         self._take(self, mx.array(rows))
         self.rows = [self.rows[i] for i in rows]
 
     def _take(self, other: Decoder, rows: slice | mx.array) -> None:
-        """Copy the pending draws of `rows` from `other`."""
+        """Copy the pending tokens of the given `rows` of `other` to this decoder."""
         if other.pending is not None and other.logprobs is not None and other.finite is not None:
             self._set_pending(other.pending[rows], other.logprobs[rows], other.finite[rows])
 
     def _set_pending(self, pending: mx.array, logprobs: mx.array, finite: mx.array) -> None:
-        """Set the pending draws; on a device that defers its errors, begin to evaluate them.
+        """Set the pending tokens; evaluate them at once on a device that defers its errors.
 
-        Left to the next pass, they would fail with it, and so be confirmed later than the pass that
-        drew them. Nothing is changed if MLX fails.
+        Otherwise they would be evaluated with the next pass, and fail with it. Raises without
+        changing
+        anything if MLX fails.
         """
         if device.defers_errors():
             mx.async_eval(pending, logprobs, finite)  # type: ignore[no-untyped-call]
@@ -220,7 +242,7 @@ class Decoder:
 
     @property
     def writes(self) -> int:
-        """Most times that the next step writes to one buffer."""
+        """Maximum number of times that the next step writes to one buffer."""
         return 1
 
     def _drawn(self, tokens: mx.array, logprobs: mx.array, finite: mx.array) -> list[list[Drawn]]:
@@ -234,7 +256,7 @@ class Decoder:
         ]
 
     def _advance(self, inputs: mx.array) -> None:
-        """Feed `inputs`; the next draws are pending afterwards."""
+        """Feed the token ids `inputs`, one per row, and start drawing the next pending tokens."""
         logits = self.model(inputs[:, None], cache=self.caches)[:, -1, :]
         for row in self.rows:
             row.apply_steering()
@@ -256,7 +278,10 @@ class Decoder:
             row.note_drawn()
 
     def _restrict(self, logits: mx.array) -> mx.array:
-        """Apply the masks of the rows' guides, computed while the device computes `logits`."""
+        """Apply the masks of the rows' guides to `logits`.
+
+        The masks are computed on the CPU while the device computes `logits`.
+        """
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         after: list[int | None] = [None] * len(self.rows)
         if self.pending is not None:
@@ -269,7 +294,7 @@ class Decoder:
         return masked(logits, masks) if any(mask is not None for mask in masks) else logits
 
     def _draw(self, i: int, logprobs: mx.array) -> mx.array:
-        """Row `i`'s token, shape (1,). An exception in its sampler fails the row."""
+        """Draw the token of row `i`, shape (1,). An exception in its sampler fails the row."""
         row = self.rows[i]
         try:
             return row.sampler(logprobs[i : i + 1])
@@ -293,13 +318,19 @@ class Decoder:
 
 
 def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Log-probabilities of `logits`, shape (rows, vocabulary), and whether each row is finite."""
+    """Return the log-probabilities of `logits`, and a mask of the finite rows.
+
+    Shapes: `logits` and log-probabilities (rows, vocabulary), mask (rows,).
+    """
     sums = mx.logsumexp(logits, axis=-1, keepdims=True)
     return logits - sums, mx.isfinite(sums[:, 0])
 
 
 def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
-    """Apply the row's processors to `logits`. An exception in one fails the row."""
+    """Apply the row's processors to `logits` and return the result.
+
+    An exception in a processor fails the row.
+    """
     try:
         for process in row.processors:
             logits = process(context, logits)
@@ -310,7 +341,10 @@ def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
 
 
 def _joined(mine: mx.array | None, theirs: mx.array | None) -> mx.array:
-    """The arrays of two started decoders, concatenated. Raises ValueError otherwise."""
+    """Concatenate arrays of two decoders.
+
+    Raises ValueError if one of the decoders was not started, so that its array is None.
+    """
     if mine is None or theirs is None:
         raise ValueError("a decoder that was not started cannot be joined")
     return mx.concatenate([mine, theirs])

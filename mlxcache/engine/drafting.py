@@ -1,12 +1,12 @@
 """Speculative decoding of one lineage: a draft model proposes tokens, the model verifies them.
 
-The model's own draw decides at each position, so the reply is the one it would give alone, with a
-seed too. The draft draws with the same random key and processors, so the two draw the same token
-wherever their probabilities agree, at any temperature.
+The model's own draw decides at each position, so the reply is the same as without a draft model,
+also with a seed. The draft draws with the same random key and processors, so the two draw the same
+token wherever their probabilities agree, at any temperature.
 
 As in `Decoder`, the pass that feeds a token runs when the token is handed out. That pass includes
-drafted tokens, so the caches are ahead of the lineage until `settle` counts those that were
-accepted. MLX thread only.
+drafted tokens, so the caches are ahead of the lineage until `settle` counts the accepted ones. MLX
+thread only.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ log = logging.getLogger("mlxcache.engine")
 
 @dataclass(slots=True)
 class _Draws:
-    """The state of sampler, context and guide before the next draw.
+    """State of sampler, context and guide before the next draw.
 
-    A sampler changes with every draw, so each state has a copy of its own; a guide with every token
-    seen.
+    Each state has its own copy of the sampler, which every draw changes, and of the guide, which
+    every
+    token changes.
     """
 
     row: Row
@@ -52,10 +53,11 @@ class _Draws:
     mask: Bitmask | None = None
 
     def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, mx.array, _Draws]:
-        """Draw from `logits`, shape (1, vocabulary).
+        """Draw a token from `logits`, shape (1, vocabulary).
 
         Returns the token, shape (1,), its log-probabilities, whether they are finite, shape (1,),
-        and the state after it. An error of the sampler or a processor becomes the row's.
+        and the
+        state after the draw. An exception in the sampler or a processor fails the row.
         """
         sampler = copy(self.sampler)
         if self.context is not None:
@@ -73,9 +75,11 @@ class _Draws:
         return token, logprobs, finite, _Draws(self.row, sampler, self.context, self.guide)
 
     def seen(self, token: mx.array, *, drawn: bool = True) -> _Draws:
-        """The state with `token`, shape (1,), in the context; a guide advances by a drawn one.
+        """Return the state with `token`, shape (1,), appended to the context.
 
-        With a guide it waits for the token.
+        `drawn`: the token is part of the reply, so a guide advances by it. With a guide, this waits
+        until
+        the token is evaluated.
         """
         context, guide = self.context, self.guide
         if context is not None:
@@ -88,9 +92,13 @@ class _Draws:
 
 @dataclass(slots=True)
 class _Flight:
-    """One pass of the model: its draw at each position, and the state `after` each draw.
+    """One pass of the model in progress, with its draw at each position.
 
-    `drafted`: the proposed tokens that it was fed. `finite`: positions whose logits are finite.
+    `tokens`, `logprobs`: the drawn tokens and their log-probabilities. `finite`: whether the logits
+    of
+    each position are finite. `after`: the state after each draw. `drafted`: the proposed tokens
+    that
+    were fed.
     """
 
     tokens: mx.array
@@ -101,7 +109,7 @@ class _Flight:
 
 
 class DraftingDecoder(Decoder):
-    """One row, stepped in place over a lineage's caches with a pair of models."""
+    """Decoder of one row that runs a model and its draft model over a lineage's caches."""
 
     model: Pair
 
@@ -115,16 +123,18 @@ class DraftingDecoder(Decoder):
         self._unseen: list[int] = []  # drawn, and not fed to the draft yet
 
     def start(self, inputs: Sequence[int]) -> None:
-        """Feed the newest token, which is not in the KV yet, and draw the next one."""
+        """Feed the newest token, which is not in the KV yet, and start drawing the next one."""
         (newest,) = inputs
         self._launch(newest, 0, drawn=False)
 
     def settle(self) -> int:
-        """Wait for the pass in flight; returns how many of its drafted tokens were accepted.
+        """Wait for the pass in progress; return how many drafted tokens were accepted.
 
-        The caller truncates the caches to that many positions beyond the newest token handed out;
-        the next `step` hands out their tokens, and one more. Raises NonFiniteOutput if one of these
-        was drawn from logits that are not finite.
+        The caller must then truncate the caches to that many positions beyond the newest token
+        handed out.
+        The next `step` hands out the accepted tokens and one more. Raises NonFiniteOutput if one of
+        these
+        tokens was drawn from logits that are not finite.
         """
         if self._flight is None:
             return 0
@@ -147,7 +157,10 @@ class DraftingDecoder(Decoder):
         return right
 
     def propose(self, drafts: int) -> None:
-        """Draft `drafts` tokens for the next pass; the caches must have room for them."""
+        """Set the number of tokens to draft for the next pass.
+
+        The caches must have room for them.
+        """
         self._drafts = drafts
 
     @property
@@ -157,19 +170,22 @@ class DraftingDecoder(Decoder):
 
     @property
     def writes(self) -> int:
-        """Most times that the next step writes to one buffer: the draft is fed token by token."""
+        """Maximum number of times that the next step writes to one buffer.
+
+        The draft model is fed token by token, so this is the number of tokens to draft, at least 1.
+        """
         return max(1, self._drafts)
 
     def step(self) -> list[list[Drawn]]:
-        """Hand out the ready tokens, and start the pass that feeds the last one and new drafts."""
+        """Return the ready tokens; start a pass over the last of them and new drafts."""
         ready, self._ready = self._ready, []
         self._launch(ready[-1].token, self._drafts)
         return [ready]
 
     def _launch(self, newest: int, drafts: int, *, drawn: bool = True) -> None:
-        """Feed `newest` and `drafts` drafted tokens, and draw at each position.
+        """Draft `drafts` tokens, then feed `newest` and the drafted tokens in one pass.
 
-        `drawn`: `newest` is part of the reply.
+        The model draws at each position. `drawn`: `newest` is part of the reply, not of the prompt.
         """
         fed = mx.array([newest], mx.uint32)
         states = [self._draws.seen(fed, drawn=drawn)]

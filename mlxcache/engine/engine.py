@@ -1,6 +1,6 @@
-"""The asyncio facade of the engine: start, render, submit, figures, stop.
+"""The asyncio facade of the engine: start, render, submit, report figures, stop.
 
-Never calls MLX itself.
+It never calls MLX itself.
 """
 
 from __future__ import annotations
@@ -60,13 +60,19 @@ def _call_later(seconds: float, action: Callable[[], None]) -> Timer:
 
 
 class Engine:
-    """One model, served. Use from one event loop.
+    """One loaded model that serves requests. Use from one event loop.
 
-    `failure`: why the MLX thread died; `dead` is set then, and what was committed is being written.
-    `on_progress(what, share)` is called from other threads while the model loads (`share` from 0 to
-    1, or None), `on_request(record)` on the event loop when a request is over. `stall_s`: seconds
-    after which a reader that takes nothing loses its request. `awake`: keeps a Mac from sleep while
-    requests run; by default made from the settings.
+    `failure`: the error that ended the MLX thread, or None. When that thread ends, `dead` is set,
+    and
+    committed KV is still written to disk. `on_progress(what, share)` is called on other threads
+    while
+    the model loads; `share` is from 0 to 1, or None if unknown. `on_request(record)` is called on
+    the
+    event loop when a request is over. `stall_s`: seconds without reading after which a reader's
+    request
+    is cancelled. `awake`: prevents a Mac from sleeping while requests run; by default it is made
+    from
+    the settings.
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class Engine:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model. Raises ModelError or ConfigError where it cannot be served."""
+        """Load the model. Raises ModelError or ConfigError if it cannot be served."""
         self._loop = asyncio.get_running_loop()
         try:
             spec = await self._loop.run_in_executor(
@@ -111,23 +117,26 @@ class Engine:
         self.state = "ready"
 
     def _load(self, spec: load.ModelSpec | None) -> ModelRuntime:
-        """Load the model, and make its runtime. On the MLX thread."""
+        """Load the model and make its runtime. Runs on the MLX thread."""
         self._on_progress("loading the weights", None)
         loaded = load.load(spec or demo_spec(self.settings))
         return self.make_runtime(loaded)
 
     def make_runtime(self, loaded: load.Loaded) -> ModelRuntime:
-        """The runtime of a loaded model. On the MLX thread."""
+        """Make the runtime of a loaded model. Call on the MLX thread."""
         return ModelRuntime(loaded, self.settings, self._thread, self.submit, self._on_progress)
 
     def _serve(self) -> None:
-        """Run the scheduler until `stop`, then close the runtime. On the MLX thread."""
+        """Run the scheduler until `stop`, then close the runtime. Runs on the MLX thread."""
         assert self._runtime is not None
         self._runtime.scheduler.run()
         self._runtime.close(died=False)
 
     def _on_death(self, error: BaseException) -> None:
-        """Record the error that ended the MLX thread, and save what was committed. On it."""
+        """Record the error that ended the MLX thread, and write committed KV to disk.
+
+        Runs on the MLX thread.
+        """
         self.failure = f"The MLX thread died ({type(error).__name__}: {str(error)[:200]})."
         self._loop.call_soon_threadsafe(self._died, self.failure)
         if self._runtime is not None:
@@ -144,7 +153,7 @@ class Engine:
     async def stop(self, seconds: float = 8.0) -> None:
         """End every request and the MLX thread, waiting at most `seconds`.
 
-        Readers get the error at once, because the thread may be inside a long forward pass.
+        Readers get an error at once, because the thread may be inside a long forward pass.
         """
         if self.state == "ready":
             self.state = "stopped"
@@ -169,10 +178,13 @@ class Engine:
     async def render(
         self, chat: Chat, *, session: str | None = None, stop: Sequence[str] = ()
     ) -> Prompt:
-        """The prompt that `chat` renders to, made in a worker thread; `stop` ends the reply.
+        """Render `chat` to a prompt, in a worker thread.
 
-        Raises BadRequest or GenerationFailed where it cannot be made, ContextLengthExceeded
-        where it is far too long to be worth tokenising, NotReady before the model is loaded.
+        `stop`: strings that will end the reply. Raises BadRequest or GenerationFailed if the prompt
+        cannot
+        be made, ContextLengthExceeded if it is so long that it is not even tokenised, and NotReady
+        before
+        the model is loaded.
         """
         runtime, owner = self._ready(), OWNER.get()
 
@@ -183,14 +195,14 @@ class Engine:
         return await self._loop.run_in_executor(self._pool, make)
 
     async def render_text(self, text: str) -> Prompt:
-        """The prompt of plain `text`, without a template. Raises as `render`."""
+        """Return the prompt of plain `text`, without a chat template. Raises as `render`."""
         builder = self._ready().builders.of(None)  # a text is not remembered
         return await self._loop.run_in_executor(self._pool, _rendered, lambda: builder.text(text))
 
     def decode(self, prompt: Prompt) -> str:
-        """The text of a prompt of token ids, with control tokens.
+        """Return the text of a prompt of token ids, including control tokens.
 
-        Raises as `submit` does for a prompt that cannot be fed.
+        Raises as `submit` for a prompt that cannot be fed.
         """
         runtime = self._ready()
         runtime.check(prompt)
@@ -202,11 +214,11 @@ class Engine:
         return self._runtime
 
     async def submit(self, job: Job) -> Stream:
-        """Queue `job`, or join an identical request that is being computed.
+        """Queue `job`, or join an identical request in progress; return the stream of the reply.
 
-        Where the reply must follow a grammar, that is compiled first, in a worker thread.
-
-        Raises NotReady, QueueFull, TooMany, BadRequest or ContextLengthExceeded.
+        If the reply must follow a grammar, the grammar is compiled first, in a worker thread.
+        Raises
+        NotReady, QueueFull, TooMany, Busy, BadRequest, GenerationFailed or ContextLengthExceeded.
         """
         runtime, owner = self._ready(), OWNER.get()
         builder = runtime.builders.of(owner)
@@ -233,8 +245,9 @@ class Engine:
     async def _compile(self, job: Job, runtime: ModelRuntime) -> Guide | None:
         """Compile the grammar that the reply to `job` must follow, in a worker thread.
 
-        Raises BadRequest where it cannot be compiled, or not within `COMPILE_S`, Busy where others
-        are compiled for that long, GenerationFailed for an unexpected error.
+        Raises BadRequest if it cannot be compiled or takes more than `COMPILE_S` seconds, Busy if
+        it waits
+        that long for other grammars, and GenerationFailed for an unexpected error.
         """
         begun = threading.Event()
 
@@ -257,7 +270,7 @@ class Engine:
     def _begin(
         self, job: Job, record: RequestRecord, runtime: ModelRuntime, guide: Guide | None
     ) -> SharedReply:
-        """Submit `job` to the scheduler; return the reply for its readers."""
+        """Submit `job` to the scheduler; return the reply that readers can join."""
         keep = not self.settings.no_anticipate and runtime.next_turns.note_begin(job)
         scheduler = runtime.scheduler
         live = self._requests.add(
@@ -282,8 +295,9 @@ class Engine:
             runtime.prefix_loss.note_reply(live.task)
 
     def _end(self, live: LiveRequest) -> None:
-        """Account for a request that is over, in this order: table, prefix loss, records, next
-        turn.
+        """Remove a request that is over from the table and complete its record.
+
+        Then explains its prefix loss and, unless switched off, anticipates the next turn.
         """
         runtime, task = self._runtime, live.task
         if runtime is None or not self._requests.remove(live):
@@ -295,7 +309,10 @@ class Engine:
             runtime.next_turns.note_end(task, live.pieces, idle=not self._requests)
 
     async def call(self, action: Callable[[ModelRuntime], T]) -> T:
-        """The result of `action`, run on the MLX thread. Raises what it raises, and NotReady."""
+        """Run `action` on the MLX thread and return its result.
+
+        Raises what `action` raises, and NotReady before the model is loaded.
+        """
         runtime = self._ready()
         return await self._thread.ask(lambda: action(runtime))
 
@@ -303,26 +320,29 @@ class Engine:
 
     @property
     def info(self) -> ModelInfo | None:
-        """The served model; None until it is loaded."""
+        """Description of the served model; None until it is loaded."""
         return self._runtime.info if self._runtime is not None else None
 
     @property
     def tally(self) -> Tally:
-        """Counts of requests since the start."""
+        """Counts of the requests since the server started."""
         return self._records.tally
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the MLX thread last began a step, which takes seconds at most."""
+        """Seconds since the MLX thread last began a step.
+
+        A step normally takes a few seconds at most. 0 until the model is loaded.
+        """
         return self._thread.heartbeat.silent_s if self._runtime is not None else 0.0
 
     @property
     def sessions(self) -> SessionBook:
-        """The sessions. Raises NotReady before the model is loaded."""
+        """All sessions of the served model. Raises NotReady before the model is loaded."""
         return self._ready().book
 
     def figures(self) -> dict[str, Any]:
-        """The body of `GET /v1/cache`; empty until the model is loaded."""
+        """Return the response body of `GET /v1/cache`; empty until the model is loaded."""
         runtime = self._runtime
         if runtime is None:
             return {}
@@ -336,22 +356,24 @@ class Engine:
         }
 
     def requests(self) -> list[RequestRecord]:
-        """The owner's recent requests, newest first."""
+        """Return the records of recent requests of the current API key, newest first."""
         return self._records.all(OWNER.get())
 
     async def request(self, id: str) -> RequestRecord | None:
-        """One of the owner's recent requests, once its prefix loss is explained."""
+        """Return the record of one recent request of the current API key, or None.
+
+        Waits until the analysis of the request's prefix loss has ended.
+        """
         if self._runtime is not None:
             await self._runtime.prefix_loss.wait_for(id)
         return self._records.get(id, OWNER.get())
 
 
 def _rendered(make: Callable[[], T], what: str = "Rendering the prompt") -> T:
-    """The result of `make`; `what` names it in errors.
+    """Return the result of `make`; `what` describes the work in error messages.
 
-    Raises GenerationFailed for any unexpected error of a template, tokenizer or grammar.
-
-    A panic of the tokenizer's Rust code is a BaseException and no Exception.
+    Raises MlxcacheError unchanged and GenerationFailed for any other error. BaseException is caught
+    because a panic in the tokenizer's Rust code is not an Exception.
     """
     try:
         return make()

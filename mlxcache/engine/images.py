@@ -1,7 +1,7 @@
-"""Images in prompts: the embeddings fed in place of their tokens, and their cost in memory.
+"""Images in prompts: the embeddings that replace their tokens, and their memory cost.
 
-An image passes the vision tower whole, with the first chunk that needs it; its rows are kept until
-the last such chunk. MLX thread only.
+The vision tower processes each image as a whole, with the first chunk that needs the image. The
+resulting embedding rows are kept until the last such chunk. MLX thread only.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ MARGIN = 0.15
 
 @dataclass(frozen=True, slots=True)
 class ImageCost:
-    """Memory that images take, measured on the model, in bytes.
+    """Memory that images need, measured on the model, in bytes.
 
-    The vision tower takes `peak` for an image of `tokens`, and n ** `growth` times that for n times
-    as many tokens. `row_bytes`: one kept row. `pixel_bytes`: one token's pixels.
+    The vision tower needs `peak` bytes for an image of `tokens` tokens, and n ** `growth` times
+    that
+    for n times as many tokens. `row_bytes`: bytes of one embedding row. `pixel_bytes`: bytes of the
+    pixels behind one token.
     """
 
     tokens: int
@@ -41,13 +43,13 @@ class ImageCost:
     pixel_bytes: int
 
     def transient(self, tokens: int) -> int:
-        """Bytes that an image of `tokens` tokens takes while its rows are computed."""
+        """Return the temporary bytes of computing the rows of an image of `tokens` tokens."""
         times = tokens / self.tokens
         # what grows faster than by the number of tokens is, below a measured point, under a line
         return int(SAFETY * self.peak * times ** (self.growth if times > 1 else 1.0))
 
     def longest(self, room: int, most: int) -> int:
-        """Tokens, at most `most`, of the longest image that `room` bytes suffice for."""
+        """Return the tokens of the largest image that `room` bytes suffice for, at most `most`."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -55,18 +57,19 @@ class ImageCost:
         return low
 
     def kept(self, tokens: int, chunk: int) -> int:
-        """Bytes of a chunk's rows, of the images at its two ends, and of pixels.
+        """Return the bytes to set aside for embedding rows and pixels.
 
-        `tokens`: those of the longest image.
+        `tokens`: tokens of the largest image. `chunk`: tokens of a prefill chunk, which may have an
+        unfinished image at each end.
         """
         return self.row_bytes * (2 * tokens + 2 * chunk) + self.pixel_bytes * tokens
 
 
 def measure(vision: Vision, room: int) -> ImageCost | None:
-    """Measure the memory that images take, with larger and larger ones as long as `room` allows.
+    """Measure the memory that images need, with larger and larger ones as long as `room` allows.
 
-    An image is tried only if 4 times the memory of the one before fits into `room` bytes. Returns
-    None if the content of an image does not change what the model is fed.
+    An image is tried only if 4 times the memory of the image before fits into `room` bytes. Returns
+    None if the content of an image does not change the model's input.
     """
     noise = np.random.default_rng(0)
     points: list[tuple[int, int]] = []
@@ -91,9 +94,9 @@ def measure(vision: Vision, room: int) -> ImageCost | None:
 
 
 class Images:
-    """The embedding rows of the images of one task; memory is set aside for one task at a time.
+    """Embedding rows of the images of one task; memory is set aside for one task at a time.
 
-    `largest`: tokens of the largest image for which the memory suffices.
+    `largest`: tokens of the largest image that fits into the memory.
     """
 
     def __init__(self, vision: Vision, cost: ImageCost, largest: int):
@@ -104,16 +107,17 @@ class Images:
         self._rows: dict[int, mx.array] = {}
 
     def holder(self, tasks: Sequence[Task]) -> Task | None:
-        """The task that is in the middle of an image; None if none of `tasks` is.
+        """Return the task of `tasks` whose prefill is in the middle of an image, or None.
 
-        It should continue first: otherwise the rows of that image are computed again.
+        That task should continue first; otherwise the rows of its image must be computed again.
         """
         return self._task if self._task in tasks else None
 
     def inputs(self, task: Task, start: int, end: int) -> dict[str, mx.array]:
-        """The model's keyword arguments for positions [start, end): none without an image there.
+        """Return the model's extra keyword arguments for positions [start, end) of a task.
 
-        Else `input_embeddings`, shape (1, end - start, hidden).
+        Empty if there is no image in that range. Otherwise `input_embeddings`, shape
+        (1, end - start, hidden).
         """
         spans = [s for s in task.images if s.start < end and start < s.end]
         if self._task is not task:
@@ -140,7 +144,7 @@ class Images:
         return {"input_embeddings": embeddings}
 
     def drop_rows(self) -> None:
-        """Drop the kept rows: the device may have failed to compute them."""
+        """Drop all embedding rows, which a failed device may have computed wrongly."""
         self._task = None
         self._rows.clear()
 

@@ -1,7 +1,7 @@
-"""Keep a Mac from idle sleep while requests run, with macOS's own command caffeinate.
+"""Prevention of idle sleep on a Mac while requests run, with the macOS command caffeinate.
 
-Source: caffeinate(8). `-i` prevents idle sleep, but not that of the display or of a closed lid;
-`-w` ends the command with the server, however that ends.
+Source: caffeinate(8). The option `-i` prevents idle sleep, but not sleep of the display or after
+closing the lid. The option `-w` ends the command when the server process ends for any reason.
 """
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ CHECK_S = 1.0
 
 
 class Timer(Protocol):
-    """A call that is due later."""
+    """Handle of a call that is scheduled for later."""
 
     def cancel(self) -> None:
-        """Cancel the call."""
+        """Cancel the scheduled call."""
 
 
 class Process(Protocol):
-    """A command that was started."""
+    """Interface of a started command, as in `subprocess.Popen`."""
 
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal; None while the command runs."""
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
+        """Send SIGTERM to the command."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end. Raises subprocess.TimeoutExpired."""
+        """Wait up to `timeout` seconds for the command to end; return its exit status.
+
+        Raises subprocess.TimeoutExpired.
+        """
 
 
 Spawn = Callable[[Sequence[str]], Process]
@@ -51,18 +54,21 @@ CallLater = Callable[[float, Callable[[], None]], Timer]
 def spawn(command: Sequence[str]) -> Process:
     """Start a command without input and output. Raises OSError.
 
-    Python's own descriptors are closed on exec, so `close_fds` is left out: subprocess can then use
-    posix_spawn, which on macOS copies no page tables of a process with a large model.
+    `close_fds` is left out because Python's own descriptors are closed on exec anyway. This allows
+    subprocess to use posix_spawn, which on macOS does not copy the page tables of a process with a
+    large model.
     """
     null = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=null, stdout=null, stderr=null, close_fds=False)
 
 
 class KeepAwake:
-    """The one caffeinate of a server. Use on the event loop; calls block for milliseconds.
+    """Owner of the server's one caffeinate process. Use on the event loop.
 
-    `call_later` is that of the event loop. Does nothing unless `on` and on a Mac. A command that is
-    missing or fails causes one warning, and is not started again.
+    Does nothing unless `on` is true and the platform is macOS. `call_later` is the event loop's
+    method.
+    A command that is missing or fails causes one warning and is not started again. Calls block for
+    milliseconds at most.
     """
 
     def __init__(
@@ -80,7 +86,10 @@ class KeepAwake:
         self._end: Timer | None = None
 
     def note_running(self, requests: int) -> None:
-        """Start the command if requests run; end it `GRACE_S` after the last one."""
+        """Start the command if `requests` is positive; otherwise end it after `GRACE_S` seconds.
+
+        `requests`: number of requests in progress.
+        """
         if not self._usable:
             return
         if not requests:
@@ -93,7 +102,7 @@ class KeepAwake:
             self._start()
 
     def stop(self) -> None:
-        """End the command now and for good. May be called again."""
+        """End the command now and never start it again. May be called again."""
         self._release()
         self._usable = False
 
@@ -103,7 +112,7 @@ class KeepAwake:
             self._end = None
 
     def _release(self) -> None:
-        """End the command, and wait for its end."""
+        """Terminate the command and wait for its end."""
         self._cancel_end()
         self._check()
         process, self._process = self._process, None
@@ -125,7 +134,10 @@ class KeepAwake:
         self._call_later(CHECK_S, self._check)
 
     def _check(self) -> None:
-        """Handle a command that ended by itself; after a signal it may be started again."""
+        """Detect whether the command has ended by itself.
+
+        After an exit status it is not started again. After a signal it may be.
+        """
         status = self._process.poll() if self._process is not None else None
         if status is None:
             return

@@ -1,8 +1,8 @@
 """Lanes: a lineage stepped in place, or rows of similar length stepped as a batch.
 
-A batch holds padded copies of its rows' KV. Every few steps the new positions are appended to the
-rows' own lineages, so they can be committed at any time, and each row can leave the batch.
-MLX thread only.
+A batch holds padded copies of its rows' KV. Every few steps its new positions are appended to the
+rows' own lineages. The lineages can therefore be committed at any time, and each row can leave the
+batch. MLX thread only.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ DRAFTS = 3
 class Lane:
     """A decoder and its tasks, one task per row, in the order of the rows.
 
-    `batched`: the rows share a batch. For a batch, `bytes` are reserved in the budget, and its
-    buffers have room for `capacity` positions.
+    If `batched`, the rows share a batch: `bytes` are reserved for it in the budget, and its buffers
+    have room for `capacity` positions.
     """
 
     decoder: Decoder
@@ -57,18 +57,18 @@ class Lane:
 
     @property
     def steady(self) -> bool:
-        """True if a failed step can be repeated, as its token is still pending."""
+        """True if a failed step can be repeated, because its token is still pending."""
         return self.decoder.pending is not None
 
     def length(self) -> int:
-        """Positions of the longest row."""
+        """Return the number of positions of the longest row."""
         return max(t.held.length + t.behind for t in self.tasks)
 
 
 def solo(model: Any, task: Task, *, waits: bool = False) -> Lane:
-    """A lane that appends to the task's own lineage; feeds the prompt's last token.
+    """Start a lane of one task over the task's own lineage, and feed the prompt's last token.
 
-    `waits`: see `Decoder`.
+    `waits`: each step is built only after the one before has ended; see `Decoder`.
     """
     assert task.output is not None
     lineage, row = task.held.lineage, task.output.row
@@ -84,9 +84,9 @@ def solo(model: Any, task: Task, *, waits: bool = False) -> Lane:
 
 
 class Lanes:
-    """All lanes, and the rules for sharing one.
+    """All lanes, and the rules for joining them into batches and splitting them.
 
-    `cost`: what decoding costs on this device. `drafts`: tokens proposed at once by a draft model.
+    `cost`: costs of decoding on this device. `drafts`: tokens that a draft model proposes at once.
     """
 
     def __init__(
@@ -108,18 +108,21 @@ class Lanes:
         return sum(len(lane.tasks) for lane in self.all)
 
     def find(self, task: Task) -> Lane | None:
-        """The lane of `task`, or None."""
+        """Return the lane of `task`, or None."""
         return next((lane for lane in self.all if task in lane.tasks), None)
 
     # -- joining -----------------------------------------------------------------------------
 
     def enter(self, task: Task) -> None:
-        """Start decoding a prefilled task, in a lane of its own."""
+        """Start decoding a prefilled task in a lane of its own."""
         self.all.append(solo(self.model, task, waits=self._cost.waits))
         self._changed = True
 
     def gather(self) -> None:
-        """Join lanes of one row and similar length into batches, all at once: each join copies."""
+        """Join lanes of single rows of similar length into batches.
+
+        All rows join in one operation, because each join copies the KV of the batch.
+        """
         if not (self.can_batch and self._changed):
             return
         self._changed = False
@@ -129,7 +132,10 @@ class Lanes:
                 new = new[: len(new) // 2]
 
     def _company(self, lane: Lane) -> list[Lane]:
-        """Lone rows that can share a batch with `lane`, the nearest in length first."""
+        """Return the lanes of single rows that can share a batch with `lane`.
+
+        The lane nearest in length comes first.
+        """
         if not lane.batched and lane.tasks[0].behind:
             return []
         lone = [ln for ln in self.all if not (ln is lane or ln.batched or ln.tasks[0].behind)]
@@ -142,10 +148,11 @@ class Lanes:
         return found
 
     def _worthwhile(self, lengths: list[int], new: int) -> bool:
-        """True if a row of `new` positions should join a lane whose rows have `lengths`.
+        """Return whether a row of `new` positions should join rows of the given `lengths`.
 
-        Either the padding is small, or one joint step reads fewer bytes than two separate ones:
-        more padding, but the weights only once.
+        That is so if the padding is small, or if one joint step reads fewer bytes than two separate
+        steps:
+        padding adds bytes, but the weights are read only once.
         """
         longer = [*lengths, new]
         if max(longer) * len(longer) <= PADDING * sum(longer):
@@ -155,7 +162,10 @@ class Lanes:
         return more <= PADDING * row(new) + self._cost.shared_bytes and self._cost.shared_bytes > 0
 
     def _merge(self, lane: Lane, new: list[Lane]) -> bool:
-        """Join `new` to `lane`; False, with nothing changed, without room or if MLX fails."""
+        """Join the lanes `new` to `lane`; return False if there is no memory or MLX fails.
+
+        Nothing is changed then. Raises if the device failed.
+        """
         count = len(lane.tasks) + len(new)
         capacity = max(lane.capacity, *(ln.length() for ln in (lane, *new)))
         capacity += 0 if lane.batched else rows.STEP
@@ -190,7 +200,7 @@ class Lanes:
     # -- stepping ----------------------------------------------------------------------------
 
     def step(self, lane: Lane) -> list[list[Drawn]]:
-        """Draw one token or several for every row. Call `make_ready` before."""
+        """Draw one token or more for every row. Call `make_ready` before."""
         if not lane.batched:
             lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
         drawn = lane.decoder.step()
@@ -199,9 +209,10 @@ class Lanes:
         return drawn
 
     def make_ready(self, lane: Lane) -> bool:
-        """Make room for one more step; False if a lane of one row gets none.
+        """Reserve memory for one more step; return False if a lane of one row gets none.
 
-        A batch without room is split into lanes of one row, and removed.
+        A batch that gets no memory is removed and split into lanes of one row; the result is then
+        True.
         """
         if lane.batched:
             if not self._has_room(lane):
@@ -223,9 +234,11 @@ class Lanes:
         return True
 
     def _settle(self, task: Task, decoder: DraftingDecoder) -> bool:
-        """Keep the accepted drafts, and make room for the next ones, or for at least one token.
+        """Count the accepted drafts of the last pass, and reserve memory for the next pass.
 
-        Drafts no more tokens than the reply may still have.
+        Proposes no more tokens than the reply may still have, and none if memory is short. Returns
+        False if
+        there is no memory even for one token.
         """
         lease, lineage = task.held, task.held.lineage
         lineage.truncate(lineage.length + decoder.settle())
@@ -238,7 +251,10 @@ class Lanes:
         return True
 
     def _has_room(self, lane: Lane) -> bool:
-        """Reserve a batch's next step, in the batch and in its rows' own lineages."""
+        """Reserve a batch's next step, in the batch and in its rows' own lineages.
+
+        Returns False if memory is short.
+        """
         for task in lane.tasks:
             length = task.held.length + task.behind
             if not self.kv.extend(task.held, length + 1):
@@ -256,7 +272,7 @@ class Lanes:
         return True
 
     def _sync(self, lane: Lane) -> None:
-        """Append a batch's new positions to its rows' lineages, where there is room."""
+        """Append a batch's new positions to those of its rows' lineages that have room."""
         for i, task in enumerate(lane.tasks if lane.batched else []):
             lineage, count = task.held.lineage, task.behind
             if count and lineage.length + count <= max(lineage.capacity, not self.layout.specs):
@@ -265,7 +281,7 @@ class Lanes:
                 lineage.restore(tuple(slot.state for slot in opaque))
 
     def sync(self, task: Task) -> None:
-        """Bring a task's lineage up to date with its batch."""
+        """Append the positions that a task's batch has computed to the task's lineage."""
         lane = self.find(task)
         if lane is not None:
             self._sync(lane)
@@ -273,7 +289,7 @@ class Lanes:
     # -- leaving -----------------------------------------------------------------------------
 
     def leave(self, lane: Lane, gone: list[Task]) -> None:
-        """Take tasks out of a lane, their lineages up to date."""
+        """Remove tasks from a lane, after bringing their lineages up to date."""
         self._changed = True
         keep = [i for i, task in enumerate(lane.tasks) if task not in gone]
         try:
@@ -293,7 +309,10 @@ class Lanes:
         mx.clear_cache()
 
     def _narrow(self, lane: Lane, keep: list[int]) -> bool:
-        """Keep only the rows `keep` of a batch; False where there is no room for the copies."""
+        """Keep only the rows with indices `keep` of a batch.
+
+        Returns False, with nothing changed, if there is no memory for the copies.
+        """
         if not self.kv.ram.has_passing(2 * len(keep) * lane.capacity * self.layout.widest):
             return False
         longest = lane.length()
@@ -306,7 +325,10 @@ class Lanes:
         return True
 
     def drop_all(self) -> None:
-        """Drop every lane and its batch, because no pending token can be trusted."""
+        """Drop every lane and its batch after a device error.
+
+        Their pending tokens may be wrong.
+        """
         for lane in self.all:
             self.kv.budget.release("batch", lane.bytes)
         self.all = []

@@ -1,4 +1,4 @@
-"""Detection of a reply that repeats itself exactly and without end."""
+"""Detection of replies that repeat the same tokens without end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ in names, a hex dump, in addresses. The loops that models fall into do not end b
 
 
 def _required() -> npt.NDArray[np.int32]:
-    """Tokens that must equal the one a period before them, by period from 1."""
+    """Return, for each period from 1, how many tokens must repeat to count as a loop.
+
+    A token repeats if it equals the token one period earlier. Shape (`LONGEST`,).
+    """
     period = np.arange(1, LONGEST + 1, dtype=np.int32)
     often = np.maximum(OFTEN * period, OFTEN_TOKENS)
     seldom = np.maximum(SELDOM * period, SELDOM_TOKENS)
@@ -35,24 +38,28 @@ _REQUIRED = _required()
 
 
 class LoopGuard:
-    """Watches one reply for loops of any period up to `LONGEST`, a block of tokens at a time.
+    """Detects loops of any period up to `LONGEST` tokens in one reply.
 
-    Takes constant time and space, some microseconds per token. `period`: tokens of the loop that
-    was found, 0 before.
+    The reply is checked in blocks of `BLOCK` tokens. Constant memory, and some microseconds per
+    token.
+    `period`: number of tokens in the detected loop, or 0.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the reply so far."""
+        """Forget all tokens of the reply so far."""
         self.period = 0
         self._new: list[int] = []
         self._recent = np.full(BLOCK + LONGEST, -1, np.int32)  # the newest first
         self._runs = np.zeros(LONGEST + 1, np.int32)  # by period: newest tokens that repeat
 
     def add(self, token: int) -> bool:
-        """Add the reply's next token; True if the reply is a loop, at most `BLOCK` tokens late."""
+        """Add the reply's next token; return True if the reply is a loop.
+
+        A loop is detected at most `BLOCK` tokens late.
+        """
         self._new.append(token)
         if len(self._new) < BLOCK:
             return False
@@ -62,7 +69,10 @@ class LoopGuard:
         return self._count()
 
     def _count(self) -> bool:
-        """Compare the newest block with the tokens one period earlier, for every period."""
+        """Compare the newest block with the tokens one period earlier, for every period.
+
+        Returns whether a loop was found, and sets `period`.
+        """
         block, earlier = self._recent[:BLOCK], sliding_window_view(self._recent, BLOCK)
         (periods,) = np.nonzero(self._recent[: LONGEST + 1] == block[0])
         periods = periods[1:]  # 0 is the newest token itself

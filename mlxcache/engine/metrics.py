@@ -46,7 +46,12 @@ KINDS: tuple[Reuse, ...] = ("cold", "warm", "restored")
 
 
 def reuse_of(record: RequestRecord) -> Reuse:
-    """Source of most of a request's prompt: the one definition of cold, warm and restored."""
+    """Return whether a request was cold, warm or restored.
+
+    The result depends on how much of the prompt was cached, and whether any of it came from disk.
+    All
+    other code uses this function.
+    """
     cached = record.cached_tokens
     if cached <= MIN_REUSED_TOKENS or cached < MIN_REUSED_SHARE * record.prompt_tokens:
         return "cold"
@@ -55,7 +60,12 @@ def reuse_of(record: RequestRecord) -> Reuse:
 
 @dataclass(slots=True)
 class Times:
-    """A histogram of durations. `counts` are by range, the last one beyond the last of `bounds`."""
+    """A histogram of durations in seconds.
+
+    `counts[i]` is the number of durations up to `bounds[i]` and above the bound before; the last
+    count
+    is for durations above all bounds. `total_s`: the sum of all durations.
+    """
 
     bounds: ClassVar[tuple[float, ...]] = SECONDS
     counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
@@ -68,12 +78,12 @@ class Times:
 
     @property
     def count(self) -> int:
-        """Number of durations."""
+        """Number of durations counted."""
         return sum(self.counts)
 
     @property
     def average(self) -> float | None:
-        """Mean in seconds; None without any."""
+        """Mean duration in seconds; None if nothing was counted."""
         return self.total_s / self.count if self.count else None
 
 
@@ -87,11 +97,13 @@ def _by_kind() -> dict[Reuse, Times]:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of requests that are over, refused and joined ones included. Event loop only.
+    """Counts of ended requests, including refused and joined ones. Event loop only.
 
-    `outcomes` are by API and status. `first_token` and `whole`: times from a client's request to
-    its first token and to its end. `stages` are seconds. `losses` are by reason and cause,
-    `lost_tokens` by reason. `repetitions`: replies ended because they repeated themselves.
+    `outcomes` counts by API and status. `joined`: requests that shared the computation of another.
+    `first_token` and `whole`: times from a client's request to its first token and to its end, by
+    whether it was cold, warm or restored. `stages`: total seconds by stage. `losses` counts prefix
+    losses by reason and cause, `lost_tokens` their tokens by reason. `repetitions`: replies ended
+    because they repeated themselves.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -133,7 +145,7 @@ MAX_RECORDS = 1000
 
 
 class Records:
-    """The latest requests' records by id, and the tally of all. Use on the event loop.
+    """Records of the latest requests by id, and the tally of all. Use on the event loop.
 
     `on_over(record)` is called for each request that is over.
     """
@@ -144,7 +156,10 @@ class Records:
         self._kept: LRU[str, RequestRecord] = LRU(MAX_RECORDS)
 
     def begin(self, job: Job) -> RequestRecord:
-        """Make the record of a request that has just come. The oldest record is dropped."""
+        """Make the record of a request that has just arrived.
+
+        Beyond `MAX_RECORDS` records the oldest one is dropped.
+        """
         record = RequestRecord(
             id=job.id,
             session=job.session,
@@ -171,18 +186,23 @@ class Records:
         self.end(record)
 
     def all(self, owner: str | None) -> list[RequestRecord]:
-        """An owner's records, newest first."""
+        """Return an owner's records, newest first."""
         return [record for record in reversed(self._kept.values()) if record.owner == owner]
 
     def get(self, id: str, owner: str | None) -> RequestRecord | None:
-        """One of an owner's records, or None."""
+        """Return the record of request `id` if it belongs to `owner`, else None."""
         found = self._kept.peek(id)
         return found if found is not None and found.owner == owner else None
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all requests that were admitted. MLX thread only."""
+    """Sums over all requests that were admitted. MLX thread only.
+
+    `requests`: counts by reuse. `tokens`: tokens by kind. `canonicalised`: number of requests that
+    each
+    rule changed. `sessions`: their labels. `saved`: tokens and seconds that reuse saved clients.
+    """
 
     requests: dict[str, int] = field(
         default_factory=lambda: {"total": 0, "warm": 0, "restored": 0, "cold": 0}
@@ -197,7 +217,7 @@ class Totals:
     saved: dict[str, float] = field(default_factory=lambda: {"tokens": 0, "seconds": 0.0})
 
     def add(self, record: RequestRecord, speed: PrefillSpeed) -> Gain:
-        """Count a request that is over; returns the time and tokens that its reuse saved."""
+        """Count a request that is over; return the time and tokens that its reuse saved."""
         gain = gain_of(record, speed)
         self.requests["total"] += 1
         self.requests[reuse_of(record)] += 1
@@ -214,13 +234,18 @@ class Totals:
 
 
 class Figures:
-    """The body of `GET /v1/cache`: made on the MLX thread, read as a finished value from any other.
+    """Maker of the response body of `GET /v1/cache`.
 
-    `ram` is what the prefix tree holds, of the budget; `active_bytes` what lineages hold beyond it;
-    `mlx` what MLX itself counts, weights included. `canonicalised`: requests in which each rule
-    changed something. `saved`: seconds that computing so many of the cached tokens would have
-    taken, at the measured speed of prefill. `anticipated`: tokens computed for turns that had not
-    come, and those of them that a request reused.
+    It is made on the MLX thread; any thread may read the finished dictionary in `latest`. Some
+    fields:
+    `ram` is the part of the budget that the prefix tree takes, and `active_bytes` what lineages
+    take
+    beyond it. `mlx` is memory as MLX itself counts it, including the weights. `canonicalised`:
+    number
+    of requests that each rule changed. `saved`: cached tokens, and the seconds that computing them
+    would have taken at the measured speed of prefill. `anticipated`: tokens computed in advance,
+    and
+    the number of those that requests reused.
     """
 
     def __init__(self, kv: KVCache, totals: Totals, idle_prefill: IdlePrefill):
@@ -230,7 +255,7 @@ class Figures:
         self._idle_prefill = idle_prefill
 
     def publish(self) -> None:
-        """Make the current figures visible to other threads. MLX thread only."""
+        """Replace `latest` by the current figures, for other threads to read. MLX thread only."""
         totals, ahead = self._totals, self._idle_prefill
         self.latest = self._kv.figures() | {
             "disk": {"used_bytes": 0, "limit_bytes": 0},
@@ -246,10 +271,10 @@ class Figures:
 
 
 def with_disk(figures: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
-    """`figures` with the disk tier's.
+    """Return `figures` with those of the disk tier added.
 
-    `written_per_cached_token` is the wear: bytes written to disk since the start for each prompt
-    token that was reused.
+    `written_per_cached_token` measures wear: bytes written to disk since the start, divided by the
+    prompt tokens that were reused. It is None if none were.
     """
     if not figures:
         return figures

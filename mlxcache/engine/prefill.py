@@ -51,11 +51,12 @@ DECODING_S = 0.4
 
 
 class PrefillDecodeBalance:
-    """Divides the thread's time: decoding gets a little more than prefill, except during a short
-    burst.
+    """Divides the MLX thread's time between prefill and decoding.
 
-    `owed`: seconds of decoding that are owed to replies, about the burst's bound plus one chunk at
-    most. `round_s`: seconds of a round of decoding, a moving average.
+    Decoding gets a little more time than prefill, except during a burst: prefill that will end soon
+    goes first, so that its replies can be decoded together. `owed`: seconds of decoding due to
+    replies, limited to about the longest burst plus one chunk. `round_s`: seconds of one round of
+    decoding, a moving average.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -66,11 +67,17 @@ class PrefillDecodeBalance:
         self._round_at = clock()
 
     def begin(self, *, decoding: bool) -> None:
-        """Begin a prefill after a pause; `decoding`: a reply would notice a burst."""
+        """Begin a prefill after a time without any.
+
+        `decoding`: replies are being decoded, so only a short burst of prefill may delay them.
+        """
         self._bound = BURST_S if decoding else ARRIVAL_S
 
     def prefill(self, chunk: Callable[[], None], *, owing: bool = True) -> None:
-        """Run one chunk; with `owing` (a reply waits), add its share of the time to `owed`."""
+        """Run one chunk of prefill.
+
+        `owing`: replies wait for the chunk, so time for decoding is added to `owed`.
+        """
         if not owing:
             self.owed = 0.0
         began = self._clock()
@@ -79,21 +86,33 @@ class PrefillDecodeBalance:
             self.owed += DECODE_SHARE * (self._clock() - began)
 
     def note_reply(self, chunk_s: float) -> None:
-        """Record that a reply begins: it decodes before the next chunk, about `chunk_s` long."""
+        """Record that a reply begins: it may decode before the next chunk of prefill.
+
+        `chunk_s`: expected seconds of that chunk.
+        """
         self.owed = max(self.owed, DECODE_SHARE * chunk_s)
 
     def due(self, left_s: float) -> float:
-        """Seconds of decoding that are due now; prefill has about `left_s` seconds left."""
+        """Return the seconds of decoding that are due now, negative if none are.
+
+        `left_s`: expected seconds of the remaining prefill. If that is 0, `owed` is reset.
+        """
         if not left_s:
             self.owed = 0.0
         return self.owed - (self._bound if left_s <= self._bound else 0.0)
 
     def may_wait(self, due: float) -> bool:
-        """True if decoding can wait for another chunk."""
+        """Return whether decoding can wait for another chunk of prefill.
+
+        `due`: result of `due`.
+        """
         return due <= 0 and self._clock() - self._round_at < STALL_S
 
     def decode(self, run_round: Callable[[], None], due: float, more: Callable[[], bool]) -> None:
-        """Run rounds for `due` seconds, at least one, while there is `more`; reduces `owed`."""
+        """Run rounds of decoding for `due` seconds, and subtract their time from `owed`.
+
+        Runs at least one round, and stops once `more()` is false.
+        """
         began = self._clock()
         run_round()
         rounds = 1
@@ -108,7 +127,12 @@ class PrefillDecodeBalance:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on requests: how many at once; tokens of a chunk and of a context; bytes of a pass."""
+    """Limits of the engine.
+
+    `concurrency`: requests in progress at once. `prefill_chunk`: tokens of a chunk. `context`:
+    tokens
+    of prompt and reply. `transient`: bytes of temporary memory of a forward pass.
+    """
 
     concurrency: int
     prefill_chunk: int
@@ -117,7 +141,7 @@ class Limits:
 
 
 class Prefill:
-    """Feeds chunks of prompts and commits them. `images` None: the model takes none."""
+    """Feeds prompts in chunks and commits them. `images` is None if the model takes no images."""
 
     def __init__(
         self,
@@ -137,10 +161,11 @@ class Prefill:
         self._most: dict[int, int] = {}
 
     def choose(self, tasks: list[Task]) -> Task:
-        """Choose the task of the next chunk: the one with the fewest remaining tokens.
+        """Return the task whose chunk is fed next: the one with the fewest remaining tokens.
 
-        Each time that a task is skipped, it counts as two chunks shorter. A task in the middle of
-        an image continues until the image's end.
+        So that no task waits forever, each time a task is skipped it counts as two chunks shorter.
+        A task
+        in the middle of an image continues until the end of the image.
         """
         if self._images is not None and (holder := self._images.holder(tasks)) is not None:
             return holder
@@ -151,14 +176,14 @@ class Prefill:
         return chosen
 
     def left_s(self, tasks: list[Task]) -> float:
-        """Seconds that the rest of `tasks`' prompts takes, at the speed of short prompts."""
+        """Return the expected seconds of the rest of the tasks' prompts, at the average speed."""
         return sum(task.remaining for task in tasks) / self.cost.rate
 
     def feed_chunk(self, task: Task, seconds: float) -> None:
-        """Feed one chunk that takes about `seconds`, and commit it.
+        """Feed one chunk of about `seconds` seconds, and commit it.
 
-        Raises GenerationFailed where the model's cache does not grow by the number of tokens fed,
-        and NonFiniteOutput where the new KV is not finite; nothing of the chunk is committed then.
+        Raises GenerationFailed if the model's cache does not grow by the number of tokens fed, and
+        NonFiniteOutput if the new KV is not finite. Nothing of the chunk is committed then.
         """
         if task.remaining > 0:
             self._feed(task, self._size(task, seconds))
@@ -204,19 +229,21 @@ class Prefill:
 
     @property
     def confirmed(self) -> bool:
-        """True if the device has computed every chunk so far."""
+        """True if the device is known to have computed every chunk fed so far."""
         return self._feeding is None
 
     def note_confirmed(self) -> None:
-        """Note that the device has computed every chunk so far."""
+        """Note that the device has computed every chunk fed so far."""
         self._feeding = None
 
     def note_device_error(self) -> None:
-        """Feed shorter chunks from the position of the failed chunk on, if there was one.
+        """After a device error, feed shorter chunks from the failed chunk's position on.
 
-        The system ends passes that hold the display up for too long, and a shorter pass takes less
-        memory. Remembered while the model is loaded. Kept rows of images, which may be wrong, are
-        dropped.
+        The operating system ends passes that block the display for too long; a shorter pass also
+        takes less
+        memory. The limit holds while the model is loaded. Embedding rows of images are dropped
+        because they
+        may be wrong. Without a chunk in progress only the rows are dropped.
         """
         if self._feeding is not None:
             at, size = self._feeding
@@ -231,7 +258,12 @@ class Prefill:
             self._images.drop_rows()
 
     def _forward(self, ids: Tokens, lineage: Lineage, images: Mapping[str, mx.array]) -> None:
-        """Feed `ids`. The last pass is not evaluated: its logits are not used."""
+        """Feed token ids `ids`, shape (n,), in one pass or several.
+
+        `images`: extra keyword arguments of the model. The last pass is not evaluated here, because
+        its
+        logits are not used.
+        """
         caches = lineage.caches
         step = self.cost.step(len(ids))
         for start in range(0, len(ids), step):

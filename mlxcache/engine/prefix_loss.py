@@ -1,4 +1,4 @@
-"""Prefix loss: why a request could not reuse a prefix, analysed in a thread of its own."""
+"""Prefix loss: analysis, in a thread of its own, of why a request could not reuse a prefix."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _AROUND = (12, 40)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A request's reuse: `cached` tokens were reused, `matched` are in RAM, reusable or not.
+    """Reuse of a prompt in tokens: `cached` were reused, `matched` are in RAM, reusable or not.
 
-    `damaged`: files of the prefix failed verification.
+    `damaged`: files that hold parts of the prefix failed verification.
     """
 
     cached: int
@@ -43,11 +43,12 @@ class Found:
 
 
 class PrefixLossReporter:
-    """Fills in `RequestRecord.lost`: why a prefix was not reused. Use on the event loop.
+    """Fills in `RequestRecord.lost`: the reason why a prefix was not reused. Use on the event loop.
 
-    The cost of a loss is an estimate until the prompt is computed, then its share of the measured
-    time. `rate()`: prefill tokens per second as measured last. `shared_with_sessions`: see
-    `SessionBook.shared_with_sessions`; it is called on this reporter's thread.
+    The cost of a loss is an estimate until the prompt is computed, and then its share of the
+    measured
+    time. `rate()` returns the prefill tokens per second last measured. `shared_with_sessions` is
+    `SessionBook.shared_with_sessions`, called on this reporter's thread.
     """
 
     def __init__(
@@ -63,7 +64,10 @@ class PrefixLossReporter:
         self._open: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
 
     def note_admission(self, task: Task, event: Admitted) -> None:
-        """Begin to explain a loss, if the prompt lost enough."""
+        """Start to explain the prefix loss of a request that was just admitted.
+
+        Does nothing if few tokens must be computed, or if the request is not compared with others.
+        """
         if event.prompt_tokens - event.cached_tokens <= LEAST_LOSS or not is_explained(task.job):
             return
         damaged = task.lookup is not None and task.lookup.failed
@@ -94,7 +98,7 @@ class PrefixLossReporter:
             _set_cost(record, record.timing.get("prefill_s"))
 
     def note_end(self, task: Task, then: Callable[[], None]) -> None:
-        """Keep a finished request's prompt for comparison with later ones, then call `then`.
+        """Keep an ended request's prompt for comparison with later ones, then call `then`.
 
         If the request's own prefix loss is still being analysed, `then` is called after that.
         """
@@ -117,12 +121,12 @@ class PrefixLossReporter:
             answer.add_done_callback(explained)
 
     async def wait_for(self, id: str) -> None:
-        """Wait until the loss of a request is explained, if that is in progress."""
+        """Wait until the loss of request `id` is explained, if the analysis is in progress."""
         if (answer := self._open.get(id)) is not None:
             await asyncio.wait({answer})
 
     def close(self) -> None:
-        """Explain nothing more."""
+        """Cancel the queued analyses and stop the thread without waiting for it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # -- on the reporter's thread ------------------------------------------------------------------
@@ -155,7 +159,10 @@ class PrefixLossReporter:
         return self._parted(explanation, again - reuse.cached)
 
     def _unknown(self, job: Job, side: Side, reuse: Found) -> dict[str, Any]:
-        """Explain the loss of a prompt unlike any since the start, by the sessions on disk."""
+        """Explain the loss of a prompt that resembles no earlier one since the server started.
+
+        It is compared with the sessions on disk.
+        """
         cached, label = reuse.cached, job.session
         known = self._shared_with_sessions(label, side.ids) if label else []
         own, most = max(known, key=lambda found: (found[1], found[0]), default=(True, 0))
@@ -193,14 +200,20 @@ class PrefixLossReporter:
 
 
 def is_explained(job: Job) -> bool:
-    """True if a request is compared with others: if it was rendered from a conversation."""
+    """Return whether prefix losses of a request are analysed.
+
+    That is the case for requests rendered from a conversation, except those that only warm the
+    cache.
+    """
     return job.prompt.source is not None and job.api != WARMING
 
 
 def _set_cost(record: RequestRecord, spent: float | None) -> None:
-    """Set the cost of a loss: its share of the seconds that the prompt took, if known.
+    """Set the seconds that a loss cost: its share of `spent`, the seconds of the prefill.
 
-    In a new dictionary, as readers of the record compare it with the one before.
+    Does nothing if there is no loss or `spent` is None. `record.lost` becomes a new dictionary,
+    because
+    readers compare it with the earlier one.
     """
     if record.lost is not None and spent is not None:
         share = min(1.0, record.lost["lost_tokens"] / max(1, record.fed_tokens))
@@ -208,7 +221,10 @@ def _set_cost(record: RequestRecord, spent: float | None) -> None:
 
 
 def _gone(reuse: Found, kept: int) -> tuple[str, str]:
-    """Reason and cause where a computed prefix is missing although the text is the same."""
+    """Return the reason and cause for a missing prefix that was computed from the same text.
+
+    `kept`: tokens of the prefix that were computed earlier.
+    """
     if reuse.damaged:
         return "corrupt", "checksum"
     if reuse.matched > reuse.cached + LEAST_LOSS and reuse.matched + LEAST_LOSS >= kept:

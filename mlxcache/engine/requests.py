@@ -49,7 +49,10 @@ SAME_STATE = ("thinking_open", "continued", "generic_tools")
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A request in progress, for a forecast: its record, and the most tokens of its reply."""
+    """A request in progress, as input of a forecast.
+
+    `record`: its figures so far. `limit`: the most tokens of its reply, or None.
+    """
 
     record: RequestRecord
     limit: int | None
@@ -62,14 +65,16 @@ class Forecast:
         self._reply = FIRST_REPLY
 
     def note_end(self, record: RequestRecord) -> None:
-        """Add a finished reply to the average length."""
+        """Include the reply of a completed request in the average reply length."""
         if record.status == "done":
             self._reply = 0.8 * self._reply + 0.2 * record.generated_tokens
 
     def next_place(self, running: Iterable[Running], *, rate: float, round_s: float) -> float:
-        """Seconds until the first of `running` ends, within `MIN_RETRY_S` and `MAX_RETRY_S`.
+        """Return the estimated seconds until the first of the `running` requests ends.
 
-        `rate`: prefill tokens per second, `round_s`: seconds per round of decoding.
+        The result lies between `MIN_RETRY_S` and `MAX_RETRY_S`. `rate`: prefill speed in tokens per
+        second.
+        `round_s`: seconds per round of decoding.
         """
         prefill, decode = [], []
         for one in running:
@@ -85,11 +90,12 @@ class Forecast:
 
 
 class SharedReply:
-    """One computation and the streams of all its readers. Use on the event loop.
+    """The reply that one computation gives, and the streams of all its readers.
 
-    Each reader gets the whole reply, whenever it joined. `cancel` is called once, when the last
-    reader has left; if its time limit had passed, `expire` is called instead, with the error.
-    `stall_s`: seconds without reading after which a reader is cancelled.
+    Each reader gets the whole reply, whenever it joins. `cancel()` is called once, when the last
+    reader
+    has left. If that reader's time limit had passed, `expire(error)` is called instead. `stall_s`:
+    seconds without reading after which a reader is cancelled. Use on the event loop.
     """
 
     def __init__(
@@ -110,7 +116,7 @@ class SharedReply:
         self._joined: list[RequestRecord] = []
 
     def put(self, event: Event | BaseException) -> None:
-        """Hand an event to all readers."""
+        """Pass an event, or the error that ends the reply, to all readers."""
         self.over = self.over or isinstance(event, Finished | BaseException)
         if self._events and isinstance(event, Progress) and isinstance(self._events[-1], Progress):
             self._events.pop()  # a reader that joins later needs the latest progress alone
@@ -121,10 +127,12 @@ class SharedReply:
             stream.put(event)
 
     def accepts(self, job: Job) -> bool:
-        """True if `job` asks for the same reply and may share this one.
+        """Return whether `job` asks for the same reply and may share this one.
 
-        If the reply is sampled without a seed, only a request marked as a retry may: any other
-        client expects a sample of its own. So does each choice of one request.
+        If the reply is sampled without a seed, only a request marked as a retry may share it,
+        because any
+        other client expects a sample of its own. Different choices of one request do not share
+        either.
         """
         if self.left or self.over:
             return False
@@ -135,7 +143,12 @@ class SharedReply:
         return (job.retry or not drawn) and _same_reply(self.job, job)
 
     def join(self, record: RequestRecord, reply: ReplyRestorer, timeout_s: float | None) -> Stream:
-        """A stream of the whole reply. After `timeout_s` seconds it ends in DeadlineExceeded."""
+        """Add a reader; return a stream of the whole reply.
+
+        `record`: the record of the reader's request. `reply`: converts the model's text for its
+        client.
+        After `timeout_s` seconds, unless None, the stream ends in DeadlineExceeded.
+        """
         stream = Stream(record, lambda: self._leave(stream), self._stall_s, reply)
         if record is not self.record:
             record.joined = self.record.id
@@ -157,7 +170,11 @@ class SharedReply:
         self._leave(stream, error)
 
     def _leave(self, stream: Stream, error: MlxcacheError | None = None) -> None:
-        """Remove a reader. The last one cancels the computation and stays until that has ended."""
+        """Remove a reader, with the `error` for its record if there is one.
+
+        If it is the only reader, the computation is cancelled, and the reader stays until that has
+        ended.
+        """
         if self.left or stream not in self._streams:
             return
         if len(self._streams) == 1:
@@ -178,14 +195,12 @@ class SharedReply:
         stream.put(_cancelled(self.record))
 
     def fail(self, error: MlxcacheError) -> None:
-        """End all streams with `error`."""
+        """End the streams of all readers with `error`."""
         for stream in self._streams:
             stream.fail(error)
 
     def close(self) -> list[RequestRecord]:
-        """Complete and return the records of the requests that joined, once the computation is
-        over.
-        """
+        """Complete and return the records of requests that joined; call after the last event."""
         for record in self._joined:
             _copy_result(record, self.record)
             record.error = self.record.error
@@ -193,10 +208,10 @@ class SharedReply:
 
 
 class LiveRequest:
-    """A request that is not over: its task, its readers, and the pieces of its reply.
+    """A request in progress: its task, its readers, and the pieces of its reply.
 
     `on_event(request, event)` is called on the event loop with each event of the task. `pieces` are
-    collected only if `keep_pieces`. `replying`: a piece of the reply has come.
+    collected only if `keep_pieces`. `replying`: a piece of the reply has arrived.
     """
 
     def __init__(
@@ -218,7 +233,7 @@ class LiveRequest:
         self.task = Task(job, self._push, record, guide)
 
     def _push(self, event: Event | BaseException) -> None:
-        """Pass an event of the task to the event loop. On any thread."""
+        """Schedule the processing of an event on the event loop. Any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._receive, event)
 
@@ -226,7 +241,7 @@ class LiveRequest:
         self._on_event(self, event)
 
     def take(self, piece: Piece) -> bool:
-        """Note a piece of the reply; True for the first one."""
+        """Note a piece of the reply; return True for the first one."""
         first = not self.replying
         self.replying = True
         if self._keep_pieces:
@@ -235,10 +250,11 @@ class LiveRequest:
 
 
 class RequestTable:
-    """All requests that are not over, by id. Use on the event loop.
+    """All requests in progress, by id. Use on the event loop.
 
-    `places`: how many may wait. `note_running` is called with the number of requests, when it
-    changes.
+    `places`: the most requests that may wait. `on_event`: see `LiveRequest`. `note_running` is
+    called
+    with the number of requests in progress whenever it changes.
     """
 
     def __init__(
@@ -260,14 +276,17 @@ class RequestTable:
         return self._live[id]
 
     def running(self, job: Job) -> SharedReply | None:
-        """A computation in progress that answers `job` too."""
+        """Return a computation in progress whose reply `job` can share, or None."""
         return next((one.shared for one in self._live.values() if one.shared.accepts(job)), None)
 
     def check_places(self, job: Job, *, rate: float, round_s: float) -> None:
-        """Raise QueueFull if the queue is full, TooMany if `job`'s session has its share of it.
+        """Raise QueueFull if the queue is full, or TooMany if `job`'s session takes up its share.
 
-        All choices of one request take one place, that of the first. Both errors carry a forecast
-        of when to retry: see `Forecast.next_place` for `rate` and `round_s`.
+        All choices of one request take one place, that of the first. Both errors carry an estimate
+        of the
+        seconds until a retry can succeed. `rate`: prefill speed in tokens per second. `round_s`:
+        seconds
+        per round of decoding.
         """
         if job.choice:
             return
@@ -297,7 +316,13 @@ class RequestTable:
         keep_pieces: bool = False,
         guide: Guide | None = None,
     ) -> LiveRequest:
-        """Enter a request that came in; the caller submits its task. Its reply follows `guide`."""
+        """Add a new request and return it; the caller submits its task.
+
+        `record`: where its figures are written. `stall_s`: seconds without reading after which a
+        reader is
+        cancelled. `keep_pieces`: collect the pieces of the reply. `guide`: restricts the reply's
+        tokens.
+        """
         post = scheduler.thread.post
         shared = SharedReply(
             job,
@@ -314,7 +339,7 @@ class RequestTable:
         return live
 
     def remove(self, live: LiveRequest) -> bool:
-        """Remove a request that is over; False if it was removed before."""
+        """Remove a request that is over; return False if it was removed before."""
         if self._live.pop(live.task.job.id, None) is None:
             return False
         self._note_running(len(self._live))
@@ -322,11 +347,14 @@ class RequestTable:
         return True
 
     def replies(self) -> Iterable[SharedReply]:
-        """Every computation."""
+        """Return the replies in progress, each with the streams of its readers."""
         return [one.shared for one in self._live.values()]
 
     def figures(self) -> dict[str, int]:
-        """The `queue` part of `GET /v1/cache`: requests by state, and the limit. Any thread."""
+        """Return the `queue` part of `GET /v1/cache`: number of requests by state, and the limit.
+
+        May be called on any thread.
+        """
         statuses = Counter(one.shared.record.status for one in list(self._live.values()))
         return {
             "waiting": statuses["queued"],
@@ -336,7 +364,7 @@ class RequestTable:
         }
 
     def fail_all(self, error: MlxcacheError) -> list[RequestRecord]:
-        """End every request with `error`, as the MLX thread will not; returns their records."""
+        """End every request with `error` after the MLX thread has ended; return their records."""
         records: list[RequestRecord] = []
         for one in self._live.values():
             one.task.fail(error)
@@ -348,7 +376,7 @@ class RequestTable:
 
 
 def _same_reply(one: Job, other: Job) -> bool:
-    """True if two jobs of one asker have the same reply, for one draw."""
+    """Return whether two jobs of the same client would get the same reply from the same draws."""
     a, b = one.prompt, other.prompt
     if len(a.ids) != len(b.ids) or one.sampling != other.sampling:
         return False
@@ -359,13 +387,16 @@ def _same_reply(one: Job, other: Job) -> bool:
 
 
 def _copy_progress(record: RequestRecord, of: RequestRecord) -> None:
-    """Copy to a joined request's record how far the computation is."""
+    """Copy the status and token counts of record `of` to the record of a joined request."""
     for name in FOLLOWED_FIELDS:
         setattr(record, name, getattr(of, name))
 
 
 def _copy_result(record: RequestRecord, of: RequestRecord) -> None:
-    """Copy to a joined request's record what was computed for both."""
+    """Copy the results of record `of` to the record of a request that joined it.
+
+    Fields that each request has for itself, such as its id and owner, are kept.
+    """
     for field in fields(RequestRecord):
         if field.name not in OWN_FIELDS:
             setattr(record, field.name, getattr(of, field.name))

@@ -1,4 +1,4 @@
-"""ModelRuntime: one loaded model and all that serves it. Built once, on the MLX thread."""
+"""ModelRuntime: one loaded model with everything that serves it. Built once, on the MLX thread."""
 
 from __future__ import annotations
 
@@ -82,7 +82,11 @@ FLUSH_S = 5.0
 def fetch_model(
     settings: Settings, on_progress: Callable[[str, float | None], None]
 ) -> load.ModelSpec | None:
-    """The model to load, downloaded if need be; None for the built-in demo. Blocks."""
+    """Return the model to load, downloading it if needed; None for the built-in demo.
+
+    `on_progress(what, share)` is called during the download; `share` is from 0 to 1, or None if
+    unknown. Blocks.
+    """
     if settings.model is None:
         return None
 
@@ -101,7 +105,10 @@ def fetch_model(
 
 
 def demo_spec(settings: Settings) -> load.ModelSpec:
-    """The built-in demo, written to the cache folder if it is not there yet. MLX thread."""
+    """Return the built-in demo model, writing it to the cache folder if it is missing.
+
+    MLX thread only.
+    """
     return load.ModelSpec(
         str(demo.materialise(settings.cache_dir / "demo")),
         context=settings.context,
@@ -111,10 +118,13 @@ def demo_spec(settings: Settings) -> load.ModelSpec:
 
 
 class PromptBuilders:
-    """A prompt builder for each owner, made at its first use. Any thread.
+    """Prompt builders by owner, each made at its first use. Thread-safe.
 
-    A builder remembers replies, tool results and the order of tools, to restore them, and texts, to
-    tokenise them faster. Shared between owners, it would reveal others' sessions.
+    A builder remembers replies, tool results and the order of tools, to restore them in later
+    prompts,
+    and texts, to tokenise them faster. A builder shared between owners would leak data of one owner
+    to
+    another.
     """
 
     def __init__(self, make: Callable[[Replies], PromptBuilder]):
@@ -124,14 +134,14 @@ class PromptBuilders:
         self._made: dict[str | None, PromptBuilder] = {}
 
     def of(self, owner: str | None) -> PromptBuilder:
-        """An owner's builder. Making one takes tens of milliseconds."""
+        """Return the prompt builder of an owner. Making a new one takes tens of milliseconds."""
         with self._lock:
             if owner not in self._made:
                 self._made[owner] = self._make(self._replies[owner])
             return self._made[owner]
 
     def learn(self, rows: Mapping[str | None, Sequence[ReplyRow]]) -> None:
-        """Remember replies that other servers or earlier runs wrote, by owner."""
+        """Remember replies that other servers or earlier runs stored, by owner."""
         for owner, replies in rows.items():
             with self._lock:
                 known = self._replies[owner]
@@ -140,10 +150,11 @@ class PromptBuilders:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The division of `--ram` before the first request, in bytes.
+    """Division of the memory of `--ram` before the first request, in bytes.
 
-    `machine`: memory available to weights and cache. `transient` is set aside for forward passes,
-    `pending` for copies waiting to be written; both are charged to `budget`.
+    `cost`: measured costs of the model. `machine`: memory available to weights and cache together.
+    `transient` is set aside for forward passes, `pending` for copies waiting to be written to disk.
+    Both are already reserved in `budget`.
     """
 
     budget: Budget
@@ -154,9 +165,9 @@ class MemoryPlan:
 
 
 def plan_memory(loaded: Loaded, layout: Layout, settings: Settings) -> MemoryPlan:
-    """Set aside memory for MLX's pool, forward passes and copies; measures forward passes.
+    """Set aside memory for MLX's pool, forward passes, and copies to write to disk.
 
-    MLX thread. Raises ModelError if `--ram` is too small for that.
+    Measures forward passes for this. Raises ModelError if `--ram` is too small. MLX thread only.
     """
     info = loaded.info
     machine, working_set = machine_bytes(), device.working_set_bytes()
@@ -188,7 +199,11 @@ def plan_memory(loaded: Loaded, layout: Layout, settings: Settings) -> MemoryPla
 def _transient(
     limit: int, layout: Layout, measured: cost.Cost, context: int, concurrency: int
 ) -> int:
-    """Bytes set aside for forward passes."""
+    """Return the bytes to set aside for forward passes.
+
+    `limit`: bytes of the budget. `context`: tokens of the model's context. `concurrency`: requests
+    decoded at once.
+    """
     rows = concurrency + 1 if concurrency > 1 else concurrency
     longest = min(context, limit // max(1, layout.bytes_per_token))
     least = max(
@@ -199,9 +214,9 @@ def _transient(
 
 
 def open_store(loaded: Loaded, layout: Layout, settings: Settings) -> Store | None:
-    """The store of this model's namespace; None, with a warning, where there can be none.
+    """Open the store of this model's namespace.
 
-    Blocks.
+    Returns None, and logs a warning, if it cannot be opened. Blocks.
     """
     folder = settings.cache_dir / "store"
     try:
@@ -220,7 +235,7 @@ def open_store(loaded: Loaded, layout: Layout, settings: Settings) -> Store | No
 
 
 def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.Images | None:
-    """Reserve memory for images; None if the model takes no images or they do not fit."""
+    """Reserve memory for images; return None if there is no memory or the model takes no images."""
     vision = loaded.vision
     if vision is None:
         return None
@@ -242,9 +257,11 @@ def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.
 class ModelRuntime:
     """A loaded model with its cache, scheduler, sessions and prompt builders.
 
-    Make it on the MLX thread; `submit` is `Engine.submit`. `info.context_length` is what the budget
-    has room for. Raises ModelError where `--ram` is too little, StoreError where the sessions'
-    table cannot be opened.
+    Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports the
+    steps
+    of opening. `info.context_length` is reduced to the tokens that the budget has memory for.
+    Raises
+    ModelError if `--ram` is too small, and StoreError if the table of sessions cannot be opened.
     """
 
     def __init__(
@@ -354,7 +371,7 @@ class ModelRuntime:
         )
 
     def _open_book(self, thread: MlxThread, submit: Submit) -> SessionBook:
-        """The sessions of this model, in the store's database, else in a temporary one."""
+        """Open the sessions of this model, in the store's database or else in a temporary one."""
         loaded, layout, settings = self.loaded, self.layout, self.settings
         store = self.kv.disk.store if self.kv.disk is not None else None
         namespace = store.namespace if store is not None else f"ram:{self.info.id}"
@@ -384,16 +401,19 @@ class ModelRuntime:
         return book
 
     def _sampling_defaults(self) -> Mapping[str, float]:
-        """The model's own, for what clients leave unset; empty where the setting is off."""
+        """Return the model's own values for sampling parameters that clients leave unset.
+
+        Empty if the use of these defaults is switched off.
+        """
         defaults = {} if self.settings.no_generation_config else self.loaded.info.sampling
         if defaults:
             log.info("sampling defaults of the model: %s", describe(defaults))
         return defaults
 
     def _max_context(self) -> int:
-        """Tokens that both the model's context and the budget allow.
+        """Return the most tokens of a prompt and reply that both model and budget allow.
 
-        Raises ModelError for too few.
+        Raises ModelError if these are fewer than `MIN_CONTEXT`.
         """
         ram, context = self.settings.ram, self.loaded.info.context_length
         longest = bisect_left(range(1, context + 1), True, key=lambda n: not self._fits(n))
@@ -412,7 +432,10 @@ class ModelRuntime:
         return longest
 
     def _fits(self, tokens: int) -> bool:
-        """True if a prompt of `tokens` tokens could be served; call while nothing is cached."""
+        """Return whether a prompt of `tokens` tokens fits the budget.
+
+        Call while nothing is cached.
+        """
         layout = self.layout
         states = layout.running_bytes + layout.checkpoint_bytes
         needed = (tokens + 64) * layout.bytes_per_token + states
@@ -422,10 +445,7 @@ class ModelRuntime:
     # -- requests ----------------------------------------------------------------------------------
 
     def check(self, prompt: Prompt) -> None:
-        """Raise BadRequest or ContextLengthExceeded for a prompt that can never be fed.
-
-        Any thread.
-        """
+        """Raise BadRequest or ContextLengthExceeded if a prompt can never be fed. Any thread."""
         tokens, context = len(prompt.ids), self.info.context_length
         if tokens == 0:
             raise BadRequest("The prompt is empty.", param="prompt")
@@ -449,7 +469,10 @@ class ModelRuntime:
             raise BadRequest(f"Token ids must be from 0 to {vocabulary - 1}.", param="prompt")
 
     def prepare_output(self, task: Task) -> Output:
-        """The parser, sampler and processors of a task. MLX thread."""
+        """Make the parser, sampler and logits processors for the reply of a task.
+
+        MLX thread only.
+        """
         job, tokenizer = task.job, self.loaded.tokenizer
         parser = OutputParser(
             tokenizer,
@@ -495,7 +518,10 @@ class ModelRuntime:
         )
 
     def _end_request(self, task: Task) -> None:
-        """Account for a request that is over, before its client hears of the end. MLX thread."""
+        """Account for a request that is over, before its client is told. MLX thread only.
+
+        The reply is remembered for later prompts and added to its session.
+        """
         if task.lease is not None or task.admitted:
             gain = self._totals.add(task.record, self.scheduler.prefill.speed)
             reply = task.generated()
@@ -517,9 +543,11 @@ class ModelRuntime:
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self, *, died: bool) -> None:
-        """Write what was committed, for at most `FLUSH_S`, and release everything. MLX thread.
+        """Write committed KV to disk, for at most `FLUSH_S` seconds, and release everything.
 
-        After the thread `died` any step may fail: each is logged, and the next one runs.
+        `died`: the MLX thread ended with an error, so running requests are written too. An error in
+        one
+        step of the shutdown is logged, and the next step runs. MLX thread only.
         """
         steps: list[Callable[[], object]] = [self.book.close, self._close_cache]
         if died:

@@ -1,4 +1,7 @@
-"""The scheduler: one tick admits, prefills a chunk and decodes some steps. MLX thread only."""
+"""The scheduler: each tick admits requests, prefills one chunk and decodes a few steps.
+
+MLX thread only.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +49,11 @@ OUT_OF_MEMORY = ("allocate", "out of memory", "insufficient memory", "malloc", "
 
 
 class Scheduler:
-    """Every request in progress, one `tick` after another.
+    """Owner of all requests in progress, which advance with each `tick`.
 
-    `prepare` makes an admitted task's parser and sampler. `on_end(task)` is called once for each
-    task that is over, when its bytes are accounted for and before its last event. `on_tick()` is
+    `prepare(task)` makes the parser and sampler of an admitted task. `on_end(task)` is called once
+    for
+    each task that is over, after its memory is released and before its last event. `on_tick()` is
     called after each tick of `run`. `drafts`: tokens that a draft model proposes at once.
     """
 
@@ -88,7 +92,7 @@ class Scheduler:
         self._interrupted: dict[Task, Outcome | None] = {}
 
     def run(self) -> None:
-        """Tick until `stop` was called; then commit and end what is left."""
+        """Run ticks until `stop` is called; then commit and end all remaining requests."""
         while not self._stopping:
             self.tick()
             self._on_tick()
@@ -102,14 +106,16 @@ class Scheduler:
             self.cancel(task)
 
     def tick(self) -> None:
-        """Process new requests, then feed one chunk of prefill and do some steps of decoding.
+        """Process new requests, then feed one chunk of prefill and run some steps of decoding.
 
-        Raises the third error of the device in a row, with all that was committed in the cache.
+        Blocks while there is nothing to do. After a device error, all active work begins again; the
+        third
+        such error in a row is raised, with everything committed still in the cache.
         """
         self._attempt(self._tick)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Run `action`; after an error of the device in it, begin all active work again."""
+        """Run `action`; after a device error in it, begin all active work again."""
         try:
             action()
         except RuntimeError as error:
@@ -145,7 +151,10 @@ class Scheduler:
         return self.balance.due(self.prefill.left_s(self.prefilling))
 
     def _nothing_to_do(self) -> bool:
-        """True if only a posted action can bring work, such as a request or news from the disk."""
+        """Return whether the thread can only wait for a posted action.
+
+        Such an action brings, for example, a request or the result of a disk operation.
+        """
         if len(self.lanes) or self._computable() or (self.idle_prefill.ready and self.idle):
             return False
         looking = all(t.lookup is not None and not t.lookup.found for t in self.waiting)
@@ -153,17 +162,17 @@ class Scheduler:
         return not self.kv.can_pump and (looking or blocked)
 
     def stop(self) -> None:
-        """End the loop after this tick. Call by `MlxThread.post`."""
+        """End `run` after the current tick. Call through `MlxThread.post`."""
         self._stopping = True
 
     def submit(self, task: Task) -> None:
-        """Queue a task. Call by `MlxThread.post`."""
+        """Queue a task. Call through `MlxThread.post`."""
         self.waiting.append(task)
 
     def cancel(self, task: Task, why: MlxcacheError | None = None) -> None:
-        """End a task early, with `why` if given; what it computed is committed.
+        """End a task early, with the error `why` if given; commit what it has computed.
 
-        Call by `MlxThread.post`.
+        Call through `MlxThread.post`.
         """
         if why is not None and not task.over:
             self._fail(task, why, pass_failed=False)
@@ -174,18 +183,21 @@ class Scheduler:
 
     @property
     def active(self) -> list[Task]:
-        """Tasks that have a lease."""
+        """All tasks that have a lease, in prefill or decoding."""
         return [*self.prefilling, *(task for lane in self.lanes.all for task in lane.tasks)]
 
     @property
     def idle(self) -> bool:
-        """True if no task waits and none is computed."""
+        """True if no task is waiting, in prefill or decoding."""
         return not (self.waiting or self.prefilling or len(self.lanes))
 
     # -- admission ---------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Start waiting tasks in fair order while places and memory last; True if one started."""
+        """Start waiting tasks in fair order as long as places and memory last.
+
+        Returns whether a task started.
+        """
         before = len(self.prefilling)
         for task in self.queue.order(self.waiting):
             place = self.queue.has_place(task, self.active)
@@ -209,11 +221,11 @@ class Scheduler:
     # -- prefill -----------------------------------------------------------------------------------
 
     def _computable(self) -> list[Task]:
-        """Tasks in prefill that do not wait for the disk."""
+        """Return the tasks in prefill that are not waiting for data from disk."""
         return [t for t in self.prefilling if not t.restoring or self.admission.can_restore(t)]
 
     def _prefill_one(self) -> None:
-        """Feed one chunk of one prompt; with its last chunk the task enters a lane."""
+        """Feed one chunk of one prompt; after its last chunk, start decoding its reply."""
         task = self.prefill.choose(self._computable())
         try:
             self._prefill_chunk(task)
@@ -242,7 +254,10 @@ class Scheduler:
             self.kv.persist(task.lease, task.tokens())
 
     def _restore(self, task: Task) -> None:
-        """Load one piece; if that fails, start the task again from the prefix that RAM holds."""
+        """Load one part of a task's prefix from disk.
+
+        If that fails, the task is queued again and reuses only what is in RAM.
+        """
         try:
             self.admission.restore(task)
         except (StoreError, OSError, RuntimeError, ValueError) as error:
@@ -258,7 +273,11 @@ class Scheduler:
     # -- decoding ----------------------------------------------------------------------------------
 
     def _decode_round(self, lanes: list[Lane]) -> None:
-        """Step each of `lanes` once."""
+        """Run one decoding step of each of `lanes`.
+
+        If a step fails, its task fails; the rows of a batch are first split into lanes of their
+        own.
+        """
         for lane in list(lanes):
             self.thread.heartbeat.beat()
             try:
@@ -305,10 +324,13 @@ class Scheduler:
                 self._persist(task)
 
     def _confirm_prompts(self, lane: Lane) -> bool:
-        """Before the first token of a reply, wait for the pass that drew it, and commit its prompt.
+        """Before the first token of a reply, wait for the pass that drew it and commit the prompt.
 
-        True if the tokens of the next step are confirmed when they are handed out. On a device that
-        defers its errors later tokens are so one step later: to wait for each pass would cost more.
+        Returns True if the tokens of the next step will be confirmed when they are handed out. On a
+        device
+        that defers its errors, later tokens are confirmed one step later, because waiting for each
+        pass
+        would be slow.
         """
         if not device.defers_errors():
             return True
@@ -326,11 +348,13 @@ class Scheduler:
     # -- errors of the device ----------------------------------------------------------------------
 
     def _recover(self, error: RuntimeError) -> None:
-        """Begin all active work again from what was confirmed, after an error of the device.
+        """After a device error, begin all active work again from what was confirmed.
 
-        The pass that failed is not known, so no pending token and no lineage written to since its
-        last confirmation is used again. An error met on the way begins all of it once more. Raises
-        the third error in a row.
+        It is not known which pass failed. So no pending token is used again, and no lineage that
+        was
+        written to since its last confirmation. A device error during recovery begins it again.
+        Raises the
+        third error in a row.
         """
         another: RuntimeError | None = error
         while another is not None:
@@ -342,9 +366,9 @@ class Scheduler:
             raise error
 
     def _begin_all_again(self) -> RuntimeError | None:
-        """Begin all active work again; return the error of the device that prevented it, if any.
+        """Begin all active work again; return the device error that prevented it, or None.
 
-        Raises that error instead if it would be one too many.
+        Raises that error instead if it is the last one allowed in a row.
         """
         self._interrupted = dict.fromkeys(self.active) | self._interrupted
         self.prefilling = []
@@ -367,9 +391,11 @@ class Scheduler:
         return None
 
     def _begin_again(self, task: Task, outcome: Outcome | None) -> None:
-        """Release what a task holds, and queue it again, first in line.
+        """Release what a task holds, and put it at the front of the queue.
 
-        It fails after `MOST_RESTARTS`. One that was about to end early, with `outcome`, ends.
+        The task fails after `MOST_RESTARTS` restarts. A task that was about to end with `outcome`
+        ends
+        instead, unless tokens of its reply were lost.
         """
         if task.over and not isinstance(outcome, MlxcacheError):
             return
@@ -395,7 +421,7 @@ class Scheduler:
     # -- ends --------------------------------------------------------------------------------------
 
     def _end(self, lane: Lane, ends: dict[Task, Outcome]) -> None:
-        """Take tasks that are over out of their lane, and end each."""
+        """Remove tasks that are over from their lane, and end each with its outcome."""
         self._interrupted |= ends
         self.lanes.leave(lane, list(ends))
         for task, outcome in ends.items():
@@ -405,13 +431,17 @@ class Scheduler:
                 self._finish(task, outcome)
 
     def _finish(self, task: Task, reason: FinishReason) -> None:
-        """Commit what a task computed, release what it held, and end its stream."""
+        """Commit what a task has computed, release what it holds, and end its stream."""
         self._interrupted[task] = reason
         self._guard(task, lambda: self._close(task, reason))
         self._interrupted.pop(task, None)
 
     def _close(self, task: Task, reason: FinishReason) -> bool:
-        """The end of a request, in order: commit, record, release, account, last event."""
+        """Commit and release what a task holds, and send its last event. Returns True.
+
+        The record is complete before the lease is released, and `on_end` is called before the last
+        event.
+        """
         if task.lookup is not None:
             task.lookup.drop()
         if task.lease is not None:
@@ -426,7 +456,10 @@ class Scheduler:
         return True
 
     def _guard(self, task: Task, action: Callable[[], bool]) -> bool:
-        """Run `action`; an exception of it fails `task` and nothing else."""
+        """Run `action` and return its result; an exception in it fails `task` alone.
+
+        Returns True after an exception. Device errors are raised.
+        """
         try:
             return action()
         except Exception as error:
@@ -436,9 +469,11 @@ class Scheduler:
         return True
 
     def _fail(self, task: Task, error: MlxcacheError, *, pass_failed: bool = True) -> None:
-        """End a task with an error. Keeps what was committed; unless a pass failed, all of it.
+        """End a task with an error; KV committed before is kept.
 
-        Of output that is not finite nothing is kept.
+        Unless `pass_failed`, all KV of the task is committed first. If the model's output is not
+        finite,
+        none of its KV is kept.
         """
         self._interrupted[task] = error
         self._take_out(task)
@@ -459,39 +494,43 @@ class Scheduler:
             self._interrupted.pop(task, None)
 
     def _take_out(self, task: Task) -> None:
-        """Remove a task from the queue, the prefill and its lane."""
+        """Remove a task from the queue, from prefill and from its lane."""
         self.waiting = [each for each in self.waiting if each is not task]
         self.prefilling = [each for each in self.prefilling if each is not task]
         if (lane := self.lanes.find(task)) is not None:
             self.lanes.leave(lane, [task])
 
     def persist_all(self) -> None:
-        """Hand the committed KV of running requests to the disk tier, after the thread failed."""
+        """Pass the committed KV of running requests to the disk tier.
+
+        Called after the MLX thread failed.
+        """
         for task in dict.fromkeys(self.active) | self._interrupted:
             if task.lease is not None and not task.restoring:
                 self.kv.persist(task.lease, task.tokens(), whole=True)
 
 
 def _confirmed_failure(error: Exception) -> MlxcacheError:
-    """The error to send to a client. Raises the device's error instead, if the device failed.
+    """Return the error to send to a client; raise the device's error instead if the device failed.
 
-    That may be the cause: numbers that a failed pass left can be NaN, or no tokens at all.
+    A failed pass may be the cause of `error`: it can leave NaN or invalid tokens behind.
     """
     device.confirm()
     return as_failure(error)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """True if MLX raised `error` because an allocation failed."""
+    """Return whether MLX raised `error` because an allocation failed."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
 
 
 def retry_after_oom(kv: KVCache, task: Task, error: Exception) -> bool:
-    """Evict and go back to before the pass that raised `error`; True if it may be tried again.
+    """Free memory and undo the pass that raised `error`; return whether it may be tried again.
 
-    False if it was no failed allocation, the second at this position, or if layers have a state,
-    which the pass has changed already.
+    Returns False if `error` is not a failed allocation, if it is the second one at this position,
+    or if
+    the model has a recurrent state, which the pass has already changed.
     """
     if kv.layout.opaque or task.lease is None or not is_out_of_memory(error):
         return False

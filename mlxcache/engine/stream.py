@@ -1,4 +1,4 @@
-"""One reader's stream of a reply: a bounded queue on the event loop."""
+"""One reader's stream of a reply: a bounded queue of events on the event loop."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ GRACE_S = 1.0
 
 
 class Stream:
-    """A reply in progress: Admitted, Progress and pieces, then Finished.
+    """Events of a reply in progress: Admitted, Progress and pieces, then Finished.
 
-    Beyond `BACKLOG` unread events texts are merged; a reader that takes nothing for `stall_s`
-    seconds meanwhile has its request cancelled. `reply` maps the model's text to the client's.
+    Beyond `BACKLOG` unread events, consecutive texts are merged. If a reader takes no event for
+    `stall_s` seconds, its request is cancelled. `cancel()` cancels the request. `reply`: converts
+    the
+    model's text to the client's.
     """
 
     def __init__(
@@ -48,12 +50,12 @@ class Stream:
         self._timer: asyncio.TimerHandle | None = None
 
     def push(self, event: Event | BaseException) -> None:
-        """Add an event. Any thread."""
+        """Add an event from any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.put, event)
 
     def put(self, event: Event | BaseException) -> None:
-        """Add an event; ignored after the last one. On the event loop."""
+        """Add an event; events after the last one are ignored. Call on the event loop."""
         if self._over:
             return
         if isinstance(event, Admitted):
@@ -73,7 +75,12 @@ class Stream:
             self._loop.call_later(min(GRACE_S, self._stall_s), self._give_up, self._taken)
 
     def _give_up(self, taken: int) -> None:
-        """Cancel if nothing was read since this call was scheduled: the process may have slept."""
+        """Cancel the request if no event was read since this call was scheduled.
+
+        `taken`: number of events read by then. The delay gives readers a chance to catch up after
+        the
+        process was suspended.
+        """
         if not self._over and self._taken == taken:
             self._cancel()
 
@@ -90,9 +97,9 @@ class Stream:
         return False
 
     async def admitted(self, seconds: float) -> Admitted | None:
-        """The admission, awaited; None after `seconds` without one.
+        """Wait for the admission of the request; return None after `seconds` without one.
 
-        Raises the request's error if it failed before.
+        Raises the request's error if it failed before its admission.
         """
         try:
             async with asyncio.timeout(seconds):
@@ -106,7 +113,7 @@ class Stream:
         return self._admission
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        """Yield events up to Finished. Raises MlxcacheError where the request failed."""
+        """Yield events up to Finished. Raises MlxcacheError if the request failed."""
         while True:
             while not self._queue:
                 self._wake.clear()
@@ -124,16 +131,16 @@ class Stream:
                 return
 
     async def aclose(self) -> None:
-        """Cancel the request unless it is over; what it computed is kept. Idempotent."""
+        """Cancel the request unless it is over; what it has computed is kept. Idempotent."""
         if not self._over:
             self._cancel()
 
     def fail(self, error: MlxcacheError) -> None:
-        """End the stream with `error`. On the event loop."""
+        """End the stream with `error`. Call on the event loop."""
         self.put(error)
 
     def expires(self, timer: asyncio.TimerHandle) -> None:
-        """Cancel `timer` when the reply ends."""
+        """Register the timer of the request's time limit; it is cancelled at the reply's end."""
         self._timer = timer
         if self._over:
             timer.cancel()

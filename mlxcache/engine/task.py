@@ -42,7 +42,10 @@ Outcome = FinishReason | MlxcacheError
 
 
 class Parser(Protocol):
-    """Turns tokens into pieces; see `model.output.OutputParser`."""
+    """Interface of the parser that turns token ids into pieces of a reply.
+
+    Implemented by `model.output.OutputParser`.
+    """
 
     done: FinishReason | None
     stop_sequence: str | None
@@ -61,10 +64,10 @@ class Parser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The sampling row, parser and log-probabilities of an admitted task's reply.
+    """Sampling row, parser and log-probabilities of an admitted task's reply.
 
-    `loop`: ends a reply that repeats itself; None: nothing does. `budget`: ends its think blocks;
-    None: the model does.
+    `logprob`: computes the log-probabilities that the client requested, or None. `loop`: detects a
+    reply that repeats itself, or None. `budget`: limits the tokens of thinking blocks, or None.
     """
 
     parser: Parser
@@ -74,7 +77,7 @@ class Output:
     budget: ThinkingBudget | None = None
 
     def feed(self, token: int) -> list[Piece]:
-        """Add the reply's next token; the pieces that it completes."""
+        """Add the reply's next token; return the pieces that it completes."""
         parser, budget = self.parser, self.budget
         pieces = parser.feed(token)
         if budget is not None:
@@ -85,9 +88,9 @@ class Output:
         return pieces
 
     def is_loop(self, token: int) -> bool:
-        """True if the reply, with its newest token, is a loop that must end it.
+        """Return whether the reply, including its newest token, is a loop and must end.
 
-        A loop in a think block ends the block, once.
+        A loop inside a thinking block ends only the block, the first time.
         """
         loop = self.loop
         if loop is None or not loop.add(token):
@@ -103,7 +106,7 @@ class Output:
         return False
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Bring a new output into the state that it has after `tokens`, which are delivered."""
+        """Bring a new output into the state after `tokens`, which the client already has."""
         for token in tokens:
             self.row.apply_steering()
             if self.row.guide is not None:
@@ -114,19 +117,24 @@ class Output:
 
 
 class Task:
-    """One request, from its submission to its end. Use it on the MLX thread.
+    """One request, from its submission to its end. Use on the MLX thread.
 
-    `push` hands each event to its readers, from any thread. `ids` are the prompt's token ids as the
-    cache knows them, `fed` as the model does, both shape (n,). `out` are the tokens drawn so far,
-    `limit` the most there may be. `stops`: positions at which the prefill leaves a checkpoint.
-    `skipped`: times that a chunk of another prompt came first. `deferred`: it waited for a prefix
-    that another request computes. `matched`: prompt tokens in RAM at its admission, reusable or
-    not. `guide`: what the reply follows, at its beginning; each row gets a copy.
+    `push` passes an event to the request's readers, on any thread. `ids`: the prompt's token ids as
+    the cache stores them, shape (n,). `fed`: the ids as the model is fed them, shape (n,). `out`:
+    the
+    token ids drawn so far. `limit`: the most tokens of the reply. `stops`: positions at which the
+    prefill takes a checkpoint. `skipped`: number of chunks of other prompts that came first.
+    `deferred`: the task waited for a prefix that another request computes. `matched`: prompt tokens
+    in
+    RAM at its admission, reusable or not. `guide`: restricts the reply; each row gets a copy of its
+    first state.
 
-    Pieces of the reply are staged until `deliver`, because the pass that drew them may have failed
-    on a device that defers its errors. After such a failure `begin_again` takes back the tokens
-    that were not delivered: `ids` and `fed` then include those that were, to be fed again.
-    `restarts` counts those since the cache last had more of it.
+    Pieces of the reply are staged until `deliver`, because on a device that defers its errors the
+    pass
+    that drew them may have failed. After such an error, `begin_again` drops the tokens that were
+    not
+    delivered. Those that were delivered become part of `ids` and `fed`, to be fed again. `restarts`
+    counts the restarts since the cache last held more of the prompt than before.
     """
 
     def __init__(
@@ -169,70 +177,79 @@ class Task:
 
     @property
     def held(self) -> Lease:
-        """The lease; a task has one from its start to its end."""
+        """The task's lease; only valid between its start and its end."""
         assert self.lease is not None
         return self.lease
 
     @property
     def restoring(self) -> bool:
-        """True while its prefix is read from disk."""
+        """True while part of its prefix is being read from disk."""
         return self.lease is not None and self.lease.awaiting_state
 
     @property
     def target(self) -> int:
-        """Positions to prefill: all but the last token, which the first decode step feeds."""
+        """Number of positions to prefill.
+
+        That is all but the last prompt token, which the first decoding step feeds.
+        """
         return len(self.ids) - 1
 
     @property
     def remaining(self) -> int:
-        """Prompt tokens still to prefill."""
+        """Number of prompt tokens still to prefill."""
         return self.target - self.held.length
 
     @property
     def behind(self) -> int:
-        """Tokens handed out whose positions its lineage does not hold yet."""
+        """Number of tokens whose positions the task's lineage does not hold yet."""
         return self.length - self.held.length
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and reply so far."""
+        """Number of tokens of prompt and reply so far."""
         return self.prompt_tokens + len(self.out)
 
     @property
     def spaced(self) -> bool:
-        """True if a reply of this length gets a checkpoint, in case the request fails later."""
+        """True if a checkpoint is due at the reply's present length.
+
+        It limits what is lost if the request fails later.
+        """
         return len(self.out) % SPACING == 0
 
     def tokens(self) -> Tokens:
-        """Prompt and reply so far, as the cache knows them, shape (n,)."""
+        """Return the token ids of prompt and reply so far as the cache stores them, shape (n,)."""
         return np.concatenate([self.ids, np.asarray(self.out[self._refed :], np.int32)])
 
     def fed_ids(self) -> Tokens:
-        """Prompt and reply so far, as the model is fed them, shape (n,)."""
+        """Return the token ids of prompt and reply so far as the model is fed them, shape (n,)."""
         return np.concatenate([self.fed, np.asarray(self.out[self._refed :], np.int32)])
 
     def shorten(self, length: int) -> None:
-        """Keep the first `length` tokens of the prompt alone."""
+        """Keep only the first `length` tokens of the prompt."""
         self.ids, self.fed = self.ids[:length], self.fed[:length]
         self.prompt_tokens = len(self.ids)
 
     # -- its start ---------------------------------------------------------------------------------
 
     def defer(self, deferred: bool) -> bool:
-        """Note that it waits for a prefix that another request computes; returns `deferred`."""
+        """Set `deferred` and return it; pass True while another request computes the prefix."""
         self.deferred = deferred
         return deferred
 
     def await_lookup(self, lookup: DiskLookup | None) -> None:
-        """Wait for the result of a disk lookup; None: start a new lookup later."""
+        """Wait for the result of a disk lookup; None allows a new lookup later."""
         self.lookup = lookup
 
     def limit_reply(self, most: int) -> None:
-        """Let the reply have at most `most` tokens."""
+        """Limit the reply to at most `most` tokens."""
         self.limit = min(self.limit or most, most)
 
     def start(self, lease: Lease, began: float) -> None:
-        """Begin with `lease`; `began` is when its admission did, by `time.perf_counter`."""
+        """Begin prefill with `lease`.
+
+        `began`: time at which the admission began, by `time.perf_counter`.
+        """
         self.lease = lease
         self.record.status = "prefill"
         self.note_phase("queue_s", began)
@@ -251,23 +268,23 @@ class Task:
         return lease
 
     def stop_restore(self) -> Lease:
-        """Detach and return the lease of a failed restore; the disk is not looked up again."""
+        """Detach and return the lease of a failed restore, and disable further reads from disk."""
         assert self.lookup is not None
         self.lookup.disable()
         return self.give_up_lease()
 
     def note_restored(self, tokens: int) -> None:
-        """Count prompt tokens that were read from disk."""
+        """Add to the count of prompt tokens that were read from disk."""
         self.restored += tokens
 
     def plan_stops(self, stops: Sequence[int]) -> None:
-        """Set the positions at which the prefill leaves checkpoints."""
+        """Set the positions at which the prefill takes checkpoints."""
         self.stops = tuple(sorted(set(stops)))
 
     def note_reuse(self) -> None:
-        """Record the reused and restored tokens: these counts are exact from now on.
+        """Record the final numbers of reused and restored tokens.
 
-        Of a task that began again, the counts of its first start stay: its client knows them.
+        A task that began again keeps the numbers of its first start, which its client was told.
         """
         if not self.admitted:
             # a piece that a device lost before the admission was read twice
@@ -275,7 +292,12 @@ class Task:
             record.cached_tokens, record.restored_tokens = self.held.cached, self.restored
 
     def admit(self, output: Output, matched: int) -> None:
-        """Send the client its admission; of one that began again, prepare the rest of the reply."""
+        """Tell the client that its request was admitted.
+
+        `matched`: prompt tokens in RAM, reusable or not. If the task began again, `output` is
+        brought to
+        the state after the tokens delivered so far instead.
+        """
         if self.admitted:
             output.replay(self.out)
             self.output = output
@@ -285,9 +307,9 @@ class Task:
         self.push(Admitted(len(self.ids), self.held.cached, self.restored))
 
     def begin_again(self, kept: int) -> None:
-        """Take back the tokens that were not delivered; delivered ones are fed again as prompt.
+        """Drop the tokens that were not delivered; append the delivered ones to the prompt.
 
-        `kept`: tokens that the cache still has. The task must have no lease.
+        `kept`: number of tokens that the cache still has. The task must have no lease.
         """
         self.out = self.out[: self._delivered]
         self.ids, self.fed = self.tokens(), self.fed_ids()
@@ -302,29 +324,35 @@ class Task:
     # -- its course --------------------------------------------------------------------------------
 
     def pass_over(self, chosen: Task) -> None:
-        """Count a skip, or reset the count if this task is `chosen` for the next chunk."""
+        """Count that the chunk of another task, `chosen`, was fed first.
+
+        The count starts again at 0 if `chosen` is this task.
+        """
         self.skipped = 0 if self is chosen else self.skipped + 1
 
     def note_oom(self) -> bool:
-        """Record that MLX had no memory for the next pass; False if that happened here before."""
+        """Record a failed allocation; return False if it is the second one at this position."""
         repeated = self._oom_at == self.held.length
         self._oom_at = self.held.length
         return not repeated
 
     def note_phase(self, name: str, now: float | None = None) -> None:
-        """Record the time from the last phase to `now` under `name`, in seconds."""
+        """Record the seconds from the end of the last phase to `now` under `name`.
+
+        `now` is a time of `time.perf_counter`, by default the current time.
+        """
         now = time.perf_counter() if now is None else now
         self.record.timing[name] = round(now - self.phase_began, 6)
         self.phase_began = now
 
     def note_drafts(self) -> None:
-        """Record how many drafted tokens there were, and how many were accepted."""
+        """Copy the numbers of drafted and accepted tokens to the record."""
         assert self.output is not None
         self.record.drafted_tokens = self.output.row.drafted
         self.record.accepted_tokens = self.output.row.accepted
 
     def show_progress(self) -> None:
-        """Tell the client how far the prefill is."""
+        """Send the client the number of prompt tokens processed so far."""
         done = min(self.held.length, self.prompt_tokens)
         self.record.fed_tokens = max(0, done - self.record.cached_tokens)
         if not self.out:
@@ -332,11 +360,14 @@ class Task:
 
     @property
     def row_error(self) -> Exception | None:
-        """The error that its sampler or a processor raised, if one did."""
+        """Exception raised by its sampler, a processor or its guide; None if none was."""
         return self.output.row.error if self.output is not None else None
 
     def take(self, drawn: Sequence[Drawn]) -> Outcome | None:
-        """Add drawn tokens to the reply until it is over; the reason, if it is. See `deliver`."""
+        """Add drawn tokens to the reply until it is over; return how it ended, or None.
+
+        The pieces are not sent before `deliver`. Exceptions are returned as errors for the client.
+        """
         if not drawn and self.row_error is not None:
             return as_failure(self.row_error)
         try:
@@ -371,11 +402,11 @@ class Task:
 
     @property
     def all_delivered(self) -> bool:
-        """True if every token that was taken is delivered."""
+        """True if every token taken so far was delivered."""
         return self._delivered == len(self.out)
 
     def deliver(self) -> None:
-        """Stream the pieces taken so far: the passes that drew them are confirmed."""
+        """Send the client all staged pieces; call once the passes that drew them are confirmed."""
         staged, self._staged = self._staged, []
         self._delivered = len(self.out)
         for piece in staged:
@@ -384,7 +415,7 @@ class Task:
     # -- its end -----------------------------------------------------------------------------------
 
     def flush(self, reason: FinishReason) -> None:
-        """Stream what is staged and what the parser held back, and make the record final."""
+        """Send all staged pieces and any text the parser still holds, and complete the record."""
         self.deliver()
         if self.output is not None:
             parser = self.output.parser
@@ -394,7 +425,7 @@ class Task:
         self._close_record(reason)
 
     def end(self) -> None:
-        """Push the last event; the request must be accounted for by then."""
+        """Send the last event; the request must be accounted for by then."""
         self.over = True
         parser, record = self.output.parser if self.output else None, self.record
         self.push(
@@ -417,7 +448,7 @@ class Task:
         return make_reply(self.job.prompt, self.out, calls=calls, stopped=stopped)
 
     def fail(self, error: MlxcacheError) -> None:
-        """Make the record that of a failed request."""
+        """Complete the record of a failed request with `error`. Sends no event."""
         self.over = True
         self.record.error = str(error)
         self._close_record("error")
@@ -435,7 +466,7 @@ class Task:
 
 
 def _with_logprob(pieces: list[Piece], entry: TokenLogprob) -> list[Piece]:
-    """Carry a token's log-probability on the text it completed, or on an empty text."""
+    """Attach a token's log-probability to the first text piece, or to an added empty one."""
     for i, piece in enumerate(pieces):
         if isinstance(piece, Text):
             return [*pieces[:i], Text(piece.text, (*piece.logprobs, entry)), *pieces[i + 1 :]]
@@ -443,7 +474,7 @@ def _with_logprob(pieces: list[Piece], entry: TokenLogprob) -> list[Piece]:
 
 
 def as_failure(error: Exception) -> MlxcacheError:
-    """Return the error for the client; an error of another class is logged with its traceback."""
+    """Return the error for the client; an error that is no MlxcacheError is logged and wrapped."""
     if isinstance(error, MlxcacheError):
         return error
     log.error("request failed", exc_info=error)
@@ -451,7 +482,10 @@ def as_failure(error: Exception) -> MlxcacheError:
 
 
 def for_owner(job: Job, owner: str | None) -> Job:
-    """Copy a job for an owner, with its prompt's ids converted by `own_ids`."""
+    """Return a copy of `job` for an owner, with the prompt's ids converted by `own_ids`.
+
+    Returns `job` itself if `owner` is None.
+    """
     prompt = job.prompt
     if owner is None:
         return job
