@@ -1,6 +1,7 @@
-"""KV bytes and their one owner: `KVCache`, over a RAM tier and a disk tier.
+"""KV bytes and their one owner: `KVCache`, with a tier in RAM and a tier on disk.
 
-Every decision about KV bytes passes through its verbs: match, acquire, restore, extend, commit,
-persist, finish, release, abandon, purge, forget, clear. Knows token ids, leases and hints, but no
-task, no stream and no HTTP. Everything here runs on the MLX thread unless it says otherwise.
+Everything that reads or changes KV goes through its methods: match, acquire, restore, extend,
+commit, persist, finish, release, abandon, purge, forget, clear. This package works with token ids,
+leases and hints; it uses no tasks, streams or HTTP. All of it runs on the one thread that calls
+MLX, unless a docstring says otherwise.
 """

@@ -1,7 +1,8 @@
-"""Capacity: bytes of a conversation in RAM and on disk, and how many fit. Needs no weights.
+"""Estimate of the RAM and disk that conversations of a model take, and of how many fit.
 
-A conversation is simulated: the rules that place, thin and write a server's checkpoints give their
-positions, and the model's layout gives their sizes.
+A conversation is simulated turn by turn. The rules by which a server places, thins and writes
+checkpoints give their positions, and the cache layout of the model gives their sizes. Weights are
+not needed.
 """
 
 from __future__ import annotations
@@ -27,21 +28,29 @@ MOST_POOL = 1 << 30
 
 
 def pool_bytes(limit: int) -> int:
-    """Bytes of MLX's pool of freed buffers, within a budget of `limit` bytes."""
+    """Return the maximum bytes of MLX's pool of freed buffers.
+
+    `limit`: the whole budget in bytes.
+    """
     return min(limit // 16, MOST_POOL)
 
 
 def pending_bytes(limit: int, layout: Layout) -> int:
-    """Bytes of copies on their way to disk, where there is a disk tier."""
+    """Return the maximum bytes of copies that wait to be written to disk.
+
+    `limit`: the whole budget in bytes. 0 if KV of this layout is not cached.
+    """
     if not layout.cacheable:
         return 0
     return max(2 * BLOCK * layout.bytes_per_token, min(limit // 16, MOST_PENDING))
 
 
 def transient_bytes(limit: int, least: int = 0) -> int:
-    """Bytes set aside for forward passes: an eighth of `limit`, or `least` if that is more.
+    """Return the bytes of a budget of `limit` bytes that are set aside for forward passes.
 
-    At most a third of `limit`. `least`: bytes that the longest passes need.
+    This is an eighth of `limit`, or `least` if that is more, but at most a third of `limit`.
+    `least`:
+    the bytes that the longest passes need.
     """
     return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
 
@@ -51,11 +60,12 @@ MOST_COPIED = 256 << 20
 
 
 def copy_bytes(transient: int, kind: DeviceKind) -> int:
-    """Bytes of a lineage that are copied in one evaluation; 0 for one array at a time.
+    """Return the bytes of KV that are copied in one evaluation, or 0 for one array at a time.
 
-    Each evaluation waits for a GPU, so several arrays are copied at once there, in memory set aside
-    for forward passes. A CPU is faster with one at a time: the next copy goes to the memory that
-    the array before it has left, while fresh memory costs page faults.
+    `transient`: the bytes set aside for forward passes, which such a copy uses. On a GPU each
+    evaluation waits for the device, so several arrays are copied at once. A CPU is faster with one
+    array at a time: the next copy reuses the memory that the replaced array has freed, while new
+    memory costs page faults.
     """
     return min(MOST_COPIED, transient // 2) if kind == "gpu" else 0
 
@@ -68,10 +78,11 @@ FILE_BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """An agent's conversation, in tokens.
+    """Shape of an agent's conversation, in tokens, for the simulation.
 
-    `head`: tools and system prompt. Each turn adds `asked` tokens, the last `generation` of which
-    are the generation prompt, and then a reply of `replied`.
+    `head`: tools and system prompt. Each turn adds `asked` tokens, which end with a generation
+    prompt
+    of `generation` tokens, and then a reply of `replied` tokens.
     """
 
     head: int = 8000
@@ -80,7 +91,12 @@ class Talk:
     generation: int = 4
 
     def turns(self, tokens: int) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
-        """Each turn's marks, cached tokens, prompt and end, until there are `tokens`."""
+        """Yield the turns of a conversation that grows to `tokens` tokens.
+
+        Each item is a tuple of the positions of marks, the cached tokens, the length of the prompt,
+        and the
+        length with the reply.
+        """
         marks: list[int] = []
         begin, end = min(self.head, tokens // 2), 0
         while end < tokens:
@@ -93,7 +109,10 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes and checkpoints of one conversation of `tokens`, and how many conversations fit."""
+    """Bytes and checkpoints of one conversation in RAM and on disk, and how many of it fit.
+
+    `tokens`: its length. `fit_ram` and `fit_disk`: how many such conversations fit in each tier.
+    """
 
     tokens: int
     ram_bytes: int
@@ -106,10 +125,13 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A model within budgets of `ram` and `disk` bytes; `disk` 0: no disk tier.
+    """Capacity of a model within budgets of `ram` and `disk` bytes.
 
-    `room`: bytes of `ram` that remain for conversations. `longest`: tokens of the longest prompt
-    that fits, unless forward passes need more memory.
+    `disk` is 0 without a disk tier. `room`: bytes of `ram` that remain for conversations.
+    `longest`:
+    tokens of the longest prompt that fits, unless forward passes need more memory than is set
+    aside.
+    `held`: the result for each length that was asked for.
     """
 
     ram: int
@@ -122,7 +144,11 @@ class Fit:
 def fit(
     layout: Layout, *, ram: int, disk: int, tokens: Sequence[int], talk: Talk | None = None
 ) -> Fit:
-    """Capacity for conversations of `tokens` tokens within `ram` and `disk` bytes."""
+    """Estimate the capacity for conversations of each length in `tokens`.
+
+    `ram` and `disk` are budgets in bytes; `disk` is 0 without a disk tier. `talk`: the shape of the
+    simulated conversations, by default that of a coding agent.
+    """
     pending = pending_bytes(ram, layout) if disk else 0
     room = max(0, ram - pool_bytes(ram) - transient_bytes(ram) - pending)
     per_token = layout.bytes_per_token
@@ -133,9 +159,11 @@ def fit(
 
 
 def warnings(layout: Layout, *, context: int, weights: int, ram: int, machine: int) -> list[str]:
-    """Warnings to log at the start if the model and its budgets exceed the machine's memory.
+    """Return warnings to log at the start if the model does not fit the machine's memory.
 
-    `machine`: bytes of memory for model and cache. `context` is in tokens, the rest in bytes.
+    `context`: tokens. `weights`: bytes of the weights. `ram`: the budget in bytes. `machine`: bytes
+    of
+    memory that a model and its cache may take.
     """
     found = []
     one = context * layout.bytes_per_token + layout.running_bytes + layout.checkpoint_bytes
@@ -179,7 +207,10 @@ def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:
 
 
 def _most(layout: Layout, tokens: int, limit: int) -> int:
-    """Checkpoints that a path may have in a tier of `limit` bytes."""
+    """Return the maximum number of checkpoints of a path of `tokens` tokens.
+
+    `limit`: the limit of the tier in bytes.
+    """
     size = max(1, layout.checkpoint_bytes)
     most = allowed(tokens * layout.bytes_per_token, size, limit) // size
     share = BUDGET_SHARE if layout.specs else 1.0
@@ -193,7 +224,7 @@ def _kept(layout: Layout, positions: set[int], tokens: int, limit: int) -> set[i
 
 
 def _run_bytes(layout: Layout, tokens: int) -> int:
-    """Bytes of the files of `tokens` new tokens."""
+    """Return the bytes on disk of the files with the KV of `tokens` new tokens."""
     per_token = layout.bytes_per_token
     if not per_token:
         return 0
@@ -204,5 +235,5 @@ def _run_bytes(layout: Layout, tokens: int) -> int:
 
 
 def _file(payload: int) -> int:
-    """Bytes that a file occupies in the file system."""
+    """Return the bytes that a file with `payload` bytes of tensors occupies on disk."""
     return -(-(payload + HEADER_BYTES) // FILE_BLOCK) * FILE_BLOCK

@@ -1,4 +1,4 @@
-"""Positions at which a prefill takes checkpoints, and checkpoints to drop from a path."""
+"""Positions at which a prefill takes checkpoints, and the choice of checkpoints to drop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ SPACING = 4000
 def stops(
     marks: Sequence[int], cached: int, length: int, *, parted: int = 0, most: int | None = None
 ) -> tuple[int, ...]:
-    """Ascending positions in (cached, length) at which a prefill takes a checkpoint.
+    """Return the positions in (cached, length) at which a prefill takes a checkpoint, ascending.
 
-    These are the marks (the last token if there are none), `parted`, the position at which an
-    earlier prompt diverged, and one every `SPACING` tokens between. Of positions less than
-    `MARK_DISTANCE` apart, only the first counts. `most`: approximate maximum; the first and the
-    last mark and `parted` are always kept.
+    `marks`: the marks of the prompt; without any, its last token counts as one. `parted`: a
+    position
+    at which an earlier prompt diverged, or 0. Positions are the marks, `parted`, and one every
+    `SPACING`
+    tokens between them. Of positions less than `MARK_DISTANCE` apart, only the first is taken.
+    `most`:
+    approximate maximum number of positions; the first mark, the last mark and `parted` always stay.
     """
     last = length - 1
     wanted = sorted({*(marks or [last]), min(parted, last)})
@@ -40,9 +43,9 @@ def stops(
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """The checkpoints on the path from the root to a node, in this order.
+    """The nodes with a checkpoint on the path from the root to a node, from the top down.
 
-    `parted`: positions of the last checkpoints before a branch of another conversation.
+    `parted`: positions of those checkpoints that are the last before a branch of the tree.
     """
 
     nodes: tuple[Node, ...]
@@ -50,7 +53,7 @@ class Trail:
 
     @classmethod
     def to(cls, node: Node) -> Trail:
-        """The trail that ends at `node`."""
+        """Collect the checkpoints on the path to `node`."""
         nodes: list[Node] = []
         parted: set[int] = set()
         for each in node.path():
@@ -63,9 +66,13 @@ class Trail:
     def checkpoints_to_drop(
         self, end: int, most: int, *, coming: Sequence[int] = (), worth: float = float("inf")
     ) -> list[Node]:
-        """Nodes whose checkpoints to drop, in order, on a path of `end` tokens.
+        """Choose nodes whose checkpoints to drop, so that at most `most` are left on the path.
 
-        `coming`: positions of checkpoints that are about to be added. See `tree.thinning`.
+        `end`: the length of the path in tokens. `coming`: positions of checkpoints that are about
+        to be
+        added. `worth`: only checkpoints worth less than this are dropped; see `tree.thinning`.
+        Returns the
+        nodes in the order in which to drop their checkpoints.
         """
         at = {node.end: node for node in self.nodes}
         positions = sorted({*at, *coming})

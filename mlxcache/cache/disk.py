@@ -1,4 +1,4 @@
-"""The disk tier: one store, its write-behind, its restores and its figures."""
+"""The disk tier: a store with its queue of writes, its restores and its figures."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ FIGURES_S = 0.5
 class DiskTier:
     """The disk tier of one namespace: its store, pending writes and restores.
 
-    MLX thread, except where noted. `pending_limit`: maximum bytes of copies waiting to be written.
-    `wake()` is called from other threads when there is work for the MLX thread. Owns the store and
-    closes it.
+    It owns the store and closes it. `pending_limit`: maximum bytes of copies that wait to be
+    written.
+    `wake()` is called from other threads when there is work for the MLX thread. Methods are called
+    on
+    the MLX thread unless they say otherwise.
     """
 
     def __init__(
@@ -47,7 +49,10 @@ class DiskTier:
         self._next_copy_at = 0.0
 
     def pump(self, *, decoding: bool) -> None:
-        """Hand one more job to the writer; if `decoding`, within `COPY_SHARE` of the time."""
+        """Collect finished writes, and give the writer's thread at most one more job.
+
+        With `decoding`, copies for the disk take at most `COPY_SHARE` of the MLX thread's time.
+        """
         began = time.monotonic()
         if decoding and began < self._next_copy_at:
             self.write_behind.collect()
@@ -55,7 +60,10 @@ class DiskTier:
             self._next_copy_at = began + (time.monotonic() - began) / COPY_SHARE
 
     def figures(self) -> dict[str, Any]:
-        """The disk's part of `GET /v1/cache`. Any thread; at most `FIGURES_S` old."""
+        """Return the disk's part of `GET /v1/cache`, at most `FIGURES_S` seconds old.
+
+        May be called on any thread.
+        """
         if time.monotonic() - self._figures_at > FIGURES_S:
             self._figures = self._measure()
             self._figures_at = time.monotonic()
@@ -84,9 +92,9 @@ class DiskTier:
         }
 
     def close(self, seconds: float) -> int:
-        """Write pending data, blocking for at most `seconds`.
+        """Write pending data, then close the store. Blocks for about `seconds` at most.
 
-        Returns an upper bound of the tokens left unwritten.
+        Returns an upper bound of the number of tokens that were not written.
         """
         deadline = time.monotonic() + seconds
         left = self.write_behind.drain(seconds - min(END_S, seconds / 2))

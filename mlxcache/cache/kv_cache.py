@@ -1,4 +1,4 @@
-"""KVCache: the owner of every KV byte of one model, in RAM and on disk. MLX thread only.
+"""KVCache, the owner of all KV bytes of one model in RAM and on disk. MLX thread only.
 
 The half-open token ranges of one request, from its prompt to its end:
 
@@ -10,7 +10,7 @@ The half-open token ranges of one request, from its prompt to its end:
     [0, length)    in the lineage; `commit` puts all of it into the tree
     [0, written)   handed to the disk tier by `persist`, in whole blocks until the request is over
 
-One `KVCache` has one prefix tree: that of one namespace. Several share one `Budget`.
+One `KVCache` has one prefix tree, that of one namespace. Several caches may share one `Budget`.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ OOM_SHARE = 4
 
 @dataclass(slots=True)
 class Lease:
-    """A lineage in use by one request.
+    """The use of a lineage by one request, with the memory reserved for it.
 
-    `cached`: reused prompt tokens; `restored`: those of them read from disk. `matched`: tokens that
-    earlier prompts in RAM share, reusable or not. `node`: the tree's node that the lease has
-    locked, None before the first commit of a new lineage. `awaiting_state`: KV is there, but the
-    state after it must still be restored. `written`: tokens handed to the disk tier. `evict`:
-    eviction mode of its reservations. `state_bytes`: bytes reserved for the states of opaque
-    layers.
+    `cached`: prompt tokens that are reused. `restored`: how many of them were read from disk.
+    `matched`: prompt tokens shared with earlier prompts in RAM, whether they can be reused or not.
+    `node`: the node of the tree that the lease has locked, or None before the first commit of a new
+    lineage. `awaiting_state`: KV is present, but the state of layers that cannot be sliced must
+    still be
+    restored from disk. `written`: tokens handed to the disk tier. `evict`: how its later
+    reservations
+    make room. `state_bytes`: bytes reserved for the states of layers that cannot be sliced.
     """
 
     lineage: Lineage
@@ -75,15 +77,16 @@ class Lease:
 
     @property
     def length(self) -> int:
-        """Positions that the lineage holds."""
+        """Number of positions in the lineage."""
         return self.lineage.length
 
 
 class KVCache:
-    """Operations by which requests use KV bytes. Each reserves bytes before it allocates them.
+    """Operations by which requests use KV. Each reserves bytes before it allocates them.
 
-    A result is valid until the next operation that mutates; what a lease has locked stays until its
-    `release`. Make one with `KVCache.open`; it owns `ram` and `disk`.
+    Results are valid until the next operation that mutates the cache. Nodes locked by a lease stay
+    until
+    the lease is released. Create an instance with `KVCache.open`; it owns `ram` and `disk`.
     """
 
     def __init__(self, ram: RamTier, disk: DiskTier | None = None):
@@ -110,9 +113,15 @@ class KVCache:
     ) -> KVCache:
         """Open a cache for models of `layout`, with a disk tier if `store` is given.
 
-        It owns the store. `pending_limit`: maximum bytes of copies waiting to be written. `wake()`
+        The cache owns the store. `pending_limit`: maximum bytes of copies that wait to be written.
+        `wake()`
         is called from other threads when there is work for the MLX thread. `worth`: scores segments
-        for eviction; by default made from the layout. `copy_bytes`: see `capacity.copy_bytes`.
+        for
+        eviction; by default it is made from the layout. `device_buffers`: maximum number of buffers
+        that
+        the device can hold, None for no limit. `copy_bytes`: bytes of KV copied in one evaluation,
+        0 for one
+        array at a time.
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
         tree = PrefixTree(layout.bytes_per_token, worth)
@@ -131,15 +140,24 @@ class KVCache:
     # -- matching ----------------------------------------------------------------------------------
 
     def match(self, ids: Tokens) -> int:
-        """Leading tokens of `ids` that are in RAM, reusable or not. Changes nothing."""
+        """Return how many leading tokens of `ids` are in RAM, reusable or not.
+
+        Changes nothing.
+        """
         return self.tree.match(ids, touch=False).length
 
     def reusable(self, ids: Tokens) -> int:
-        """Leading tokens of `ids` that `acquire` could reuse from RAM now. Changes nothing."""
+        """Return how many leading tokens of `ids` the next `acquire` could reuse from RAM.
+
+        Changes nothing.
+        """
         return reusable(self.layout, self.tree.match(ids, touch=False), len(ids))[0]
 
     def measure(self, paths: Sequence[Tokens]) -> Held:
-        """Tokens in RAM of each path, and the bytes of all of them together. Changes nothing."""
+        """Return the reusable tokens in RAM of each path, and the bytes of all paths together.
+
+        Bytes shared by several paths are counted once. Changes nothing.
+        """
         tokens, nbytes = [], 0
         ends: dict[int, int] = {}
         for ids in paths:
@@ -167,12 +185,17 @@ class KVCache:
     ) -> Lease | None:
         """Lease a lineage that holds the longest reusable prefix of `ids`.
 
-        Reserves room for all of `ids` and one growth step of `reply` tokens; None if there is no
-        room. `planned`: position up to which KV and state will be restored from disk; all KV in RAM
-        below it is then used, even without a state. `evict` "wait" blocks for writes to disk that
-        make room. Counts as a use of the prefix, as `hints` say. Mutates the tree (uses, splits,
-        evictions) and lineages. Raises MLX's error if a copy fails, after releasing what was
-        reserved.
+        Reserves room for all of `ids` and for the first tokens of a reply of `reply` tokens.
+        Returns None
+        if there is no room. `planned`: position up to which KV and state will be restored from
+        disk; all KV
+        in RAM below it is then used, even without a state to continue from. `evict`: how to make
+        room;
+        "wait" blocks for writes to disk, after which more can be evicted. `hints` tell how the use
+        of the
+        prefix is counted. Mutates the tree (uses, splits, evictions) and lineages. Raises MLX's
+        error if a
+        copy fails, after releasing what was reserved.
         """
         match, main = self.tree.match(ids), self._mains.main_beside(ids, hints)
         self.tree.uses.renew(main)
@@ -208,8 +231,9 @@ class KVCache:
         return lease
 
     def _set_state(self, lease: Lease, state: State | None, evict: Evict) -> bool:
-        """Reserve and set the state of opaque layers; without room, release the lease and return
-        False.
+        """Reserve memory for the state of layers that cannot be sliced, and set it.
+
+        Returns False, with the lease released, if there is no room.
         """
         try:
             reserved = self.ram.reserve("states", self.layout.running_bytes, evict=evict)
@@ -226,23 +250,28 @@ class KVCache:
     # -- restoring ---------------------------------------------------------------------------------
 
     def look_up(self, ids: Tokens, known: int) -> DiskLookup | None:
-        """Begin a lookup of `ids` on disk, of which RAM holds `known` tokens; None without a disk
-        tier.
+        """Start a lookup of `ids` on disk; return None if there is no disk tier.
 
-        Does not block: `wake` is called when there is news.
+        `known`: leading tokens that are in RAM. Does not block: `wake` is called as the lookup
+        proceeds.
         """
         return self.disk.restorer.look_up(ids, known) if self.disk is not None else None
 
     def can_restore(self, lease: Lease, lookup: DiskLookup) -> bool:
-        """True if `restore` has something to load, or an error to raise. Changes nothing."""
+        """Return whether `restore` has a verified file to load or an error to raise.
+
+        Changes nothing.
+        """
         return self.disk is not None and self.disk.restorer.ready(lookup, lease.length)
 
     def restore(self, lease: Lease, lookup: DiskLookup) -> bool:
-        """Load one verified file into the lease, and commit it; True once `lookup.target` is
-        reached.
+        """Load one verified file into the lease, and commit it.
 
-        Mutates lease and tree; blocks for the read of one file. Raises StoreError, OSError,
-        RuntimeError or ValueError where a file cannot be used: `cancel_restore` then.
+        Returns True once all of `lookup.target` is restored. Mutates lease and tree, and blocks
+        while one
+        file is read. Raises StoreError, OSError, RuntimeError or ValueError if a file cannot be
+        used; call
+        `cancel_restore` then.
         """
         assert self.disk is not None
         before = lease.length
@@ -259,18 +288,20 @@ class KVCache:
         return complete
 
     def cancel_restore(self, lease: Lease) -> None:
-        """Release a lease whose restore failed; what was committed is kept if it can be computed.
+        """Release a lease whose restore failed, and keep what was committed if it is intact.
 
-        A file may fail only while its arrays are evaluated, which leaves the buffers unusable.
+        A file may fail as late as when its arrays are evaluated. The buffers of the lineage are
+        then
+        unusable, and are released.
         """
         self.abandon(lease)
 
     # -- growing and committing --------------------------------------------------------------------
 
     def extend(self, lease: Lease, length: int) -> bool:
-        """Make room for `length` positions in the lease; False where the budget cannot hold them.
+        """Make room for `length` positions in the lease; return False if the budget has no room.
 
-        Mutates: may grow the buffers (a copy) and evict. May block for a write that makes room.
+        Mutates: may copy into larger buffers, and may evict. May block for a write that makes room.
         """
         lineage = lease.lineage
         if length <= lineage.capacity or not self.layout.specs:
@@ -283,12 +314,15 @@ class KVCache:
         return capacity is not None
 
     def commit(self, lease: Lease, ids: Tokens, *, checkpoint: bool) -> None:
-        """Put the first `lease.length` of `ids` into the tree, with the state there if
-        `checkpoint`.
+        """Add the first `lease.length` tokens of `ids` to the tree.
 
-        `ids` are the request's tokens, shape (n,). Mutates the tree and moves the lease's lock. May
-        evict for the checkpoint, which is left out where there is no room. Waits for the device,
-        and raises its error if it failed: nothing is committed then.
+        `ids`: the tokens of the request, shape (n,). `checkpoint`: also store the state at their
+        end, if the
+        model has layers that cannot be sliced. Mutates the tree and moves the lock of the lease.
+        May evict
+        to make room for the checkpoint, and leaves the checkpoint out if there is none. Waits for
+        the device
+        and raises the device's error if a command failed; nothing is committed then.
         """
         lineage = lease.lineage
         if not self.layout.cacheable or not lineage.length:
@@ -309,7 +343,10 @@ class KVCache:
                 self._set_checkpoint(node, lineage, size)
 
     def _set_checkpoint(self, node: Node, lineage: Lineage, size: int) -> None:
-        """Copy the state of `lineage` to `node`; releases the reserved `size` if MLX fails."""
+        """Copy the state of `lineage` into a checkpoint at `node`.
+
+        `size`: the bytes reserved for it, which are released if MLX fails.
+        """
         try:
             state = lineage.capture()
             device.confirm()
@@ -319,10 +356,13 @@ class KVCache:
         self.tree.set_checkpoint(node, state, size)
 
     def _take_over_path(self, lease: Lease, node: Node) -> None:
-        """Let a whole lineage hold segments of its path that others lost, or that were fed again.
+        """Make the lease's lineage hold segments of its path that other lineages held.
 
-        Tokens are fed again if there was no state to continue from. The lineage then holds them
-        anyway; the segments after them stay with the other lineage.
+        These are segments whose KV was lost, and segments that were fed again because there was no
+        state to
+        continue from. The lineage has their KV anyway, so other copies can be released. Segments
+        after
+        those stay with the other lineage.
         """
         lineage, path = lease.lineage, node.path()[1:]
         holds = any(n.value is lineage and n.end <= lease.cached for n in path)
@@ -335,10 +375,11 @@ class KVCache:
                 self.ram.shrink(other, force=True)
 
     def persist(self, lease: Lease, ids: Tokens, *, whole: bool = False) -> None:
-        """Queue committed tokens for writing to disk, once `PERSIST_TOKENS` are new.
+        """Queue committed tokens for writing to disk, if at least `PERSIST_TOKENS` are new.
 
-        Only whole blocks, except with `whole`, which queues all. Does not block. The path is locked
-        in RAM until it is on disk.
+        Queues whole blocks only; with `whole`, any number of tokens to the last one. Does not
+        block. The
+        path stays locked in RAM until it is on disk.
         """
         if self.disk is None or lease.node is None:
             return
@@ -354,8 +395,9 @@ class KVCache:
     def finish(self, lease: Lease, ids: Tokens) -> None:
         """Commit and persist all that a request computed. The lease stays until `release`.
 
-        An incomplete restore, or a pass that produced NaN, is not committed. Waits for the device,
-        and raises its error if it failed, before anything else.
+        Nothing is committed if a restore is incomplete. If a pass produced NaN, its tokens are
+        removed
+        instead. Waits for the device, and raises the device's error before doing anything else.
         """
         if lease.awaiting_state:
             return
@@ -367,9 +409,9 @@ class KVCache:
         self.persist(lease, ids, whole=True)
 
     def release(self, lease: Lease) -> None:
-        """End a lease: its lineage becomes idle, or is released if the tree refers to none of it.
+        """End a lease: the lineage becomes idle, or is released if the tree does not refer to it.
 
-        Mutates: older idle lineages may be compacted. Nothing of the lease may be used afterwards.
+        Mutates: older idle lineages may be compacted. The lease must not be used afterwards.
         """
         lineage = lease.lineage
         if lease.node is not None:
@@ -386,7 +428,7 @@ class KVCache:
         self.ram.compact_idle(evict=_without_waiting(lease))
 
     def abandon(self, lease: Lease) -> None:
-        """End a lease whose last forward pass failed: only what was committed is kept."""
+        """End a lease whose last forward pass failed, and keep only what was committed."""
         lineage = lease.lineage
         held = self.tree.live_range(lineage)
         lineage.truncate(held[1] if held else 0)
@@ -400,10 +442,13 @@ class KVCache:
             self.release(lease)
 
     def drop_damaged(self) -> None:
-        """Release every lineage that an error of the device may have damaged; see `device`.
+        """Release the buffers of every lineage that a device error may have damaged.
 
-        The tree still refers to them, as to evicted ones. Of the others only positions that were
-        committed may be used: `abandon` their leases.
+        The tree keeps referring to such lineages, as it does to evicted ones. In the other lineages
+        only
+        committed positions may be used: call `abandon` for their leases. See `model.device` for
+        these
+        errors.
         """
         for lineage in [*self.ram.idle.values(), *self.ram.busy.values()]:
             if lineage.survives_failure():
@@ -414,8 +459,9 @@ class KVCache:
     def purge(self, lease: Lease, ids: Tokens) -> None:
         """Remove from both tiers what a request computed, because the model produced NaN.
 
-        Keeps the prefix that it reused, and what other requests share, as far as those are finite:
-        an earlier request may have left NaN too. The lease stays, without its node.
+        Keeps the prefix that the request reused, and what other requests share, as far as their KV
+        is
+        finite: an earlier request may have left NaN too. The lease stays, without a node.
         """
         kept = self._finite_prefix(ids, min(lease.cached, finite_upto(lease.lineage)))
         log.warning("model produced NaN; kept %d of %d tokens", kept, len(ids))
@@ -428,10 +474,11 @@ class KVCache:
         self.forget(ids, kept)
 
     def _finite_prefix(self, ids: Tokens, reused: int) -> int:
-        """Leading tokens of `ids` in the tree to keep; the request had reused `reused` of them.
+        """Return how many leading tokens of `ids` in the tree to keep after NaN.
 
-        Where another conversation diverges from `ids` later, it computed the tokens up to there
-        too.
+        `reused`: tokens that the request had reused. Tokens that another conversation shares were
+        computed
+        by that conversation too, so they are kept if their KV is finite.
         """
         match = self.tree.match(ids, touch=False)
         parted = [node.end for node in match.nodes if len(node.children) > 1]
@@ -455,9 +502,10 @@ class KVCache:
     # -- removing ----------------------------------------------------------------------------------
 
     def forget(self, ids: Tokens, keep: int) -> int:
-        """Remove from RAM all of `ids` beyond its first `keep` tokens, and what continues it.
+        """Remove from RAM all of `ids` beyond its first `keep` tokens, and everything below.
 
-        What a request uses, and what is not on disk yet, stays. Returns the tokens removed.
+        KV that a request uses or that is not on disk yet stays. Returns the number of tokens
+        removed.
         """
         beyond = self._nodes_beyond(ids, keep)
         if not beyond:
@@ -468,9 +516,10 @@ class KVCache:
         return sum(self.ram.remove(node, keep) for node in reversed(below))
 
     def forget_unshared(self, ids: Tokens, keep: int) -> bool:
-        """Remove `ids` beyond `keep` from RAM, unless another conversation continues them there.
+        """Remove `ids` beyond `keep` tokens from RAM unless another conversation continues them.
 
-        True if tokens were removed; see `forget`.
+        KV that a request uses or that is not on disk yet stays. Returns whether tokens were
+        removed.
         """
         nodes = [n for n in self.tree.match(ids, touch=False).nodes if n.end > keep]
         if not nodes or any(len(n.children) > (n is not nodes[-1]) for n in nodes):
@@ -478,18 +527,18 @@ class KVCache:
         return self.forget(ids, keep) > 0
 
     def _nodes_beyond(self, ids: Tokens, keep: int) -> list[Node]:
-        """Nodes that hold a token of `ids` beyond `keep`, top down."""
+        """Return the nodes that hold tokens of `ids` beyond the first `keep`, from the top down."""
         match = self.tree.match(ids, touch=False)
         return [node for node in match.nodes if min(node.end, match.length) > keep]
 
     def clear(self) -> None:
-        """Evict from RAM all that no request uses and no write is waiting for."""
+        """Evict from RAM all KV that no request uses and that is not waiting to be written."""
         self.ram.clear()
 
     def free_after_oom(self, lease: Lease) -> bool:
-        """Evict some idle KV after MLX failed to allocate, and truncate the lease to its length.
+        """Evict some idle KV after MLX failed to allocate, and undo the failed pass of the lease.
 
-        True if the lease is intact, so that the same pass may be tried again.
+        Returns True if the KV of the lease is intact, so that the same pass may be tried again.
         """
         idle = sum(each.nbytes for each in self.ram.idle.values())
         self.ram.evict(max(1, idle // OOM_SHARE))
@@ -498,34 +547,37 @@ class KVCache:
         return lease.lineage.sound()
 
     def end_pressure(self) -> None:
-        """Return the withheld part of the budget to use, because a request needs it."""
+        """Use the withheld part of the budget again, because a request needs it."""
         self.ram.withhold(0)
 
     # -- the disk tier's part in the loop ----------------------------------------------------------
 
     @property
     def writing(self) -> bool:
-        """True while something is locked in RAM because it is not on disk yet."""
+        """Whether a path is locked in RAM because it is not on disk yet."""
         return self.disk is not None and self.disk.write_behind.busy
 
     @property
     def can_pump(self) -> bool:
-        """True if `pump` has something to do."""
+        """Whether `pump` has something to do."""
         return self.disk is not None and self.disk.write_behind.ready
 
     def pump(self, *, decoding: bool) -> None:
-        """Collect finished writes, and hand at most one more to the writer's thread.
+        """Collect finished writes, and give the writer's thread at most one more job.
 
-        `decoding`: replies wait meanwhile, so copies take a small share of the time. Call each
-        tick.
+        Must be called on each tick of the scheduler. `decoding`: replies wait meanwhile, so copies
+        for the
+        disk take only a small share of the time.
         """
         if self.disk is not None:
             self.disk.pump(decoding=decoding)
 
     def close(self, seconds: float) -> int:
-        """Write what is not on disk yet, blocking for at most `seconds`, and release everything.
+        """Write what is not on disk yet, then release everything.
 
-        Returns an upper bound of the tokens that were not written.
+        Blocks for about `seconds` at most. Returns an upper bound of the number of tokens that were
+        not
+        written.
         """
         left = self.disk.close(seconds) if self.disk is not None else 0
         self.clear()
@@ -534,7 +586,10 @@ class KVCache:
     # -- figures -----------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
-        """The RAM part of `GET /v1/cache`; `active_bytes` is what lineages hold beyond the tree."""
+        """Return the RAM part of `GET /v1/cache`.
+
+        `active_bytes` are the bytes in use beyond those that the tree refers to.
+        """
         tree, kinds = self.tree, self.budget.by_kind()
         held = tree.kv_bytes + tree.checkpoint_bytes
         live = sum(kinds.get(kind, 0) for kind in ("kv", "checkpoints", "states", "batch"))
@@ -560,5 +615,5 @@ class KVCache:
 
 
 def _without_waiting(lease: Lease) -> Literal["no", "idle"]:
-    """Return the eviction mode of a lease, without waiting for writes to disk."""
+    """Return the lease's way of making room, with "wait" for writes replaced by "idle"."""
     return "no" if lease.evict == "no" else "idle"

@@ -22,12 +22,14 @@ MAX_SIDE_REQUESTS = 256
 
 @dataclass(frozen=True, slots=True)
 class CacheHints:
-    """Eviction hints carried by a request.
+    """Hints of a request about the eviction of its KV.
 
-    `conversation_key`: leading tokens that identify its conversation; None where unknown. `head`:
-    leading tokens that are tools and system prompt. `label`: the session's. `keeps`: (position,
-    seconds) up to where, and for how long after each use, the client asks to keep the prefix.
-    `asked`: a client waits for it; False for what is computed ahead of use.
+    `conversation_key`: number of leading tokens that identify the conversation, or None if unknown.
+    `head`: number of leading tokens that are tools and system prompt. `label`: the label of the
+    session.
+    `keeps`: the client's keep hints, as pairs of a position up to which to keep the prefix and the
+    seconds to keep it after each use. `asked`: a client waits for the request; False if the server
+    computes it ahead of use.
     """
 
     conversation_key: int | None = None
@@ -38,7 +40,7 @@ class CacheHints:
 
     @classmethod
     def of(cls, job: Job) -> CacheHints:
-        """The hints of a request."""
+        """Derive the hints of a request."""
         prompt, marks = job.prompt, job.prompt.marks
         return cls(
             conversation_key=conversation_key_tokens(marks, len(prompt.ids)) if marks else None,
@@ -54,7 +56,12 @@ NO_HINTS = CacheHints()
 
 @dataclass(frozen=True, slots=True)
 class ConversationId:
-    """Identity of a conversation: its first `key_tokens` tokens' digest, and its head's digest."""
+    """Identity of a conversation, by digests of leading tokens.
+
+    `digest`: that of the first `key_tokens` tokens. `head`: that of tools and system prompt, empty
+    if
+    there are none.
+    """
 
     key_tokens: int
     digest: bytes
@@ -62,23 +69,28 @@ class ConversationId:
 
     @classmethod
     def of(cls, ids: Tokens, hints: CacheHints) -> ConversationId:
-        """The conversation that a prompt belongs to."""
+        """Return the identity of the conversation to which a prompt belongs."""
         key = len(ids) if hints.conversation_key is None else hints.conversation_key
         head = digest_of(ids[: hints.head]) if hints.head else b""
         return cls(key, digest_of(ids[:key]), head)
 
     def includes(self, ids: Tokens) -> bool:
-        """True if a prompt is a turn of this conversation."""
+        """Return whether a prompt belongs to this conversation."""
         return len(ids) >= self.key_tokens and digest_of(ids[: self.key_tokens]) == self.digest
 
 
 @dataclass(slots=True)
 class MainConversation:
-    """The newest turn of a session's main conversation: its tokens and tree nodes.
+    """The main conversation of a session, as of its newest turn.
 
-    `side_requests`: requests of the session since that belonged to others. `rival`: a conversation
-    under the same head with its turns in a row, which may become the main one. `former`: the main
-    conversation before this one, which takes its place again if it continues.
+    `tokens` and `nodes`: length and tree nodes of that turn. `turns`: number of turns.
+    `side_requests`:
+    number of requests of the session since then that belonged to other conversations. `rival`:
+    another
+    conversation with the same tools and system prompt, and its number of consecutive turns; it may
+    become the main one. `former`: the previous main conversation, which becomes the main one again
+    if
+    it continues.
     """
 
     id: ConversationId
@@ -90,20 +102,24 @@ class MainConversation:
     former: MainConversation | None = None
 
     def count_rival(self, rival: ConversationId) -> int:
-        """Count a turn of another conversation under the same head; returns its turns in a row."""
+        """Count a turn of another conversation with the same tools and system prompt.
+
+        Returns its number of consecutive turns.
+        """
         before = self.rival[1] if self.rival and self.rival[0] == rival else 0
         self.rival = (rival, before + 1)
         return before + 1
 
     def extend(self, node: Node) -> None:
-        """Set the newest turn to the one that ends at `node`."""
+        """Add a turn, which ends at `node`."""
         self.tokens, self.nodes, self.turns = node.end, node.path()[1:], self.turns + 1
         self.side_requests, self.rival = 0, None
 
 
 class MainConversations:
-    """The main conversation of each session label seen recently; the rule is that of
-    `store.leaves`.
+    """The main conversation of each recent session, by session label.
+
+    A conversation becomes the main one by the rules of `store.leaves`.
     """
 
     def __init__(self) -> None:
@@ -113,14 +129,17 @@ class MainConversations:
         return len(self._by_label)
 
     def main_beside(self, ids: Tokens, hints: CacheHints) -> Sequence[Node]:
-        """Nodes of the session's main conversation if `ids` is a side request, else empty."""
+        """Return the nodes of the session's main conversation if `ids` is a side request.
+
+        Returns an empty sequence otherwise.
+        """
         main = self._by_label.peek(hints.label) if hints.label else None
         if main is None or main.side_requests >= MAX_SIDE_REQUESTS or main.id.includes(ids):
             return ()
         return main.nodes
 
     def note_end(self, ids: Tokens, hints: CacheHints, node: Node) -> None:
-        """Record the end of the request `ids`; `node` is its last node in the tree."""
+        """Record that the request with tokens `ids` has ended at `node` of the tree."""
         if hints.label is None:
             return
         main = self._by_label.peek(hints.label)
@@ -129,7 +148,7 @@ class MainConversations:
     def _after(
         self, main: MainConversation | None, ids: Tokens, hints: CacheHints, node: Node
     ) -> MainConversation:
-        """The session's main conversation after a request."""
+        """Return the session's main conversation after a request, given the one before, or None."""
         if main is None:
             return MainConversation(ConversationId.of(ids, hints), node.end, node.path()[1:])
         for one in (main, main.former):
@@ -147,7 +166,12 @@ class MainConversations:
     def _takes_over(
         self, main: MainConversation, ids: Tokens, hints: CacheHints, tokens: int
     ) -> bool:
-        """True if a request begins the main conversation, after a title request or a compaction."""
+        """Return whether a request begins a new main conversation.
+
+        That is so if the former one was a title request, for example, or after the client compacted
+        the
+        conversation. `tokens`: the length of the request with its reply.
+        """
         now = ConversationId.of(ids, hints)
         same_head = bool(now.head) and now.head == main.id.head
         return becomes_main(

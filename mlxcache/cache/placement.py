@@ -1,8 +1,8 @@
-"""Placement of a matched prefix: the lineage that a request continues in, and its filling.
+"""Placement of a request: the choice of the lineage that it continues in, and its content.
 
-A lineage at whose newest end the prefix stops is continued in place. One that goes on after the
-prefix is split first; if no idle lineage can be continued, the prefix is copied into a new one.
-MLX thread only.
+A lineage that ends where the matched prefix ends is continued in place. One that holds more is
+split
+first. If no idle lineage can be continued, the prefix is copied into a new one. MLX thread only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from mlxcache.tree.node import Match, Node
 
 
 def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
-    """Tokens of a match that can be reused, and the state there. One token is left to feed."""
+    """Return how many tokens of a match can be reused, and the state at that position.
+
+    At least one token of the prompt is left to feed, because its logits are needed. The state is
+    None
+    if the model has no layers that need one.
+    """
     if not layout.cacheable:
         return 0, None
     limit = intact(layout, match, prompt_tokens - 1)
@@ -29,7 +34,11 @@ def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, Sta
 
 
 def intact(layout: Layout, match: Match, upto: int) -> int:
-    """Tokens of a match, up to `upto`, whose KV is there, sliding windows included."""
+    """Return how many tokens of a match, up to `upto`, have all their KV in RAM.
+
+    Sliding windows of the last tokens count too: a match whose windows were not restored is
+    shorter.
+    """
     limit = min(match.length, upto)
     lost = next((start for value, start, _ in match.segments if value.lost), limit)
     limit = min(limit, lost)
@@ -44,9 +53,9 @@ def intact(layout: Layout, match: Match, upto: int) -> int:
 
 
 class Placed(NamedTuple):
-    """A lineage that holds a prefix, and the node where the prefix ends, which is locked.
+    """A lineage that holds a prefix, and the locked node at which the prefix ends.
 
-    `node` None: the lineage is new, and the tree does not refer to it yet.
+    `node` is None if the lineage is new and the tree does not refer to it yet.
     """
 
     lineage: Lineage
@@ -54,7 +63,7 @@ class Placed(NamedTuple):
 
 
 class Placement:
-    """Chooses and fills the lineages of one RAM tier; `place` reserves the bytes that it needs."""
+    """Choice and filling of lineages for requests, within one RAM tier."""
 
     def __init__(self, ram: RamTier):
         self._ram = ram
@@ -62,10 +71,12 @@ class Placement:
         self._layout: Layout = ram.layout
 
     def place(self, match: Match, cached: int, least: int, evict: Evict) -> Placed | None:
-        """Continue the idle lineage that costs the fewest copied tokens; else make a new one.
+        """Continue the idle lineage that needs the fewest copied tokens, or fill a new one.
 
         The result holds the first `cached` tokens of `match`, has room for `least` positions, and
-        is marked as in use. None if there is no room.
+        is marked
+        as in use. Reserves the bytes for it, making room as `evict` says. Returns None if there is
+        no room.
         """
         spans: list[Span] = match.spans(cached) if cached else []
         best, cost = -1, cached
@@ -81,12 +92,15 @@ class Placement:
         return self._copy(spans, cached, least, evict)
 
     def _tail(self, owner: Lineage, end: int) -> int:
-        """Positions from `end` on that the tree refers to in `owner`."""
+        """Return the number of positions from `end` on that the tree uses in `owner`."""
         held = self._tree.live_range(owner)
         return max(0, held[1] - end) if held else 0
 
     def _split_tail(self, match: Match, owner: Lineage, end: int, evict: Evict) -> bool:
-        """Move the positions of `owner` from `end` on into a lineage of their own."""
+        """Move the positions of `owner` from `end` on into a new lineage.
+
+        Returns False if there is no room for it.
+        """
         reserved = self._tail(owner, end)
         if not self._ram.reserve_kv(reserved, evict=evict):
             return False
@@ -102,7 +116,7 @@ class Placement:
         return True
 
     def _split_node(self, match: Match, position: int) -> Node:
-        """The node on the matched path that ends at `position`, split there if need be."""
+        """Return the node on the matched path that ends at `position`, splitting one if needed."""
         for node in match.nodes:
             if node.start < position <= node.end:
                 return self._tree.split_at(node, position)
@@ -113,7 +127,12 @@ class Placement:
     def _continue(
         self, match: Match, spans: list[Span], at: int, least: int, evict: Evict
     ) -> Placed | None:
-        """Continue in the buffers of `spans[at]`: in place if they are whole and have the room."""
+        """Continue a request in the buffers of the lineage of `spans[at]`.
+
+        This is done in place if its buffers start at position 0 and hold `least` positions;
+        otherwise they
+        are copied into larger ones. Returns None if there is no room.
+        """
         owner, _, end = spans[at]
         cached = spans[-1][2]
         capacity = owner.capacity
@@ -142,10 +161,11 @@ class Placement:
 
     @contextmanager
     def charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:
-        """Run while `lineage` gets buffers of `capacity` positions, which are charged already.
+        """Context in which `lineage` gets buffers of `capacity` positions, already charged.
 
-        If MLX fails there, the bytes that were not allocated are released. A lineage that is not
-        `leased` becomes idle again if its content is intact, else it is discarded.
+        If the body raises, the bytes that were not allocated are released. A lineage that is not
+        `leased`
+        then becomes idle again if its content is intact, and is discarded if not.
         """
         try:
             yield
@@ -173,7 +193,7 @@ class Placement:
             self._ram.set_idle(lineage)
 
     def _copy(self, spans: list[Span], cached: int, least: int, evict: Evict) -> Placed | None:
-        """A new lineage with copies of `spans`."""
+        """Create a lineage with copies of `spans`; return None if there is no room."""
         capacity = self._ram.reserve_buffer(0, least, evict)
         if capacity is None:
             return None

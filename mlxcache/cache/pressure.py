@@ -1,4 +1,4 @@
-"""Memory pressure: part of the budget is withheld while the machine is short of memory."""
+"""Memory pressure: withhold part of the budget while the machine is short of memory."""
 
 from __future__ import annotations
 
@@ -39,14 +39,20 @@ budget, and a minimum in bytes.
 
 
 class Brake:
-    """Number of budget parts to withhold: rises while pressure lasts, falls one by one after it."""
+    """Number of eighths of the budget to withhold, over time.
+
+    It rises while memory pressure lasts, and falls one by one afterwards.
+    """
 
     def __init__(self) -> None:
         self.parts = 0
         self._changed_at = self._pressed_at = float("-inf")
 
     def update(self, level: PressureLevel, now: float) -> int:
-        """Parts to withhold from `now` on, in seconds of a monotonic clock."""
+        """Return the number of eighths to withhold, given the pressure `level` at time `now`.
+
+        `now`: seconds of a monotonic clock.
+        """
         if level:
             self._pressed_at = now
             if now - self._changed_at >= STEP_S and self.parts < MAX_PARTS[level]:
@@ -60,9 +66,11 @@ class Brake:
 
 @dataclass(slots=True)
 class Observation:
-    """The result of the latest memory check.
+    """Result of the latest memory check, with sizes in bytes.
 
-    Sizes in bytes; `expected` is the size of the process that weights and budget account for.
+    `footprint`: the size of the process. `max_footprint`: its highest value so far. `expected`: the
+    size
+    that weights and budget account for. `parts`: eighths of the budget that are withheld.
     """
 
     level: PressureLevel = PressureLevel.NORMAL
@@ -73,10 +81,11 @@ class Observation:
 
 
 class Pressure:
-    """Watches the machine's memory in a thread of its own, and has the MLX thread withhold budget.
+    """Monitor of the machine's memory, in a thread of its own; withholds budget under pressure.
 
-    `post` runs an action on the MLX thread. `base`: bytes of the process beside all that MLX holds;
-    `weights`: bytes of the weights. The other arguments replace the system in tests.
+    `post` runs an action on the MLX thread. `base`: bytes of the process besides all that MLX
+    holds.
+    `weights`: bytes of the weights. The other arguments replace the operating system in tests.
     """
 
     def __init__(
@@ -106,7 +115,7 @@ class Pressure:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the checks; does not block."""
+        """Stop the checks. Does not block."""
         self._stopped.set()
 
     def _watch(self) -> None:
@@ -119,7 +128,10 @@ class Pressure:
                 log.exception("memory pressure check failed")
 
     def step(self) -> None:
-        """Check the memory once, and adjust the withheld part of the budget."""
+        """Check the memory once, and adjust the withheld part of the budget.
+
+        Also returns unused heap pages to the operating system every `TRIM_S` seconds.
+        """
         seen: Observation = self.seen
         found, now = self._look(), self._clock()
         if now - self._trimmed_at >= TRIM_S:
@@ -146,7 +158,7 @@ class Pressure:
             self._post(lambda: self._ram.withhold(withheld))
 
     def figures(self) -> dict[str, Any]:
-        """The `pressure` part of `GET /v1/cache`. Any thread."""
+        """Return the `pressure` part of `GET /v1/cache`. May be called on any thread."""
         seen = self.seen
         return {
             "level": seen.level.name.lower(),

@@ -1,6 +1,6 @@
-"""The RAM tier: bytes of lineages and checkpoints under one budget, and their eviction.
+"""The RAM tier: lineages and checkpoints under one budget, and their eviction.
 
-Runs on the MLX thread.
+MLX thread only.
 """
 
 from __future__ import annotations
@@ -49,14 +49,19 @@ BUFFER_SHARE = 0.75
 
 
 def with_slack(tokens: int) -> int:
-    """Capacity for `tokens` positions and some growth: a 24th more, at least 64, in steps of 64."""
+    """Return a buffer capacity for `tokens` positions with room for growth.
+
+    The room is a 24th of `tokens`, at least 64, and the result is rounded up to a multiple of 64.
+    """
     return (tokens + max(64, tokens // 24) + 63) // 64 * 64
 
 
 class BufferCount:
-    """Buffers of lineages and checkpoints, under a limit: Metal limits their number too.
+    """Number of device buffers that lineages and checkpoints take, and its limit.
 
-    `device_limit`: buffers that the device can hold, None for no limit.
+    Metal limits the number of buffers besides their bytes. `device_limit`: buffers that the device
+    can
+    hold, None for no limit.
     """
 
     def __init__(self, layout: Layout, device_limit: int | None):
@@ -66,26 +71,33 @@ class BufferCount:
         self.limit = None if device_limit is None else int(BUFFER_SHARE * device_limit)
 
     def count(self, lineages: int, checkpoints: int) -> int:
-        """Number of buffers of the given numbers of lineages and checkpoints."""
+        """Return the buffers that some lineages and checkpoints take together.
+
+        Arguments are the number of lineages and the number of checkpoints.
+        """
         return lineages * self.per_lineage + checkpoints * self.per_checkpoint
 
     def allows(self, count: int) -> bool:
-        """True if `count` buffers are within the limit."""
+        """Return whether `count` buffers are within the limit."""
         return self.limit is None or count <= self.limit
 
 
 def _count_specs(value: Any) -> int:
-    """Count the arrays in a layout's states."""
+    """Count the array specs in nested tuples and lists."""
     if isinstance(value, list | tuple):
         return sum(map(_count_specs, value))
     return int(isinstance(value, ArraySpec))
 
 
 class RamTier:
-    """All lineages of a model, idle or in use, charged to one budget; the tree refers to them.
+    """All lineages of a model, idle or in use, with their bytes charged to one budget.
 
-    `dropped` counts evictions of bytes that are lost, `spilled` of bytes that are on disk too.
-    `write_behind` None: there is no disk tier. `copy_bytes`: what new lineages copy at once.
+    The tree refers to the lineages as its values. `write_behind` is None without a disk tier.
+    `device_buffers`: maximum number of buffers of the device. `copy_bytes`: bytes that new lineages
+    copy
+    in one evaluation. `dropped` counts evictions of KV that is then lost, `spilled` those of KV
+    that is
+    on disk too.
     """
 
     def __init__(
@@ -116,12 +128,15 @@ class RamTier:
         self.busy[id(lineage)] = lineage
 
     def set_idle(self, lineage: Lineage) -> None:
-        """Mark `lineage` as idle and as the most recently used of the idle ones."""
+        """Mark `lineage` as idle, and as the most recently used of the idle ones."""
         self.busy.pop(id(lineage), None)
         self.idle[id(lineage)] = lineage
 
     def discard(self, lineage: Lineage) -> None:
-        """Release the buffers of an untrusted lineage; the tree may still refer to it."""
+        """Release the buffers of a lineage whose content may be wrong.
+
+        The tree may still refer to the lineage.
+        """
         self.idle.pop(id(lineage), None)
         self.busy.pop(id(lineage), None)
         self.budget.release("kv", lineage.nbytes)
@@ -130,9 +145,11 @@ class RamTier:
     # -- reserving ---------------------------------------------------------------------------------
 
     def reserve_buffer(self, held: int, least: int, evict: Evict) -> int | None:
-        """Reserve a buffer of `least` positions, with slack if that fits; returns its capacity.
+        """Reserve a buffer of at least `least` positions, which replaces one of `held` positions.
 
-        It replaces one of `held` positions. None, and nothing reserved, where it does not fit.
+        Adds room for growth if that fits. Returns the capacity in positions. Returns None, and
+        reserves
+        nothing, if not even `least` positions fit.
         """
         for capacity in (with_slack(least), least):
             if self.reserve_kv(capacity - held, held, evict=evict):
@@ -140,15 +157,21 @@ class RamTier:
         return None
 
     def reserve_kv(self, tokens: int, held: int = 0, *, evict: Evict) -> bool:
-        """Reserve `tokens` positions, with temporary room to copy one array of `held` positions."""
+        """Reserve `tokens` more positions; return False if there is no room.
+
+        `held`: positions of the buffer that is copied; one array of them is needed temporarily.
+        """
         size = tokens * self.layout.bytes_per_token
         return self.reserve("kv", size, held * self.layout.widest, evict=evict)
 
     def reserve(self, kind: str, size: int, passing: int = 0, *, evict: Evict = "idle") -> bool:
-        """Charge `size` bytes of `kind` (negative: release them), making room as `evict` says.
+        """Charge `size` bytes to `kind`, making room as `evict` says.
 
-        `passing` bytes are needed only during the operation and may use the bytes set aside for
-        forward passes. False, and nothing charged, if there is no room. May block with `wait`.
+        A negative `size` releases bytes. `passing`: bytes needed only during the operation, which
+        may use
+        what is set aside for forward passes. Returns False, and charges nothing, if there is no
+        room. May
+        block if `evict` is "wait".
         """
         needed = max(0, size) + max(0, passing - self._bytes_of("transient"))
         if not self.make_room(needed, evict=evict):
@@ -157,13 +180,15 @@ class RamTier:
         return True
 
     def has_passing(self, size: int) -> bool:
-        """True if `size` temporary bytes are available without any eviction."""
+        """Return whether `size` temporary bytes are available without any eviction."""
         return size <= self.budget.free + self._bytes_of("transient")
 
     def make_room(self, size: int, *, evict: Evict = "idle") -> bool:
-        """Free budget until `size` bytes fit: spare copies first, then the lowest score.
+        """Free budget until `size` bytes fit, and return whether they do.
 
-        Evicts nothing if all idle entries together would not suffice. May block with `wait`.
+        First compacts idle lineages with unused positions, then evicts by score, lowest first.
+        Evicts
+        nothing if all idle entries together would not suffice. May block if `evict` is "wait".
         """
         if evict == "no":
             return self.budget.free >= size
@@ -173,9 +198,9 @@ class RamTier:
         return self.free_up(size, evict=evict)
 
     def free_up(self, size: int, *, evict: Evict = "idle") -> bool:
-        """Evict until `size` bytes fit, or until nothing more can be evicted; True if they fit.
+        """Evict until `size` bytes fit or nothing more can be evicted; return whether they fit.
 
-        Unlike `make_room`, evicts even if that cannot suffice.
+        Unlike `make_room`, evicts even if that cannot suffice. May block if `evict` is "wait".
         """
         for lineage in list(self.idle.values()):
             if self.budget.free >= size:
@@ -194,10 +219,13 @@ class RamTier:
     # -- evicting ----------------------------------------------------------------------------------
 
     def _evict(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
-        """Evict from the end of the leaf with the lowest score; False if every leaf is in use.
+        """Evict once from the end of the leaf with the lowest score.
 
-        Checkpoints on its path that save less than `worth` go before the leaf's tokens do, except
-        where the leaf was replaced: its path then belongs to another conversation.
+        Returns False if every leaf is in use. `needed`: bytes to free, if the leaf has as many.
+        Checkpoints
+        on its path that save less than `worth` are dropped before tokens of the leaf, unless the
+        leaf was
+        replaced: its path then belongs to another conversation.
         """
         leaf = self.tree.least_leaf()
         if leaf is None:
@@ -218,7 +246,10 @@ class RamTier:
         return True
 
     def _thin(self, leaf: Node, needed: int, worth: float) -> int:
-        """Drop checkpoints on the path to `leaf` to free `needed` bytes; returns those freed."""
+        """Drop checkpoints on the path to `leaf` until `needed` bytes are free.
+
+        Only those worth less than `worth` are dropped. Returns the number of bytes freed.
+        """
         freed = 0
         for node in Trail.to(leaf).checkpoints_to_drop(leaf.end, 0, worth=worth):
             if not node.locks and freed < needed:
@@ -246,7 +277,7 @@ class RamTier:
             self._cut(above, above.start)
 
     def evict(self, size: int) -> None:
-        """Evict about `size` bytes with the lowest scores, as far as no request uses them."""
+        """Evict about `size` bytes with the lowest scores, but nothing that a request uses."""
         goal = self.budget.used - size
         while self.budget.used > goal and self._evict(self.budget.used - goal):
             pass
@@ -258,8 +289,9 @@ class RamTier:
     def withhold(self, size: int) -> None:
         """Withhold `size` bytes of the budget in total, evicting as needed.
 
-        A smaller size than before returns the difference. Entries that requests use, or that are
-        not on disk yet, are not evicted: call again to withhold the rest later.
+        If less than before is withheld, the difference becomes available. Entries that requests
+        use, or that
+        are not on disk yet, are not evicted: call again later to withhold the rest.
         """
         withheld = self._bytes_of(WITHHELD)
         if size <= withheld:
@@ -270,9 +302,11 @@ class RamTier:
         mx.clear_cache()
 
     def remove(self, node: Node, keep: int) -> int:
-        """Remove what `node` holds from position `keep` on; returns the tokens removed.
+        """Remove the tokens of `node` from position `keep` on; return the number of tokens removed.
 
-        0 where a request or a write in progress uses it, or where other segments follow it.
+        Removes nothing and returns 0 if a request or a pending write uses the node, or if other
+        segments
+        follow it.
         """
         if node.locks or node.children or node.detached:
             return 0
@@ -285,7 +319,12 @@ class RamTier:
     # -- compacting --------------------------------------------------------------------------------
 
     def compact_idle(self, *, evict: Evict = "idle") -> None:
-        """Compact idle lineages, except the newest few whole ones, to the range in the tree."""
+        """Compact idle lineages to the range that the tree uses.
+
+        The most recent `WHOLE_LINEAGES` of them stay as they are if they start at position 0, so
+        that
+        requests can continue them.
+        """
         self._bound_buffers(evict=evict)
         spare = [x for x in self.idle.values() if self._has_spare(x)]
         for i, lineage in enumerate(reversed(spare)):
@@ -293,14 +332,14 @@ class RamTier:
                 self.shrink(lineage, force=True)
 
     def _has_spare(self, lineage: Lineage) -> bool:
-        """True if a lineage holds many more positions than the tree uses, apart from padding."""
+        """Return whether a lineage has many more positions than the tree uses."""
         start, end = self.tree.live_range(lineage) or (0, 0)
         return lineage.capacity - (end - start) > max(STEP, lineage.capacity // 8)
 
     def shrink(self, lineage: Lineage, *, force: bool) -> int:
-        """Release a lineage without segments in the tree; returns the bytes freed.
+        """Release a lineage that the tree does not use; return the number of bytes freed.
 
-        With `force`, a lineage that has segments is compacted to their range.
+        With `force`, a lineage that the tree uses is compacted to the range in use.
         """
         held = self.tree.live_range(lineage)
         before = lineage.nbytes
@@ -327,12 +366,15 @@ class RamTier:
     # -- buffers -----------------------------------------------------------------------------------
 
     def count_buffers(self) -> int:
-        """Buffers of all lineages and checkpoints."""
+        """Return the number of device buffers of all lineages and checkpoints."""
         lineages = len(self.idle) + len(self.busy)
         return self.buffers.count(lineages, self.tree.checkpoints)
 
     def _bound_buffers(self, more: int = 0, *, evict: Evict = "idle") -> bool:
-        """Evict until the buffers of `more` checkpoints fit the device's limit; True if they do."""
+        """Evict until the buffers of `more` new checkpoints fit the device's limit.
+
+        Returns False if they do not fit.
+        """
         added = more * self.buffers.per_checkpoint
         while not self.buffers.allows(self.count_buffers() + added):
             if evict == "no" or not self._evict(self.budget.limit):
@@ -343,23 +385,26 @@ class RamTier:
 
     @property
     def checkpoint_limit(self) -> int:
-        """Bytes that all checkpoints together may take."""
+        """Maximum bytes of all checkpoints together."""
         limit = self.budget.limit
         return int(limit * BUDGET_SHARE) if self.layout.specs else limit
 
     def max_checkpoints(self, tokens: int) -> int:
-        """Checkpoints that a path of `tokens` tokens may have."""
+        """Return how many checkpoints a path of `tokens` tokens may have."""
         size = self.layout.checkpoint_bytes
         kv_bytes = tokens * self.layout.bytes_per_token
         return allowed(kv_bytes, size, self.budget.limit) // max(1, size)
 
     def reserve_checkpoint(self, node: Node, size: int, end: int, *, evict: Evict = "idle") -> bool:
-        """Reserve `size` bytes for a checkpoint at `node`, on a path that will have `end` tokens.
+        """Reserve `size` bytes for a checkpoint at `node`, on a path of `end` tokens.
 
         To stay within the limits for one path and for all checkpoints, drops other checkpoints of
-        this path, then of other paths, without waiting for the disk. The caller must hold one lock
-        on the path; checkpoints that other requests lock are not dropped. Returns False and
-        reserves nothing if there is no room.
+        this path,
+        then those of other paths, without waiting for the disk. The caller must hold one lock on
+        the path;
+        checkpoints that other requests lock are not dropped. Returns False, and reserves nothing,
+        if there
+        is no room.
         """
         for each in self._superseded(node, end, self.max_checkpoints(end)):
             if self._locked_once(each):
@@ -378,7 +423,7 @@ class RamTier:
         return self.reserve("checkpoints", size, evict=evict)
 
     def _locked_once(self, node: Node) -> bool:
-        """True if `node` is used by one request at most, the one that holds a single lock on it."""
+        """Return whether at most one request locks `node`, not counting pending writes."""
         if node.locks <= 1:
             return True
         writing = self._write_behind.count_locks(node) if self._write_behind is not None else 0

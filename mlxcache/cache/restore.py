@@ -1,7 +1,7 @@
-"""Restore: the part of a prompt's prefix that is on disk is read into its lineage.
+"""Restore: read the part of a prompt's prefix that is on disk into a lineage.
 
-Other threads look the prefix up and verify checksums, one file ahead of the MLX thread, which loads
-what was verified.
+Other threads look the prefix up and verify checksums, one file ahead of the MLX thread, which then
+loads the verified files.
 """
 
 from __future__ import annotations
@@ -33,15 +33,22 @@ MIN_GAIN = 64
 
 @dataclass(slots=True, eq=False)
 class DiskLookup:
-    """One prompt's lookup on disk. Its thread writes the fields, the MLX thread reads them.
+    """Progress and result of looking up one prompt on disk.
 
-    `known`: tokens that RAM holds; their files are not verified. `found`: the search is over, and
-    `target` is the position to restore up to, 0 where that gains too little. `pieces` and `state`
-    are what to read for it. `verified`: position up to which checksums were verified;
-    `state_verified`: the checkpoint's too. `failed`: nothing more will be verified. `dropped`: set
-    by the MLX thread once no request waits for it. `shared`: tokens that earlier prompts on disk
-    share, restorable or not. Files that end before `windows_from` are read without sliding windows,
-    which no later position sees.
+    A lookup thread writes the fields and the MLX thread reads them. Lengths and positions are in
+    tokens.
+
+    `known`: leading tokens that are in RAM; files with only those are not verified. `found`: the
+    search
+    has ended. `target`: position up to which to restore, 0 if the gain would be too small. `pieces`
+    and
+    `state`: the files to read for that. `verified`: position up to which checksums were verified.
+    `state_verified`: the checksums of the checkpoint were verified, or there is none. `failed`:
+    nothing
+    more will be verified. `dropped`: no request needs the result any more; set by the MLX thread.
+    `shared`: tokens shared with earlier prompts on disk, whether they can be restored or not. Files
+    that end before `windows_from` are read without the arrays of sliding windows, because no later
+    position uses those.
     """
 
     ids: Tokens
@@ -58,18 +65,18 @@ class DiskLookup:
     shared: int = 0
 
     def drop(self) -> None:
-        """Cancel the lookup: no request waits for it any more."""
+        """Cancel the lookup, because no request needs its result any more."""
         self.dropped = True
 
     def disable(self) -> None:
-        """Discard the result: nothing is restored."""
+        """Discard the result, so that nothing is restored."""
         self.target = 0
 
 
 class Restorer:
-    """Looks prompts up on disk, verifies and loads.
+    """Reader of the disk tier: looks prompts up, verifies files and loads them.
 
-    `wake()` is called from the lookup's threads.
+    `wake()` is called from the threads of lookups as they proceed.
     """
 
     def __init__(self, store: Store, layout: Layout, wake: Callable[[], None]):
@@ -81,16 +88,16 @@ class Restorer:
         self._stream = mx.new_stream(mx.cpu)
 
     def look_up(self, ids: Tokens, known: int) -> DiskLookup:
-        """Begin to look for the prefix of `ids`, of which RAM holds `known` tokens.
+        """Start looking for the longest prefix of `ids` on disk.
 
-        Does not block.
+        `known`: leading tokens that are in RAM. Does not block.
         """
         lookup = DiskLookup(ids, known)
         self._pool.submit(self._search, lookup)
         return lookup
 
     def close(self) -> None:
-        """Begin no further lookup."""
+        """Cancel lookups that have not begun, and accept no new ones. Does not block."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # -- on the lookup's threads -------------------------------------------------------------------
@@ -114,7 +121,10 @@ class Restorer:
             self._wake()
 
     def _warn_once(self, why: str) -> None:
-        """Log why the disk tier cannot be read, once for consecutive failures of one cause."""
+        """Log a warning that the disk tier cannot be read, with its cause `why`.
+
+        Consecutive failures with the same cause are logged once.
+        """
         if why != self._last_warning:
             log.warning("cannot restore from disk: %s", why)
         self._last_warning = why
@@ -151,8 +161,9 @@ class Restorer:
     # -- on the MLX thread -------------------------------------------------------------------------
 
     def ready(self, lookup: DiskLookup, length: int) -> bool:
-        """True if `load` can go on with a lineage of `length` positions, or has to report a
-        failure.
+        """Return whether `load` can proceed, or has a failure to report.
+
+        `length`: positions that the lineage holds so far.
         """
         if lookup.failed:
             return True
@@ -160,10 +171,12 @@ class Restorer:
         return lookup.state_verified and (complete or lookup.verified > length)
 
     def load(self, lookup: DiskLookup, lineage: Lineage) -> bool:
-        """Append one verified piece to `lineage`, or set the checkpoint's state at the end.
+        """Append one verified file to `lineage`, or set the checkpoint's state after the last one.
 
-        True once it holds `lookup.target` positions and their state. Reads a file of at most 32 MB
-        or 2,048 tokens. Raises StoreError where a file cannot be used any more.
+        Returns True once the lineage holds `lookup.target` positions and their state. Blocks while
+        one file
+        of at most 32 MiB or 2,048 tokens is read. Raises StoreError if a file can no longer be
+        used.
         """
         if lookup.failed:
             raise StoreError("a file of the prefix cannot be used")
@@ -187,9 +200,9 @@ class Restorer:
     def _slots(
         self, arrays: list[list[mx.array]], first: int, last: int, late: bool
     ) -> Iterator[list[mx.array]]:
-        """Rows [first, last) of each slot's arrays in turn, released as soon as they were used.
+        """Yield rows [first, last) of each layer's arrays in turn, and release them after use.
 
-        Without `late`, sliding windows are filled with zeros and not read.
+        With `late` false, the arrays of sliding windows are zeros and are not read.
         """
         for window in self._layout.windows:
             rows = serialise.row_major([arrays.pop(0)], first, last)[0]

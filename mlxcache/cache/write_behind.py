@@ -1,10 +1,10 @@
-"""Write-behind: paths of the prefix tree are written to disk after their requests, in order.
+"""Write-behind: paths of the prefix tree are written to disk in order, after their requests.
 
-A path that is not on disk yet is locked in the tree until it is, so nothing leaves RAM before it is
-in a file. The writer's thread first asks the store what it already has of the path: other processes
-may have added or removed files. Slices are then copied out of lineages one run at a time, and only
-while the bound on copies allows; the writer's thread never reads an array that is still written to.
-Everything here runs on the MLX thread unless it says otherwise.
+A path stays locked in the tree until it is on disk, so nothing leaves RAM before it is in a file.
+The writer's thread first looks up what the store already has of the path, because other processes
+may have added or removed files. Then KV is copied out of lineages, one run at a time, as far as the
+limit on pending copies allows. The writer's thread reads only these copies, never an array that the
+model still writes to. Everything here runs on the MLX thread unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -54,13 +54,20 @@ States = list[tuple[int, State]]
 
 
 def run_tokens(layout: Layout, pending_limit: int) -> int:
-    """Tokens per file, a multiple of the block, where `pending_limit` bytes may be in flight."""
+    """Return the number of tokens per file, a multiple of the block size.
+
+    `pending_limit`: maximum bytes of copies that wait to be written; a file takes at most half of
+    it.
+    """
     most = min(RUN_BYTES, pending_limit // 2) // max(1, layout.bytes_per_token)
     return max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
 
 
 class StagingBuffers:
-    """Reusable buffers of `size` bytes; a copy under half of that gets its own memory."""
+    """Reusable buffers of `size` bytes for copies that wait to be written.
+
+    A copy of less than half of `size` gets memory of its own instead.
+    """
 
     def __init__(self, size: int):
         self.size = size
@@ -69,15 +76,15 @@ class StagingBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, in use or free."""
+        """Bytes of all buffers, in use or free."""
         return self.size * (len(self._free) + len(self._taken))
 
     def release_free(self) -> None:
-        """Return the free buffers to the system."""
+        """Release the memory of the free buffers."""
         self._free.clear()
 
     def take(self, size: int) -> memoryview:
-        """A buffer of `size` bytes, not initialised."""
+        """Return an uninitialised buffer of `size` bytes."""
         if not self.size // 2 < size <= self.size:
             return np.empty(size, np.uint8).data
         whole = self._free.pop() if self._free else np.empty(self.size, np.uint8).data
@@ -86,12 +93,12 @@ class StagingBuffers:
         return part
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """Take back the buffer that `tensors` are in; no one may read them afterwards."""
+        """Return the buffer that holds `tensors` to the pool; they must not be read afterwards."""
         if tensors:
             self.put_back(tensors[0].bytes)
 
     def put_back(self, part: memoryview) -> None:
-        """Take back the buffer that begins where `part` does."""
+        """Return the buffer that begins at the address of `part` to the pool."""
         if (whole := self._taken.pop(_address(part), None)) is not None:
             self._free.append(whole)
 
@@ -101,10 +108,11 @@ def _address(view: memoryview) -> int:
 
 
 class RetryBackoff:
-    """Pauses after disk errors, and the paths to write once the disk works again.
+    """Pauses after disk errors, and the paths to write when the disk works again.
 
-    The paths are not locked in RAM: one that is evicted, or merged into a longer one, is dropped
-    from the list. `wake_in(seconds)` wakes the MLX thread after a pause.
+    The paths are not locked in RAM: a path that is evicted or merged into a longer one is removed
+    from
+    the list. `wake_in(seconds)` wakes the MLX thread after a pause.
     """
 
     def __init__(
@@ -129,31 +137,34 @@ class RetryBackoff:
         self._wake_in(self._pause)
 
     def note_success(self) -> None:
-        """End the failure and any pause: a write succeeded."""
+        """Record that a write succeeded: the disk works again, and any pause ends."""
         self.failing = False
         self.end_pause()
 
     def end_pause(self) -> None:
-        """Allow the next try now."""
+        """End the pause, so that the next write may be tried now."""
         self._retry_at = float("-inf")
 
     @property
     def paused(self) -> bool:
-        """True while no write may be tried."""
+        """Whether a pause is in progress, during which no write may be tried."""
         return self._clock() < self._retry_at
 
     @property
     def due(self) -> bool:
-        """True if a path waits to be written and may be tried now."""
+        """Whether a path is in the list and may be tried now."""
         return bool(self._nodes) and not self.paused
 
     def add(self, node: Node) -> None:
-        """Write the path to `node` later."""
+        """Add the path to `node` to the list of paths to write later."""
         if not node.detached:
             self._nodes[node] = None
 
     def take(self) -> tuple[Node, Tokens] | None:
-        """The path that has waited longest, as its node and token ids; None if there is none."""
+        """Remove the oldest path from the list, and return its node and token ids.
+
+        Returns None if the list is empty.
+        """
         while self._nodes:
             node = next(iter(self._nodes))
             del self._nodes[node]
@@ -166,10 +177,15 @@ class RetryBackoff:
 class PathWrite:
     """The write of one path of the tree, from its queueing to its last durable file.
 
-    `wanted`: the checkpoints on the path. Once the store was `asked`, `at` is the next token to
-    hand to the writer, and `states` are the checkpoints that follow the runs. `in_flight`: jobs
-    that the writer has. `lost`: the files that this path continues were evicted meanwhile.
-    `reused`: prompt tokens that the request reused, still to be counted as a use of the files.
+    `wanted`: the checkpoints on the path. `asked`: the store was asked what it already has. After
+    that,
+    `at` is the next token to hand to the writer, and `states` are the checkpoints to write after
+    the
+    runs. `in_flight`: number of jobs that the writer has. `lost`: files that this path continues
+    were
+    evicted in the meantime. `reused`: prompt tokens that the request reused, to be counted as a use
+    of
+    their files. `tries`: number of restarts.
     """
 
     node: Node
@@ -185,11 +201,14 @@ class PathWrite:
 
     @property
     def handed_over(self) -> bool:
-        """True once the writer has every job of this path."""
+        """Whether the writer has got every job of this path."""
         return self.asked and self.at >= len(self.ids) and not self.states
 
     def plan(self, found: Found, layout: Layout, limit: int) -> None:
-        """Choose the runs and checkpoints that `found` lacks, within a disk of `limit` bytes."""
+        """Choose the runs and checkpoints to write, given what the store already has.
+
+        `found`: the part of the path on disk. `limit`: limit of the disk tier in bytes.
+        """
         whole = found.length // BLOCK * BLOCK if found.length < len(self.ids) else len(self.ids)
         self.at = whole if layout.specs else len(self.ids)
         present = [one.position for one in found.checkpoints]
@@ -201,7 +220,7 @@ class PathWrite:
         self.asked = True
 
     def next_checkpoint(self, layout: Layout) -> Job | None:
-        """A job for the next checkpoint; None if the path is shorter than that by now."""
+        """Return a job for the next checkpoint, or None if it is beyond the end of the path."""
         at, state = self.states.pop(0)
         ids = self.ids[:at]
         if len(ids) < at:
@@ -209,25 +228,28 @@ class PathWrite:
         return Job(ids, None, serialise.state_tensors(state), layout.checkpoint_bytes, self)
 
     def stop(self, *, lost: bool = False) -> None:
-        """Stop giving jobs to the writer. If `lost`, restart once its jobs in flight are done."""
+        """Give no further jobs to the writer. With `lost`, restart after its jobs in flight."""
         self.asked, self.at, self.states, self.lost = True, len(self.ids), [], lost
 
     def drop_checkpoint(self, state: State) -> None:
-        """Do not write the checkpoint `state`, and release it."""
+        """Release the checkpoint `state` without writing it."""
         self.wanted = [one for one in self.wanted if one[1] is not state]
         self.states = [one for one in self.states if one[1] is not state]
 
     def restart(self) -> None:
-        """Begin again by asking the store."""
+        """Start again from the question what the store has."""
         self.asked, self.at, self.lost = False, 0, False
         self.tries += 1
 
 
 def _lacking(positions: list[int], present: list[int]) -> set[int]:
-    """Positions of checkpoints to write: those of `positions` that the disk never had.
+    """Return the positions of checkpoints that the disk has never had.
 
-    `present`: positions of its checkpoints. A position before the newest on disk was there once and
-    was thinned. The first is always kept.
+    `positions`: those of the path's checkpoints, ascending. `present`: those of checkpoints on
+    disk. A
+    checkpoint before the newest one on disk was there once and was thinned, so it is not written
+    again,
+    except for the first of the path.
     """
     newer = {at for at in positions if at > max(present, default=0)}
     head = {at for at in positions[:1] if at < min(present, default=0)}
@@ -235,15 +257,15 @@ def _lacking(positions: list[int], present: list[int]) -> set[int]:
 
 
 def _states_of(node: Node) -> States:
-    """The checkpoints on the path to `node`."""
+    """Return the checkpoints on the path to `node`, from the top down."""
     return [(n.end, n.checkpoint) for n in node.path() if n.checkpoint is not None]
 
 
 class WriteBehind:
-    """The queue between the prefix tree and the store's writer thread.
+    """Queue of paths between the prefix tree and the store's writer thread.
 
-    At most `pending_limit` bytes of copies are in flight. `wake()` is called from the writer's
-    thread whenever the MLX thread has something to collect. Owns the writer: end with `close`.
+    At most `pending_limit` bytes of copies wait to be written. `wake()` is called from the writer's
+    thread when the MLX thread has results to collect. It owns the writer, which `close` ends.
     """
 
     def __init__(
@@ -277,12 +299,12 @@ class WriteBehind:
 
     @property
     def busy(self) -> bool:
-        """True while some path is locked in RAM because it is not on disk yet."""
+        """Whether a path is locked in RAM because it is not on disk yet."""
         return bool(self._queue or self._handed)
 
     @property
     def ready(self) -> bool:
-        """True if `pump` has something to do."""
+        """Whether `pump` has something to do."""
         if not self._queue:
             return not self.busy and self.backoff.due
         if self._asking is self._queue[0]:
@@ -291,7 +313,7 @@ class WriteBehind:
 
     @property
     def works(self) -> bool:
-        """True unless the disk is failing. While true, everything evicted from RAM is on disk."""
+        """Whether the disk works. While it does, everything evicted from RAM is on disk."""
         return not self.backoff.failing
 
     def _next_bytes(self) -> int:
@@ -305,9 +327,9 @@ class WriteBehind:
     # -- choosing what to write ------------------------------------------------------------------
 
     def add(self, node: Node, ids: Tokens, reused: int = 0) -> None:
-        """Queue the path `ids`, which ends at `node` or above it, with its checkpoints.
+        """Queue the path `ids` with its checkpoints, and lock `node`, at or below its end.
 
-        Locks `node`.
+        `reused`: prompt tokens that the request reused, counted as a use of their files.
         """
         if node is self._tree.root:
             return
@@ -320,7 +342,7 @@ class WriteBehind:
             self._queue.append(PathWrite(node, ids, wanted, reused))
 
     def count_locks(self, node: Node) -> int:
-        """Count the locks on `node` that are held by paths being written."""
+        """Return how many locks on `node` are held by paths that are being written."""
         return sum(node in path.node.path() for path in [*self._queue, *self._handed])
 
     def forget(self, nodes: Sequence[Node]) -> None:
@@ -329,21 +351,24 @@ class WriteBehind:
         self._drop([path for path in held if any(node in nodes for node in path.node.path())])
 
     def drop_checkpoint(self, node: Node) -> None:
-        """Do not write the checkpoint at `node`: RAM is about to release it."""
+        """Do not write the checkpoint at `node`, because RAM is about to release it."""
         for path in [*self._queue, *self._handed]:
             path.drop_checkpoint(node.checkpoint)
 
     def delete_beyond(self, ids: Tokens, keep: int) -> None:
-        """Delete from disk all of `ids` beyond `keep` tokens, and what continues it.
+        """Delete from disk all of `ids` beyond `keep` tokens, and everything that continues it.
 
-        Runs on the writer's thread, after the jobs before it.
+        Does not block: the writer's thread does so after the jobs that it already has.
         """
         self.writer.call(lambda: self._store.forget_beyond(ids, keep))
 
     # -- handing over ------------------------------------------------------------------------------
 
     def pump(self) -> bool:
-        """Process results of the writer, and give it at most one new job; True if it got one."""
+        """Process results of the writer, and give it at most one new job.
+
+        Returns True if the writer got one.
+        """
         self.collect()
         if not self.busy and self.backoff.due and (found := self.backoff.take()) is not None:
             self.add(*found)  # one path at a time, so that little is locked in RAM for it
@@ -366,13 +391,13 @@ class WriteBehind:
         return False
 
     def _ask_store(self, path: PathWrite) -> None:
-        """Look the path up on disk, on the writer's thread, after the jobs that it has."""
+        """Have the writer's thread look the path up on disk, after the jobs that it already has."""
         if self._asking is not path:
             self._asking = path
             self.writer.call(lambda: self._look_up(path))
 
     def _look_up(self, path: PathWrite) -> None:
-        """Find out what the store has of a path. On the writer's thread."""
+        """Look up which part of a path is in the store. Runs on the writer's thread."""
         found: Found | StoreError
         try:
             found = self._store.find(path.ids, touch=False)
@@ -403,9 +428,11 @@ class WriteBehind:
             raise RuntimeError("the writer refused a job within its limit")
 
     def _next_job(self, path: PathWrite) -> Job | None:
-        """The next job of a path; None, and the disk paused, where no memory is left for a copy.
+        """Return the next job of a path, or None if it has none.
 
-        Raises the error of a device that defers its errors: the KV may then be damaged.
+        If there is no memory for a copy, pauses writing and returns None. Raises a device error:
+        the KV may
+        then be damaged.
         """
         try:
             return (
@@ -420,7 +447,7 @@ class WriteBehind:
             return None
 
     def _next_run(self, path: PathWrite) -> Job | None:
-        """The next run of a path, copied; None where RAM no longer holds it."""
+        """Return a job with a copy of the path's next run, or None if RAM no longer holds it."""
         start, end = path.at, min(path.at + self.run_tokens, len(path.ids))
         match = self._tree.match(path.ids[:end], touch=False)
         spans: list[Span] = match.spans(end) if match.length >= end else []
@@ -443,11 +470,11 @@ class WriteBehind:
     # -- answers of the writer's thread ------------------------------------------------------------
 
     def _on_written(self, job: Job, error: StoreError | None) -> None:
-        """Queue the result of a job for the MLX thread. On the writer's thread."""
+        """Queue the result of a job for the MLX thread. Runs on the writer's thread."""
         self._answer(lambda: self._written(job, error))
 
     def _on_idle(self) -> None:
-        """Have the MLX thread release unused buffers. On the writer's thread."""
+        """Have the MLX thread release unused buffers. Runs on the writer's thread."""
         self._answer(self.buffers.release_free)
 
     def _answer(self, action: Callable[[], None]) -> None:
@@ -455,7 +482,7 @@ class WriteBehind:
         self._wake()
 
     def collect(self) -> None:
-        """Handle every answer of the writer's thread; unlocks paths that are on disk."""
+        """Handle all results of the writer's thread, and unlock paths that are on disk."""
         while True:
             try:
                 answer = self._answers.get_nowait()
@@ -481,7 +508,10 @@ class WriteBehind:
         self._unlock_if_done(path)
 
     def _suspend(self, error: StoreError, *, least: float = FIRST_RETRY_S) -> None:
-        """Pause writing after a disk error; requests are served from RAM meanwhile."""
+        """Pause writing after a disk error; requests are served from RAM in the meantime.
+
+        `least`: minimum length of the pause in seconds.
+        """
         if not self.backoff.failing:
             log.warning("disk tier suspended, serving from RAM: %s", error)
         self.backoff.note_failure(least)
@@ -490,7 +520,10 @@ class WriteBehind:
             self.backoff.add(path.node)
 
     def _unlock_if_done(self, path: PathWrite) -> None:
-        """Unlock a path after its last job; one that is `lost` restarts, at most `TRIES` times."""
+        """Unlock a path after its last job, or restart it if its files were lost.
+
+        A path is restarted at most `TRIES` times.
+        """
         if not path.handed_over or path.in_flight or path not in self._handed:
             return
         self._handed.discard(path)
@@ -503,10 +536,11 @@ class WriteBehind:
     # -- waiting -----------------------------------------------------------------------------------
 
     def wait_for_one(self, seconds: float = BLOCKED_S) -> bool:
-        """Block until a path is on disk, and so may be evicted; False if no path is being written.
+        """Block until a path is on disk and may be evicted from RAM.
 
-        After `seconds` without any progress every path is unlocked, so that replies do not wait for
-        the disk.
+        Returns False if no path is being written. After `seconds` without any progress every path
+        is
+        unlocked, so that replies do not wait for the disk.
         """
         before, deadline = len(self._queue) + len(self._handed), self._clock() + seconds
         while before and len(self._queue) + len(self._handed) >= before:
@@ -518,7 +552,10 @@ class WriteBehind:
         return before > 0
 
     def _give_up(self) -> None:
-        """Unlock every path not on disk yet. Jobs in flight are written from their copies."""
+        """Suspend the disk tier, and unlock every path that is not on disk yet.
+
+        Jobs in flight are still written, from their copies.
+        """
         self._suspend(StoreError("writes are slower than eviction needs"), least=RETRY_S)
         self._drop([*self._queue, *self._handed])
 
@@ -532,7 +569,10 @@ class WriteBehind:
         self._asking = None if self._asking in paths else self._asking
 
     def drain(self, seconds: float) -> int:
-        """Write everything, blocking for at most `seconds`; returns the tokens left unwritten."""
+        """Write all queued paths, blocking for at most `seconds`.
+
+        Returns the number of tokens that were not written.
+        """
         deadline = self._clock() + seconds
         self.backoff.end_pause()
         while (self.busy or self.backoff.due) and self._clock() < deadline:
@@ -541,7 +581,10 @@ class WriteBehind:
         return self._pending_tokens + sum(len(path.ids) - path.at for path in self._queue)
 
     def _wait(self, seconds: float) -> bool:
-        """Handle one answer of the writer's thread; False if none is due or none came in time."""
+        """Wait up to `seconds` for one result of the writer's thread, and handle it.
+
+        Returns False if no result is expected, or if none came in time.
+        """
         if not self.pending_bytes and self._asking is None:
             return False
         try:
@@ -558,6 +601,6 @@ class WriteBehind:
         self._timer.start()
 
     def close(self, seconds: float) -> None:
-        """End the writer after the job in hand, waiting for at most `seconds`."""
+        """End the writer after its current job, waiting for at most `seconds`."""
         self._timer.cancel()
         self.writer.close(seconds)
