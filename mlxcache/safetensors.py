@@ -15,6 +15,8 @@ from typing import Any, cast
 
 from xxhash import xxh3_64_hexdigest
 
+from mlxcache.utf8 import NotUtf8, decode_utf8
+
 ITEM_BYTES: Mapping[str, int] = {
     "BOOL": 1,
     "U8": 1,
@@ -84,7 +86,9 @@ _MOST_VALUES = 1 << 18  # a value takes tens of bytes once it is decoded, its te
 _LENGTH = 8
 _ALIGN = 64
 _MOST_AXES = 8  # the product of many large sizes would take minutes
-_OPENING = b'{"__metadata__":{"check":"'
+OPENING = b'{"__metadata__":{"check":"'
+"""Start of the header in every file that mlxcache writes."""
+
 _NO_CHECK = b"0" * 16
 
 
@@ -142,7 +146,7 @@ def compose(
 
 def _with_check(raw: bytes) -> bytes:
     check = xxh3_64_hexdigest(raw).encode()
-    at = _LENGTH + len(_OPENING)
+    at = _LENGTH + len(OPENING)
     return raw[:at] + check + raw[at + len(check) :]
 
 
@@ -152,27 +156,41 @@ def read_header(fd: int, *, own: bool = True) -> Header:
     `own`: the header's checksum must be present and right. Raises Malformed, OSError.
     """
     size = os.fstat(fd).st_size
-    length = int.from_bytes(_pread(fd, _LENGTH, 0), "little")
-    if not 2 <= length <= min(MAX_HEADER, size - _LENGTH):
-        raise Malformed("its header does not fit into it")
+    length = _header_length(fd, MAX_HEADER)
     raw = _pread(fd, _LENGTH + length, 0)
     if own:
-        at = _LENGTH + len(_OPENING)
+        at = _LENGTH + len(OPENING)
         stored = raw[at : at + len(_NO_CHECK)]
         zeroed = raw[:at] + _NO_CHECK + raw[at + len(_NO_CHECK) :]
-        if raw[_LENGTH:at] != _OPENING or stored != xxh3_64_hexdigest(zeroed).encode():
+        if raw[_LENGTH:at] != OPENING or stored != xxh3_64_hexdigest(zeroed).encode():
             raise Malformed("its header is damaged, or not of mlxcache")
     return parse(raw[_LENGTH:], size)
 
 
 def read_foreign_header(fd: int, *, own: bool) -> Header:
     """Read a header as `read_header` does, in at most 64 MB of memory, whatever it holds."""
-    length = int.from_bytes(_pread(fd, _LENGTH, 0), "little")
-    if length > min(MOST_FOREIGN, os.fstat(fd).st_size):
-        raise Malformed("its header does not fit into it")
+    length = _header_length(fd, MOST_FOREIGN)
     if not is_foreign_size(_pread(fd, length, _LENGTH)):
         raise Malformed("its header has too many entries")
     return read_header(fd, own=own)
+
+
+def _header_length(fd: int, most: int) -> int:
+    """Length of the header of `fd` without the bytes that state it, at most `most`.
+
+    Raises Malformed, OSError.
+    """
+    size = os.fstat(fd).st_size
+    head = os.pread(fd, _LENGTH + len(OPENING), 0)
+    length = int.from_bytes(head[:_LENGTH], "little")
+    if len(head) > _LENGTH and 2 <= length <= min(most, size - _LENGTH):
+        return length
+    if head[_LENGTH:] == OPENING and length <= most:
+        raise Malformed(
+            f"it was cut short: {size:,} bytes are there, and its header alone takes "
+            f"{_LENGTH + length:,}"
+        )
+    raise Malformed("its header does not fit into it")
 
 
 def is_foreign_size(text: bytes) -> bool:
@@ -183,7 +201,9 @@ def is_foreign_size(text: bytes) -> bool:
 def parse(text: bytes, size: int) -> Header:
     """Parse the header in `text`, of a file of `size` bytes in all. Raises Malformed."""
     try:
-        table = json.loads(text, object_pairs_hook=_unique)
+        table = json.loads(decode_utf8(text, _LENGTH), object_pairs_hook=_unique)
+    except NotUtf8 as error:
+        raise Malformed(f"its header {error}") from error
     except (ValueError, RecursionError) as error:
         raise Malformed(f"its header is not valid JSON: {error}") from error
     if not isinstance(table, dict):
@@ -201,8 +221,10 @@ def parse(text: bytes, size: int) -> Header:
         if place.offset != end:
             raise Malformed(f"tensor {place.name!r} does not begin where the one before ends")
         end += place.nbytes
-    if end != size:
-        raise Malformed(f"it has {size} bytes, but its header describes {end}")
+    if end > size:
+        raise Malformed(f"it was cut short: {size:,} of its {end:,} bytes are there")
+    if end < size:
+        raise Malformed(f"it goes on after its end: it has {size:,} bytes instead of {end:,}")
     return Header(metadata, tuple(places), size)
 
 

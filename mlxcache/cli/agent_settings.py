@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mlxcache.utf8 import NotUtf8, read_utf8
+
 _COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
 
@@ -19,11 +21,13 @@ def read_object(path: Path) -> dict[str, Any]:
     object.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_utf8(path)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         raise ValueError(error.strerror) from error
+    except NotUtf8 as error:
+        raise ValueError(f"it {error}") from error
     for noise in (_COMMENT, _LAST_COMMA):
         text = noise.sub(lambda found: found[1] or "", text)
     try:

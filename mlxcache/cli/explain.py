@@ -27,6 +27,7 @@ from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
 from mlxcache.errors import BadRequest, MlxcacheError
 from mlxcache.prompt.advice import advice_for
+from mlxcache.utf8 import NotUtf8, decode_utf8
 
 if TYPE_CHECKING:
     from mlxcache.prompt.builder import PromptBuilder
@@ -226,9 +227,9 @@ def _describe_wrong(raw: bytes) -> str | None:
     if not raw.strip():
         return "it is empty"
     try:
-        text = raw.decode()
-    except UnicodeDecodeError:
-        return f"it is not UTF-8 text, but {len(raw):,} bytes of another format"
+        text = decode_utf8(raw)
+    except NotUtf8 as error:
+        return f"it {error}"
     try:
         value = json.loads(text)
     except RecursionError:

@@ -113,34 +113,50 @@ def check_snapshot(file: Path) -> None:
     try:
         detect_format(file)
     except SnapshotRefused as error:
+        head, size = _read_head(file)
+        if _is_of_mlxcache(head):
+            raise MlxcacheError(
+                f"{file} is a damaged snapshot: {_reason(error)}. Copy it again, or take it again "
+                "with `mlxcache snapshot`."
+            ) from error
         raise MlxcacheError(
-            f"{file} is not a snapshot: {_describe_wrong(file, error)}. {_EXPECTED}"
+            f"{file} is not a snapshot: {_describe_wrong(head, size, error)}. {_EXPECTED}"
         ) from error
 
 
-def _describe_wrong(file: Path, error: SnapshotRefused) -> str:
-    """Describe a file that was refused as a snapshot, from `error`, its first bytes and its size.
-
-    Raises MlxcacheError if the file cannot be read.
-    """
-    from mlxcache.store.snapshot_format import FORMAT  # noqa: PLC0415 - as above
-
+def _read_head(file: Path) -> tuple[bytes, int]:
+    """Read the first bytes of `file`, and its size. Raises MlxcacheError."""
     try:
         with file.open("rb") as opened:
-            head = opened.read(_HEAD)
-            size = os.fstat(opened.fileno()).st_size
+            return opened.read(_HEAD), os.fstat(opened.fileno()).st_size
     except OSError as failure:
         raise MlxcacheError(f"{file} cannot be read: {failure.strerror}.") from failure
+
+
+def _is_of_mlxcache(head: bytes) -> bool:
+    """Return True if a file that begins with `head` was written as a snapshot."""
+    from mlxcache.safetensors import OPENING  # noqa: PLC0415 - loads what --help need not
+    from mlxcache.store.snapshot_format import FORMAT  # noqa: PLC0415 - numpy takes a while
+
+    below = head[_LENGTH:]
+    return below.startswith(OPENING) or f'"{FORMAT}"'.encode() in below
+
+
+def _reason(error: SnapshotRefused) -> str:
+    """Reason for which a header was refused, without the sentence around it."""
+    return str(error.__cause__ or error).rstrip(".")
+
+
+def _describe_wrong(head: bytes, size: int, error: SnapshotRefused) -> str:
+    """Describe a file of `size` bytes that was refused with `error`, from its first bytes."""
     if not head:
         return "it is empty"
     for start, name in _ARCHIVES:
         if head.startswith(start):
             return f"it is compressed with {name}; unpack it first"
-    if f'"{FORMAT}"'.encode() in head[_LENGTH:]:
-        return f"it is a truncated or damaged snapshot. {str(error).rstrip('.')}"
     if _OFFSETS in head[_LENGTH:]:
-        why = str(error).rstrip(".")
-        return f"it is a safetensors file of another kind, such as weights, or truncated. {why}"
+        damage = f"; {_reason(error)}" if error.__cause__ else ""
+        return f"it is a safetensors file of another kind, such as weights{damage}"
     text = _printable_start(head)
     if text is not None:
         return f"it is a text that begins with {text!r}"

@@ -60,12 +60,15 @@ def _file(path: Path) -> list[tuple[str, str]]:
         raise ConfigError(f"--api-keys-file: cannot read {path}: {error.strerror}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         log.warning("other users can read the keys in %s: run chmod 600 on it", path)
+    if len(raw) > MOST_BYTES:
+        raise ConfigError(f"--api-keys-file: {path} is larger than {MOST_BYTES:,} bytes")
     try:
-        lines = raw.decode("ascii").splitlines() if len(raw) <= MOST_BYTES else None
-    except UnicodeDecodeError:
-        lines = None
-    if lines is None:
-        raise ConfigError(f"--api-keys-file: {path} is not a file of keys in printable ASCII")
+        lines = raw.decode("ascii").splitlines()
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"--api-keys-file: line {line} of {path} is not printable ASCII, as keys must be"
+        ) from None  # the error holds the keys
     found: list[tuple[str, str]] = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()

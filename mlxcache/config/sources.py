@@ -15,6 +15,7 @@ import platformdirs
 
 from mlxcache.config.settings import CONFIG, ENV_PREFIX, SETTINGS, Setting, Settings
 from mlxcache.errors import ConfigError
+from mlxcache.utf8 import NotUtf8, read_utf8
 
 
 def default_config_path() -> Path:
@@ -79,10 +80,12 @@ def _from_file(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_utf8(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # TOML and UTF-8 errors alike
+    except NotUtf8 as error:
+        raise ConfigError(f"{path} {error}") from error
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for key in table:
         if key not in SETTINGS:

@@ -28,6 +28,7 @@ from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.model.pair import check_tokenizers, make_pair
 from mlxcache.model.vision import Vision, load_vision
 from mlxcache.types import ModelInfo
+from mlxcache.utf8 import NotUtf8, read_utf8
 
 log = logging.getLogger("mlxcache.model")
 
@@ -223,8 +224,10 @@ def _template(chat_template: str | None) -> str | None:
         return chat_template
     file = Path(chat_template).expanduser()
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        return read_utf8(file)
+    except NotUtf8 as error:
+        raise ModelError(f"The chat template {file} {error}.") from error
+    except OSError as error:
         raise ModelError(f"The chat template {file} cannot be read: {error}") from error
 
 
@@ -276,7 +279,9 @@ def checked_config(path: Path) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_utf8(file))
+    except NotUtf8 as error:
+        raise ModelError(f"{file} {error}.") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
     if not isinstance(value, dict):

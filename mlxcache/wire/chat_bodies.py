@@ -13,6 +13,7 @@ import msgspec
 
 from mlxcache.errors import BadRequest
 from mlxcache.types import Chat
+from mlxcache.utf8 import NotUtf8, decode_utf8
 from mlxcache.wire import anthropic_request, anthropic_types, openai_request
 from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_types import ChatRequest
@@ -69,9 +70,9 @@ def chats_to_warm(body: bytes) -> list[Chat]:
     """
     if not body.lstrip().startswith(b"{"):
         try:
-            text = body.decode()
-        except UnicodeDecodeError as error:
-            raise BadRequest(f"A system prompt must be UTF-8: {error}.") from error
+            text = decode_utf8(body)
+        except NotUtf8 as error:
+            raise BadRequest(f"The body {error}: expected a system prompt as text.") from error
         if not text.strip():
             raise BadRequest("There is nothing to warm: the body is empty.")
         request: dict[str, Any] = {"messages": [{"role": "system", "content": text}]}

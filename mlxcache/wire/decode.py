@@ -11,6 +11,7 @@ from msgspec import inspect
 
 from mlxcache import typed
 from mlxcache.errors import BadRequest
+from mlxcache.utf8 import BOM, NotUtf8, decode_utf8
 
 T = TypeVar("T")
 
@@ -39,14 +40,25 @@ def decode(type: type[T], body: bytes) -> T:
             where += f": use one of {', '.join(map(repr, known))}"
         raise BadRequest(f"{message}{where}.", param=param) from error
     except msgspec.DecodeError as error:
-        raise BadRequest(f"The body is not valid JSON: {error}.") from error
-    except UnicodeDecodeError as error:
-        raise BadRequest(f"The body is not valid UTF-8: {error}.") from error
+        raise BadRequest(_describe_wrong(body, error)) from error
+    except UnicodeDecodeError as error:  # its position counts from the start of a string
+        raise BadRequest(_describe_wrong(body, error)) from error
     except RecursionError as error:
         raise BadRequest("The body is nested too deeply.") from error
     if _is_deep(value):
         raise BadRequest(f"The body is nested more than {MAX_DEPTH} levels deep.")
     return value
+
+
+def _describe_wrong(body: bytes, error: Exception) -> str:
+    """Say why `body` cannot be decoded; `error` is the decoder's."""
+    if body.startswith(BOM):
+        return "The body is not valid JSON: it begins with a byte order mark. Send it without."
+    try:
+        decode_utf8(body)
+    except NotUtf8 as wrong:
+        return f"The body {wrong}."
+    return f"The body is not valid JSON: {error}."
 
 
 def _values(type: type[Any], path: str) -> list[bool | str | int | None]:
