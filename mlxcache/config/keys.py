@@ -65,9 +65,9 @@ def _file(path: Path) -> list[tuple[str, str]]:
     try:
         lines = raw.decode("ascii").splitlines()
     except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
+        wrong = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"--api-keys-file: line {line} of {path} is not printable ASCII, as keys must be"
+            f"--api-keys-file: line {wrong} of {path} is not printable ASCII, as keys must be"
         ) from None  # the error holds the keys
     found: list[tuple[str, str]] = []
     for number, line in enumerate(lines, start=1):
