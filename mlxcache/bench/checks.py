@@ -1,4 +1,4 @@
-"""Bounds on the figures of a run."""
+"""Bounds that the measured figures are checked against."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ THROUGHPUT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One bound: `measured` must be at most `bound` (at least, where `least`)."""
+    """A bound on a measured figure.
+
+    `measured` must be at most `bound`, or at least `bound` if `least` is True.
+    """
 
     name: str
     measured: float
@@ -33,14 +36,20 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Figures of one measurement by names that end in their units, and bounds on them."""
+    """Figures of one measurement and the bounds on them.
+
+    The name of each figure ends in its unit.
+    """
 
     figures: dict[str, Any]
     checks: Sequence[Check]
 
 
 def speed(results: Results, others: Sequence[str]) -> list[Check]:
-    """The bounds on time for which `results` has figures."""
+    """Return the bounds on speed for which `results` has figures.
+
+    `others` names the servers measured beside this one.
+    """
     return [*_beside(results, others), *_by_itself(results)]
 
 
@@ -68,6 +77,6 @@ def _by_itself(results: Results) -> Iterator[Check]:
 
 
 def answered(results: Results) -> list[Check]:
-    """Bound on failed scenarios of this server: there must be none."""
+    """Return a bound of zero on the number of scenarios that failed at this server."""
     failed = sum(failure.startswith(f"{OURS},") for failure in results.failures)
     return [Check("scenarios that failed here", failed, 0)]

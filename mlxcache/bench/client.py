@@ -1,5 +1,6 @@
-"""Timed streaming chats. Uses only the standard library, so no other client adds delay.
+"""Streaming chat client that measures times.
 
+Uses only the standard library, so that no other HTTP client adds to the times.
 Source: https://platform.openai.com/docs/api-reference/chat/streaming
 """
 
@@ -16,10 +17,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Refused(Exception):
-    """A server answered with an error, or closed the connection.
+    """Error raised if a server answers with an error or closes the connection.
 
-    `status` is HTTP's; 200 where the error came in the stream, 0 where the connection failed.
-    `retry_after` is in seconds, None where the server gave no time.
+    `status` is the HTTP status: 200 if the error came in the stream, 0 if the connection failed.
+    `retry_after` is in seconds, or None if the server gave no time.
     """
 
     def __init__(self, status: int, text: str, retry_after: float | None = None):
@@ -30,11 +31,15 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One reply. Times are in seconds from the moment the request was sent.
+    """Text, times and token counts of one streamed reply.
 
-    `first_s`: until the first text, `last_s`: the last text, `total_s`: the end of the stream.
-    Counts are the server's own; `cached_tokens` and `prompt_tokens` are None where it gives none,
-    and `generated_tokens` is then the number of pieces received.
+    Times are in seconds since the request was sent: `first_s` until the first text, `last_s` until
+    the
+    last, `total_s` until the end of the stream. The counts are those that the server reported.
+    Without
+    them, `prompt_tokens` and `cached_tokens` are None, and `generated_tokens` is the number of
+    pieces
+    received. `request` is the request id, if the server sent one.
     """
 
     text: str
@@ -48,25 +53,25 @@ class Reply:
 
     @property
     def fed_tokens(self) -> int | None:
-        """Prompt tokens that were not cached, None where the server gives no counts."""
+        """Prompt tokens that were not cached; None if the server gave no counts."""
         if self.prompt_tokens is None or self.cached_tokens is None:
             return None
         return self.prompt_tokens - self.cached_tokens
 
     @property
     def conversation_tokens(self) -> int:
-        """Tokens of prompt and reply that have KV: the last generated one is never fed."""
+        """Tokens of prompt and reply whose KV was computed: all but the last generated one."""
         return (self.prompt_tokens or 0) + self.generated_tokens - 1
 
     @property
     def decode_rate(self) -> float | None:
-        """Tokens per second after the first; None for fewer than two."""
+        """Generated tokens per second after the first; None if fewer than two were received."""
         span = self.last_s - self.first_s
         return (self.generated_tokens - 1) / span if span > 0 else None
 
 
 class _Reading:
-    """State of reading one stream."""
+    """Text, times and counts collected while one stream is read."""
 
     def __init__(self, began: float):
         self.began = began
@@ -103,9 +108,9 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Client of an OpenAI-compatible server on this machine. Safe in several threads.
+    """Client of an OpenAI-compatible server on this machine. Thread-safe.
 
-    `timeout` is in seconds, between two reads.
+    `timeout` is the maximum time between two reads, in seconds.
     """
 
     port: int
@@ -113,7 +118,10 @@ class Client:
     timeout: float = 600.0
 
     def chat(self, messages: Messages, max_tokens: int) -> Reply:
-        """Ask for one greedy reply of at most `max_tokens`, streamed. Blocks. Raises Refused."""
+        """Request one greedy reply of at most `max_tokens`, streamed. Blocks.
+
+        Raises Refused.
+        """
         body = json.dumps({
             "model": self.model,
             "messages": list(messages),
@@ -133,7 +141,7 @@ class Client:
             raise Refused(0, f"{type(error).__name__}: {error}") from error
 
     def get(self, path: str) -> Any:
-        """Fetch the JSON value at `path`, or its text where it is no JSON. Raises Refused."""
+        """Fetch the JSON value at `path`, or its text if it is not JSON. Raises Refused."""
         try:
             with self._send("GET", path, None) as response:
                 text = response.read().decode("utf-8", "replace")
@@ -157,7 +165,7 @@ class Client:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Mapping[str, Any]]:
-    """The JSON objects of a server-sent event stream, up to `[DONE]` or its end.
+    """Yield the JSON objects of a server-sent event stream until `[DONE]` or its end.
 
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
     """

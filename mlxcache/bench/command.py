@@ -1,4 +1,4 @@
-"""The command line of `mlxcache bench`."""
+"""The command `mlxcache bench`."""
 
 from __future__ import annotations
 
@@ -88,9 +88,10 @@ def bench(
 
 
 def launches(against: Sequence[str], mlx_lm: bool) -> list[Launch]:
-    """The servers measured beside this one: mlx-lm's own, and those that --against names.
+    """Return how to start the servers to measure beside this one.
 
-    Raises typer.BadParameter.
+    These are the servers given by --against and, if `mlx_lm`, mlx_lm.server. Raises
+    typer.BadParameter.
     """
     try:
         named = [parse_against(text) for text in against]
@@ -100,7 +101,7 @@ def launches(against: Sequence[str], mlx_lm: bool) -> list[Launch]:
 
 
 def check_names(named: Sequence[str], known: Sequence[str]) -> Sequence[str]:
-    """Return `named` if each of them is in `known`. Raises typer.BadParameter."""
+    """Return `named` if `known` contains each of the names. Raises typer.BadParameter."""
     unknown = [name for name in named if name not in known]
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(known)}")

@@ -1,7 +1,7 @@
-"""A device that fails in silence, as Metal does since MLX 0.32, on any machine.
+"""Simulation of a device that fails without an error, as Metal does since MLX 0.32.
 
-For proofs in one process: commands that `failing` picks leave wrong numbers in their results and
-raise nothing. MLX's error comes once, at a later evaluation or at the next wait.
+For tests in one process, on any machine. Evaluations that are chosen to fail leave wrong numbers in
+their results and raise nothing. MLX's error comes once, at a later evaluation or at the next wait.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ _eval = mx.eval  # that of the module may be a failing device's
 
 
 class FailingDevice:
-    """MLX's evaluations, some of which fail. Counts them in `evaluations`, failures in `failures`.
+    """Replacement for MLX's evaluation functions in which chosen evaluations fail.
 
-    `picks(number)`: tell if the evaluation of that number, from 1 on, fails. `delay`: evaluations
-    that still succeed before the error of a failed one is raised; a wait raises it at once.
-    `in_place`: a failed pass leaves wrong numbers at the new positions of its KV buffers only;
-    otherwise in all of each buffer, as when MLX had to copy it first. `message`: that of the error.
-    `nan`: the wrong numbers are NaN. `dies`: after the first failure every evaluation and wait
-    raises.
+    `evaluations` and `failures` count the calls. The parameters are:
+    - `picks(number)` returns whether the evaluation with that number, from 1 on, fails.
+    - `delay` is how many further evaluations succeed before the error is raised. A wait raises it
+    at once.
+    - `in_place`: a failed pass leaves wrong numbers only at the new positions of its KV buffers.
+      Otherwise whole buffers are wrong, as if MLX had copied them first.
+    - `message` is the text of the error.
+    - `nan`: the wrong numbers are NaN.
+    - `dies`: after the first failure every evaluation and wait raises the error.
     """
 
     def __init__(
@@ -67,27 +70,33 @@ class FailingDevice:
         self._async_eval, self._synchronize = mx.async_eval, mx.synchronize
 
     def watch(self, model: Any) -> WatchedModel:
-        """The same model, whose passes write to KV buffers that this device may damage."""
+        """Return a wrapper of `model` that reports each pass to this device.
+
+        Failed passes can then damage the KV buffers that they write to.
+        """
         return WatchedModel(model, self)
 
     def note_pass(self, caches: Caches, before: list[int]) -> None:
-        """Note that the next evaluation includes a pass over `caches`, of these lengths before."""
+        """Record that the next evaluation includes a pass over `caches`.
+
+        `before` holds the lengths of the caches in tokens before the pass.
+        """
         self._fed.append((caches, before))
 
     def note_inputs(self, inputs: mx.array) -> None:
-        """Note that the next evaluation needs `inputs`, and computes them if they are lazy."""
+        """Record that the next evaluation also computes `inputs`, if they are lazy."""
         self._inputs.append(inputs)
 
     def eval(self, *args: Any) -> None:
-        """`mx.eval` on this device."""
+        """Evaluate as `mx.eval` does, with this device's failures."""
         self._evaluate(_eval, args)
 
     def async_eval(self, *args: Any) -> None:
-        """`mx.async_eval` on this device."""
+        """Evaluate as `mx.async_eval` does, with this device's failures."""
         self._evaluate(self._async_eval, args)
 
     def synchronize(self, *args: Any) -> None:
-        """`mx.synchronize` on this device: raises the error of a failed evaluation."""
+        """Wait as `mx.synchronize` does. Raises the error of an earlier failed evaluation."""
         self._synchronize(*args)
         self._raise_parked(now=True)
 
@@ -122,7 +131,12 @@ class FailingDevice:
             self._parked = self._delay
 
     def _damage(self, results: list[mx.array], fed: list[tuple[Caches, list[int]]]) -> None:
-        """Leave numbers in the results that the failed commands did not compute."""
+        """Overwrite the results of a failed evaluation with wrong numbers.
+
+        `fed` holds the passes that it included: caches, and their lengths in tokens before the
+        pass. Their KV
+        buffers are overwritten too.
+        """
         buffers = [
             (array, start, slot.offset)
             for caches, before in fed
@@ -141,7 +155,12 @@ class FailingDevice:
                 self._overwrite(array, part, copied=not self._in_place)
 
     def _overwrite(self, array: mx.array, part: Any, *, copied: bool) -> None:
-        """Write wrong numbers to part of an evaluated array: in place, or to a new buffer."""
+        """Write wrong numbers to part of an evaluated array.
+
+        With `copied`, they go to a new buffer, as when another array shares the old one. Otherwise
+        the
+        buffer is changed in place.
+        """
         wrong = _wrong(array[part], nan=self._nan)
         reader = array[...] if copied else None
         _eval(wrong, reader)
@@ -150,7 +169,7 @@ class FailingDevice:
 
 
 class WatchedModel:
-    """A model that tells a `FailingDevice` of each pass."""
+    """A model that reports each of its passes to a `FailingDevice`."""
 
     def __init__(self, model: Any, failing: FailingDevice):
         self._model = model
@@ -167,23 +186,24 @@ class WatchedModel:
 
 
 def _is_lazy(array: mx.array) -> bool:
-    """Tell if evaluating `array` would compute anything."""
+    """Return whether evaluating `array` would compute anything."""
     graph = io.StringIO()
     mx.export_to_dot(graph, array)
     return "shape=rectangle" in graph.getvalue()
 
 
 def _linear(caches: Caches) -> list[Any]:
-    """Slots with a buffer of positions, which an evaluation may damage in part."""
+    """Return the cache slots with a buffer of positions, which can be damaged in part."""
     slots = kv.flatten(caches)
     opaque = {id(slot) for slot in kv.opaque_slots(slots)}
     return [slot for slot in slots if id(slot) not in opaque and isinstance(slot.offset, int)]
 
 
 def _wrong(array: mx.array, *, nan: bool) -> mx.array:
-    """Other numbers than those of `array`; flags stay, as memory was set before.
+    """Return an array of the same shape and dtype with other numbers.
 
-    They are finite, or NaN where the dtype has that.
+    The numbers are finite, or NaN with `nan` if the dtype has NaN. Boolean arrays are returned
+    unchanged.
     """
     if array.dtype == mx.bool_:
         return mx.array(array)
@@ -194,9 +214,9 @@ def _wrong(array: mx.array, *, nan: bool) -> mx.array:
 
 @contextmanager
 def failing(on: FailingDevice) -> Iterator[FailingDevice]:
-    """Run the block's MLX evaluations on the failing device; one thread may use MLX.
+    """Replace MLX's evaluation functions by those of the device `on` while the block runs.
 
-    Works on any machine, with a GPU or without.
+    Only one thread may use MLX. Works on any machine, with a GPU or without.
     """
     advance = Decoder._advance
 

@@ -1,4 +1,4 @@
-"""An engine in this process, for figures that no client sees; random KV can fill its RAM tier."""
+"""Engine in this process, for figures that no client can see. Random KV can fill its RAM tier."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ Prepare = Callable[[Loaded], Loaded]
 
 
 class NotPlain(ValueError):
-    """The model caches more than KV (checkpoints), so that random KV cannot stand for it."""
+    """Error raised if a model caches more than KV (checkpoints), which random KV cannot imitate."""
 
 
 class Inside:
-    """An engine whose RAM tier is filled without computing. For its event loop only."""
+    """An engine whose RAM tier can be filled with random KV instead of computed KV.
+
+    Its methods may only be called in the engine's event loop.
+    """
 
     def __init__(self, engine: Engine, core: ModelRuntime, disk: DiskTier):
         self.engine = engine
@@ -43,30 +46,33 @@ class Inside:
 
     @property
     def vocabulary(self) -> int:
-        """Number of the model's token ids."""
+        """Number of token ids in the model's vocabulary."""
         return self.core.layout.vocab_size
 
     def tokens(self, nbytes: int, seed: int) -> Tokens:
-        """Random ids whose KV takes `nbytes`, rounded up to a token."""
+        """Return random token ids whose KV takes `nbytes`, rounded up to a whole token."""
         count = -(-nbytes // self.core.layout.bytes_per_token)
         return np.random.default_rng(seed).integers(0, self.vocabulary, count, np.int32)
 
     @property
     def plain(self) -> bool:
-        """True if the model's KV is all that it caches, so that random KV can stand for it."""
+        """True if the model caches only KV, without checkpoints.
+
+        Random KV can then stand for computed KV.
+        """
         return not self.core.layout.opaque and self.core.layout.cacheable
 
     async def put(self, ids: Tokens) -> None:
-        """Put random KV for `ids` into the RAM tier, as after a request.
+        """Put random KV for `ids` into the RAM tier, as if a request had computed it.
 
-        Raises NotPlain.
+        Raises NotPlain if the model caches more than KV.
         """
         if not self.plain:
             raise NotPlain("this model's KV alone is not what it caches")
         await self.engine.call(lambda core: _put(core.kv, ids))
 
     async def mark(self, ids: Tokens) -> None:
-        """Schedule the KV of `ids` in RAM to be written, as after a request."""
+        """Schedule the KV of `ids` in RAM to be written to disk, as after a request."""
 
         def begin(core: ModelRuntime) -> None:
             node = core.kv.tree.match(ids, touch=False).nodes[-1]
@@ -79,28 +85,30 @@ class Inside:
         await self.until(lambda: not self.disk.write_behind.busy)
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Poll `reached` until it is true; other threads change its result."""
+        """Wait until `reached` returns True; it is polled every `POLL_S` seconds."""
         while not reached():  # noqa: ASYNC110 - the MLX thread sets no asyncio.Event
             await asyncio.sleep(POLL_S)
 
     async def forget(self) -> None:
-        """Empty the RAM tier."""
+        """Remove everything from the RAM tier."""
         await self.engine.call(lambda runtime: runtime.kv.clear())
 
     async def clear(self) -> None:
-        """Empty both tiers."""
+        """Remove everything from RAM and disk."""
         await self.engine.sessions.clear()
 
     def files(self, ids: Tokens) -> Sequence[Path]:
-        """Files that hold `ids`, in order of tokens."""
+        """Return the files on disk that hold the KV of `ids`, in token order."""
         return [piece.path for piece in self.disk.store.find(ids, touch=False).pieces]
 
     async def ask(
         self, ids: Tokens, max_tokens: int, *, endless: bool = False, top: int | None = None
     ) -> Stream:
-        """Submit a request. Raises MlxcacheError.
+        """Submit a request and return its stream of events. Raises MlxcacheError.
 
-        With `endless`, the tokens that end a turn are never drawn. `top`: see `Job.top_logprobs`.
+        With `endless`, tokens that end a turn are never sampled. `top` is the number of likeliest
+        tokens
+        whose log-probabilities are reported, None for none.
         """
         self._asked += 1
         ends = self.core.loaded.tokenizer.eos_token_ids if endless else ()
@@ -111,25 +119,25 @@ class Inside:
         return await self.engine.submit(job)
 
     async def reply(self, ids: Tokens, max_tokens: int) -> None:
-        """Generate a whole reply; `generated` counts its tokens."""
+        """Generate a reply of `max_tokens` to its end; `generated` counts the tokens."""
         await drained(await self.ask(ids, max_tokens))
         self._generated += max_tokens
 
     def generated(self) -> int:
-        """Tokens of finished replies, and those drawn so far of running ones."""
+        """Return the tokens generated so far, in finished replies and running ones."""
         lanes = self.core.scheduler.lanes.all
         return self._generated + sum(len(task.out) for lane in lanes for task in lane.tasks)
 
 
 async def drained(stream: Stream) -> None:
-    """Read a stream to its end."""
+    """Read a stream to its end and discard the events."""
     async for event in stream:
         if isinstance(event, Finished):
             return
 
 
 class _Prepared(Engine):
-    """An engine that serves the model that `prepare` returns for the loaded one."""
+    """Engine that serves the model returned by `prepare` in place of the loaded one."""
 
     def __init__(self, settings: Settings, prepare: Prepare):
         super().__init__(settings)
@@ -143,10 +151,11 @@ class _Prepared(Engine):
 async def running_inside(
     model: Path, cache_dir: Path, ram: str, prepare: Prepare = lambda loaded: loaded
 ) -> AsyncIterator[Inside]:
-    """Run an engine on `model` with a disk tier in `cache_dir`. Raises ModelError, ValueError.
+    """Run an engine on `model`, with a disk tier in `cache_dir`, while the block runs.
 
-    It computes nothing by itself while idle. `prepare`: changes the loaded model before it is
-    served, on the MLX thread. ValueError: there is no disk tier.
+    The engine computes nothing while idle. `ram` is the value of `--ram`. `prepare` may replace the
+    loaded model before it is served; it runs on the MLX thread. Raises ModelError, or ValueError if
+    there is no disk tier.
     """
     settings = Settings(
         model=str(model), cache_dir=cache_dir, ram=ram, disk="100GB", no_anticipate=True

@@ -1,4 +1,4 @@
-"""Interleaved measurement: in each repetition, every server plays the same scenario in turn."""
+"""Interleaved measurement: in each repetition, every server runs the same scenario in turn."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ SETTLE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Figures of one scenario played once. Times in seconds, over several replies their mean.
+    """Figures of one run of a scenario; times are in seconds.
 
-    `rate`: tokens per second after the first. `throughput`: generated tokens per second of all
-    replies together. Counts are None where the server gives none; `fed_tokens` are those of the
-    prompt that were not cached.
+    `first_s` is the time to the first text, the mean of all replies, and `wall_s` the time of the
+    scenario. `rate` is the tokens per second of a reply after its first token, `throughput` those
+    of all
+    replies together. `fed_tokens` counts prompt tokens that were not cached. Counts are means too,
+    and
+    None if the server reported none.
     """
 
     first_s: float
@@ -38,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Time of a warm turn, and the model's own time for the same tokens, in seconds."""
+    """Seconds to the first token of a warm turn, and the model's own time for the same tokens."""
 
     server_s: float
     own_s: float
@@ -50,7 +53,9 @@ class Pair:
 class Results:
     """Samples by scenario and server, failures, and details of warm turns.
 
-    `pairs`: warm turns with the model's own time. `timings`: this server's timings of each.
+    `pairs` compares warm turns of this server with the model's own time. `timings` holds this
+    server's
+    own timing, in seconds, of each warm turn.
     """
 
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
@@ -60,16 +65,17 @@ class Results:
     kv_bytes_per_token: float | None = None
 
     def medians(self, scenario: str, server: str) -> dict[str, float | None]:
-        """The median of each figure; empty where no sample was taken."""
+        """Return the median of each figure of `Sample`; empty if no sample was taken."""
         taken = self.samples.get(scenario, {}).get(server, [])
         names = Sample.__dataclass_fields__ if taken else ()
         return {name: middle(getattr(sample, name) for sample in taken) for name in names}
 
     def ratio(self, scenario: str, figure: str, server: str) -> float | None:
-        """Median over repetitions of this server's figure divided by the other's.
+        """Return the median over repetitions of this server's figure divided by the other server's.
 
-        A pair is measured within seconds, so that a change of the machine's speed during the run
-        has no effect. None where nothing can be compared.
+        Both are measured within seconds, so that a change of the machine's speed during the run has
+        no
+        effect. None if no repetition can be compared.
         """
         taken = self.samples.get(scenario, {})
         pairs = zip(taken.get(OURS, ()), taken.get(server, ()), strict=False)
@@ -77,18 +83,18 @@ class Results:
 
 
 def middle(values: Iterable[float | None]) -> float | None:
-    """Median of the known values; None if there are none."""
+    """Return the median of the values that are not None, or None if there are none."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
 def by(mine: float | None, other: float | None) -> float | None:
-    """Ratio `mine` / `other`; None if one is missing, or `other` is 0."""
+    """Return the ratio `mine` / `other`, or None if one is None or `other` is 0."""
     return mine / other if mine is not None and other else None
 
 
 def sample(outcome: Outcome) -> Sample:
-    """Compute the figures of one outcome."""
+    """Return the figures of one outcome."""
     replies = outcome.replies
     generated = sum(reply.generated_tokens for reply in replies)
     return Sample(
@@ -110,10 +116,11 @@ def _mean(counts: Sequence[int | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Scenarios to play, the number of repetitions, and the maker of a repetition's visit.
+    """Scenarios to run, number of repetitions, and a function that makes each one's `Visit`.
 
-    With `keep`, all repetitions are one visit: conversations continue, and scenarios that begin one
-    are played once. That saves most of the time where prompts are long.
+    With `keep`, all repetitions share one visit: conversations continue, and scenarios that begin
+    one
+    are run only once. This saves most of the time if prompts are long.
     """
 
     scenarios: Sequence[str]
@@ -123,19 +130,21 @@ class Plan:
     keep: bool = False
 
     def visits(self, servers: Sequence[Server], run: int) -> dict[str, Visit]:
-        """Make a new visit to each server."""
+        """Return a new visit to each server, by the server's name."""
         return {server.name: self.visit(server, run) for server in servers}
 
     def due(self, run: int) -> Sequence[str]:
-        """The scenarios of repetition `run`, counted from 0."""
+        """Return the scenarios of repetition `run`, counted from 0."""
         once = self.keep and run > 0
         return [name for name in self.scenarios if not once or name in AGAIN]
 
 
 def play(servers: Sequence[Server], plan: Plan, own: OwnTime | None) -> Results:
-    """Play `plan` at all `servers`, in an order that rotates with each repetition. Blocks.
+    """Run the scenarios of `plan` at all `servers` and return the results. Blocks.
 
-    A server that fails at a scenario is left out of it from then on.
+    The order of the servers rotates with each repetition. A server that fails in a scenario skips
+    it in
+    later repetitions. `own` measures the model's own time, if it is not None.
     """
     results = Results({name: {server.name: [] for server in servers} for name in plan.scenarios})
     out: set[tuple[str, str]] = set()

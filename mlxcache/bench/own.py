@@ -1,4 +1,4 @@
-"""The model's own time, measured in a process without a server."""
+"""The model's own time: how long mlx-lm alone takes, measured in a process without a server."""
 
 from __future__ import annotations
 
@@ -14,27 +14,38 @@ from mlxcache.bench.process import program
 
 
 class NoOwnTime(Exception):
-    """The model cannot be measured by itself; the text gives the reason."""
+    """Error raised if the model cannot be measured without a server. The text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnTime:
-    """A process that runs `mlxcache.model.own_time`."""
+    """Process that runs `mlxcache.model.own_time` to measure mlx-lm alone. Methods block."""
 
     process: subprocess.Popen[str]
 
     def ask(self, prefix: int, fed: int) -> tuple[float, float]:
-        """Time `fed` new tokens after `prefix`: seconds, KV bytes per token. Raises NoOwnTime."""
+        """Measure the pass over `fed` new tokens after `prefix` cached ones.
+
+        Returns the seconds and the KV bytes per token. Raises NoOwnTime.
+        """
         answer = self._answer(prefix=prefix, fed=fed)
         return answer["seconds"], answer["kv_bytes_per_token"]
 
     def decode(self, prefix: int, reply: int) -> tuple[float, float]:
-        """Decode `reply` tokens after `prefix`: tokens/s, bytes of the peak. Raises NoOwnTime."""
+        """Measure the decoding of `reply` tokens after `prefix` cached ones.
+
+        Returns tokens per second, and the peak memory in bytes beyond that held at the first token.
+        Raises
+        NoOwnTime.
+        """
         answer = self._answer(prefix=prefix, reply=reply)
         return answer["tokens_s"], answer["peak_bytes"]
 
     def prefill(self, prompt: int, step: int) -> float:
-        """Feed `prompt` tokens in passes of `step`: tokens/s. Raises NoOwnTime."""
+        """Measure the prefill of `prompt` tokens in passes of `step` tokens.
+
+        Returns tokens per second. Raises NoOwnTime.
+        """
         return self._answer(prompt=prompt, step=step)["tokens_s"]
 
     def _answer(self, **question: int) -> dict[str, float]:
@@ -45,7 +56,7 @@ class OwnTime:
         return self.read()
 
     def ready(self) -> bool:
-        """Wait until the model is loaded; False if it cannot be measured."""
+        """Wait until the model is loaded; return False if it cannot be measured."""
         try:
             self.read()
         except NoOwnTime:
@@ -53,7 +64,7 @@ class OwnTime:
         return True
 
     def read(self) -> dict[str, float]:
-        """Read the next answer. Blocks. Raises NoOwnTime."""
+        """Read the process's next answer. Blocks. Raises NoOwnTime."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"error": "the measuring process ended"}
@@ -64,11 +75,11 @@ class OwnTime:
 
 @contextlib.contextmanager
 def measuring(model: Path, logs: Path) -> Iterator[OwnTime | None]:
-    """Start `mlxcache.model.own_time` for a model; end that process with the `with` block.
+    """Start a process that measures the model in `model` with mlx-lm alone; end it with the block.
 
-    Blocks until the model is loaded. Yields None if it cannot be measured by mlx-lm alone: its
-    cache cannot be cut back, or it cannot be loaded. The process writes errors to `own_time.log` in
-    `logs`.
+    Blocks until the model is loaded. Yields None if it cannot be measured: it cannot be loaded, or
+    its
+    cache cannot be cut back. The process writes errors to `own_time.log` in `logs`.
     """
     command = [sys.executable, "-m", "mlxcache.model.own_time", str(model)]
     with program(command, logs / "own_time.log", stdin=subprocess.PIPE) as process:

@@ -1,4 +1,4 @@
-"""Reading of files from disk, not from the page cache."""
+"""Read files from disk instead of the system's page cache."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ MS_INVALIDATE = 2
 
 
 def drop(files: Sequence[Path]) -> str | None:
-    """Drop `files`, which must be durable, from the page cache; return the method used.
+    """Drop `files` from the page cache and return the name of the method used.
 
-    None: this system has no method. On a Mac it is `msync(MS_INVALIDATE)`, which the system may
-    ignore: it did if a file is then read faster than the disk can.
+    The files must have been synced. Returns None if this system has no method. On a Mac the method
+    is
+    `msync(MS_INVALIDATE)`, which the system may ignore: it did if a file is then read faster than
+    the
+    disk can deliver.
     """
     try:
         EVERYTHING.write_text("3")
@@ -42,7 +45,10 @@ def drop(files: Sequence[Path]) -> str | None:
 
 
 def _invalidate(files: Sequence[Path]) -> str | None:
-    """Drop the pages of `files` by msync(MS_INVALIDATE) of a mapping of each; None if it fails."""
+    """Drop the pages of `files` by mapping each and calling msync(MS_INVALIDATE).
+
+    Returns the name of the method, or None if a call fails.
+    """
     library = ctypes.CDLL(None, use_errno=True)
     for file in files:
         size = file.stat().st_size
@@ -60,7 +66,7 @@ def _invalidate(files: Sequence[Path]) -> str | None:
 
 
 def read(files: Sequence[Path]) -> int:
-    """Read `files` one after another, discard the content, and return the number of bytes."""
+    """Read `files` one after another, discard their content, and return the number of bytes."""
     buffer, total = memoryview(bytearray(READ_BYTES)), 0
     for path in files:
         with path.open("rb", buffering=0) as file:

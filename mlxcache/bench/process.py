@@ -1,4 +1,4 @@
-"""Servers and other programs as child processes: start, readiness, memory samples, a sure end."""
+"""Servers and other programs as child processes: start, readiness, memory samples, end."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ OURS, THEIRS = "mlxcache", "mlx_lm.server"
 
 
 class NotStarted(Exception):
-    """A server ended early, or did not answer in time; the text has the end of its output."""
+    """Error raised if a server ends early or does not answer in time.
+
+    The text has the end of its output.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Command that starts a server; {model} and {port} are filled in.
+    """Command that starts a server. {model} and {port} in it are placeholders.
 
-    `foreign` programs have an environment of their own and do not inherit PYTHONPATH and
-    VIRTUAL_ENV. All inherit LD_PRELOAD.
+    A `foreign` program has a Python environment of its own: it does not inherit PYTHONPATH and
+    VIRTUAL_ENV. LD_PRELOAD is always inherited.
     """
 
     name: str
@@ -43,21 +46,24 @@ class Launch:
     foreign: bool = False
 
     def filled(self, model: str, port: int) -> list[str]:
-        """The command line with model and port."""
+        """Return the command line with the placeholders replaced by model and port."""
         return [
             part.replace("{model}", model).replace("{port}", str(port)) for part in self.command
         ]
 
 
 def ours(cache_dir: Path, *extra: str) -> Launch:
-    """This server, run by the same Python, with a cache directory of its own."""
+    """Return how to start this server with the same Python and its own cache folder.
+
+    `extra` are further flags.
+    """
     command = (sys.executable, "-m", "mlxcache.cli.main", "serve", "--model", "{model}")
     where = ("--port", "{port}", "--cache-dir", str(cache_dir), "--log-level", "warning")
     return Launch(OURS, command + where + extra)
 
 
 def mlx_lm_server() -> Launch:
-    """mlx-lm's own server, with its defaults."""
+    """Return how to start mlx_lm.server with its defaults."""
     command = (sys.executable, "-m", "mlx_lm", "server", "--model", "{model}", "--port", "{port}")
     return Launch(THEIRS, (*command, "--log-level", "WARNING"))
 
@@ -71,14 +77,17 @@ def parse_against(text: str) -> Launch:
 
 
 def free_port() -> int:
-    """Find a port on this machine on which nothing listens."""
+    """Return a port of this machine on which no program is listening."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Server:
-    """A running server. Memory is that of the process and its children: see `read_footprint`."""
+    """A running server and its memory use.
+
+    Memory, in bytes, includes child processes and is measured by `read_footprint`.
+    """
 
     def __init__(
         self, launch: Launch, process: subprocess.Popen[bytes], client: Client, model: str = ""
@@ -94,39 +103,42 @@ class Server:
         self._sampler = threading.Thread(target=self._sample, daemon=True)
 
     def alive(self) -> bool:
-        """Tell if the process runs."""
+        """Return whether the process is running."""
         return self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Process id of the server itself."""
+        """Process id of the server, not of its children."""
         return self._process.pid
 
     def signal(self, number: int) -> None:
-        """Send the process a signal, if it still runs."""
+        """Send a signal to the process if it is still running."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for the exit status; None if the process still runs after `seconds`."""
+        """Wait for the exit status of the process; None if it still runs after `seconds`."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def watch(self) -> None:
-        """Start sampling memory, and set `idle_bytes` to the present value."""
+        """Set `idle_bytes` to the memory used now, and begin to sample `peak_bytes`.
+
+        A thread samples until the server ends.
+        """
         self._tree += self._tree[0].children(recursive=True)
         self.idle_bytes = self.resident()
         self._sampler.start()
 
     def resident(self) -> int:
-        """Resident bytes now; 0 once the process has ended."""
+        """Return the resident bytes of the server and its children; 0 if it has ended."""
         return sum(read_footprint(process.pid) for process in self._tree)
 
     @property
     def weights_bytes(self) -> int:
-        """Size of the model's weight files, in bytes."""
+        """Total size of the model's weight files, in bytes."""
         return sum(file.stat().st_size for file in Path(self._model).glob("*.safetensors"))
 
     def _sample(self) -> None:
@@ -134,14 +146,14 @@ class Server:
             self.peak_bytes = max(self.peak_bytes, self.resident())
 
     def kill(self) -> None:
-        """Kill the whole process group, as kill -9 does."""
+        """Kill the whole process group with SIGKILL, and wait for the server's end."""
         self._over.set()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def end(self) -> None:
-        """End the whole process group: SIGTERM, and SIGKILL after 10 s."""
+        """End the whole process group: with SIGTERM, then with SIGKILL after 10 s."""
         self._over.set()
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
@@ -151,9 +163,9 @@ class Server:
 
 
 class Lives:
-    """Successive servers of one launch on the same files: started, killed, started again.
+    """A server that can be killed and started again on the same files.
 
-    Each has a port of its own. Raises NotStarted where one does not start.
+    Each start uses a new port. Methods raise NotStarted if a server does not start.
     """
 
     def __init__(self, launch: Launch, model: Path, logs: Path, wait_s: float):
@@ -164,19 +176,22 @@ class Lives:
 
     @property
     def server(self) -> Server:
-        """The running server. Starts one if none is running."""
+        """The running server, started if none is running."""
         if self._server is None:
             self._server = self._stack.enter_context(running(*self._start))
         return self._server
 
     def kill(self) -> None:
-        """Kill the running server. The next use of `server` starts another."""
+        """Kill the running server. The next use of `server` starts another one."""
         if self._server is not None:
             self._server.kill()
             self.end()
 
     def stop(self, seconds: float) -> None:
-        """End the running server cleanly, which writes what is left; SIGKILL after `seconds`."""
+        """Stop the running server cleanly, so that pending writes are finished.
+
+        It is killed after `seconds`.
+        """
         if self._server is not None:
             self._server.signal(signal.SIGTERM)
             if self._server.wait(seconds) is None:
@@ -184,7 +199,7 @@ class Lives:
             self.end()
 
     def kill_starting(self, seconds: float) -> None:
-        """Start a server, and kill it after `seconds`, ready or not."""
+        """Start a server and kill it after `seconds`, even if it is not ready yet."""
         launch, model, logs, _ = self._start
         with (logs / f"{self.name}-starting.log").open("wb") as output:
             server = _begun(launch, str(model), free_port(), output)
@@ -192,17 +207,17 @@ class Lives:
         server.kill()
 
     def end(self) -> None:
-        """End the running server."""
+        """End the running server, if there is one."""
         self._server = None
         self._stack.close()
 
 
 @contextlib.contextmanager
 def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[Server]:
-    """Run a server while the block lasts. Raises NotStarted.
+    """Run a server while the block runs. Raises NotStarted.
 
-    It is ready when it lists its models or answers /health, and has answered one chat. `wait_s`
-    bounds each of the two.
+    The server is ready when it lists its models or answers /health, and has then answered one chat.
+    `wait_s` limits the time for all of that. Its output goes to a file in `logs`.
     """
     port = free_port()
     log = logs / f"{launch.name.replace('/', '_')}-{port}.log"
@@ -220,9 +235,9 @@ def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[
 def program(
     command: Sequence[str], log: Path, *, stdin: int = subprocess.DEVNULL
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a program while the block lasts, then kill its process group.
+    """Run a program while the block runs, then kill its process group.
 
-    Its standard output is a pipe of text; its standard error goes to the file `log`.
+    Its standard output is a pipe of text, and its standard error goes to the file `log`.
     """
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -244,7 +259,7 @@ def program(
 def run_to_end(command: Sequence[str], log: Path) -> tuple[int, list[str]]:
     """Run a program to its end; return its exit status and the lines that it printed. Blocks.
 
-    See `program`: an exception in this thread kills it.
+    Standard error goes to the file `log`. An exception raised while waiting kills the program.
     """
     with program(command, log) as process:
         printed, _ = process.communicate()
@@ -292,6 +307,6 @@ def _well(client: Client, paths: Sequence[str]) -> bool:
 
 
 def tail(log: Path, lines: int = 25) -> str:
-    """Read the last `lines` of a log."""
+    """Return the last `lines` of a log file as text."""
     text = log.read_text(encoding="utf-8", errors="replace")
     return "\n".join(text.splitlines()[-lines:])

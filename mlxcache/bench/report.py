@@ -1,4 +1,4 @@
-"""Results as tables for users, and as JSON for programs."""
+"""Tables of results for users, and the same results as JSON for programs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RATIOS = ("first_s", "fed_tokens", "wall_s", "rate", "throughput")
 
 
 def show(console: Console, results: Results, servers: Sequence[Server], what: str = "") -> None:
-    """Print all results; `what` names the model where there are several."""
+    """Print all results. `what` names the model, if several are measured."""
     names = [server.name for server in servers]
     console.print(_scenarios(results, names, f"{what}: medians" if what else "Medians"))
     console.print(_memory(servers))
@@ -51,13 +51,16 @@ def show(console: Console, results: Results, servers: Sequence[Server], what: st
 
 
 def wide_console() -> Console:
-    """A console on standard output; wide enough for the tables where that is no terminal."""
+    """Return a console on standard output that is at least wide enough for the tables.
+
+    A terminal keeps its own width.
+    """
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
 
 
 def table_of(title: str, *left: str) -> Table:
-    """Make an empty table with the columns `left`; the caller adds columns of figures."""
+    """Return an empty table with the text columns `left`; the caller adds columns of figures."""
     return Table(*left, title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
 
 
@@ -79,7 +82,7 @@ def _scenarios(results: Results, names: Sequence[str], title: str) -> Table:
 
 
 def cell(figure: str, value: float | None) -> str:
-    """Format a figure; its name ends in its unit."""
+    """Format a figure by the unit with which its name ends; None becomes a dash."""
     if value is None:
         return "-"
     if figure.endswith("_s"):
@@ -88,17 +91,17 @@ def cell(figure: str, value: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Format a ratio."""
+    """Format a ratio with two decimals; None becomes a dash."""
     return "-" if value is None else f"{value:.2f}"
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a time."""
+    """Format a time given in seconds: in ms below 10 s, in s above."""
     return f"{seconds * 1000:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def megabytes(size: float) -> str:
-    """Format a size in MB of a million bytes."""
+    """Format a size given in bytes, in MB of a million bytes."""
     return f"{size / 1e6:.0f} MB"
 
 
@@ -120,9 +123,11 @@ def _timings(results: Results) -> Table:
 
 
 def overhead(results: Results) -> dict[str, float]:
-    """Median seconds of the parts of a warm turn, as this server reports them.
+    """Return the median seconds of each part of a warm turn, by name.
 
-    Then the first token as the client saw it, and the model's own time for the same tokens.
+    The parts are those that this server reports, followed by the first token as seen by the client,
+    the
+    model's own time for the same tokens, and the difference of the two.
     """
     names = results.timings[0] if results.timings else {}
     parts = {name: middle(timing.get(name) for timing in results.timings) for name in names}
@@ -134,7 +139,7 @@ def overhead(results: Results) -> dict[str, float]:
 
 
 def show_checks(console: Console, checks: Sequence[Check]) -> None:
-    """Print each bound with its verdict."""
+    """Print each bound and whether it holds."""
     table = table_of("Bounds", "bound")
     for title in ("measured", "asked", ""):
         table.add_column(title, justify="right")
@@ -155,7 +160,7 @@ def _value(value: float, unit: str) -> str:
 
 
 def as_json(results: Results, servers: Sequence[Server]) -> dict[str, Any]:
-    """All results with each sample. Times in seconds, sizes in bytes."""
+    """Return all results with every sample. Times are in seconds, sizes in bytes."""
     names = [server.name for server in servers]
     return {
         "servers": {
@@ -190,12 +195,12 @@ def _ratios(results: Results, scenario: str, names: Sequence[str]) -> Mapping[st
 
 
 def checks_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """Each bound with its verdict."""
+    """Return each bound as an object with `ok`, which is True if it holds."""
     return [asdict(check) | {"ok": check.ok} for check in checks]
 
 
 def machine() -> dict[str, Any]:
-    """Description of this machine."""
+    """Return a description of this machine and of the installed versions."""
     return {
         "platform": platform.platform(),
         "processor": platform.processor() or platform.machine(),

@@ -22,11 +22,12 @@ LONG_S, SOONER = 10.0, 20.0
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Figures of a first turn, a second one, and a third one after kill -9 and a new start.
+    """Figures of three turns: cold, warm, and one after kill -9 and a new start.
 
-    Times are in seconds until the first text. Counts are of the third turn, None where the server
-    gives none: `restored_tokens` came from disk, `lost_tokens` are those of the first turn, its
-    reply included, that were not cached any more; 0 or less where all of them were.
+    Times are seconds until the first text. Counts are those of the third turn, None if the server
+    reports none: `restored_tokens` came from disk, and `lost_tokens` are tokens of the first turn
+    and
+    its reply that were no longer cached, 0 or less if all were.
     """
 
     cold_s: float
@@ -40,23 +41,25 @@ class Round:
 
 @dataclass(slots=True)
 class Rounds:
-    """All rounds by server, and failures."""
+    """Rounds of each server by its name, and failures as text."""
 
     taken: dict[str, list[Round]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def medians(self, server: str) -> dict[str, float | None]:
-        """Median of each figure over the rounds of `server`.
+        """Return the median of each figure over the rounds of `server`.
 
-        `sooner`: median of the speed-up, cold time divided by the time after a restart, both of
-        one round.
+        `sooner` is the median speed-up: the cold time divided by the time after the restart in one
+        round.
         """
         rounds = self.taken[server]
         found = {name: middle(getattr(one, name) for one in rounds) for name in _FIGURES}
         return found | {"sooner": middle(by(one.cold_s, one.again_s) for one in rounds)}
 
     def ratio(self, server: str) -> float | None:
-        """This server's first token after a restart, divided by the other's in the same round."""
+        """Return this server's time after a restart divided by the other's: the median of
+        rounds.
+        """
         pairs = zip(self.taken[OURS], self.taken[server], strict=False)
         return middle(by(mine.again_s, other.again_s) for mine, other in pairs)
 
@@ -78,7 +81,11 @@ def play(
     visit: Callable[[Client, int], Visit],
     on_step: Callable[[str], None],
 ) -> Rounds:
-    """Play `runs` rounds at each server, in turn; a server that fails plays no further round."""
+    """Run `runs` rounds at each server in turn and return their figures. Blocks.
+
+    A server that fails is left out of later rounds. `visit` makes the conversations of a round, and
+    `on_step` is called with each step.
+    """
     rounds = Rounds({one.name: [] for one in lives})
     out: set[str] = set()
     for run in range(runs):
@@ -114,7 +121,7 @@ def _round(lives: Lives, visit: Visit) -> Round:
 
 
 def _restored(client: Client, reply: Reply) -> int | None:
-    """Restored tokens of a request, which only this server reports."""
+    """Return the restored tokens of a request, or None: only this server reports them."""
     if reply.request is None:
         return None
     with contextlib.suppress(Refused):
@@ -124,7 +131,7 @@ def _restored(client: Client, reply: Reply) -> int | None:
 
 
 def checks(rounds: Rounds) -> list[Check]:
-    """The bounds on this server's rounds."""
+    """Return the bounds on this server's rounds."""
     failed = sum(failure.startswith(f"{OURS},") for failure in rounds.failures)
     found = [Check("restarts that failed here", failed, 0)]
     mine = rounds.medians(OURS)
@@ -137,7 +144,7 @@ def checks(rounds: Rounds) -> list[Check]:
 
 
 def show(console: Console, rounds: Rounds, title: str) -> None:
-    """Print the medians by server."""
+    """Print a table of the medians of each server, then the failures."""
     table = report.table_of(f"{title}: killed after the second turn; first tokens", "server")
     for name in (*_COLUMNS.values(), "sooner than cold", "× restarted"):
         table.add_column(name, justify="right")
@@ -152,7 +159,7 @@ def show(console: Console, rounds: Rounds, title: str) -> None:
 
 
 def as_json(rounds: Rounds) -> dict[str, Any]:
-    """Every round, with the medians and the ratios to the other servers."""
+    """Return every round, the medians, and the ratios to the other servers."""
     return {
         "medians": {server: rounds.medians(server) for server in rounds.taken},
         "ratios": {server: rounds.ratio(server) for server in rounds.taken if server != OURS},

@@ -30,10 +30,10 @@ PATIENCE_S = 120.0
 def restore_speed(
     model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int = TOTAL_BYTES
 ) -> Measured:
-    """Restore `total` bytes of KV `runs` times, each beside a plain reading of the same files.
+    """Restore `total` bytes of KV `runs` times, each time paired with plain reading of the files.
 
-    Restoring is timed from a request's submission to its admission: by then its prefix is looked
-    up, verified and copied into a lineage. Raises ValueError, MlxcacheError, OSError.
+    Restoring is timed from a request's submission until its prefix has been looked up, verified and
+    copied into a lineage. Blocks. Raises ValueError, MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 
@@ -61,7 +61,7 @@ async def _play(
 
 
 async def _restore(inside: Inside, ids: Tokens, files: Sequence[Path], run: int) -> float:
-    """Measure the seconds to the admission of a request that continues `ids`."""
+    """Return the seconds until a request that continues `ids` is admitted, its prefix restored."""
     await inside.forget()
     await inside.written()
     more = np.random.default_rng(1000 + run).integers(0, inside.vocabulary, 8, np.int32)

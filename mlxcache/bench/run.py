@@ -1,4 +1,4 @@
-"""One run of the benchmark: servers started, scenarios played, figures printed, bounds checked."""
+"""One run of a benchmark: start servers, run scenarios, print figures, check bounds."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ FAILURES = (NotStarted, NoOwnTime, MlxcacheError, Refused, OSError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Sizes of a run, and the servers measured beside this one.
+    """Sizes of a benchmark run, and the servers measured beside this one.
 
-    `tokens`: prompt tokens of a conversation's first turn. `runs`: repetitions. `wait_s` bounds a
-    server's start, in seconds. `keep`: see `Plan`.
+    `tokens` is the length of a conversation's first prompt, `runs` the number of repetitions, and
+    `wait_s` the seconds that a server has to start. `keep` continues the same conversations in each
+    repetition.
     """
 
     tokens: int
@@ -50,7 +51,7 @@ class Bench:
     """Measurements of one run, with their figures (`found`) and bounds (`checks`).
 
     Each method starts the servers that it needs, blocks until they have ended, and raises one of
-    FAILURES. `folder` receives logs and cache directories.
+    FAILURES. Logs and cache folders are created in `folder`.
     """
 
     options: Options
@@ -60,7 +61,7 @@ class Bench:
     found: dict[str, Any] = field(default_factory=dict)
 
     def speed(self, model: Path, names: Sequence[str]) -> None:
-        """Play the scenarios `names` at every server, beside the model's own time."""
+        """Run the scenarios `names` at every server, beside the model's own time."""
         with measuring(model, self.folder) as own:
             results, servers = self._played(model, "speed", names, own)
         if own is None:
@@ -70,14 +71,17 @@ class Bench:
         self._hold(results)
 
     def family(self, model: Path, names: Sequence[str], family: str) -> None:
-        """Play the scenarios `names` at every server; the figures are listed under `family`."""
+        """Run the scenarios `names` at every server; store the figures under `family`."""
         results, servers = self._played(model, family, names, None)
         report.show(self.console, results, servers, family)
         self.found.setdefault("families", {})[family] = report.as_json(results, servers)
         self._hold(results, f"{family}: ")
 
     def restart(self, model: Path, name: str = "restart") -> None:
-        """Kill every server after a reply and start it again; see `restart.play`."""
+        """Measure the turn after every server was killed and started again, as `restart.play` does.
+
+        The figures are stored under `name`.
+        """
         options, filler = self.options, Filler(model)
         launches = [self.ours(name), *options.launches]
         with ExitStack() as stack, self.console.status(name) as status:
@@ -95,13 +99,19 @@ class Bench:
         self.checks += restart.checks(rounds)
 
     def ours(self, name: str, *extra: str) -> Launch:
-        """This server with `extra` flags, and a cache directory named after `name`."""
+        """Return how to start this server with `extra` flags.
+
+        Its cache folder is named after `name`.
+        """
         return ours(self.folder / f"cache-{name}", *extra)
 
     def _played(
         self, model: Path, name: str, scenarios: Sequence[str], own: OwnTime | None
     ) -> tuple[Results, list[Server]]:
-        """Results of `scenarios` at all servers; the servers have ended."""
+        """Start all servers, run `scenarios` at them, and end them.
+
+        Returns the results and the servers, which have ended but still hold their memory figures.
+        """
         filler, options = Filler(model), self.options
         launches = [self.ours(name), *options.launches]
         with ExitStack() as stack, self.console.status("starting the servers") as status:
@@ -130,10 +140,11 @@ def conduct(
     json_file: Path | None,
     strict: bool,
 ) -> None:
-    """Run `measure`, print its figures and bounds, and write all of it to `json_file`.
+    """Run `measure`, print its figures and bounds, and write them to `json_file` if given.
 
-    `model` is the name under which the figures are filed. Exits with status 1 on one of FAILURES,
-    and with `strict` where a bound is broken.
+    `model` is the model's name in the file. Exits with status 1 if one of FAILURES is raised, or
+    with
+    `strict` if a bound does not hold.
     """
     console = report.wide_console()
     with scratch() as folder:
@@ -155,11 +166,12 @@ def conduct(
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A temporary folder; the first SIGTERM or SIGHUP raises KeyboardInterrupt. Main thread only.
+    """Yield a temporary folder that is removed at the end. Main thread only.
 
-    So no server outlives the run. Later ones are ignored, also afterwards: a closed terminal sends
-    several, and the end of the servers and the report must not be cut off. Under nohup SIGHUP stays
-    ignored.
+    The first SIGTERM or SIGHUP raises KeyboardInterrupt, so that servers are ended. Later ones are
+    ignored, even after the block: a closed terminal sends several, which must not interrupt the
+    cleanup
+    and the report. SIGHUP stays ignored under nohup.
     """
     interrupted: list[int] = []
 

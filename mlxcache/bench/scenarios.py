@@ -1,4 +1,4 @@
-"""Scenarios: typical requests of a coding agent, each a function that returns an outcome."""
+"""Scenarios: typical requests of a coding agent, each a function that returns an `Outcome`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ CROWD = tuple(f"crowd{number}" for number in range(8))
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages as a client keeps them; the server's replies are sent back unchanged."""
+    """Conversation as a client keeps it: each turn sends all messages, with unchanged replies."""
 
     client: Client
     max_tokens: int
     messages: list[dict[str, Any]]
 
     def reconnect(self, client: Client) -> None:
-        """Continue with another server's client."""
+        """Continue the conversation through another client."""
         self.client = client
 
     def ask(self, text: str) -> Reply:
-        """Send `text` as the user's message, and append the reply. Raises Refused."""
+        """Send `text` as the next user message and append the reply. Blocks. Raises Refused."""
         self.messages.append({"role": "user", "content": text})
         reply = self.client.chat(self.messages, self.max_tokens)
         self.messages.append({"role": "assistant", "content": reply.text})
@@ -48,7 +48,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Replies of one scenario, and the seconds that they took together."""
+    """Replies of one scenario and the seconds that they took together."""
 
     replies: Sequence[Reply]
     wall_s: float
@@ -56,11 +56,13 @@ class Outcome:
 
 @dataclass(slots=True)
 class Visit:
-    """One repetition at one server. All text follows from `seed`, and no two seeds share any.
+    """One repetition of the scenarios at one server, with its conversations.
 
-    Conversations are opened when a scenario first needs them, and kept for the next one:
-    `main` has a long first prompt, `other` and `draft` have main's system prompt, `billed` has one
-    whose first line changes each turn, `grown` reaches its length in several turns.
+    All text is generated from `seed`; different seeds share no text. A conversation begins when a
+    scenario first needs it, and later scenarios continue it. `main` has a long first prompt,
+    `other` and
+    `draft` have the same system prompt as `main`, the first line of `billed` changes each turn, and
+    `grown` reaches its length over several turns.
     """
 
     client: Client
@@ -73,41 +75,44 @@ class Visit:
     said: int = 0
 
     def open(self, name: str) -> Reply:
-        """Begin the conversation `name`, which must not exist yet. Raises Refused."""
+        """Create the conversation `name`, which must not exist yet, and run its first turn.
+
+        Raises Refused.
+        """
         first = self.prepare(name)
         return self.talks[name].ask(first)
 
     def prepare(self, name: str) -> str:
-        """Make the conversation `name`, and return its first message, not sent yet."""
+        """Create the conversation `name` and return its first message, without sending it."""
         system, first = self._parts(name)
         messages = [{"role": "system", "content": system}]
         self.talks[name] = Conversation(self.client, self.reply_tokens, messages)
         return first
 
     def talk(self, name: str) -> Conversation:
-        """The conversation `name`, begun now if it is new. Raises Refused."""
+        """Return the conversation `name`; if it is new, its first turn is run. Raises Refused."""
         if name not in self.talks:
             self.open(name)
         return self.talks[name]
 
     def words(self, tokens: int = TURN_TOKENS) -> str:
-        """A message that was not sent yet in this repetition."""
+        """Return a new message of `tokens` tokens, different from all others of this repetition."""
         self.said += 1
         return self.filler.text(tokens, f"{self.seed}/{self.said}")
 
     @property
     def grown_turn_tokens(self) -> int:
-        """Tokens of each user message in a grown conversation."""
+        """Tokens of each user message in the conversation `grown`."""
         return round(self.tokens * GROWN_SHARE)
 
     def grown(self) -> Conversation:
-        """The conversation of several turns, begun now if it is new. Raises Refused."""
+        """Return the conversation `grown`; if it is new, its six turns are run. Raises Refused."""
         if "grown" not in self.talks:
             grown(self)
         return self.talks["grown"]
 
     def _parts(self, name: str) -> tuple[str, str]:
-        """The system prompt and the first message of a conversation."""
+        """Return the system prompt and the first message of the conversation `name`."""
         system = round(self.tokens * SYSTEM_SHARE)
         first = self.tokens - system
         if name in ("other", "draft"):
@@ -128,7 +133,7 @@ class Visit:
         return self.filler.text(tokens, f"{self.seed}/{what}")
 
     def attribution(self) -> str:
-        """A first line of a system prompt that an agent changes with each request."""
+        """Return a first line of a system prompt such as Claude Code changes with each request."""
         self.said += 1
         cch = random.Random(f"{self.seed}/{self.said}").getrandbits(20)
         return (
@@ -136,7 +141,10 @@ class Visit:
         )
 
     def together(self, texts: Mapping[str, str]) -> Outcome:
-        """Send each of `texts` to the conversation that is its key, all at the same time."""
+        """Send a message to several conversations at the same time and wait for all replies.
+
+        `texts` holds the messages by the name of the conversation. Raises Refused.
+        """
         start = Barrier(len(texts) + 1)
 
         def go(name: str) -> Reply:
@@ -156,17 +164,17 @@ def _one(reply: Reply) -> Outcome:
 
 
 def cold(visit: Visit) -> Outcome:
-    """The first turn of a new conversation."""
+    """Measure the first turn of a new conversation."""
     return _one(visit.open("main"))
 
 
 def warm(visit: Visit) -> Outcome:
-    """The next turn of the same conversation: about 50 new tokens."""
+    """Measure the next turn of a conversation, with about 50 new tokens."""
     return _one(visit.talk("main").ask(visit.words()))
 
 
 def edited(visit: Visit) -> Outcome:
-    """The user's last message replaced by another one."""
+    """Measure a turn whose last user message was replaced by another one."""
     talk = visit.talk("draft")
     if len(talk.messages) < 5:
         talk.ask(visit.words())
@@ -175,20 +183,20 @@ def edited(visit: Visit) -> Outcome:
 
 
 def second(visit: Visit) -> Outcome:
-    """Another conversation's first turn, under the same system prompt."""
+    """Measure the first turn of another conversation with the same system prompt."""
     visit.talk("main")
     return _one(visit.open("other"))
 
 
 def in_turn(visit: Visit) -> Outcome:
-    """Two conversations alternating, two turns each."""
+    """Measure two conversations that alternate, with two turns each."""
     talks = [visit.talk("main"), visit.talk("other")] * 2
     replies = [talk.ask(visit.words()) for talk in talks]
     return Outcome(replies, sum(reply.total_s for reply in replies))
 
 
 def attribution(visit: Visit) -> Outcome:
-    """A next turn with a changed first line of the system prompt."""
+    """Measure a next turn in which the first line of the system prompt has changed."""
     talk = visit.talk("billed")
     system = talk.messages[0]["content"]
     body = system.partition("\n")[2]
@@ -197,19 +205,22 @@ def attribution(visit: Visit) -> Outcome:
 
 
 def concurrent(visit: Visit) -> Outcome:
-    """Eight conversations begun at once, each an eighth as long as the other conversations."""
+    """Measure the first turns of eight conversations at once.
+
+    Each is an eighth as long as the other scenarios' conversations.
+    """
     return visit.together({name: visit.prepare(name) for name in CROWD})
 
 
 def concurrent_warm(visit: Visit) -> Outcome:
-    """The next turns of the eight conversations, at once."""
+    """Measure the next turns of the eight conversations, at once."""
     for name in CROWD:
         visit.talk(name)
     return visit.together({name: visit.words() for name in CROWD})
 
 
 def grown(visit: Visit) -> Outcome:
-    """A conversation of six turns; the figures are averages over all of them."""
+    """Measure a conversation of six turns; the figures are averages over all of them."""
     replies = [visit.open("grown")]
     talk = visit.talks["grown"]
     replies += [talk.ask(visit.words(visit.grown_turn_tokens)) for _ in range(GROWN_TURNS - 1)]
@@ -217,24 +228,24 @@ def grown(visit: Visit) -> Outcome:
 
 
 def last_edited(visit: Visit) -> Outcome:
-    """The user's last message of the grown conversation replaced by another one."""
+    """Measure a turn of the conversation `grown` whose last user message was replaced."""
     before = visit.grown().messages[:-2]
     said = {"role": "user", "content": visit.words(visit.grown_turn_tokens)}
     return _one(visit.client.chat([*before, said], visit.reply_tokens))
 
 
 def regenerated(visit: Visit) -> Outcome:
-    """The last prompt of the grown conversation once more."""
+    """Measure the last prompt of the conversation `grown`, sent once more."""
     return _one(visit.client.chat(visit.grown().messages[:-1], visit.reply_tokens))
 
 
 def branched(visit: Visit) -> Outcome:
-    """A branch of the grown conversation within its third message, half of which stays."""
+    """Measure a branch of the conversation `grown` in the middle of its third user message."""
     return _branch(visit)
 
 
 def branched_again(visit: Visit) -> Outcome:
-    """A second branch at the same place."""
+    """Measure a second branch of the conversation `grown` at the same place as the first."""
     if "branched" not in visit.played:
         _branch(visit)
     return _branch(visit)
@@ -252,7 +263,7 @@ def _branch(visit: Visit) -> Outcome:
 
 
 def returned(visit: Visit) -> Outcome:
-    """The next turn of the grown conversation, after the branches."""
+    """Measure the next turn of the conversation `grown` after the branches."""
     return _one(visit.grown().ask(visit.words()))
 
 

@@ -1,4 +1,4 @@
-"""Filler text of an exact number of tokens, reproducible by its seed."""
+"""Filler text of an exact number of tokens, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ WORDS = [
 
 
 class Filler:
-    """Maker of text with an exact number of tokens, by `tokenizer.json` of the model in `folder`.
+    """Generator of text with an exact number of tokens of a model.
 
-    Raises OSError or ValueError where that file is missing or cannot be read.
+    Tokens are counted with `tokenizer.json` in the model's `folder`. Raises OSError or ValueError
+    if
+    that file is missing or cannot be parsed.
     """
 
     def __init__(self, folder: Path):
@@ -30,7 +32,7 @@ class Filler:
         )
 
     def text(self, tokens: int, seed: str) -> str:
-        """Make text of `tokens` tokens; texts of two seeds differ within a few tokens."""
+        """Return text of exactly `tokens` tokens. Texts of two seeds differ within a few tokens."""
         rng = random.Random(seed)
         out = [f"{rng.getrandbits(32):08x}:"]
         while True:

@@ -1,4 +1,4 @@
-"""Pace of a reply while another session is being written to disk."""
+"""Speed of a reply while another session is being written to disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ Work = Coroutine[Any, Any, None]
 
 @dataclass(slots=True)
 class Paces:
-    """Tokens per second, and seconds of writing, of each repetition."""
+    """Tokens per second of a reply, and seconds of writing, per repetition.
+
+    `alone` is measured without writing, `plain` and `plain_s` beside a plain thread that writes,
+    `store`
+    and `store_s` beside the disk tier.
+    """
 
     alone: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
@@ -41,10 +46,11 @@ class Paces:
 def write_beside(
     model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int = TOTAL_BYTES
 ) -> Measured:
-    """Write a new session of `total` bytes beside a reply: by the store, then by a plain thread.
+    """Measure a reply while `total` bytes are written by the disk tier, and by a plain thread.
 
-    Repeats that `runs` times. The plain thread writes files of the same sizes in the same way:
-    fsync, then rename. Raises ValueError, MlxcacheError, OSError.
+    Repeats that `runs` times. The plain thread writes files of the same sizes in the same way: it
+    syncs
+    each and then renames it. Blocks. Raises ValueError, MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 
@@ -81,7 +87,7 @@ async def _play(
 
 
 async def _sizes(inside: Inside, total: int) -> Sequence[int]:
-    """Sizes of the files of a session of `total` bytes."""
+    """Return the sizes of the files to which a session of `total` bytes is written."""
     ids = inside.tokens(total, 1)
     await inside.put(ids)
     await _stored(inside, ids)
@@ -102,7 +108,7 @@ def _plainly(folder: Path, sizes: Sequence[int], data: bytes) -> None:
 
 @asynccontextmanager
 async def _decoding(inside: Inside, run: int) -> AsyncIterator[None]:
-    """Generate replies to one prompt, one after another, while the block lasts."""
+    """Generate replies to one prompt, one after another, while the block runs."""
     prompt = inside.tokens(32 * inside.core.layout.bytes_per_token, 500 + run)
     over = asyncio.Event()
 
@@ -122,7 +128,7 @@ async def _decoding(inside: Inside, run: int) -> AsyncIterator[None]:
 
 
 async def _pace(inside: Inside, work: Work) -> tuple[float, float]:
-    """Run `work`; return the reply's tokens per second during it, and its duration in seconds."""
+    """Run `work`; return the tokens generated per second during it, and its seconds."""
     before, began = inside.generated(), time.perf_counter()
     await work
     seconds = time.perf_counter() - began

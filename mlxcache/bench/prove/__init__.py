@@ -1,6 +1,6 @@
-"""`mlxcache prove`: one report on mlxcache, and on mlx-lm beside it, on this machine.
+"""`mlxcache prove`: measure mlxcache, and mlx-lm beside it, and write one report.
 
 Each scenario starts the processes that it needs and writes its figures into `Findings`, so that
-those taken before a failure are kept. The report contains nothing that identifies the machine or
+figures taken before a failure are kept. The report contains nothing that identifies the machine or
 its user.
 """

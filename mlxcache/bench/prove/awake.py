@@ -1,4 +1,4 @@
-"""The sleep assertion: a Mac must not sleep while a request runs."""
+"""Check that a Mac is kept awake while a request runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ PROMPT_TOKENS, REPLY_TOKENS = 2_000, 512
 
 
 class NotHeld(Exception):
-    """There was no assertion while a request ran, or one was left after it."""
+    """Error raised if the Mac could sleep during a request, or was kept awake after it."""
 
 
 def awake(context: Context) -> None:
-    """Look for the assertion of `caffeinate` during a request, and for its end after it.
+    """Check that `caffeinate` prevents sleep during a request, and ends after it.
 
-    Raises NotApplicable on systems other than macOS, NotHeld. Source: man pmset, caffeinate.
+    Blocks. Raises NotApplicable on systems other than macOS, and NotHeld if the check fails.
+    Source: man pmset, man caffeinate.
     """
     if sys.platform != "darwin":
         raise NotApplicable("only macOS puts a machine to sleep during unattended work")
@@ -66,7 +67,7 @@ def _await_end(held: set[int]) -> None:
 
 
 def asserting() -> set[int]:
-    """Process ids of `caffeinate` that hold an assertion. Raises OSError, NotHeld."""
+    """Return the ids of `caffeinate` processes that prevent sleep. Raises OSError, NotHeld."""
     done = subprocess.run(
         ["pmset", "-g", "assertions"], capture_output=True, text=True, check=False, timeout=30
     )

@@ -1,4 +1,4 @@
-"""Run a scenario of `within` in a child process."""
+"""Run a scenario of the module `within` in a child process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ CONTEXT_SHARE = 0.75
 
 
 class ChildFailed(Exception):
-    """The process of a scenario failed; the text has the end of its output."""
+    """Error raised if the process of a scenario fails. The text has the end of its output."""
 
 
 def in_child(name: str) -> Callable[[Context], None]:
-    """Return a scenario that runs `name` of `within` in a child process, and raises ChildFailed."""
+    """Return a function that runs the scenario `name` of the module `within` in a child process.
+
+    The function raises ChildFailed, or NotApplicable if the scenario cannot run on this model.
+    """
 
     def play(context: Context) -> None:
         if not context.fits(name, scale_for(context.subject, context.scale).deep):
@@ -47,7 +50,7 @@ def in_child(name: str) -> Callable[[Context], None]:
 
 
 def scale_for(subject: Subject, scale: Scale) -> Scale:
-    """The lengths of scenarios of one process, shortened to the model's context if need be."""
+    """Return `scale` with lengths shortened to the model's context, where needed."""
     most = round(CONTEXT_SHARE * subject.context_length)
     if not most:
         return scale

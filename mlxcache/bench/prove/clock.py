@@ -1,4 +1,4 @@
-"""The time limit of a run."""
+"""Time limit of a run of `mlxcache prove`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from types import FrameType
 
 
 class TimeUp(Exception):
-    """The time limit has passed."""
+    """Error raised if the time limit of the run has passed."""
 
 
 class Clock:
-    """Time left of a run of `seconds`, from now on."""
+    """Remaining time of a run that may take `seconds` from now on."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
 
     @property
     def left_s(self) -> float:
-        """Seconds left; 0 once the limit has passed."""
+        """Seconds left; 0 after the limit has passed."""
         return max(0.0, self._end - time.monotonic())
 
     @contextmanager
     def bounding(self) -> Iterator[None]:
-        """Raise TimeUp inside the block once no time is left. Main thread only.
+        """Raise TimeUp inside the block when no time is left. Main thread only: uses SIGALRM.
 
         Source: https://docs.python.org/3/library/signal.html#signal.setitimer
         """

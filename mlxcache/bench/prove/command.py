@@ -1,4 +1,4 @@
-"""The command line of `mlxcache prove`."""
+"""The command `mlxcache prove`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def prove(
     """Measure this machine beside mlx-lm, and write one report that can be published.
 
     Exit status 1: a scenario failed, the run was interrupted, or nothing was measured; with
-    --assert also: a bound failed, or none was checked. 2: wrong usage, or a model that cannot be
+    --assert
+    also if a bound failed or none was checked. Exit status 2: wrong usage, or a model that cannot
+    be
     loaded.
     """
     names = check_names(only or (), list(SCENARIOS)) or list(SCENARIOS)
@@ -135,15 +137,18 @@ def prove(
 
 
 class LastingConsole(Console):
-    """A console that falls silent when its terminal or pipe is closed; rich's ends the program."""
+    """Console that stops printing if its terminal or pipe closes, instead of exiting."""
 
     def on_broken_pipe(self) -> None:
-        """Print nothing from now on."""
+        """Stop all further output of this console."""
         self.quiet = True
 
 
 def why_failed(proof: Proof, *, strict: bool) -> str | None:
-    """Reason for exit status 1; None if every scenario that was played succeeded."""
+    """Return the reason for exit status 1, or None if every scenario that was run succeeded.
+
+    With `strict`, a bound that failed is a reason too, and so is a run that checked no bound.
+    """
     findings = proof.found
     checks = [check for found in findings for check in found.checks]
     if proof.interrupted is not None:
@@ -161,7 +166,10 @@ def why_failed(proof: Proof, *, strict: bool) -> str | None:
 
 @contextmanager
 def steps(console: Console, errors: Console) -> Iterator[tuple[OnText, OnText]]:
-    """Show steps on a terminal; elsewhere print one line to standard error per scenario."""
+    """Yield two functions that show progress: one for each step, one for each scenario begun.
+
+    On a terminal the steps are shown. Elsewhere one line per scenario is printed to standard error.
+    """
     if not console.is_terminal:
 
         def on_begin(line: str) -> None:
@@ -175,7 +183,7 @@ def steps(console: Console, errors: Console) -> Iterator[tuple[OnText, OnText]]:
 
 
 def _check_out(out: Path) -> None:
-    """Raise BadParameter for a report that could not be written after the measurements."""
+    """Raise BadParameter if the report could not be written to `out` after the measurements."""
     if out.suffix == ".json" or not out.parent.is_dir():
         raise typer.BadParameter(f"--out {out}: not a Markdown file in a folder that exists")
     for one in (out, out.with_suffix(".json") if out.name else out):

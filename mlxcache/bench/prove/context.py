@@ -1,4 +1,4 @@
-"""Surroundings of a scenario: the model, lengths, time left, and servers to start."""
+"""Everything that a scenario needs: the model, lengths, time left, and servers to start."""
 
 from __future__ import annotations
 
@@ -39,12 +39,16 @@ SETTLED_S, PATIENCE_S = 0.3, 60.0
 
 
 class NotApplicable(Exception):
-    """A scenario cannot be played on this system; the text says why."""
+    """Error raised if a scenario cannot run on this system or model. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model to measure: its folder, and how the report calls it."""
+    """Model to be measured.
+
+    `path` is its folder, `label` its name in the report, and `config` the content of its
+    config.json.
+    """
 
     path: Path
     label: str
@@ -52,12 +56,15 @@ class Subject:
 
     @property
     def weights_bytes(self) -> int:
-        """Size of the weight files."""
+        """Total size of the weight files, in bytes."""
         return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """KV bytes of a token if every layer has plain 16-bit KV; 0 if config.json lacks sizes."""
+        """KV bytes per token, if every layer has plain 16-bit KV.
+
+        0 if config.json does not have the sizes.
+        """
         text = self.config.get("text_config") or self.config
         heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
         width = text.get("head_dim") or (
@@ -69,19 +76,22 @@ class Subject:
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and reply; 0 if config.json does not say."""
+        """Maximum tokens of prompt and reply; 0 if config.json does not say."""
         text = self.config.get("text_config") or self.config
         length = text.get("max_position_embeddings")
         return length if isinstance(length, int) else 0
 
     def needed_bytes(self, tokens: int, *, processes: int = 1, rows: int = 1) -> int:
-        """Bytes for `rows` replies of `tokens` at once, in each of several processes."""
+        """Return the estimated bytes for `rows` simultaneous replies of `tokens` tokens.
+
+        They are generated in each of `processes` processes, each with its own weights.
+        """
         kv = 1.1 * self.kv_bytes_per_token * tokens * rows
         return round(processes * (self.weights_bytes + kv + WORKING_BYTES))
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Parse config.json of a model. Raises ModelError."""
+    """Parse the config.json of the model in `folder`. Raises ModelError."""
     try:
         value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -92,9 +102,11 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def usable_bytes(device: Mapping[str, Any]) -> int:
-    """Memory that models may take, from the description of MLX's device, or three quarters of all.
+    """Return the memory that models may use, in bytes, from MLX's description of the device.
 
-    Source: https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.device_info.html
+    Three quarters of the machine's memory if the description has no size.
+    Source:
+    https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.device_info.html
     """
     for name in ("max_recommended_working_set_size", "free_memory", "total_memory"):
         if isinstance(device.get(name), int) and device[name] > 0:
@@ -103,9 +115,9 @@ def usable_bytes(device: Mapping[str, Any]) -> int:
 
 
 def settle(client: Client) -> None:
-    """Wait until this server has written all that it computed, and `SETTLED_S` more.
+    """Wait until the server has written everything it computed, then `SETTLED_S` seconds more.
 
-    Raises Refused.
+    Gives up after `PATIENCE_S` seconds. Raises Refused.
     """
     deadline = time.monotonic() + PATIENCE_S
     while client.get("/v1/cache")["pending_bytes"] and time.monotonic() < deadline:
@@ -115,7 +127,10 @@ def settle(client: Client) -> None:
 
 @dataclass(slots=True)
 class Context:
-    """All that a scenario is given; it writes its figures into `found`."""
+    """Everything that a scenario is given. The scenario writes its figures into `found`.
+
+    `wait_s` is the time in seconds that a server has to start.
+    """
 
     subject: Subject
     scale: Scale
@@ -129,11 +144,18 @@ class Context:
 
     @property
     def filler(self) -> Filler:
-        """Maker of text in the model's tokens. Raises OSError or ValueError without a tokenizer."""
+        """Generator of text that counts in the model's tokens.
+
+        Raises OSError or ValueError if the model has no tokenizer.json.
+        """
         return Filler(self.subject.path)
 
     def fits(self, what: str, tokens: int, *, processes: int = 1, rows: int = 1) -> bool:
-        """True if `tokens` fit model, memory and disk; else `what` is listed as not run."""
+        """Return whether `tokens` fit the model's context, memory and disk.
+
+        If not, `what` is recorded as not run, with the reason. `processes` and `rows` are those of
+        `Subject.needed_bytes`.
+        """
         longest = self.subject.context_length
         if longest and tokens > longest:
             self.found.not_run.append(f"{what}: the model's context has {longest} tokens")
@@ -155,7 +177,7 @@ class Context:
         return True
 
     def in_time(self, what: str, seconds: float) -> bool:
-        """True if a step of `seconds` fits the time limit; else `what` is listed as not run."""
+        """Return whether `seconds` are left; if not, record `what` as not run."""
         if seconds > self.clock.left_s:
             self.found.not_run.append(
                 f"{what}: about {seconds:.0f} s needed, {self.clock.left_s:.0f} s left"
@@ -164,12 +186,18 @@ class Context:
         return True
 
     def client(self, lives: Lives) -> Client:
-        """Client of the running server, as patient as the time limit."""
+        """Return a client of the running server whose timeout is the time left.
+
+        The timeout is at least `LEAST_WAIT_S`.
+        """
         return replace(lives.server.client, timeout=max(LEAST_WAIT_S, self.clock.left_s))
 
     @contextlib.contextmanager
     def serving(self, *extra: str) -> Iterator[Lives]:
-        """This server while the block lasts, with a cache folder of its own, removed after it."""
+        """Run this server with flags `extra` while the block runs.
+
+        Its cache folder is new and is removed at the end.
+        """
         self._started += 1
         with ExitStack() as stack:
             cache = self.folder / f"cache-{self._started}"
@@ -178,7 +206,7 @@ class Context:
 
     @contextlib.contextmanager
     def theirs(self) -> Iterator[Lives]:
-        """`mlx_lm.server` while the block lasts."""
+        """Run `mlx_lm.server` while the block runs."""
         with ExitStack() as stack:
             yield self._lives(mlx_lm_server(), stack)
 
@@ -189,7 +217,10 @@ class Context:
 
     @contextlib.contextmanager
     def own_time(self) -> Iterator[OwnTime]:
-        """The process that measures mlx-lm by itself. Raises NotApplicable if it cannot."""
+        """Run a process that measures mlx-lm alone while the block runs.
+
+        Raises NotApplicable if the model cannot be measured that way.
+        """
         with measuring(self.subject.path, self.folder) as own:
             if own is None:
                 raise NotApplicable("mlx-lm cannot cut back this model's cache, to measure it")

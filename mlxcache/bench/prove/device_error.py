@@ -1,4 +1,4 @@
-"""Replies while the device fails in silence: each is the right one, or ends in an error."""
+"""Replies while the device fails without an error: each must be correct, or an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ PROMPT, MORE = 300, 16
 
 @dataclass(slots=True)
 class Outcomes:
-    """Replies counted by their outcome. `apart`: largest difference of log-probabilities."""
+    """Counts of replies by outcome: right, failed with an error, or wrong.
+
+    `apart` is the largest difference of log-probabilities from the correct reply, and `tolerance`
+    the
+    largest that is accepted. `wrong` describes each wrong reply.
+    """
 
     tolerance: float
     right: int = 0
@@ -35,10 +40,12 @@ class Outcomes:
 
 
 async def device_error(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
-    """Send one prompt many times, another evaluation failing each time, and then continue it.
+    """Send one prompt repeatedly, with a different evaluation failing each time, then continue it.
 
-    Every reply must be the cold one, or end in an error; the next turn, while nothing fails, must
-    be that of a cold cache: then nothing wrong was kept. Raises Unequal once all were asked.
+    Each reply must equal that of a cold cache or end in an error. The next turn, in which nothing
+    fails,
+    must equal that of a cold cache, which shows that no wrong KV was kept. Raises Unequal after all
+    replies if one is wrong.
     """
     picked: set[int] = set()
     on = FailingDevice(picked.__contains__)
@@ -84,7 +91,10 @@ async def _cold(inside: Inside, ids: Tokens) -> Heard:
 
 
 async def _ask(inside: Inside, ids: Tokens, right: Heard, outcomes: Outcomes, what: str) -> None:
-    """Ask once, and count the reply in `outcomes`."""
+    """Request one reply, compare it with `right`, and count it in `outcomes`.
+
+    `what` describes the request if the reply is wrong.
+    """
     try:
         heard = await equality.hear(inside, ids)
     except GenerationFailed:
@@ -99,5 +109,5 @@ async def _ask(inside: Inside, ids: Tokens, right: Heard, outcomes: Outcomes, wh
 
 
 def _spread(last: int, count: int) -> Sequence[int]:
-    """About `count` numbers from 1 to `last`, evenly, both included."""
+    """Return about `count` evenly spaced numbers from 1 to `last`, both included."""
     return sorted({int(one) for one in np.linspace(1, max(1, last), count)})

@@ -1,4 +1,4 @@
-"""Equality of cold, warm and restored replies, in the model's own dtype."""
+"""Check that warm and restored replies equal cold ones, in the model's own dtype."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ ROWS = 4
 
 
 class Unequal(Exception):
-    """A reply from the cache differs from the cold one."""
+    """Error raised if a reply that used the cache differs from the cold one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A reply: each token with its likeliest alternatives, and counts of its prompt."""
+    """A reply: each token with its likeliest alternatives, and the event that ended it."""
 
     tokens: Sequence[TokenLogprob]
     last: Finished
 
 
 async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
-    """Compare warm replies (alone, beside others) and restored ones with cold ones, by length.
+    """Compare warm replies (alone and beside others) and restored ones with cold ones.
 
-    Raises Unequal once all are compared, if one differs by more than the tolerance.
+    Does so at each length of `scale.equal`. Raises Unequal at the end if one differs by more than
+    the
+    tolerance.
     """
     wrong: list[str] = []
     for length in scale.equal:
@@ -70,12 +72,15 @@ async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def rounding_of(inside: Inside, ids: Tokens) -> float:
-    """Difference of log-probabilities between two ways of feeding `ids` to mlx-lm's own cache."""
+    """Return how much mlx-lm's own log-probabilities differ between two ways of feeding `ids`.
+
+    The difference is due to rounding alone.
+    """
     return await inside.engine.call(partial(_noise, ids))
 
 
 def tolerance_for(noise: float) -> float:
-    """Largest accepted difference of log-probabilities, where mlx-lm's own is `noise`."""
+    """Return the largest accepted difference of log-probabilities if mlx-lm's own is `noise`."""
     return max(LEAST_TOLERANCE, TOLERANCE * noise)
 
 
@@ -84,7 +89,10 @@ def _noise(ids: Tokens, runtime: ModelRuntime) -> float:
 
 
 async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
-    """The reply to `ids` when all but its end was computed before, and kept as `way` says."""
+    """Compute all but the end of `ids`, then return the reply to all of it.
+
+    `way` says whether that prefix is in RAM or on disk, and whether other requests run beside.
+    """
     await inside.clear()
     await drained(await inside.ask(ids[:-TAIL], 1))
     if way == RESTORED:
@@ -101,13 +109,13 @@ async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
 
 
 def _check_reuse(heard: Heard, way: str) -> None:
-    """Raise Unequal if nothing was reused, because then nothing is compared."""
+    """Raise Unequal if no token was reused, because the comparison would then prove nothing."""
     if not heard.last.cached_tokens or (way == RESTORED and not heard.last.restored_tokens):
         raise Unequal(f"{way}: no token of {heard.last.prompt_tokens} was reused")
 
 
 async def hear(inside: Inside, ids: Tokens) -> Heard:
-    """Generate a greedy reply with its log-probabilities."""
+    """Generate a greedy reply to `ids` with log-probabilities."""
     stream = await inside.ask(ids, REPLY, top=TOP)
     tokens: list[TokenLogprob] = []
     async for event in stream:
@@ -121,10 +129,11 @@ async def hear(inside: Inside, ids: Tokens) -> Heard:
 def compare(
     cold: Sequence[TokenLogprob], other: Sequence[TokenLogprob], tolerance: float
 ) -> tuple[float, bool]:
-    """Largest difference of log-probabilities, and True if the tokens are the same.
+    """Return the largest difference of log-probabilities, and whether the tokens agree.
 
-    Tokens may part where cold's two likeliest differ by no more than `tolerance`; from there on
-    nothing is compared, because the contexts differ.
+    Tokens may diverge where the two likeliest of `cold` differ by at most `tolerance`. After that
+    nothing
+    is compared, because the contexts differ.
     """
     apart = 0.0
     for mine, theirs in zip(cold, other, strict=False):

@@ -14,14 +14,17 @@ Status = Literal["done", "failed", "not run", "not applicable"]
 
 @dataclass(slots=True)
 class Figure:
-    """Samples of one quantity. `unit`: s, bytes, bytes/s, tokens, tokens/s, or empty for ratios."""
+    """Samples of one quantity.
+
+    `unit` is s, bytes, bytes/s, tokens, tokens/s, or empty for ratios and counts.
+    """
 
     unit: str
     samples: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
-        """Median of the samples, of which there is at least one."""
+        """Median of the samples. Raises StatisticsError if there are none."""
         return median(self.samples)
 
 
@@ -31,7 +34,10 @@ Rows = dict[str, dict[str, Figure]]
 
 @dataclass(frozen=True, slots=True)
 class Unchecked:
-    """A bound as in `Check`, and why it was not checked; `measured` None: there is no figure."""
+    """A bound that was not checked, and why.
+
+    The fields are those of `Check`, except that `measured` is None if there is no figure.
+    """
 
     name: str
     why: str
@@ -45,9 +51,11 @@ class Unchecked:
 class Findings:
     """Result of one scenario on one model.
 
-    `tables`: by title. `notes`: sentences about the figures. `not_run`: measurements left out, each
-    with the reason. `unchecked`: bounds that these figures cannot show, each with the reason.
-    `error`: why the scenario failed or was not run at all.
+    `tables` holds figures by title, row and column. `notes` are sentences about them, and `not_run`
+    lists
+    measurements that were left out, with reasons. `unchecked` holds bounds that these figures
+    cannot
+    show. `error` says why the scenario failed or was not run at all.
     """
 
     name: str
@@ -62,17 +70,20 @@ class Findings:
     not_run: list[str] = field(default_factory=list)
 
     def add(self, table: str, row: str, column: str, unit: str, *values: float) -> None:
-        """Add samples to a figure; without samples, do nothing."""
+        """Add samples to the figure at a row and column of a table. Without samples, do nothing."""
         if values:
             rows = self.tables.setdefault(table, {})
             rows.setdefault(row, {}).setdefault(column, Figure(unit)).samples.extend(values)
 
     def figure(self, table: str, row: str, column: str) -> Figure | None:
-        """The figure at a place; None if nothing was measured there."""
+        """Return the figure at a row and column of a table; None if it was not measured."""
         return self.tables.get(table, {}).get(row, {}).get(column)
 
     def hold(self, checks: Iterable[Check], *, why_not: str | None = None) -> None:
-        """Add bounds to check; with `why_not`, as bounds that these figures cannot show."""
+        """Add bounds to be checked.
+
+        With `why_not`, they are added as unchecked, for that reason.
+        """
         for check in checks:
             if why_not is None:
                 self.checks.append(check)
@@ -80,7 +91,7 @@ class Findings:
                 self.unchecked.append(Unchecked(why=why_not, **asdict(check)))
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, each figure with its median and number of runs."""
+        """Return the findings as an object. Each figure has its median and number of runs."""
         value = asdict(self)
         for rows in value["tables"].values():
             for columns in rows.values():
@@ -90,7 +101,7 @@ class Findings:
         return value
 
     def merge(self, value: Mapping[str, Any]) -> None:
-        """Add findings in the form of `as_json`, as another process printed them."""
+        """Add the findings in `value`, which another process returned by `as_json`."""
         for table, rows in value["tables"].items():
             for row, columns in rows.items():
                 for column, figure in columns.items():

@@ -28,12 +28,12 @@ GROWTH_POWER = 1.6
 
 
 def short(context: Context) -> None:
-    """Measure first tokens at the shorter lengths."""
+    """Measure first tokens at the shorter prompt lengths of the scale."""
     _lengths(context, context.scale.short)
 
 
 def long(context: Context) -> None:
-    """Measure first tokens at the longer lengths."""
+    """Measure first tokens at the longer prompt lengths of the scale."""
     _lengths(context, context.scale.long)
 
 
@@ -52,9 +52,11 @@ def _lengths(context: Context, lengths: Sequence[int]) -> None:
 
 
 def _forecast(known: tuple[int, float] | None, tokens: int) -> float:
-    """Seconds of a cold first token, from one at another length; 0 if none is known.
+    """Return the expected seconds of a cold first token, from one measured at another length.
 
-    The work of attention grows with the square of the length, all other work in proportion.
+    `known` is that length in tokens and its seconds; 0 is returned if it is None. The time of
+    attention
+    grows with the square of the length, all else in proportion to it.
     """
     if known is None:
         return 0.0
@@ -62,7 +64,7 @@ def _forecast(known: tuple[int, float] | None, tokens: int) -> float:
 
 
 def _ours(context: Context, tokens: int) -> float:
-    """Measure this server at one length; seconds of its cold first token."""
+    """Measure this server at one prompt length and return the seconds of its cold first token."""
     found, runs = context.found, context.scale.runs
     row = f"{tokens:,} tokens, {OURS}"
     with ExitStack() as stack:
@@ -94,7 +96,10 @@ def _ours(context: Context, tokens: int) -> float:
 
 
 def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | None:
-    """The model's own time, in pairs with the server's; None where memory is short for both."""
+    """Return a process that measures the model's own time beside the running server.
+
+    Returns None if memory is short for both, or if the model cannot be measured that way.
+    """
     if context.subject.needed_bytes(tokens, processes=2) > context.usable_bytes:
         return None
     try:
@@ -105,7 +110,11 @@ def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | No
 
 
 def _own_after(context: Context, row: str, fed: Sequence[tuple[int, int]]) -> list[float | None]:
-    """Ratios of warm first tokens to the model's own time, taken after the server has ended."""
+    """Measure the model's own time after the server has ended.
+
+    `fed` holds pairs of cached and new tokens. Returns warm first tokens divided by the model's own
+    times; empty if the model cannot be measured that way.
+    """
     try:
         with context.own_time() as own:
             times = [own.ask(*one)[0] for one in fed]
@@ -135,7 +144,7 @@ def _restarts(context: Context, row: str, lives: Lives, talk: Conversation, visi
 
 
 def _theirs(context: Context, tokens: int) -> None:
-    """Measure mlx_lm.server at one length."""
+    """Measure mlx_lm.server at one prompt length."""
     row = f"{tokens:,} tokens, {THEIRS}"
     with context.theirs() as lives:
         visit = _visit(context, lives, tokens)

@@ -1,6 +1,6 @@
-"""Loads a model in a child process, so that a download or load can be ended at any time.
+"""Load a model in a child process, so that a download or load can be ended at any time.
 
-`python -m mlxcache.bench.prove.loading MODEL` prints one JSON object: `{"path"}`, or `{"error"}`.
+`python -m mlxcache.bench.prove.loading MODEL` prints a JSON object with `path` or `error`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mlxcache.model.load import ModelSpec, load
 
 
 def load_in_child(model: str, folder: Path) -> Path:
-    """Resolve and load `model` (a folder or Hub id) once; its folder. Blocks; logs in `folder`.
+    """Load `model`, a folder or Hub id, in a child process and return its folder. Blocks.
 
-    Raises ModelError as the server does.
+    The process logs to a file in `folder`. Raises ModelError if the model cannot be loaded.
     """
     log = folder / "loading.log"
     command = [sys.executable, "-m", "mlxcache.bench.prove.loading", model]
@@ -32,7 +32,7 @@ def load_in_child(model: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Load the model that the command line names."""
+    """Load the model named on the command line, and print the result."""
     try:
         value = {"path": str(load(ModelSpec(sys.argv[1])).path)}
     except ModelError as error:

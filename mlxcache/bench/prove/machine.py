@@ -24,7 +24,7 @@ PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-lm")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Chip, memory, system, versions, and MLX's device."""
+    """Return the machine's chip, memory, system and power, MLX's device, and versions."""
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     found: dict[str, Any] = {
         "chip": _chip(),
@@ -42,7 +42,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def device_info() -> dict[str, Any]:
-    """MLX's description of its default device; texts are free of names and paths."""
+    """Return MLX's description of its default device, without serial numbers, names and paths."""
     info: Mapping[str, Any] = mx.device_info()
     return _scrubbed({name: info[name] for name in sorted(info) if name not in UNIQUE})
 
@@ -71,7 +71,10 @@ def _system() -> str:
 
 
 def _own_version() -> str:
-    """The version of mlxcache; in a clone also its commit, with `-dirty` if files differ."""
+    """Return the version of mlxcache.
+
+    In a clone it includes the commit, with `-dirty` if files differ from it.
+    """
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return __version__
@@ -86,7 +89,7 @@ def _own_version() -> str:
 
 
 def load_average() -> str:
-    """Average number of processes that ran or waited for a core in the last 1, 5 and 15 minutes."""
+    """Return the system's load average over the last 1, 5 and 15 minutes as text."""
     return ", ".join(f"{load:.1f}" for load in os.getloadavg())
 
 

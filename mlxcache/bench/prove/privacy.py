@@ -1,4 +1,4 @@
-"""Removal of texts that identify a machine or its user, from a report to be published."""
+"""Remove text that identifies a machine or its user from a report to be published."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ _PUBLIC = re.compile(
 
 
 def scrub(text: str, private: Iterable[str] | None = None) -> str:
-    """Cut `private` strings (default: `private_strings`), absolute paths, and URLs of other hosts.
+    """Replace private strings, absolute paths, and URLs of other hosts in `text` by `...`.
 
-    Strings are cut in any case and as whole words. A path is cut with its last name, and up to a
-    quote, `: ` or the end of its line, because names may contain blanks. Of installed Python
-    files, the path inside its package stays.
+    `private` defaults to `private_strings()`. Strings match in any case and as whole words. A path
+    is cut
+    up to a quote, `: ` or the end of its line, because names may contain blanks. Paths of installed
+    Python files are kept from their package on.
     """
     text = unicodedata.normalize("NFC", text.replace(_KNOWN, "").replace(_SLASH, ""))
     for root, package in _code_roots():
@@ -71,9 +72,9 @@ def scrub(text: str, private: Iterable[str] | None = None) -> str:
 
 
 def private_strings(*paths: str | Path | None) -> list[str]:
-    """Strings that identify this machine, its user, or `paths` as given and resolved.
+    """Return strings that identify this machine, its user, or the given `paths`.
 
-    Of each path: itself, its parents, and their names.
+    Each path contributes itself, its parents and their names, both as given and resolved.
     """
     found = {one for one in _strings(paths) if re.search(r"\w", one)}
     return sorted(one for one in found if one.lower() not in COMMON)
@@ -114,13 +115,13 @@ def _folders(path: Path) -> Iterator[str]:
 
 
 def _roots() -> tuple[Path, ...]:
-    """Folders that exist on most machines, and so identify none."""
+    """Return folders that exist on most machines and so identify none of them."""
     usual = "/Users", "/Volumes", "/home", "/private/var/folders", "/mnt", "/opt", "/tmp"
     return tuple(map(Path, usual))
 
 
 def _code_roots() -> list[tuple[str, str]]:
-    """Folders of installed code, each with a public prefix that replaces it in texts."""
+    """Return folders of installed code, each with a public prefix that replaces it in text."""
     paths = sysconfig.get_paths()
     installed = [(paths[name], "") for name in ("purelib", "platlib", "stdlib")]
     return [*installed, (str(Path(mlxcache.__file__).parent.parent), "mlxcache/")]

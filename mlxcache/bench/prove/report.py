@@ -1,4 +1,4 @@
-"""The report of a run: Markdown for people, JSON for programs."""
+"""Report of a run: Markdown for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOSING = (
 
 
 def as_json(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Findings]) -> str:
-    """All figures with every sample. Times in seconds, sizes in bytes."""
+    """Return the JSON text of all figures with every sample. Times in seconds, sizes in bytes."""
     value = {
         "format": FORMAT,
         "machine": machine,
@@ -28,7 +28,7 @@ def as_json(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Fi
 
 
 def as_markdown(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Findings]) -> str:
-    """The report as a page."""
+    """Return the report as a Markdown page."""
     lines = ["# mlxcache prove", "", *_machine(machine, run), *_bounds(all), *_left_out(all)]
     for found in all:
         if found.tables or found.notes:
@@ -41,7 +41,7 @@ def as_markdown(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequenc
 
 
 def write(file: Path, markdown: str, json_text: str) -> Path:
-    """Write the report to `file`, and its JSON beside it; return the latter's path."""
+    """Write the report to `file` and the JSON to a file beside it; return the latter's path."""
     file.write_text(markdown, encoding="utf-8")
     beside = file.with_suffix(".json")
     beside.write_text(json_text, encoding="utf-8")
@@ -112,7 +112,7 @@ def _figure(figure: Figure | None) -> str:
 
 
 def quantity(unit: str, value: float) -> str:
-    """Format a number with its unit."""
+    """Format a value with its unit; bytes become MB or GB, short times ms."""
     rate = "/s" if unit == "bytes/s" else ""
     if unit in ("bytes", "bytes/s"):
         size, name = (value / 1e9, "GB") if value >= 1e9 else (value / 1e6, "MB")

@@ -1,4 +1,4 @@
-"""One run: models made or resolved, scenarios played within the time limit, the report written."""
+"""One run of `mlxcache prove`: make or load models, and run scenarios within the time limit."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ LAST = ("first_token_long",)
 class Options:
     """Options of one run of `mlxcache prove`.
 
-    `model` None: random weights of `size`, in each of `weights`. `out`: the report, whose folder is
-    private.
+    If `model` is None, models with random weights are made: one of `size` for each of `weights`.
+    `names`
+    are the scenarios. `out` is the report's path, whose folder is not mentioned in the report.
     """
 
     model: str | None
@@ -79,7 +80,7 @@ class Options:
 
 
 class Draft:
-    """A model that is made or loaded when it is first needed, within the time left."""
+    """A model that is made or loaded when it is first needed."""
 
     def __init__(self, label: str, make: Callable[[], Subject]):
         self.label = label
@@ -88,9 +89,9 @@ class Draft:
         self._error: Exception | None = None
 
     def subject(self, clock: Clock) -> Subject:
-        """The model, made or loaded at the first use.
+        """Return the model, which is made or loaded at the first call, within the time left.
 
-        Raises TimeUp, and what `make` raised; later uses raise the same error again.
+        Raises TimeUp, or the error of making the model; later calls raise the same error.
         """
         if self._error is not None:
             raise self._error
@@ -109,10 +110,11 @@ class Draft:
 
 @dataclass(slots=True)
 class Proof:
-    """The scenarios of one run, and their findings so far.
+    """Scenarios of one run and their findings so far.
 
-    `folder` receives all files. `on_step` is called with each step, `on_begin` with each scenario
-    begun.
+    `folder` receives all files. `on_step` is called with each step, and `on_begin` with each
+    scenario
+    begun. `interrupted` is the reason why the run was cut short, or None.
     """
 
     options: Options
@@ -124,10 +126,11 @@ class Proof:
     _making_s: float = 0.0
 
     def play(self) -> None:
-        """Play every scenario that fits the time limit; list the others. Blocks.
+        """Run every scenario that fits the time limit, and record the others as not run. Blocks.
 
-        The limit bounds all of it, also the download and the making of models. Main thread only.
-        Raises ModelError if the model given cannot be loaded.
+        The limit includes downloading and making models. Main thread only. Raises ModelError if the
+        user's
+        model cannot be loaded.
         """
         options = self.options
         clock = Clock(60 * options.minutes)
@@ -160,7 +163,10 @@ class Proof:
         ]
 
     def _given(self, model: str, clock: Clock) -> Draft:
-        """The user's model, loaded once. Raises ModelError."""
+        """Load the user's model. Raises ModelError.
+
+        Time limit and Ctrl-C are recorded, not raised.
+        """
 
         def look() -> Subject:
             folder = load_in_child(model, self.folder)
@@ -179,7 +185,10 @@ class Proof:
         return Draft(subject.label, lambda: subject)
 
     def _made(self, weights: Weights, clock: Clock) -> Subject:
-        """Make a model; raise TimeUp where the model before took longer than the time left."""
+        """Make a model with random weights.
+
+        Raises TimeUp if making the previous model took longer than the time left.
+        """
         if self._making_s > clock.left_s:
             raise TimeUp(f"about {self._making_s:.0f} s needed, {clock.left_s:.0f} s left")
         size = self.options.size
@@ -227,9 +236,9 @@ class Proof:
 def planned(
     names: Sequence[str], subjects: Sequence[T], again: Sequence[str]
 ) -> Iterator[tuple[str, T]]:
-    """Each scenario of `names` with each model that it is played on, in order.
+    """Yield each scenario of `names` with each model that it is run on, in order.
 
-    Only those in `again` are played on other models than the first.
+    Models after the first are used only for scenarios in `again`.
     """
     for last in (False, True):
         for number, subject in enumerate(subjects):
@@ -240,7 +249,7 @@ def planned(
 
 
 def describe_config(config: Mapping[str, object]) -> str:
-    """A model in words, by its architecture and sizes: never by its name or folder."""
+    """Describe a model by its architecture and sizes, without its name or folder."""
     text = config.get("text_config")
     sizes = text if isinstance(text, Mapping) else config
     layers, hidden = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
@@ -255,12 +264,12 @@ def describe_config(config: Mapping[str, object]) -> str:
 
 
 def children() -> set[psutil.Process]:
-    """Processes that this one and its children started, and that still run."""
+    """Return the running processes that this process and its children started."""
     return set(psutil.Process().children(recursive=True))
 
 
 def end_children(before: set[psutil.Process]) -> None:
-    """Kill all `children` that are not in `before`."""
+    """Kill all processes that `children` returns and that are not in `before`."""
     left = children() - before
     for child in left:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Lengths and numbers of a run."""
+"""Lengths and repetitions of a run of `mlxcache prove`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Lengths in tokens, and repetitions.
+    """Lengths in tokens, and number of repetitions (`runs`).
 
-    `short`, `long`: prompts of the first-token scenarios. `decode`: prompts of the decoding
-    scenario, whose replies have `reply` tokens. `prompt`, `passes`: the prefill scenario.
-    `deep`: the prefix of the memory scenarios. `equal`: prefixes of the equality scenario.
-    `disk_bytes`: size of the sessions that the disk scenarios write and read.
+    `short` and `long` are prompts of the first-token scenarios. `decode` are prompts of the
+    decoding
+    scenario, with replies of `reply` tokens and `crowds` of simultaneous replies. `prompt` is fed
+    in
+    passes of each of `passes` tokens. `deep` is the prefix of the memory scenarios, and `equal` are
+    those
+    of the equality scenario. `disk_bytes` is the size of sessions in the disk scenarios.
     """
 
     short: tuple[int, ...] = (4_000, 20_000)

@@ -1,4 +1,4 @@
-"""Tokens per second: decoding one reply and several at once, and prefill by pass length."""
+"""Tokens per second: decoding of one reply and of several at once, and prefill by pass length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Pair = tuple[float, float]
 
 
 def decode(context: Context) -> None:
-    """Measure one reply, and several at once: this server, mlx_lm.generate and mlx_lm.server."""
+    """Measure one reply and several at once, at this server, mlx_lm.generate and mlx_lm.server."""
     for tokens in context.scale.decode:
         what = f"decoding at {tokens:,} tokens"
         if not context.fits(what, tokens):
@@ -62,7 +62,10 @@ def _beside_generate(context: Context, tokens: int) -> None:
 
 
 def _play(context: Context, tokens: int, lives: Lives, own: OwnTime | None) -> list[Pair]:
-    """Measure one server; the pairs of its tokens/s and those of mlx_lm.generate."""
+    """Measure decoding at one server.
+
+    Returns pairs of its tokens per second and those of mlx_lm.generate; empty if `own` is None.
+    """
     found, scale = context.found, context.scale
     row = f"{tokens:,} tokens, {lives.name}"
     texts = endless_prompts(context, tokens)
@@ -94,7 +97,7 @@ def _play(context: Context, tokens: int, lives: Lives, own: OwnTime | None) -> l
 
 
 def endless_prompts(context: Context, tokens: int) -> Iterator[Messages]:
-    """Endless prompts of about `tokens`, that differ only in their last message."""
+    """Yield prompts of about `tokens` tokens without end. Only their last messages differ."""
     system = context.filler.text(max(16, tokens - LAST_TOKENS), f"decode/{tokens}")
     number = 0
     while True:
@@ -104,16 +107,16 @@ def endless_prompts(context: Context, tokens: int) -> Iterator[Messages]:
 
 
 def _checked(reply: Reply, asked: int) -> Reply:
-    """Return `reply`. Raises ValueError if it is too short to have a speed."""
+    """Return `reply`. Raises ValueError if it is too short to measure its speed."""
     if reply.generated_tokens < max(2, asked // 2):
         raise ValueError(f"a reply ended after {reply.generated_tokens} of {asked} tokens")
     return reply
 
 
 def rate_together(client: Client, prompts: Sequence[Messages], reply: int) -> float:
-    """Tokens per second of several replies, from the first request to the last token.
+    """Return the tokens per second of simultaneous replies, from the first request to the last end.
 
-    Raises Refused or ValueError if one fails. Its threads end with the server if the block is left.
+    `reply` is the length of each in tokens. Blocks. Raises Refused or ValueError if one fails.
     """
     replies: list[Reply] = []
     failed: list[Exception] = []
@@ -136,7 +139,7 @@ def rate_together(client: Client, prompts: Sequence[Messages], reply: int) -> fl
 
 
 def prefill(context: Context) -> None:
-    """Measure prefill: mlx-lm's in passes of several lengths, and this server's in its own."""
+    """Measure prefill: mlx-lm's in passes of several lengths, and this server's as served."""
     scale, found = context.scale, context.found
     row = f"{scale.prompt:,} tokens"
     if not context.fits("prefill", scale.prompt):

@@ -1,7 +1,8 @@
-"""Scenarios in an engine of their own: memory, growth of buffers, the disk tier, equality.
+"""Scenarios that run an engine in their own process: memory, buffer growth, disk tier, equality.
 
-`python -m mlxcache.bench.prove.within NAME OPTIONS` runs one, prints the `Findings` as JSON in its
-last line, and ends: an error of the device then ends this process alone.
+`python -m mlxcache.bench.prove.within NAME OPTIONS` runs one and prints the `Findings` as JSON in
+its
+last line. A fatal error of the device thus ends only that process.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COPIED_SHARE = 0.5
 
 
 async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
-    """Measure MLX's peak while one reply decodes, beyond the bytes held once the reply is over."""
+    """Measure MLX's peak memory while one reply decodes, beyond what it holds after the reply."""
     ids = await _prefix(inside, scale.deep)
     per_token = inside.core.layout.bytes_per_token
     row = f"{scale.deep:,} tokens"
@@ -65,7 +66,7 @@ async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
-    """Measure the time between two tokens where the reply's buffers grow, and elsewhere."""
+    """Measure the time between two tokens when the reply's KV buffers grow, and otherwise."""
     ids = await _prefix(inside, scale.deep)
     row = f"{scale.deep:,} tokens"
     for run in range(scale.runs):
@@ -82,9 +83,9 @@ async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[int]]:
-    """Measure seconds between tokens; return them, and the indices of those in which a buffer grew.
+    """Measure the seconds between tokens, until `AFTER_GROWTH` intervals after a buffer first grew.
 
-    Ends `AFTER_GROWTH` intervals after the first growth.
+    Returns the intervals, and the indices of those in which a buffer grew.
     """
     intervals: list[float] = []
     grown: list[int] = []
@@ -105,11 +106,12 @@ async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[int
 
 
 def split_at(intervals: Sequence[float], grown: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Split intervals between tokens into those where a buffer grew, and all others.
+    """Split intervals between tokens into those in which a buffer grew and all others.
 
-    `grown`: indices of intervals at whose end a buffer was seen to have grown. Steps are pipelined,
-    so growth may delay a neighbouring interval: the longest of an interval and its two neighbours
-    is taken for it.
+    `grown` holds the indices of intervals at whose end a buffer had grown. Steps are pipelined, so
+    that
+    growth may delay a neighbouring interval. The longest of the interval and its two neighbours is
+    therefore counted as that of the growth, and none of the three as another.
     """
     near = {at for number in grown for at in range(max(0, number - 1), number + 2)}
     longest = [max(intervals[max(0, number - 1) : number + 2]) for number in grown]
@@ -117,14 +119,17 @@ def split_at(intervals: Sequence[float], grown: Sequence[int]) -> tuple[list[flo
 
 
 def _capacity(inside: Inside) -> int:
-    """Positions that the buffers of the running replies have room for."""
+    """Return the positions for which the running replies' KV buffers have room."""
     lanes = inside.core.scheduler.lanes.all
     leases = [task.lease for lane in lanes for task in lane.tasks]
     return sum(lease.lineage.capacity for lease in leases if lease is not None)
 
 
 async def _prefix(inside: Inside, tokens: int) -> Tokens:
-    """Put KV of `tokens` random tokens into RAM: random KV if the model caches nothing else."""
+    """Put KV of `tokens` random tokens into RAM and return the tokens.
+
+    The KV is random if the model caches nothing else, and computed otherwise.
+    """
     ids = np.random.default_rng(7).integers(0, equality.TOKEN_IDS, tokens, np.int32)
     if inside.plain:
         await inside.put(ids)
@@ -144,9 +149,9 @@ async def _ended(inside: Inside, stream: Any) -> None:
 
 
 async def _generated(stream: Any, count: int) -> None:
-    """Read a reply until it has `count` tokens. Raises ValueError if it ends before.
+    """Read a reply until it has `count` tokens. Raises ValueError if it ends earlier.
 
-    Pieces of text are not counted: those that are read late come joined.
+    The record's count is used, because pieces of text that are read late may be joined.
     """
     async for _ in stream:
         if stream.record.generated_tokens >= count:
@@ -155,7 +160,7 @@ async def _generated(stream: Any, count: int) -> None:
 
 
 def _resident(_: object) -> int:
-    """Bytes that MLX holds while nothing is computed."""
+    """Return the bytes that MLX holds while nothing is being computed."""
     mx.synchronize()
     return int(mx.get_active_memory())
 
@@ -181,7 +186,7 @@ RESTORE = 0.70
 
 
 def disk(name: str, measured: Measured, scale: Scale, found: Findings) -> None:
-    """Put the figures of a disk scenario into `found`; those with several runs as samples."""
+    """Add the figures of the disk scenario `name` to `found`. Lists become several samples."""
     for figure, value in measured.figures.items():
         end = next((end for end in UNITS if figure.endswith(end)), "")
         column = figure.removesuffix(end).replace("_", " ") or "size"
@@ -200,7 +205,7 @@ def disk(name: str, measured: Measured, scale: Scale, found: Findings) -> None:
 
 
 def run(name: str, model: Path, folder: Path, scale: Scale) -> Findings:
-    """Run one scenario in this process. Raises what it raises."""
+    """Run one scenario in this process and return its findings. Raises the scenario's errors."""
     found = Findings(name, "")
     if name in ON_DISK:
         check = ON_DISK[name]
@@ -219,11 +224,11 @@ def run(name: str, model: Path, folder: Path, scale: Scale) -> Findings:
 
 
 def _ignore(_: str) -> None:
-    """Ignore a step: a child process shows none."""
+    """Ignore a step, because a child process shows no progress."""
 
 
 def main() -> None:
-    """Run the scenario that the command line names."""
+    """Run the scenario named on the command line, and print its findings."""
     name, options = sys.argv[1], json.loads(sys.argv[2])
     scale = Scale(**{key: _frozen(value) for key, value in options["scale"].items()})
     try:
