@@ -94,8 +94,12 @@ class Remote:
 
     def computing(self) -> int:
         """Return the number of running and waiting requests that may become sessions."""
-        found = self._json("GET", "/v1/requests")["data"]
-        return sum(bool(one["progress"]) and one["api"] != WARMING for one in found)
+        return sum(bool(one["progress"]) and one["api"] != WARMING for one in self.requests())
+
+    def requests(self) -> list[dict[str, Any]]:
+        """List recent requests, newest first."""
+        found: list[dict[str, Any]] = self._json("GET", "/v1/requests")["data"]
+        return found
 
     def session(self, id: str) -> dict[str, Any]:
         """Return the session `id` with its leaves. Raises NotFound."""
@@ -190,8 +194,7 @@ class Remote:
 
     def _warmed(self) -> list[dict[str, Any]]:
         """Return the recent requests that only warm the cache."""
-        found = self._json("GET", "/v1/requests")["data"]
-        return [one for one in found if one["api"] == WARMING]
+        return [one for one in self.requests() if one["api"] == WARMING]
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the cache: the body of `GET /v1/cache`."""

@@ -32,6 +32,7 @@ from mlxcache.api.record import Recorder
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.listen import listen
 from mlxcache.cli.output import log_line
+from mlxcache.cli.own_command import launch_command
 from mlxcache.cli.progress import loading_bar
 from mlxcache.cli.protocol import Protocol
 from mlxcache.cli.show import print_run_summary
@@ -101,7 +102,9 @@ async def _serve(
             await _end(server, serving, engine)
             raise
     if loaded and engine.info is not None:
-        print_welcome(console, url, engine.info, engine.figures(), has_key=bool(keys.values))
+        launch = launch_command(url, settings.cache_dir)
+        figures = engine.figures()
+        print_welcome(console, url, engine.info, figures, launch=launch, has_key=bool(keys.values))
         warming = asyncio.create_task(warm_files(engine, settings.warm, api.owned_keys))
         await _first_of(stop, engine.dead)
         warming.cancel()

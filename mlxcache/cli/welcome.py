@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from shutil import which
 from typing import Any
 
 from rich.console import Console
@@ -12,19 +10,26 @@ from rich.panel import Panel
 from rich.text import Text
 
 from mlxcache.cli.connect import anyclaude_line, claude_code_line
+from mlxcache.cli.own_command import own_command
 from mlxcache.config import format_size
-from mlxcache.model.demo import DEMO_NOTICE
+from mlxcache.model.demo import DEMO_NOTICE, REAL_MODEL
 from mlxcache.types import ModelInfo
 
 
 def print_welcome(
-    console: Console, url: str, info: ModelInfo, figures: Mapping[str, Any], *, has_key: bool
+    console: Console,
+    url: str,
+    info: ModelInfo,
+    figures: Mapping[str, Any],
+    *,
+    launch: str,
+    has_key: bool,
 ) -> None:
     """Print the server's address, model, context and budgets, and lines that connect clients.
 
-    `figures` is the body of `GET /v1/cache`. The lines for clients are not wrapped and stand
-    outside the
-    frame, so that they can be copied. `has_key` tells whether the server requires an API key.
+    `figures` is the body of `GET /v1/cache`, `launch` the command of the menu of clients. The lines
+    for clients are not wrapped and stand outside the frame, so that they can be copied. `has_key`
+    tells whether the server requires an API key.
     """
     facts = _facts(url, info, figures)
     if console.is_terminal:
@@ -32,25 +37,20 @@ def print_welcome(
     else:
         console.print(facts)
     if info.is_demo:
-        console.print(Text(f"\n{DEMO_NOTICE}", "yellow"))
+        real = f"For a real one: {own_command()} serve --model {REAL_MODEL}"
+        console.print(Text(f"\n{DEMO_NOTICE}\n{real}", "yellow"))
     if has_key:
         console.print("\nThese lines take the key from the variable MLXCACHE_API_KEY.")
     context = info.context_length
     for name, line in (
-        ("In another terminal, for a menu of clients", f"{_command()} launch"),
-        ("Claude Code by hand", claude_code_line(url, info.id, context, has_key=has_key)),
-        ("anyclaude by hand", anyclaude_line(url, context, has_key=has_key)),
+        ("In another terminal, for a coding agent in your project", f"cd YOUR-PROJECT\n{launch}"),
+        ("Claude Code by hand, there", claude_code_line(url, info.id, context, has_key=has_key)),
+        ("anyclaude by hand, there", anyclaude_line(url, context, has_key=has_key)),
         ("Others", f"the OpenAI API at {url}/v1, the Anthropic API at {url}"),
         ("Dashboard", f"{url}/dashboard"),
     ):
         console.print(Text.assemble("\n", (name, "bold"), "\n", line))
     console.print()
-
-
-def _command() -> str:
-    """Return the shell command for mlxcache: its name, or this clone's script if not installed."""
-    script = Path(__file__).parents[2] / "bin" / "mlxcache"
-    return "mlxcache" if which("mlxcache") or not script.exists() else "bin/mlxcache"
 
 
 def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any]) -> Text:

@@ -19,9 +19,10 @@ from mlxcache.private import make_folder
 
 DEMO_ID = "mlxcache-demo"
 
-DEMO_NOTICE = """\
-This is the built-in demo model: about 2 million parameters that only babble.
-For a real one: bin/serve --model mlx-community/Qwen3-4B-Instruct-2507-4bit"""
+DEMO_NOTICE = "This is the built-in demo model: about 2 million parameters that only babble."
+
+REAL_MODEL = "mlx-community/Qwen3-4B-Instruct-2507-4bit"
+"""Hub id of a small model with useful replies."""
 
 CONTEXT = 131072
 DATA = Path(__file__).parent / "data"

@@ -1,11 +1,12 @@
 """The server's process: start, welcome, log, files and end."""
 
 import logging
-import re
+import os
 import signal
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -41,7 +42,10 @@ def test_the_welcome_has_address_model_memory_and_lines_to_paste(server):
     """With the context, and a line for each client."""
     assert "400 MB" in server.output
     assert "65,536 tokens" in server.output
-    assert re.search(r"^(bin/)?mlxcache launch$", server.output, re.MULTILINE)
+    launch = server.wait_for(r"^cd YOUR-PROJECT\n(\S+) launch --url (\S+)$")
+    assert Path(launch[1]).is_absolute()
+    assert os.access(launch[1], os.X_OK)
+    assert launch[2] == server.url
     assert f"ANTHROPIC_BASE_URL={server.url} " in server.output
     assert f"MLX_LM_URL={server.url}/v1 " in server.output
 

@@ -107,10 +107,11 @@ def test_remedies_and_notices_are_never_broken_or_boxed() -> None:
     terminal = Console(file=io.StringIO(), width=60, force_terminal=True, soft_wrap=True)
     info = ModelInfo("demo", 100, 100, 1, "llama", False, True, is_demo=True)
     figures = {"ram": {"limit_bytes": 1}, "disk": {"used_bytes": 0, "limit_bytes": 0}}
-    print_welcome(terminal, "http://h:1", info, figures, has_key=False)
+    launch = f"{'/a' * 60}/mlxcache launch --url http://h:1"
+    print_welcome(terminal, "http://h:1", info, figures, launch=launch, has_key=False)
     assert isinstance(terminal.file, io.StringIO)
     shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.file.getvalue()).splitlines()
-    assert set(DEMO_NOTICE.splitlines()) <= set(shown)
+    assert {DEMO_NOTICE, "cd YOUR-PROJECT", launch} <= set(shown)
 
 
 def test_bars_are_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from mlxcache.config import load_settings
 
 _HEREDOC = re.compile(r"<<-?\s*'?(\w+)'?.*?\n.*?^\1$", re.DOTALL | re.MULTILINE)
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
+CLONE = "~/mlxcache/"
+"""The folder in which pages have the clone."""
 _SCRIPTS = {
     "bin/serve": ("serve",),
     "bin/bench": ("bin/bench",),
@@ -67,6 +69,7 @@ def ours(code: str) -> list[tuple[list[str], dict[str, str]]]:
     for command in words(code):
         variables, rest = split(command)
         name, *arguments = rest or [""]
+        name = name.removeprefix(CLONE)
         if name == "mlxcache":
             found.append((arguments, variables))
         elif name in _SCRIPTS:

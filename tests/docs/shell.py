@@ -24,6 +24,7 @@ exec {python} "$@"
 """Of `serve` only the settings are looked at, elsewhere: see `commands.check`."""
 FORKING = Path(__file__).with_name("forking.py")
 ASK_MESSAGES = """\
+echo "working in $PWD"
 curl -sSf "$ANTHROPIC_BASE_URL/v1/messages" -H "Authorization: Bearer $ANTHROPIC_AUTH_TOKEN" \\
   -H "Content-Type: application/json" -d "{\\"model\\": \\"$ANTHROPIC_MODEL\\", \\"max_tokens\\": 8,
   \\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"Hello.\\"}]}"
@@ -41,9 +42,10 @@ ask "$LOCAL_URL" "$LOCAL_MODEL" "$LOCAL_API_KEY"
 [ "$LOCAL_CONTEXT_LENGTH" -gt 0 ]
 """
 WITH_CURL = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+_VERSION = 'case "${1-}" in --version) echo 1.0.0; exit ;; esac\n'
 PROGRAMS = {
     "python": f'exec "{sys.executable}" "$@"',
-    "claude": ASK_MESSAGES,
+    "claude": _VERSION + ASK_MESSAGES,
     "anyclaude": ASK_CHAT,
     "open": 'curl -sSf "$1"',
 }
@@ -75,6 +77,8 @@ def furnish(folder: Path, mlxcache: str, *, serves: bool = False) -> None:
     serve = f'exec "{sys.executable}" -m mlxcache.cli.main "$@"' if serves else "echo would serve"
     script = MLXCACHE.replace("{python}", mlxcache).replace("{serve}", serve)
     (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "mlxcache").symlink_to(folder)  # the pages' place of a clone
+    (folder / "YOUR-PROJECT").mkdir()
     (folder / "path").mkdir()
     (folder / "bin").mkdir()
     for name, code in PROGRAMS.items():

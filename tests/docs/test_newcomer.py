@@ -29,19 +29,25 @@ def test_the_three_commands_do_what_they_say(mlxcache: str, tmp_path: Path):
         line.partition("#")[0].strip() for line in for_server(THREE.code, url).splitlines()
     )
     assert [commands.split(list(words))[1][0] for words in commands.words(THREE.code)] == [
-        "bin/serve",
-        "bin/mlxcache",
+        "~/mlxcache/bin/serve",
+        "cd",
+        "~/mlxcache/bin/mlxcache",
         "open",
     ]
     shell.furnish(tmp_path, mlxcache, serves=True)
     environ = shell.environ(tmp_path) | {"MLXCACHE_PORT": url.rpartition(":")[2]}
     server = subprocess.Popen(
-        serve.split(), cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ["sh", "-c", f"exec {serve}"],
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     try:
         _wait(url, server)
         answer = _run(launch, tmp_path, environ)
         assert re.search(r'"type":"message".*"usage"', answer), answer
+        assert answer.startswith(f"working in {tmp_path}/YOUR-PROJECT\n")
         page = _run(see, tmp_path, environ)
         assert "<title>" in page
         assert "mlxcache" in page

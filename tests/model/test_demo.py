@@ -89,7 +89,6 @@ def test_a_reply_behind_a_long_system_turn_is_english_too(
 def test_the_demo_says_that_it_is_one(loaded: tuple[Any, Any]) -> None:
     assert "demo model" in reply(loaded, [{"role": "user", "content": "Who are you?"}], 0.0)
     assert "babble" in demo.DEMO_NOTICE
-    assert "--model" in demo.DEMO_NOTICE
 
 
 def test_its_config_lets_agents_connect(directory: Path) -> None:

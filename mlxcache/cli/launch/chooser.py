@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxcache.cli.launch.clients import CLIENTS, Client, ClientName, Service
+from mlxcache.cli.own_command import own_command
 from mlxcache.config import format_size, machine_bytes
 from mlxcache.errors import ConfigError
 
@@ -86,7 +87,8 @@ def print_menu(
             "Without --model the built-in demo is served, whose replies have no meaning. A model "
             f"that fits this machine ({format_size(int(weights))} of {format_size(memory)}):"
         )
-        console.print(Text(f"mlxcache launch claude --model {name}", "cyan"), soft_wrap=True)
+        line = f"{own_command()} launch claude --model {name}"
+        console.print(Text(line, "cyan"), soft_wrap=True)
 
 
 def _server_line(found: Service | None, model: str | None, context: int | None, memory: int) -> str:

@@ -105,10 +105,9 @@ class Client:
     """A coding agent and how to set it up.
 
     `name` is its program and its name on the command line, `install` a shell line that installs it,
-    and
-    `first_prompt` the approximate tokens of its tools and system prompt. `good_for` is a phrase for
-    the
-    menu. `configure` raises MlxcacheError if the installed version cannot use this server.
+    and `first_prompt` the approximate tokens of its tools and system prompt. `good_for` is a phrase
+    for the menu. `newest` is the last version that can use this server; None: all of them can.
+    `prints_version`: its program takes --version, and then does nothing else.
     """
 
     name: str
@@ -117,6 +116,8 @@ class Client:
     first_prompt: int
     good_for: str
     configure: Callable[[Service, Invocation], Setup]
+    newest: Version | None = None
+    prints_version: bool = True
 
 
 # -- the environment of every client -----------------------------------------------------------
@@ -303,20 +304,10 @@ LAST_CODEX_WITH_CHAT = Version("0.94.0")
 _CODEX_INSTALL = f"npm install -g @openai/codex@{LAST_CODEX_WITH_CHAT}"
 _CODEX_PROVIDER = "model_providers.mlxcache"
 _CODEX_IDLE_MS = 3_600_000
-_VERSION_TIMEOUT_S = 30.0
 
 
 def configure_codex(service: Service, invocation: Invocation) -> Setup:
-    """Return the setup of Codex for `service`. The user's config.toml is not changed.
-
-    Raises MlxcacheError for a version that supports only /v1/responses.
-    """
-    found = codex_version(invocation) if invocation.installed else LAST_CODEX_WITH_CHAT
-    if found > LAST_CODEX_WITH_CHAT:
-        raise MlxcacheError(
-            f"Codex {found} uses only OpenAI's responses API, which this server does not have. "
-            f"The newest version that works is {LAST_CODEX_WITH_CHAT}: {_CODEX_INSTALL}"
-        )
+    """Return the setup of Codex for `service`. The user's config.toml is not changed."""
     settings = {
         "model": ANY_MODEL,
         "model_provider": "mlxcache",
@@ -333,30 +324,6 @@ def configure_codex(service: Service, invocation: Invocation) -> Setup:
         variables={KEY_VARIABLE: None},
         arguments=tuple(word for one in words for word in ("-c", one)),
     )
-
-
-def codex_version(invocation: Invocation) -> Version:
-    """Run the Codex program to get its version. Blocks up to 30 s.
-
-    Raises MlxcacheError if it fails or prints no version.
-    """
-    try:
-        done = subprocess.run(
-            [invocation.program, "--version"],
-            capture_output=True,
-            text=True,
-            timeout=_VERSION_TIMEOUT_S,
-            env=dict(invocation.environ),
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise MlxcacheError(f"{invocation.program} --version failed: {error}.") from error
-    found = re.search(r"\d+\.\d+\.\d+", done.stdout)
-    if found is None:
-        raise MlxcacheError(
-            f"{invocation.program} --version printed no version: {done.stdout.strip()!r}."
-        )
-    return Version(found[0])
 
 
 # -- all of them -------------------------------------------------------------------------------
@@ -395,6 +362,7 @@ CLIENTS = {
         8_000,
         f"a shell and a patch tool; only up to version {LAST_CODEX_WITH_CHAT}",
         configure_codex,
+        LAST_CODEX_WITH_CHAT,
     ),
     ClientName.ANYCLAUDE: Client(
         "anyclaude",
@@ -404,6 +372,7 @@ CLIENTS = {
         15_000,
         "Claude Code through a proxy that shortens prompts, in its mode mlx-lm",
         configure_anyclaude,
+        prints_version=False,
     ),
 }
 
@@ -417,3 +386,53 @@ def find_program(client: Client) -> Path:
             f"Install it with\n{client.install}"
         )
     return Path(found)
+
+
+_VERSION_TIMEOUT_S = 30.0
+_TAIL_LINES = 4
+
+
+def check_program(client: Client, invocation: Invocation) -> None:
+    """Run the client's program with `--version`; blocks until it ends.
+
+    Raises MlxcacheError if it fails, or if its version cannot use this server.
+    """
+    if not (invocation.installed and client.prints_version):
+        return
+    printed = _version_output(client, invocation)
+    found = re.search(r"\d+\.\d+\.\d+", printed)
+    if client.newest is None:
+        return
+    if found is None:
+        raise MlxcacheError(f"{invocation.program} --version printed no version: {printed!r}.")
+    if Version(found[0]) > client.newest:
+        raise MlxcacheError(
+            f"{client.title} {found[0]} uses only OpenAI's responses API, which this server does "
+            f"not have. The newest version that works is {client.newest}: {client.install}"
+        )
+
+
+def _version_output(client: Client, invocation: Invocation) -> str:
+    """Return what `--version` prints. Raises MlxcacheError if the program does not work."""
+    environ = _without_script_settings(invocation.environ)
+    words = [str(invocation.program), "--version"]
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VERSION_TIMEOUT_S,
+            env=environ,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MlxcacheError(f"{invocation.program} --version failed: {error}.") from error
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-_TAIL_LINES:]
+        raise MlxcacheError(
+            f"{client.title} does not work: `{invocation.program} --version` ended with status "
+            f"{done.returncode}. Install it again with\n{client.install}\n" + "\n".join(said)
+        )
+    return done.stdout.strip()

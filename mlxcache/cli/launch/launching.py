@@ -21,6 +21,7 @@ from mlxcache.cli.launch.clients import (
     Invocation,
     Service,
     Setup,
+    check_program,
     find_program,
     proxy_bypass,
 )
@@ -33,9 +34,11 @@ from mlxcache.cli.launch.server import (
     server_answers,
     start_server,
     wait_until_ready,
+    was_asked,
 )
 from mlxcache.cli.listen import PortTaken, is_taken
 from mlxcache.cli.output import console
+from mlxcache.cli.own_command import own_command, own_sources
 from mlxcache.cli.show import print_json
 from mlxcache.cli.target import URL_VARIABLE
 from mlxcache.config import SETTINGS, load_settings, read_keys
@@ -82,20 +85,41 @@ class Launch:
         If no server runs, one is started first; with `stop_after`, it is stopped when the client
         ends.
         """
-        invocation = _invocation(name, arguments)  # fails before a model is loaded
+        invocation = _invocation(name, arguments)
+        check_program(CLIENTS[name], invocation)  # fails before a model is loaded
         for path in remove_abandoned_settings():
             _say(f"{path}, left by an earlier launch, cannot be removed; it may hold a key.")
         with deferred_signals() as signals:
             service, started = self._served(signals)
+            if own_sources(invocation.cwd):
+                _say(
+                    f"{CLIENTS[name].title} works on the sources of mlxcache, in {invocation.cwd}. "
+                    f"For another project: cd YOUR-PROJECT, then {own_command()} launch {name}"
+                )
             try:
                 setup = CLIENTS[name].configure(service, invocation)
-                return run_client(invocation, setup, service, signals)
-            finally:
-                if started is not None and stop_after:
+                status = run_client(invocation, setup, service, signals)
+            except BaseException:
+                if started is not None:
+                    _say("The client was not started: stopping its server.")
                     started.stop()
-                elif started is not None:
-                    pid = started.process.pid
-                    _say(f"The server keeps running at {service.url}. To stop it: kill {pid}")
+                raise
+            if started is not None:
+                self._leave(started, service, status, stop_after=stop_after)
+            return status
+
+    def _leave(
+        self, started: StartedServer, service: Service, status: int, *, stop_after: bool
+    ) -> None:
+        """Stop the server, or say how to: after a client that failed unserved, it has no use."""
+        unused = status != 0 and not was_asked(service)
+        if unused and not stop_after:
+            _say(f"The client sent no request and ended with {status}: stopping its server.")
+        if unused or stop_after:
+            started.stop()
+            return
+        pid = started.process.pid
+        _say(f"The server keeps running at {service.url}. To stop it: kill {pid}")
 
     def print_env(self, name: ClientName, arguments: list[str], *, as_json: bool) -> None:
         """Print the client's variables and command without starting anything."""
@@ -105,6 +129,8 @@ class Launch:
         else:
             service = self._expected()
         invocation = _invocation(name, arguments, needed=False)
+        if CLIENTS[name].newest is not None:
+            check_program(CLIENTS[name], invocation)
         setup = CLIENTS[name].configure(service, invocation)
         if as_json:
             print_json(setup_object(setup, service, invocation))

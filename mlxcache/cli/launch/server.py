@@ -79,6 +79,14 @@ def query_server(url: str, key: str | None) -> Service | None:
     return Service(url, str(model["id"]), int(model["context_length"]), key)
 
 
+def was_asked(service: Service) -> bool:
+    """Return true if the server has recorded a request, or does not answer."""
+    try:
+        return bool(Remote(service.url, service.key).requests())
+    except MlxcacheError:
+        return True
+
+
 def _message(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])

@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 from mlxcache.cli.launch import chooser
 from mlxcache.cli.launch.clients import CLIENTS, LAST_CODEX_WITH_CHAT, ClientName, Service
 from mlxcache.cli.main import app
+from mlxcache.cli.own_command import CLONE, own_command
 from mlxcache.errors import ConfigError
 from mlxcache.store.lock import is_running
 from tests.served import Served, served
@@ -31,7 +32,7 @@ FAKE = """#!/bin/sh
 if [ "$1" = --version ]; then echo "codex-cli ${FAKE_VERSION:-0.0.1}"; exit; fi
 { for word in "$@"; do printf 'ARG %s\\n' "$word"; done; env; } > "$FAKE_OUTPUT"
 while [ $# -gt 1 ]; do [ "$1" = --settings ] && cp "$2" "$FAKE_OUTPUT.settings"; shift; done
-exit 7
+exit ${FAKE_STATUS:-7}
 """
 """A client that records its arguments and environment."""
 
@@ -287,8 +288,9 @@ def test_a_server_is_started_if_none_runs_and_found_again(
     """It keeps running after the client, and the next client uses it."""
     here.install("claude", "opencode")
     monkeypatch.setenv("MLXCACHE_DISK", "off")
+    monkeypatch.setenv("FAKE_STATUS", "0")
     flags = ("--model", str(toy("llama")), "--ram", "200MB", "--api-key", "k y")
-    first = here.launch("claude", *flags, "--port", "0")
+    first = here.launch("claude", *flags, "--port", "0", status=0)
     pid = pid_of(first)
     try:
         assert here.variables["ANTHROPIC_AUTH_TOKEN"] == "k y"
@@ -300,7 +302,7 @@ def test_a_server_is_started_if_none_runs_and_found_again(
             ["ps", "-o", "args=", "-p", str(pid)], capture_output=True, check=False
         )
         assert b"k y" not in command.stdout
-        second = here.launch("opencode", "--ram", "1GB", "--api-key", "k y")
+        second = here.launch("opencode", "--ram", "1GB", "--api-key", "k y", status=0)
         assert f'"{url}/v1"' in here.variables["OPENCODE_CONFIG_CONTENT"]
         assert "--ram changes nothing" in second.stderr
         assert "keeps running" not in second.stderr
@@ -312,6 +314,73 @@ def test_a_server_is_started_if_none_runs_and_found_again(
     finally:
         os.kill(pid, signal.SIGTERM)
         until_gone(pid)
+
+
+def test_a_server_whose_client_fails_without_a_request_is_stopped(here: Here, toy: Any) -> None:
+    """And one that a client has used is not: see the test above. The status is the client's."""
+    here.install("claude")
+    flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
+    result = here.launch("claude", *flags)
+    assert "The client sent no request and ended with 7: stopping its server" in result.stderr
+    assert "keeps running" not in result.stderr
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", int(here.variables["ANTHROPIC_BASE_URL"][-5:])))
+
+
+BROKEN = """#!/bin/sh
+echo "SyntaxError: Unexpected token" >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "words"),
+    [
+        ("claude", BROKEN, "SyntaxError: Unexpected token"),
+        ("opencode", "#!/nowhere/node\n", "--version failed"),
+        ("codex", FAKE.replace("${FAKE_VERSION:-0.0.1}", "0.169.0"), "OpenAI's responses API"),
+        ("codex", FAKE.replace("${FAKE_VERSION:-0.0.1}", "dev"), "printed no version"),
+    ],
+)
+def test_a_client_that_does_not_work_is_reported_before_a_server_is_started(
+    here: Here, name: str, program: str, words: str
+) -> None:
+    """With what its program printed."""
+    (here.programs / name).write_text(program)
+    (here.programs / name).chmod(0o755)
+    result = here.launch(name, "--port", "0", status=1)
+    assert words in result.stderr
+    assert "Starting a server" not in result.stderr
+    assert not (here.output.parent / "cache" / "log").exists()
+
+
+@pytest.mark.slow
+def test_a_server_whose_client_cannot_be_started_is_stopped(here: Here, toy: Any) -> None:
+    """Also where the client vanished while the model was loaded."""
+    (here.programs / "claude").write_text('#!/bin/sh\necho 1.0.0\nrm "$0"\n')
+    (here.programs / "claude").chmod(0o755)
+    flags = ("--model", str(toy("llama")), "--ram", "200MB", "--disk", "off", "--port", "0")
+    result = here.launch("claude", *flags, status=1)
+    assert "cannot be run" in result.stderr
+    assert "The client was not started: stopping its server" in result.stderr
+    log = re.search(r"its log is (\S+)", result.stderr)
+    assert log is not None
+    address = re.search(r"^Address +http://127.0.0.1:(\d+)$", Path(log[1]).read_text(), re.M)
+    assert address is not None
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", int(address[1])))
+
+
+def test_a_client_that_is_started_in_the_clone_is_told_so(
+    here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the command for a project; in a project nothing is said."""
+    here.install("claude")
+    assert "the sources of mlxcache" not in here.launch("claude", "--url", server.url).stderr
+    monkeypatch.chdir(CLONE)
+    result = here.launch("claude", "--url", server.url)
+    assert f"works on the sources of mlxcache, in {CLONE}" in result.stderr
+    assert f"cd YOUR-PROJECT, then {own_command()} launch claude" in result.stderr
 
 
 @pytest.mark.slow
@@ -375,7 +444,8 @@ def test_the_menu_describes_each_client_on_this_machine() -> None:
     """By memory and context; a command to copy is unbroken at any width."""
     gigabytes = 10**9
     text = menu(None, None, width=40, memory=64 * gigabytes, which=lambda _: None)
-    line = "mlxcache launch claude --model mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit"
+    more = "launch claude --model mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit"
+    line = f"{own_command()} {more}"
     assert line in text.splitlines()
     assert "Qwen3-4B" in menu(None, None, memory=16 * gigabytes)
     text = menu(Service("http://h:1", "org/m", 20_000), None, which=lambda name: name)

@@ -67,7 +67,12 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _speaks_chat(folder: Path) -> bool:
-    from mlxcache.cli.launch.clients import LAST_CODEX_WITH_CHAT, Invocation, codex_version
+    from mlxcache.cli.launch.clients import CLIENTS, ClientName, Invocation, check_program
+    from mlxcache.errors import MlxcacheError
 
     invocation = Invocation(Path("codex"), (), _environment(folder), folder, folder)
-    return codex_version(invocation) <= LAST_CODEX_WITH_CHAT
+    try:
+        check_program(CLIENTS[ClientName.CODEX], invocation)
+    except MlxcacheError:
+        return False
+    return True

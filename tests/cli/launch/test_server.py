@@ -27,6 +27,7 @@ from tests.served import Served, default_signals, served
 
 SECONDS = 60.0
 CLIENT = """#!/bin/sh
+[ "$1" = --version ] && echo 1.0.0 && exit
 printenv ANTHROPIC_BASE_URL > "$FAKE_OUTPUT.part"
 mv "$FAKE_OUTPUT.part" "$FAKE_OUTPUT"
 echo $$ > "$FAKE_OUTPUT.pid"

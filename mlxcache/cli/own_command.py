@@ -1,0 +1,53 @@
+"""The shell words that run this mlxcache from any folder, for lines that are pasted."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from mlxcache.cli.connect import base_url
+from mlxcache.config import Settings
+from mlxcache.config.folder import former_cache_dir
+
+CLONE = Path(__file__).parents[2]
+"""The folder of the clone that this package is in, or of the packages of an installation."""
+
+
+def own_command(
+    prefix: str = sys.prefix,
+    executable: str = sys.executable,
+    called: str | None = None,
+    clone: Path = CLONE,
+) -> str:
+    """Return the absolute path of the running `mlxcache`, quoted for a POSIX shell.
+
+    In the environment of a clone that is the clone's script, which also sets up OpenBLAS. Without
+    any such file it is Python with the module. `called`: by default `sys.argv[0]`. `prefix`,
+    `executable`: those of the running Python.
+    """
+    path = Path(sys.argv[0] if called is None else called)
+    candidates = [path] if path.name == "mlxcache" else []
+    candidates.append(Path(executable).with_name("mlxcache"))
+    if Path(prefix).resolve() == (clone / ".venv").resolve():
+        candidates.insert(0, clone / "bin" / "mlxcache")
+    for one in candidates:
+        if one.is_file():
+            return shlex.quote(str(one.absolute()))
+    return shlex.join([executable, "-m", "mlxcache.cli.main"])
+
+
+def launch_command(url: str, folder: Path) -> str:
+    """Return the shell line that launches a client on the server at `url` with cache `folder`.
+
+    It has `--url` unless `launch` without flags finds this server.
+    """
+    default = Settings()
+    at_default = url == base_url(default.host, default.port)
+    found = at_default and folder in (default.cache_dir, former_cache_dir())
+    return f"{own_command()} launch" + ("" if found else f" --url {shlex.quote(url)}")
+
+
+def own_sources(folder: Path, clone: Path = CLONE) -> bool:
+    """Return true if `folder` is in the clone that this package runs from."""
+    return (clone / "pyproject.toml").is_file() and folder.resolve().is_relative_to(clone)
