@@ -1,6 +1,6 @@
-"""The disk tier: runs of KV and checkpoints in files, found by token ids, and the sessions.
+"""The disk tier: KV and checkpoints in files, found by token ids, and the table of sessions.
 
-`Store` is the one door to the files of a folder, `Writer` the thread that writes them. Also here:
-the table of sessions, and snapshots of them. Only files and SQLite: it knows neither MLX, models
-nor asyncio. The format is described in docs/disk-format.md.
+All access to the files of a store folder goes through `Store`; a `Writer` thread writes them. This
+package also exports and imports snapshots of sessions. It uses only files and SQLite, and depends
+on neither MLX nor asyncio. The file format is described in docs/disk-format.md.
 """

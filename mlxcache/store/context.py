@@ -25,10 +25,11 @@ CLOSE_S = 0.5
 
 
 class StoreContext:
-    """One open folder: its database, this process's lock, its space, figures and noted uses.
+    """One open store folder: its database, process lock, disk space, figures and noted uses.
 
-    Uses are kept in memory and written to the index with the next write, so that finding a prefix
-    writes nothing. Every method may be called on any thread.
+    Times of use are kept in memory and written to the index with the next write, so that looking up
+    a
+    prefix writes nothing. Thread-safe.
     """
 
     def __init__(self, folder: Folder, database: Database, lock: ProcessLock, space: Space):
@@ -45,36 +46,40 @@ class StoreContext:
         self._latest = 0.0
 
     def renew_lock(self) -> None:
-        """Take a new process lock in the folder, which was made again. Raises OSError."""
+        """Take a new process lock after the folder was created again. Raises OSError."""
         self.lock.release()
         self.lock = ProcessLock(self.folder)
 
     def count(self, figure: str, by: int = 1) -> None:
-        """Add to a figure of this process."""
+        """Add `by` to the counter named `figure` of this process."""
         with self._lock:
             self._figures[figure] += by
 
     def counted(self, figure: str) -> int:
-        """Value of a figure of this process."""
+        """Return the value of the counter named `figure` of this process."""
         with self._lock:
             return self._figures[figure]
 
     def now(self) -> float:
-        """Time that orders uses, in seconds since 1970.
+        """Return the time for a new use, in seconds since 1970.
 
-        The wall clock's, but later than any time returned before or passed to `resume_clock`.
+        It is the wall clock's time, but always later than any time returned before or passed to
+        `resume_clock`, so that times of use are ordered.
         """
         with self._lock:
             self._latest = max(time.time(), self._latest + USE_STEP_S)
             return self._latest
 
     def resume_clock(self, latest: float) -> None:
-        """Make `now` return times after `latest`, the newest use in the index."""
+        """Make `now` return only times after `latest`, the newest time of use in the index."""
         with self._lock:
             self._latest = max(self._latest, latest)
 
     def note_use(self, rows: Iterable[Row], *, unless_within: float = 0.0) -> None:
-        """Note that `rows` are used now, except those used within the last `unless_within` s."""
+        """Note that the files of `rows` are used now.
+
+        Files used within the last `unless_within` seconds are skipped.
+        """
         now = self.now()
         with self._lock:
             self._uses.update((row.id, now) for row in rows if now - row.used >= unless_within)
@@ -85,7 +90,10 @@ class StoreContext:
             self._reused += ids
 
     def write_uses(self, connection: sqlite3.Connection) -> None:
-        """Write the uses noted since the last call to the index, in the given transaction."""
+        """Write the uses and reuses noted since the last call to the index.
+
+        This is part of the transaction of `connection`.
+        """
         with self._lock:
             uses, self._uses = self._uses, {}
             reused, self._reused = self._reused, []
@@ -93,12 +101,17 @@ class StoreContext:
         index.count_reuses(connection, reused)
 
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> None:
-        """Write the uses, then call `Space.make_room` and count the evicted files."""
+        """Write the noted uses, then evict files until `coming` more bytes fit.
+
+        `has_row`: the index already counts these bytes. Part of the transaction of `connection`.
+        Raises
+        DiskFull if they cannot fit.
+        """
         self.write_uses(connection)
         self.count("evicted", len(self.space.make_room(connection, coming, has_row=has_row)))
 
     def check_present(self) -> None:
-        """Raise Vanished if the folder, or the index in it, is not the one that was opened."""
+        """Raise Vanished if the folder or its index was removed or replaced since it was opened."""
         if not self.database.is_there():
             raise Vanished(
                 f"{self.folder.path} was removed, or replaced by another folder. "
@@ -106,9 +119,9 @@ class StoreContext:
             )
 
     def remove_file(self, id: int, *, corrupt: bool) -> bool:
-        """Remove a file and all files that build on it; False if it has no row any more.
+        """Remove a file and all files that continue it; return False if the index lacks it.
 
-        `corrupt`: move the file itself to quarantine and count it. Raises StoreError.
+        `corrupt`: move the file itself to quarantine and count it as damaged. Raises StoreError.
         """
         with self.database.write() as connection:
             self.check_present()
@@ -126,7 +139,7 @@ class StoreContext:
         return True
 
     def close(self) -> None:
-        """Write the noted uses, close the database, release the process lock."""
+        """Write the noted uses, close the database, and release the process lock."""
         self.database.check_before(None)
         with (
             suppress(StoreError),

@@ -1,4 +1,4 @@
-"""The SQLite file of the index and the sessions: transactions from any thread."""
+"""The SQLite file with the index and the sessions, and its transactions from any thread."""
 
 from __future__ import annotations
 
@@ -36,11 +36,17 @@ _PRAGMAS = (
 
 
 class ReadOnly(sqlite3.Connection):
-    """A read-only connection, used for one transaction: the disk may become writable later."""
+    """A read-only connection, used for a single transaction.
+
+    It is not pooled, because the disk may become writable later.
+    """
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Connect to an existing file, read-only if the disk is. Raises sqlite3.Error."""
+    """Connect to an existing SQLite file, read-only if its disk is read-only.
+
+    Raises sqlite3.Error.
+    """
     try:
         return _connected(path, "mode=rw", _PRAGMAS, sqlite3.Connection)
     except sqlite3.OperationalError as error:
@@ -76,15 +82,15 @@ NAME = "index.sqlite"
 
 
 class Locked(StoreError):
-    """Another process or thread wrote for longer than this one may wait."""
+    """Error: another process or thread was writing longer than this one may wait."""
 
 
 class Database:
-    """One SQLite file in WAL mode.
+    """One SQLite file in WAL mode, with a pool of connections. Thread-safe.
 
-    Connections come from a pool, so every method may be called on any thread. Threads of one
-    process take turns at writing, and wait for other processes. The `with` blocks turn errors of
-    SQLite into StoreError, those of a full disk into DiskFull.
+    Threads of one process take turns at writing, and wait for other processes that write. The
+    `with`
+    blocks convert errors of SQLite to StoreError, and those of a full disk to DiskFull.
     """
 
     def __init__(self, path: Path):
@@ -101,9 +107,9 @@ class Database:
 
     @classmethod
     def open(cls, folder: Path) -> Database:
-        """Open the database in `folder`, created if missing (mode 0600).
+        """Open the database in `folder`, creating it with mode 0600 if it is missing.
 
-        Raises StoreError, also if it is damaged.
+        Raises StoreError, also if the file is damaged.
         """
         database = cls(folder / NAME)
         with store_errors(database.path):
@@ -115,8 +121,9 @@ class Database:
     def create(self, script: str) -> None:
         """Run a script of CREATE ... IF NOT EXISTS statements in one transaction.
 
-        Each module with tables calls this once after opening. The script runs again when the file
-        is made again. Raises StoreError.
+        Each module with tables calls this once after the database is opened. The script runs again
+        whenever
+        the file is created again. Raises StoreError.
         """
         if script not in self._scripts:
             self._scripts.append(script)
@@ -131,20 +138,20 @@ class Database:
                 raise ValueError(f"no ; ends {statement.strip()!r}")
 
     def check_before(self, check: Callable[[], None] | None) -> None:
-        """Call `check` before each outermost transaction; None ends that."""
+        """Call `check` before each outermost transaction from now on; None stops that."""
         self._check = check
 
     def is_there(self) -> bool:
-        """Tell if the file at the path is the one that was opened."""
+        """Return whether the file at the database's path is still the one that was opened."""
         try:
             return self.path.stat().st_ino == self._inode
         except OSError:
             return False
 
     def renew(self) -> None:
-        """Switch to the file at the path now, created with its tables if missing.
+        """Switch to the file that is now at the database's path.
 
-        Raises StoreError.
+        The file and its tables are created if they are missing. Raises StoreError.
         """
         self.drop_pool()
         with store_errors(self.path):
@@ -157,7 +164,11 @@ class Database:
             raise
 
     def drop_pool(self) -> None:
-        """Close all connections, those in use as their blocks end; new ones follow when needed."""
+        """Close all pooled connections.
+
+        A connection in use is closed when its `with` block ends. New connections are opened when
+        needed.
+        """
         with self._pool_lock:
             idle, self._idle = self._idle, []
             self._era += 1
@@ -171,7 +182,7 @@ class Database:
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """Limit to `seconds` what this thread waits for other writers inside the block."""
+        """Limit the time that this thread waits for other writers inside the block to `seconds`."""
         before, self._mine.busy_s = self._busy_s(), seconds
         try:
             yield
@@ -182,7 +193,7 @@ class Database:
     def read(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection that sees one state of the database until the block ends.
 
-        Inside a `write` block of the same thread it is that block's connection.
+        Inside a `write` block of the same thread, the connection of that block is yielded.
         """
         current = self._current()
         if current is not None:
@@ -197,10 +208,13 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
-        """Yield a connection in a write transaction, committed at the end, else rolled back.
+        """Yield a connection in a write transaction, which is committed when the block ends.
 
-        Durable once the block is left. Inside another `write` block of the same thread it joins
-        that transaction. Blocks while others write; raises Locked after `BUSY_S` or `patience`.
+        If the block raises, the transaction is rolled back. Changes are durable once the block has
+        ended. A
+        nested `write` block of the same thread joins the outer transaction. Blocks while others
+        write;
+        raises Locked after `BUSY_S` seconds, or the seconds set with `patience`.
         """
         current = self._current()
         if current is not None:
@@ -225,13 +239,16 @@ class Database:
                 self._mine.connection = None
 
     def shrink(self) -> None:
-        """Return unused pages and the log to the file system, except those being read."""
+        """Return unused pages and the write-ahead log to the file system.
+
+        Pages that other connections are reading are kept.
+        """
         with store_errors(self.path), self._writing(), self._connection() as connection:
             connection.execute("PRAGMA incremental_vacuum").fetchall()
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
-        """Close the pooled connections; those in use close as their blocks end."""
+        """Close the pooled connections; a connection in use is closed when its block ends."""
         with self._pool_lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -239,7 +256,7 @@ class Database:
             connection.close()
 
     def check_open(self) -> None:
-        """Raise StoreError if the database is closed."""
+        """Raise StoreError if the database was closed."""
         if self._closed:
             raise StoreError(f"{self.path} is closed.")
 
@@ -254,7 +271,7 @@ class Database:
         yield
 
     def _busy_s(self) -> float:
-        """Seconds that this thread waits for other writers."""
+        """Return the seconds that this thread waits for other writers."""
         seconds: float = getattr(self._mine, "busy_s", BUSY_S)
         return seconds
 
@@ -294,9 +311,9 @@ class Database:
 
 @contextmanager
 def store_errors(path: Path) -> Iterator[None]:
-    """Turn errors of SQLite and of the file system inside the block into StoreError.
+    """Convert errors of SQLite and of the file system inside the block to StoreError.
 
-    Errors of a full disk become DiskFull, of a busy database Locked. `path` is named in messages.
+    A full disk raises DiskFull, and a busy database Locked. `path` is named in the messages.
     """
     try:
         yield
@@ -318,7 +335,7 @@ def store_errors(path: Path) -> Iterator[None]:
 class TemporaryDatabase(Database):
     """A database in memory, for a server without a disk tier.
 
-    Blocks take turns at its one connection.
+    It has a single connection, which blocks of different threads use in turn.
     """
 
     def __init__(self) -> None:
@@ -334,7 +351,7 @@ class TemporaryDatabase(Database):
             yield self._only
 
     def shrink(self) -> None:
-        """Do nothing: there is no file."""
+        """Do nothing, because there is no file to shrink."""
 
     def close(self) -> None:
         """Close the connection, which discards all rows."""

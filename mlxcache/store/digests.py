@@ -1,4 +1,4 @@
-"""Digests that name prefixes of token ids, chained over blocks of 64 tokens from token 0."""
+"""Digests that identify prefixes of token ids, chained over blocks of 64 tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ DIGEST_BYTES = 16
 
 
 def root_digest(namespace: str) -> bytes:
-    """Digest of the empty prefix of a namespace."""
+    """Return the digest of the empty prefix of a namespace."""
     return _digest(namespace.encode())
 
 
 def block_digests(digest: bytes, ids: Tokens) -> list[bytes]:
-    """Digests after each whole block of `ids`, which follow the prefix of `digest`."""
+    """Return the digests after each whole block of `ids`.
+
+    `digest`: digest of the prefix that `ids` follow, a whole number of blocks. A last partial block
+    is
+    ignored.
+    """
     raw = np.ascontiguousarray(ids, "<i4").tobytes()
     found = []
     for at in range(0, len(ids) // BLOCK * BLOCK * 4, BLOCK * 4):
@@ -31,14 +36,20 @@ def block_digests(digest: bytes, ids: Tokens) -> list[bytes]:
 
 
 def partial_digest(digest: bytes, ids: Tokens) -> bytes:
-    """Digest of the prefix of `digest` and fewer than 64 tokens `ids`; of no tokens `digest`."""
+    """Return the digest of a prefix followed by fewer than 64 tokens `ids`.
+
+    `digest`: digest of the prefix; it is returned unchanged if `ids` is empty.
+    """
     if not len(ids):
         return digest
     return _digest(digest + np.ascontiguousarray(ids, "<i4").tobytes() + bytes((len(ids),)))
 
 
 class Chain:
-    """Digests of every prefix of `ids`: `whole[k]` is that of their first k blocks."""
+    """Digests of the prefixes of token ids `ids`.
+
+    `whole[k]` is the digest of the first k blocks.
+    """
 
     def __init__(self, namespace: str, ids: Tokens, whole: list[bytes]):
         self.namespace = namespace
@@ -46,20 +57,26 @@ class Chain:
         self.whole = whole
 
     def at(self, position: int) -> bytes:
-        """Digest of the first `position` tokens."""
+        """Return the digest of the first `position` tokens."""
         block = position // BLOCK
         return partial_digest(self.whole[block], self.ids[block * BLOCK : position])
 
 
 class Chains:
-    """Chains of one namespace; the last one is continued, not computed again. Thread-safe."""
+    """Factory of digest chains for one namespace. Thread-safe.
+
+    It keeps the last chain, so that digests of a common prefix are not computed again.
+    """
 
     def __init__(self, namespace: str):
         self._last = Chain(namespace, np.empty(0, np.int32), [root_digest(namespace)])
         self._lock = threading.Lock()
 
     def of(self, ids: Tokens) -> Chain:
-        """Chain of `ids`. 200,000 new tokens take 5 ms, unchanged ones 0.1 ms."""
+        """Return the digest chain of `ids`.
+
+        200,000 new tokens take about 5 ms, and unchanged tokens 0.1 ms.
+        """
         with self._lock:
             last = self._last
         blocks = min(len(ids), len(last.ids)) // BLOCK

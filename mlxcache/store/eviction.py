@@ -1,4 +1,4 @@
-"""Disk space of the folder: its cap, the free floor, and the order in which files are evicted."""
+"""Disk space of a store folder: its limit, the free space it leaves, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ NO_REUSES: Mapping[int, int] = {}
 
 
 class Space:
-    """Space of a folder within `limit` bytes (None: no cap) that leaves `floor` bytes free."""
+    """Disk space of a store folder.
+
+    The folder takes at most `limit` bytes (None: no limit) and leaves `floor` bytes of the disk
+    free.
+    """
 
     def __init__(self, folder: Folder, limit: int | None, floor: int):
         self.folder = folder
@@ -40,25 +44,33 @@ class Space:
         self.floor = floor
 
     def used(self, connection: sqlite3.Connection) -> int:
-        """Bytes of the folder by the file system's count, and those reserved for new files."""
+        """Return the bytes of the folder on disk, including those reserved for files being written.
+
+        Sizes are counted in allocated blocks of the file system.
+        """
         (files,) = connection.execute("SELECT ifnull(sum(disk), 0) FROM file").fetchone()
         return int(files) + self.folder.overhead()
 
     def estimate(self, nbytes: int, tokens: int) -> int:
-        """Upper bound of the bytes that a file of `nbytes` takes on disk, with its row.
+        """Return an upper bound of the disk space for a file of `nbytes` bytes and its index row.
 
-        Includes unused space in its last block, file-system metadata, and the growth of folders.
+        Includes the unused part of the last file-system block, file-system metadata, and the growth
+        of
+        folders. `tokens`: number of token ids in the row.
         """
         size = self.folder.block_size()
         whole = (nbytes + size - 1) // size * size
         return whole + nbytes // 1024 + 4 * size + ROW_BYTES + TOKEN_BYTES * tokens
 
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> list[Row]:
-        """Evict in this transaction until `coming` more bytes fit; returns the rows removed.
+        """Evict files in this transaction until `coming` more bytes fit; return the removed rows.
 
-        `has_row`: the index counts them already. Files are removed before the transaction removes
-        their rows, so that their space is not used twice: a kill in between leaves rows without
-        files, which reading and opening repair. Raises DiskFull, having removed nothing.
+        `has_row`: the index already counts these bytes. Files are removed before the transaction
+        removes
+        their rows, so that their space is never counted as free too early. After a kill in between,
+        some
+        rows have no file; reading and opening the store repair that. Raises DiskFull, with nothing
+        removed, if the bytes cannot fit.
         """
         need = self._missing(connection, coming, 0 if has_row else coming)
         if need <= 0:
@@ -73,13 +85,16 @@ class Space:
         return chosen
 
     def remove(self, connection: sqlite3.Connection, chosen: list[Row]) -> None:
-        """Remove files and, in this transaction, their rows."""
+        """Remove the files of `chosen` and, in this transaction, their rows."""
         for row in chosen:
             remove(self.folder.file(row.kind, row.digest))
             index.delete(connection, row)
 
     def shrink(self, connection: sqlite3.Connection, limit: int) -> list[Row]:
-        """Evict in this transaction down to `limit` if possible; returns the rows removed."""
+        """Evict files in this transaction until `limit` bytes are in use; return the removed rows.
+
+        Files in writing stay, so the result may exceed the limit.
+        """
         rows = index.rows(connection)
         need = self.used(connection) + self._reserve(limit) - limit
         need -= self.folder.free_quarantine(need)
@@ -96,7 +111,10 @@ class Space:
         return missing
 
     def _reserve(self, limit: int) -> int:
-        """Bytes below the cap left free: the log's content moves into the index later."""
+        """Return the bytes to keep free below the limit, for growth of the index.
+
+        The content of the write-ahead log moves into the index later, so its size is included.
+        """
         return min(MARGIN, limit // 16) + self.folder.log_bytes()
 
     def _message(self, coming: int) -> str:
@@ -120,13 +138,21 @@ def files_to_evict(
     *,
     partly: bool = False,
 ) -> list[Row] | None:
-    """Choose the files to evict, in order, to free `need` bytes on disk.
+    """Choose the files to evict, in order, to free `need` bytes of disk space.
 
-    Only files that no other builds on and that are not being written; evicting one may make its
-    parent such a file. Pinned ones are chosen when nothing else is left. If all of them free less,
-    returns them with `partly`, else None. A checkpoint counts as used whenever a later one on its
-    path was. `reuses`: number of requests that reused each file. Of equals the one that ends last
-    goes first, and a path's first checkpoint, which new conversations share, goes last.
+    Only files that no other file continues and that are not being written can be chosen. Evicting
+    one
+    may make the file before it eligible. Files with an id in `pinned` are chosen only when nothing
+    else
+    is left. If all eligible files free less than `need` bytes, they are returned if `partly`,
+    otherwise
+    None is returned.
+
+    `reuses`: number of requests that reused each file, by id. A checkpoint counts as used whenever
+    a
+    later one on its path was. Of equally old files, the one that ends last is evicted first, and
+    the
+    first checkpoint of a path, which new conversations share, last.
     """
     ages, by_id = _ages(rows, reuses), {row.id: row for row in rows}
     builds = Counter(row.parent for row in rows)
@@ -153,11 +179,12 @@ def files_to_evict(
 
 
 def _ages(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, float]:
-    """Age of each file: seconds since its last use, divided by a weight of its reuses.
+    """Return the age of each file, by id: seconds since its last use, divided by a weight.
 
-    The oldest is evicted first. Wall time is the clock because servers that share a folder have no
-    other in common. Each doubling of the reuses adds the same weight; a checkpoint is never older
-    than one written after it on its path.
+    The file of the greatest age is evicted first. The weight grows by the same amount with each
+    doubling of the file's reuses. A checkpoint is never older than a later one on its path. Times
+    are
+    those of the wall clock, because servers that share a folder have no other clock in common.
     """
     used, uses = last_uses(rows), _uses(rows, reuses)
     now = max(used.values(), default=0.0) + MOMENT_S
@@ -172,10 +199,11 @@ def _ages(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, float]:
 
 
 def _uses(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, int]:
-    """Reuses of each file; the newest run after another inherits the other's.
+    """Return the number of reuses of each file, by id.
 
-    The newest run continues the conversation, so it begins with its reuses; so does a checkpoint
-    within a run.
+    If several runs continue the same run, the most recently used of them inherits its reuses,
+    because
+    it continues the conversation. A checkpoint inherits the reuses of the run that contains it.
     """
     heirs: dict[int | None, tuple[float, int]] = {}
     for row in rows:
@@ -191,10 +219,12 @@ def _uses(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, int]:
 
 
 def last_uses(rows: Sequence[Row]) -> dict[int, float]:
-    """Last use of each of `rows`, by id; a checkpoint's is at least that of later ones.
+    """Return the time of the last use of each file, by id, in seconds since 1970.
 
-    A use of a path is not noted at all of its checkpoints, and a new conversation can start only
-    from the first, which must outlive those written after it.
+    A checkpoint counts as used whenever a later one on its path was. A use of a path is not noted
+    at
+    all of its checkpoints, and a new conversation can start only from the first of them, which must
+    therefore stay longest.
     """
     used = {row.id: row.used for row in rows}
     for row in sorted(rows, key=lambda row: row.start, reverse=True):

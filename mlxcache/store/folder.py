@@ -1,4 +1,4 @@
-"""Layout of the store's folder: paths, sizes, durable writes, and the quarantine."""
+"""Layout of the store folder: paths, sizes, durable writes, and the quarantine."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ QUARANTINE_PART = 8
 
 
 class Folder:
-    """Paths below one folder, readable by the user only.
+    """Paths inside one store folder, which only the user can read.
 
-    runs/ab/DIGEST.safetensors, checkpoints/ab/DIGEST.safetensors, beside them .OWNER-ID.tmp while
-    they are written; quarantine/, locks/OWNER, index.sqlite and its log.
+    Files are runs/ab/DIGEST.safetensors and checkpoints/ab/DIGEST.safetensors, where ab is the
+    start of
+    the digest. While being written they are called .OWNER-ID.tmp, in the same folder. There are
+    also
+    quarantine/, locks/OWNER, and index.sqlite with its write-ahead log.
     """
 
     def __init__(self, path: Path):
@@ -43,16 +46,16 @@ class Folder:
         self.device = 0
 
     def make(self) -> None:
-        """Create the folders that are missing. Raises OSError."""
+        """Create all missing folders. Raises OSError."""
         make_folder(self.path)
         for path in (*self.kinds.values(), self.quarantine, self.locks):
             path.mkdir(mode=0o700, exist_ok=True)
         self.device = os.stat(self.path).st_dev
 
     def may_be_made_again(self) -> bool:
-        """Tell if the folder would be made on the same disk, which may be unmounted.
+        """Return whether creating the folder again would put it on the same disk as before.
 
-        Raises OSError.
+        False while that disk is not mounted. Raises OSError.
         """
         place = self.path
         while not place.exists() and place != place.parent:
@@ -60,16 +63,22 @@ class Folder:
         return os.stat(place).st_dev == self.device
 
     def file(self, kind: str, digest: bytes) -> Path:
-        """Path of the file of `digest`."""
+        """Return the path of the file of a kind (run or checkpoint) and digest."""
         name = digest.hex()
         return self.kinds[kind] / name[:2] / (name + SUFFIX)
 
     def temp(self, kind: str, digest: bytes, owner: str, id: int) -> Path:
-        """Path of that file while the store with the lock `owner` writes it."""
+        """Return the path under which a file is written before it gets its final name.
+
+        `owner`: name of the process lock of the writing store. `id`: id of the file's index row.
+        """
         return self.file(kind, digest).with_name(f".{owner}-{id}{TEMP_SUFFIX}")
 
     def files(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield every file of runs and checkpoints with its kind; it may be removed meanwhile."""
+        """Yield each file in the folders of runs and checkpoints, with its kind.
+
+        Other processes may remove a file at any time.
+        """
         for kind, top in self.kinds.items():
             for sub in _entries(top):
                 if sub.is_dir(follow_symlinks=False):
@@ -79,7 +88,10 @@ class Folder:
                     yield kind, sub
 
     def overhead(self) -> int:
-        """Bytes on disk besides runs and checkpoints: index, folders, quarantine, locks."""
+        """Return the bytes on disk of everything except runs and checkpoints.
+
+        That is the index, folders, quarantine and locks.
+        """
         total = blocks(self.path) + sum(blocks(entry) for entry in _entries(self.path))
         for top in self.kinds.values():
             total += sum(blocks(sub) for sub in _entries(top))
@@ -88,16 +100,21 @@ class Folder:
         return total
 
     def set_aside(self, path: Path, limit: int | None) -> None:
-        """Move a damaged file to quarantine, which is then trimmed to its share of `limit` bytes.
+        """Move a damaged file to quarantine, then trim the quarantine.
 
-        Nothing is moved if the file does not exist. Raises OSError.
+        The quarantine may take a fixed share of `limit` bytes (None: no limit). Nothing is moved if
+        the
+        file is missing. Raises OSError.
         """
         with suppress(FileNotFoundError):
             os.rename(path, self.quarantine / f"{time.time_ns()}-{path.name}")
         self.trim_quarantine(None if limit is None else limit // QUARANTINE_PART)
 
     def trim_quarantine(self, limit: int | None, *, keep: int = 1) -> None:
-        """Remove the oldest quarantined files beyond the bounds; the newest `keep` stay."""
+        """Remove the oldest quarantined files beyond `limit` bytes or `MOST_QUARANTINED` files.
+
+        The newest `keep` files always stay.
+        """
         found = self.quarantined()
         total = sum(size for _, size in found)
         while len(found) > keep and (
@@ -108,7 +125,10 @@ class Folder:
             total -= size
 
     def free_quarantine(self, need: int) -> int:
-        """Remove the oldest quarantined files until `need` bytes are freed; returns bytes freed."""
+        """Remove the oldest quarantined files until `need` bytes are freed.
+
+        Returns the number of bytes freed.
+        """
         freed = 0
         for path, size in self.quarantined():
             if freed >= need:
@@ -118,7 +138,7 @@ class Folder:
         return freed
 
     def quarantined(self) -> list[tuple[Path, int]]:
-        """Quarantined files and their bytes on disk, oldest first."""
+        """Return the quarantined files with their bytes on disk, oldest first."""
         try:
             found = sorted(self.quarantine.iterdir())
         except FileNotFoundError:
@@ -126,21 +146,21 @@ class Folder:
         return [(path, blocks(path)) for path in found]
 
     def log_bytes(self) -> int:
-        """Bytes on disk of the index's log."""
+        """Return the bytes on disk of the index's write-ahead log."""
         return blocks(self.path / f"{NAME}-wal")
 
     def free(self) -> int:
-        """Bytes of the file system that are free for this user."""
+        """Return the bytes of the file system that this user can still write."""
         stat = os.statvfs(self.path)
         return stat.f_bavail * stat.f_frsize
 
     def block_size(self) -> int:
-        """Allocation unit of the file system in bytes, at least 4096."""
+        """Return the allocation unit of the file system in bytes, at least 4096."""
         return max(4096, os.statvfs(self.path).f_frsize)
 
 
 def blocks(path: Path | os.DirEntry[str]) -> int:
-    """Bytes on disk of one file or folder; 0 if it is missing."""
+    """Return the bytes that one file or folder takes on disk; 0 if it is missing."""
     try:
         return os.lstat(path).st_blocks * 512
     except FileNotFoundError:
@@ -148,9 +168,9 @@ def blocks(path: Path | os.DirEntry[str]) -> int:
 
 
 def write(temp: Path, final: Path, buffers: Sequence[bytes | memoryview]) -> int:
-    """Write `buffers` to `temp`, sync it, and rename it to `final`; returns bytes on disk.
+    """Write `buffers` to `temp`, sync it, and rename it to `final`; return its bytes on disk.
 
-    Durable on return. Raises OSError, after removing both files.
+    The file is durable on return. Raises OSError, after removing both files.
     """
     if not final.parent.exists():
         make_folder(final.parent)
@@ -182,7 +202,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder, which makes new names in it durable. Raises OSError."""
+    """Sync a folder, which makes the names of new files in it durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         sync(fd)

@@ -1,4 +1,4 @@
-"""Frozen results of the store: positions in tokens, sizes in bytes."""
+"""Immutable results of the store, with positions in tokens and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a prefix that one run covers: tokens [start, end) of a file of [first, last).
+    """The tokens [start, end) of a prefix, contained in the file of one run.
 
-    Row `start - first` of each of its tensors is the first one of the part.
+    The run holds the tokens [first, last). Row `start - first` of each tensor in the file belongs
+    to
+    token `start`. `id`: id of its index row. `nbytes`: size of the file.
     """
 
     path: Path
@@ -24,7 +26,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint on disk: the state after `position` tokens."""
+    """A checkpoint on disk: the state after `position` tokens.
+
+    `id`: id of its index row. `nbytes`: size of the file.
+    """
 
     path: Path
     id: int
@@ -34,10 +39,11 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Prefix of some token ids that is on disk.
+    """The longest prefix of given token ids that is on disk.
 
-    `pieces` ascend without a gap and cover [0, length). `checkpoints` ascend, and may lie beyond
-    `length`: a model without sliceable layers has no runs.
+    `pieces` are in order and cover [0, length) without a gap. `checkpoints` are in order too. They
+    may
+    lie beyond `length`, because a model whose layers all need checkpoints has no runs.
     """
 
     length: int
@@ -49,9 +55,11 @@ class Found:
 class StoreStats:
     """Figures of one store folder.
 
-    `used_bytes`: bytes on disk of the whole folder, by the file system's count. `written_*`,
-    `verified`, `corrupt` (checks of files before use) and `evicted` count events of this process
-    since it opened the folder.
+    `used_bytes`: disk space of the whole folder. `tokens`: tokens in all runs. `quarantined`:
+    number of
+    files. The figures from `written_bytes` on count events of this process since it opened the
+    folder:
+    bytes and tokens written, files verified before use, files found damaged, files evicted.
     """
 
     limit_bytes: int | None
@@ -73,7 +81,7 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem of the folder: the path, and a predicate such as "is damaged"."""
+    """A problem found in the store folder: a path, and a predicate such as "is damaged"."""
 
     path: Path
     what: str

@@ -65,14 +65,18 @@ _MOST_VARIABLES = 16384
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One file. A run holds tokens [start, stop); a checkpoint has start = stop, its position.
+    """Index row of one file. A run holds tokens [start, stop); a checkpoint has start = stop.
 
-    `digest` names the prefix up to `stop`, and the file. `base` is the digest of the whole blocks
-    before `start`. `key` is the digest that a lookup searches: of a run the one after its first
-    block, of a checkpoint its base. `disk`: bytes by the file system's count, or reserved.
-    `used`: seconds since 1970. `parent`: id of the run that holds the token before `start`.
-    `previous`: id of the checkpoint before this one on its path. `owner`: name of the process lock
-    of the store that writes the file; None: durable.
+    `digest` identifies the prefix up to `stop` and names the file. `base`: digest of the whole
+    blocks
+    before `start`. `key`: digest by which a lookup finds the row; for a run, the digest after its
+    first
+    block, for a checkpoint, its base. `nbytes`: size of the file. `disk`: bytes that it takes, or
+    that
+    are reserved for it, on disk. `used`: last use in seconds since 1970. `parent`: id of the run
+    that
+    holds the token before `start`. `previous`: id of the checkpoint before this one on its path.
+    `owner`: name of the process lock of the store that is writing the file; None if it is durable.
     """
 
     id: int
@@ -92,9 +96,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Durable prefix of some ids: runs that cover it as (row, start, end), and checkpoints.
+    """Result of a lookup: the durable prefix of some token ids, and its checkpoints.
 
-    Both ascend by position.
+    `length`: tokens of the prefix. `cover`: runs that cover it, each as (row, start, end).
+    `checkpoints`: rows of checkpoints. Both are in order of position.
     """
 
     length: int
@@ -102,7 +107,7 @@ class Match:
     checkpoints: tuple[Row, ...]
 
     def run_before(self, position: int) -> Row | None:
-        """Run that covers the token before `position`; None without one."""
+        """Return the run that covers the token before `position`, or None."""
         for row, start, end in self.cover:
             if start < position <= end:
                 return row
@@ -110,7 +115,7 @@ class Match:
 
 
 def shapes() -> set[tuple[str, str, str | None]]:
-    """Result of the query `SHAPES` in an undamaged index."""
+    """Return the result of the query `SHAPES` for an undamaged index."""
     connection = sqlite3.connect(":memory:")
     connection.executescript(SCHEMA)
     found = set(connection.execute(SHAPES))
@@ -119,7 +124,10 @@ def shapes() -> set[tuple[str, str, str | None]]:
 
 
 def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
-    """Find the longest durable prefix of the chain's ids, to the token, and its checkpoints."""
+    """Find the longest durable prefix of the chain's token ids, and its checkpoints.
+
+    The prefix may end inside a block.
+    """
     raw = np.ascontiguousarray(chain.ids, "<i4").tobytes()
     checkpoints: list[Row] = []
     reaches: list[tuple[int, int, Row]] = []
@@ -141,21 +149,24 @@ def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
 
 
 def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
-    """Version of the set of files: differs after one was added, removed or made durable."""
+    """Return a value that changes whenever a file is added, removed or made durable."""
     query = "SELECT count(*), ifnull(max(id), 0), ifnull(sum(owner IS NULL), 0) FROM file"
     count, newest, durable = connection.execute(query).fetchone()
     return count, newest, durable
 
 
 def has_checkpoints(connection: sqlite3.Connection, root: bytes) -> bool:
-    """Tell if any of the newest runs that follow `root` has a checkpoint."""
+    """Return whether any of the newest runs that start at token 0 contains a checkpoint.
+
+    `root`: digest of the empty prefix of the namespace.
+    """
     newest = "SELECT id FROM file WHERE base = ? AND kind = 'run' ORDER BY id DESC LIMIT 50"
     query = f"SELECT 1 FROM file WHERE kind = 'checkpoint' AND parent IN ({newest}) LIMIT 1"
     return connection.execute(query, (root,)).fetchone() is not None
 
 
 def insert(connection: sqlite3.Connection, row: Row) -> int:
-    """Insert `row`, whose id is ignored; returns the new id."""
+    """Insert `row`, ignoring its id, and return the new id."""
     names = COLUMNS.removeprefix("id, ")
     values = [getattr(row, name) for name in names.split(", ")]
     marks = ", ".join("?" * len(values))
@@ -165,31 +176,31 @@ def insert(connection: sqlite3.Connection, row: Row) -> int:
 
 
 def put_tokens(connection: sqlite3.Connection, id: int, tokens: Tokens) -> None:
-    """Insert the tokens of run `id`."""
+    """Insert the token ids of run `id`."""
     raw = np.ascontiguousarray(tokens, "<i4").tobytes()
     connection.execute("INSERT INTO tokens VALUES (?, ?)", (id, raw))
 
 
 def get_tokens(connection: sqlite3.Connection, id: int) -> Tokens:
-    """Tokens of run `id`; empty if it has no row."""
+    """Return the token ids of run `id`; empty if it has no row."""
     found = connection.execute("SELECT ids FROM tokens WHERE file = ?", (id,)).fetchone()
     return _tokens(found[0] if found else b"")
 
 
 def rows(connection: sqlite3.Connection, where: str = "1", *values: object) -> list[Row]:
-    """All rows that the SQL condition `where` selects."""
+    """Return all rows for which the SQL condition `where` holds."""
     query = f"SELECT {COLUMNS} FROM file WHERE {where}"
     return [Row(*found) for found in connection.execute(query, values)]
 
 
 def one(connection: sqlite3.Connection, where: str, *values: object) -> Row | None:
-    """First row that the SQL condition `where` selects, or None."""
+    """Return the first row for which the SQL condition `where` holds, or None."""
     found = rows(connection, where, *values)
     return found[0] if found else None
 
 
 def subtree(connection: sqlite3.Connection, id: int) -> list[Row]:
-    """File `id` and all files that build on it, by descending position."""
+    """Return file `id` and all files that continue it, the last positions first."""
     query = (
         "WITH RECURSIVE tree (id) AS (SELECT ? UNION SELECT file.id FROM file, tree "
         f"WHERE file.parent = tree.id) SELECT {_QUALIFIED} FROM file, tree "
@@ -208,23 +219,23 @@ def delete(connection: sqlite3.Connection, row: Row) -> None:
 
 
 def touch(connection: sqlite3.Connection, uses: Iterable[tuple[float, int]]) -> None:
-    """Update times of use, given as (seconds since 1970, id)."""
+    """Update the last uses of files, given as (seconds since 1970, file id)."""
     connection.executemany("UPDATE file SET used = max(used, ?) WHERE id = ?", uses)
 
 
 def latest_use(connection: sqlite3.Connection) -> float:
-    """Newest time of use of any file, in seconds since 1970; 0 without files."""
+    """Return the newest use of any file in seconds since 1970; 0 without files."""
     (used,) = connection.execute("SELECT ifnull(max(used), 0) FROM file").fetchone()
     return float(used)
 
 
 def pinned(connection: sqlite3.Connection) -> set[int]:
-    """Ids of the files that are pinned under any name."""
+    """Return the ids of all pinned files."""
     return {id for (id,) in connection.execute("SELECT file FROM pin")}
 
 
 def count_reuses(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
-    """Count one reuse of each of these files; ids without a row are ignored."""
+    """Add one reuse to each of these files; ids without a row are ignored."""
     connection.executemany(
         "INSERT INTO found SELECT id, 1 FROM file WHERE id = ?"
         " ON CONFLICT (file) DO UPDATE SET count = count + 1",
@@ -233,7 +244,7 @@ def count_reuses(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
 
 
 def reuse_counts(connection: sqlite3.Connection) -> dict[int, int]:
-    """Number of reuses by file id; files never reused are left out."""
+    """Return the number of reuses by file id; files that were never reused are left out."""
     return dict(connection.execute("SELECT file, count FROM found"))
 
 
@@ -251,7 +262,12 @@ def _with_keys(
 
 
 def _cover(reaches: list[tuple[int, int, Row]]) -> tuple[list[tuple[Row, int, int]], int]:
-    """Choose the fewest runs that cover [0, length) without a gap; returns them and length."""
+    """Choose the fewest runs that cover [0, length) without a gap, for the greatest length.
+
+    `reaches`: for each run its start, the end of the tokens that it has in common with the prompt,
+    and
+    its row. Returns the runs, each as (row, start, end), and `length`.
+    """
     reaches.sort(key=lambda reach: reach[:2])
     cover: list[tuple[Row, int, int]] = []
     cursor = at = 0
@@ -269,7 +285,10 @@ def _cover(reaches: list[tuple[int, int, Row]]) -> tuple[list[tuple[Row, int, in
 
 
 def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple[Row, int] | None:
-    """Find a run that shares more of the block around `cursor`, and the end of what it shares."""
+    """Find a run that shares tokens of the block around position `cursor`, beyond `cursor`.
+
+    Returns its row and the end of the shared tokens, or None.
+    """
     block = cursor // BLOCK
     start = block * BLOCK
     wanted = np.ascontiguousarray(chain.ids[start : start + BLOCK], "<i4").tobytes()
@@ -290,7 +309,10 @@ def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple
 
 
 def _common(tokens: bytes, wanted: bytes) -> int:
-    """Number of leading tokens, 4 bytes each, that two byte strings share."""
+    """Return the number of leading tokens that two byte strings share.
+
+    A token has 4 bytes.
+    """
     count = min(len(tokens), len(wanted)) // 4
     if tokens[: count * 4] == wanted[: count * 4]:
         return count

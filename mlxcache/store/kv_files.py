@@ -1,4 +1,4 @@
-"""Files of runs and checkpoints: metadata, checksums, and checks before use.
+"""Files of runs and checkpoints: metadata, checksums, and verification before use.
 
 The format is described in docs/disk-format.md.
 """
@@ -52,10 +52,13 @@ _per_thread = threading.local()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunHeader:
-    """Metadata of a run: `tokens` from position `start`, after the prefix of digest `base`.
+    """Metadata of a run file.
 
-    `checksums`: 8 bytes per block, of which the last may be partial. They leave out the tensors
-    named in `late` (sliding windows, which only positions soon after the run need), which have
+    The run holds the token ids `tokens` from position `start` on, after the prefix with digest
+    `base`.
+    `checksums`: one per block, 8 bytes each; the last block may be partial. They exclude the
+    tensors
+    named in `late`, which hold sliding windows and are needed only soon after the run; those have
     `late_checksums`.
     """
 
@@ -70,22 +73,22 @@ class RunHeader:
 
     @property
     def digests(self) -> list[bytes]:
-        """Digests after each of its whole blocks."""
+        """Digests after each of the run's whole blocks."""
         return block_digests(self.base, self.tokens)
 
     @property
     def digest(self) -> bytes:
-        """Digest of the prefix that ends with the run, which names its file."""
+        """Digest of the prefix that ends with the run, which is the name of its file."""
         whole = len(self.tokens) // BLOCK
         return partial_digest([self.base, *self.digests][whole], self.tokens[whole * BLOCK :])
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHeader:
-    """Metadata of a checkpoint: the state after the `position` tokens of `digest`.
+    """Metadata of a checkpoint file: the state after `position` tokens with digest `digest`.
 
-    `base` is the digest of their whole blocks. `previous`: digest of the checkpoint before it on
-    its path when it was written, or empty.
+    `base`: digest of their whole blocks. `previous`: digest of the checkpoint before it on its path
+    when it was written, or empty. `checksum`: checksum of all tensors, 8 bytes.
     """
 
     header: Header
@@ -98,7 +101,10 @@ class CheckpointHeader:
 
 
 def compose_run(run: RunHeader, tensors: Sequence[Tensor]) -> bytes:
-    """Compose a run file's bytes before its payload; `run.header` is ignored."""
+    """Return the bytes of a run file that precede its tensor data.
+
+    `run.header` is ignored.
+    """
     metadata = {
         "format": f"mlxcache-{RUN}",
         "version": VERSION,
@@ -114,7 +120,10 @@ def compose_run(run: RunHeader, tensors: Sequence[Tensor]) -> bytes:
 
 
 def compose_checkpoint(checkpoint: CheckpointHeader, tensors: Sequence[Tensor]) -> bytes:
-    """Compose a checkpoint file's bytes before its payload; `checkpoint.header` is ignored."""
+    """Return the bytes of a checkpoint file that precede its tensor data.
+
+    `checkpoint.header` is ignored.
+    """
     metadata = {
         "format": f"mlxcache-{CHECKPOINT}",
         "version": VERSION,
@@ -131,7 +140,7 @@ def compose_checkpoint(checkpoint: CheckpointHeader, tensors: Sequence[Tensor]) 
 def read_run(fd: int) -> RunHeader:
     """Read the header of an open run file and check it for consistency.
 
-    Raises Malformed if it is not a run of this format, and OSError.
+    Raises Malformed if the file is not a run of this format, and OSError.
     """
     header = read_header(fd)
     try:
@@ -166,7 +175,10 @@ def _sums(text: str) -> tuple[bytes, ...]:
 
 
 def read_checkpoint(fd: int) -> CheckpointHeader:
-    """Read the header of an open checkpoint file; raises as `read_run` does."""
+    """Read the header of an open checkpoint file and check it for consistency.
+
+    Raises Malformed if the file is not a checkpoint of this format, and OSError.
+    """
     header = read_header(fd)
     try:
         _expect(header, CHECKPOINT)
@@ -194,10 +206,12 @@ def _expect(header: Header, kind: str) -> None:
 
 
 def block_checksums(buffers: Sequence[memoryview], tokens: int) -> list[bytes]:
-    """Compute the xxh3-64 of each block of `tokens` tokens, the first axis of all `buffers`.
+    """Compute the xxh3-64 checksum of each block of `tokens` tokens.
 
-    xxhash keeps the interpreter's lock for inputs as small as a block, so this pauses after every
-    MiB: without pauses the MLX thread waits 5 ms each time it wants the lock back.
+    The first axis of each buffer is the tokens. xxhash does not release the interpreter's lock for
+    inputs as small as a block, so this function pauses after every MiB. Without pauses the MLX
+    thread
+    would wait 5 ms each time it needs the lock.
     """
     found, hashed = [], 0
     for first in range(0, tokens, BLOCK):
@@ -215,7 +229,7 @@ def block_checksums(buffers: Sequence[memoryview], tokens: int) -> list[bytes]:
 
 
 def checksum_of(buffers: Sequence[memoryview]) -> bytes:
-    """Compute the xxh3-64 over all of `buffers`, in order."""
+    """Compute the xxh3-64 checksum over all of `buffers`, in order."""
     state = xxh3_64()
     for buffer in buffers:
         state.update(buffer)
@@ -225,9 +239,11 @@ def checksum_of(buffers: Sequence[memoryview]) -> bytes:
 def file_block_checksums(
     fd: int, places: Iterable[Place], tokens: int, blocks: range
 ) -> list[bytes]:
-    """Compute `block_checksums` of `blocks` over `places` of an open file of `tokens` tokens.
+    """Compute the checksums of a range of blocks of an open file with `tokens` tokens.
 
-    Raises Malformed if the file ends early or a tensor is not token-major, and OSError.
+    Each is the xxh3-64 over the tensors `places`, whose first axis is the tokens. Raises Malformed
+    if
+    the file ends early or a tensor has another first axis, and OSError.
     """
     states = [xxh3_64() for _ in blocks]
     for place, ahead in _with_ends(list(places)):
@@ -244,7 +260,10 @@ def file_block_checksums(
 
 
 def file_checksum(fd: int, header: Header) -> bytes:
-    """Compute `checksum_of` over the tensors of an open file. Raises Malformed, OSError."""
+    """Compute the xxh3-64 checksum over all tensors of an open file.
+
+    Raises Malformed if the file ends early, and OSError.
+    """
     state = xxh3_64()
     for place, ahead in _with_ends(header.places):
         for _, view in _chunks(fd, place.offset, place.offset + place.nbytes, ahead):
@@ -253,7 +272,10 @@ def file_checksum(fd: int, header: Header) -> bytes:
 
 
 def update_blocks(states: list[xxh3_64], size: int, at: int, view: memoryview) -> None:
-    """Hash `view`, which begins `at` bytes into blocks of `size` bytes, into their states."""
+    """Update the hash states of blocks with the bytes of `view`.
+
+    `size`: bytes of a block. `at`: offset of `view` from the start of the first block.
+    """
     done = 0
     while done < len(view):
         index = (at + done) // size
@@ -263,7 +285,10 @@ def update_blocks(states: list[xxh3_64], size: int, at: int, view: memoryview) -
 
 
 def _with_ends(places: Sequence[Place]) -> list[tuple[Place, int]]:
-    """Pair each place with the end of the gapless sequence of places that it is part of."""
+    """Pair each tensor with the end of the contiguous range of tensors that contains it.
+
+    Ends are offsets in the file, in bytes.
+    """
     found: list[tuple[Place, int]] = []
     end = next_start = -1
     for place in reversed(places):
@@ -274,9 +299,11 @@ def _with_ends(places: Sequence[Place]) -> list[tuple[Place, int]]:
 
 
 def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield (offset, bytes) over [start, stop); the bytes are valid until the next step.
+    """Yield the file's bytes [start, stop) in chunks, each with its offset.
 
-    `ahead`: end of what the caller will read next.
+    The bytes of a chunk are valid until the next step. `ahead`: end of the range that the caller
+    will
+    read next, for read-ahead. Raises Malformed if the file ends early.
     """
     if not hasattr(_per_thread, "buffer"):
         _per_thread.buffer = memoryview(bytearray(READ_BYTES))
@@ -297,10 +324,12 @@ def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, m
 def check_run(
     fd: int, namespace: str, base: bytes, piece: Piece, ids: Tokens, *, late: bool = True
 ) -> None:
-    """Check that an open file holds `piece`: KV of `ids` after the prefix of digest `base`.
+    """Check that an open run file contains the KV of `ids` that `piece` describes.
 
-    Compares namespace, positions, every token id and the blocks' checksums. Without `late`, its
-    late tensors are not read. Raises Malformed and OSError.
+    `base`: digest of the prefix before the run. Compares the namespace, positions, every token id
+    and
+    the checksums of the blocks. Unless `late`, the tensors of sliding windows are not read. Raises
+    Malformed and OSError.
     """
     content = read_run(fd)
     if content.namespace != namespace or content.base != base:
@@ -315,7 +344,7 @@ def check_run(
 
 
 def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> None:
-    """Check that an open file holds the state after the `position` tokens of `digest`.
+    """Check that an open file holds the state after `position` tokens with the given digest.
 
     Raises Malformed and OSError.
     """
@@ -329,7 +358,10 @@ def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> N
 
 
 def check_whole(path: Path, row: Row) -> None:
-    """Check a whole file of any namespace against its row. Raises Malformed and OSError."""
+    """Check a whole file of any namespace against its index row.
+
+    Raises Malformed and OSError.
+    """
     with open_file(path) as fd:
         if os.fstat(fd).st_size != row.nbytes:
             raise Malformed("its size is not what the index says")
@@ -348,7 +380,7 @@ def check_whole(path: Path, row: Row) -> None:
 
 
 def _check_blocks(fd: int, content: RunHeader, blocks: range, late: bool) -> None:
-    """Raise Malformed unless each block has the checksum in its run's header."""
+    """Raise Malformed unless each of `blocks` has the checksum in the run's header."""
     places = content.header.places
     for names_late, sums in ((False, content.checksums), (True, content.late_checksums)):
         wanted = [place for place in places if (place.name in content.late) is names_late]
@@ -359,16 +391,19 @@ def _check_blocks(fd: int, content: RunHeader, blocks: range, late: bool) -> Non
 
 
 def read_ahead(path: Path) -> None:
-    """Ask the system to begin reading a file; one that cannot be opened is no error."""
+    """Tell the operating system to read a file into its cache.
+
+    Does nothing if the file cannot be opened.
+    """
     with suppress(OSError), open_file(path) as fd:
         disk_calls.read_ahead(fd)
 
 
 @contextmanager
 def open_file(path: Path, *, links: bool = False) -> Iterator[int]:
-    """Open `path` for reading; yields its descriptor. `links`: also a symbolic link.
+    """Open `path` for reading and yield its descriptor; close it when the block ends.
 
-    Raises OSError.
+    `links`: follow a symbolic link. Raises OSError.
     """
     fd = os.open(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW))
     try:
@@ -378,9 +413,9 @@ def open_file(path: Path, *, links: bool = False) -> Iterator[int]:
 
 
 def is_finite(path: Path, row: int) -> bool:
-    """Tell if rows from `row` on of each of a run's tensors are finite.
+    """Return whether all tensors of a run file are finite from row `row` on.
 
-    False also if the file cannot be read.
+    A row is a token. Returns False also if the file cannot be read.
     """
     try:
         with open_file(path) as fd:
@@ -390,7 +425,7 @@ def is_finite(path: Path, row: int) -> bool:
 
 
 def _finite(fd: int, place: Place, row: int) -> bool:
-    """Tell if the rows of one tensor, whose first axis is tokens, are finite from `row` on."""
+    """Return whether a tensor, whose first axis is tokens, is finite from row `row` on."""
     if place.dtype not in _EXPONENTS or not place.nbytes:
         return True
     kind, bits = _EXPONENTS[place.dtype]

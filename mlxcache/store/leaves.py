@@ -1,4 +1,4 @@
-"""Rules that assign a request to a leaf of a session, over token ids alone."""
+"""Rules that assign a request to a conversation of a session, based only on token ids."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ TINY_SHARE = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """One conversation of a session: `ids` is the newest prompt with its reply, int32, (n,).
+    """One conversation of a session.
 
-    `prompt_tokens` of them are the prompt. `key_tokens`: length of its conversation key, the
-    leading tokens that a prompt must share to continue it. `turns`: finished requests.
-    `last_used_at`: seconds since 1970. `replies`: keys of the replies in it, in order; None where
-    an earlier version wrote it.
+    `ids`: newest prompt with its reply, int32, shape (n,); the first `prompt_tokens` are the
+    prompt.
+    `key_tokens`: length of its conversation key, the leading tokens that a prompt must share to
+    continue it. `turns`: number of finished requests. `last_used_at`: seconds since 1970.
+    `replies`:
+    keys of the replies in it, in order; None if an earlier version of mlxcache wrote it.
     """
 
     id: int
@@ -43,22 +45,25 @@ class Leaf:
 
 
 def conversation_key_tokens(marks: Sequence[int], prompt_tokens: int) -> int:
-    """Length of a prompt's conversation key: the leading tokens that tell it from all others.
+    """Return the length of a prompt's conversation key in tokens.
 
-    Conversations share the head (tools and system, up to the first mark) and the tokens that open
-    the first message, but not that message, which ends at the second mark. A prompt with one mark
-    has no head and only that message.
+    The key is the leading part of a prompt that distinguishes its conversation from all others. The
+    head (tools and system prompt, up to the first mark) can be the same in many conversations, but
+    not
+    the first message, which ends at the second mark. A prompt with a single mark has no head.
+    `marks`:
+    positions of the ends of messages.
     """
     return next(iter(marks[1:2] or marks[:1]), prompt_tokens)
 
 
 def digest_of(ids: Tokens) -> bytes:
-    """BLAKE2b digest of exactly these tokens, 16 bytes."""
+    """Return the BLAKE2b digest of exactly these tokens, 16 bytes."""
     return hashlib.blake2b(_raw(ids), digest_size=16).digest()
 
 
 def digests_at(ids: Tokens, lengths: Iterable[int]) -> dict[int, bytes]:
-    """Digests of prefixes of `ids`, by length; lengths beyond `ids` are left out."""
+    """Return the digests of prefixes of `ids` by length; lengths beyond `ids` are left out."""
     hasher, at, found = hashlib.blake2b(digest_size=16), 0, {}
     for length in sorted(set(lengths)):
         if length <= len(ids):
@@ -72,12 +77,13 @@ def _raw(ids: Tokens) -> bytes:
 
 
 def find_continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:
-    """Find the leaf that a request with `ids` continues; None if it begins a conversation.
+    """Find the leaf that a request with token ids `ids` continues, or None.
 
-    A leaf is considered if `ids` begins with its conversation key, its first `key_tokens` tokens.
-    Of those, the one with the longest common prefix with `ids` is returned. Of equally long ones it
-    is a leaf whose tokens are all in that prefix: if only the source of a fork has got a further
-    turn, a request without that turn continues the fork. After that the leaf with the lowest id.
+    A leaf is considered if `ids` begins with its conversation key, the first `key_tokens` tokens.
+    Among
+    those, the leaf with the longest common prefix with `ids` is chosen. If several share as much, a
+    leaf of which `ids` contains all tokens is preferred: after a fork, a request without the later
+    turns of the original continues the fork. After that, the leaf with the lowest id is chosen.
     """
     best, rank = None, (0, False, 0)
     for leaf in leaves:
@@ -91,12 +97,14 @@ def find_continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:
 def becomes_main(
     *, main_turns: int, main_tokens: int, tokens: int, same_head: bool, settled: bool
 ) -> bool:
-    """True if a conversation of `tokens` tokens becomes its session's main one.
+    """Return whether a conversation of `tokens` tokens becomes its session's main one.
 
-    The one rule for the table of sessions and for eviction in RAM. A main conversation of one turn
-    and far fewer tokens was a side request, such as a title. Else the other must share its head
-    (tools and system prompt), as an agent's does after a compaction, and be `settled`: have enough
-    turns.
+    Both the table of sessions and eviction in RAM use this rule. If the present main conversation
+    has
+    one turn and far fewer tokens, it was a side request, such as a title, and is replaced.
+    Otherwise
+    the other one must share its head (tools and system prompt), as after an agent has compacted its
+    history, and have enough turns (`settled`).
     """
     if main_turns <= 1 and main_tokens * TINY_SHARE < tokens:
         return True
@@ -104,12 +112,15 @@ def becomes_main(
 
 
 def replaces_main(leaf: Leaf, main: Leaf, head: int, *, first: bool = False) -> bool:
-    """Decide if `leaf`, just used, replaces `main` as the main conversation of its session.
+    """Return whether `leaf`, just used, replaces `main` as its session's main conversation.
 
-    The first leaf is the main one, unless it was a side request before the conversation. After a
-    compaction an agent continues under a new prefix that shares its `head` tokens of tools and
-    system; if that was a sub-agent and the older leaf continues after all, the older is main again.
-    `first`: the leaf is the session's first and got a longer prompt, so it was no side request.
+    The first leaf is the main one, unless it was a side request. After an agent has compacted its
+    history, it continues with a new prefix that shares the `head` tokens of tools and system
+    prompt. If
+    the newer leaf was only a sub-agent and the older one continues, the older one becomes the main
+    one
+    again. `first`: the leaf is the session's first and now has a longer prompt, so it was no side
+    request.
     """
     if first:
         return True

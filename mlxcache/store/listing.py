@@ -1,4 +1,4 @@
-"""A session as it is listed: its row, its leaves, and what each tier holds of them."""
+"""A session as it is listed: its row, its leaves, and how much of them each tier holds."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ NO_FIGURES = SessionFigures()
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Contents of one tier for a session: tokens of each leaf, and bytes, shared ones once."""
+    """The part of a session that one tier (RAM or disk) holds.
+
+    `tokens`: tokens of each leaf. `nbytes`: bytes in all; those shared by leaves count once.
+    """
 
     tokens: tuple[int, ...]
     nbytes: int
 
     @classmethod
     def nothing(cls, leaves: Sequence[Leaf]) -> Held:
-        """Contents of a tier that holds none of `leaves`."""
+        """Return the contents of a tier that holds none of `leaves`."""
         return cls((0,) * len(leaves), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A session, its leaves (the main one first), what each tier holds, and its figures."""
+    """A session, its leaves (the main one first), what each tier holds of it, and its figures."""
 
     session: Session
     leaves: tuple[Leaf, ...]
@@ -38,7 +41,12 @@ class Listed:
 
     @property
     def tier(self) -> Tier | None:
-        """Tier that holds it: `mixed` if part of it is in one tier only, None if in neither."""
+        """The tier that holds tokens of the session; None if neither RAM nor disk does.
+
+        `both` if each tier holds all of the session, and `mixed` if both hold tokens but at least
+        one of
+        them lacks some.
+        """
         lengths = tuple(len(leaf.ids) for leaf in self.leaves)
         ram, disk = any(self.ram.tokens), any(self.disk.tokens)
         if ram and disk:
@@ -46,9 +54,10 @@ class Listed:
         return "ram" if ram else "disk" if disk else None
 
     def as_object(self, *, leaves: bool = False) -> dict[str, Any]:
-        """Object of `GET /v1/sessions`; `leaves` adds one object per leaf.
+        """Return the object of `GET /v1/sessions`; `leaves` adds one object per leaf.
 
-        `tokens` and `durable_tokens` are the main leaf's, the bytes those of all leaves.
+        `tokens` and `durable_tokens` count only the main leaf, but the bytes are those of all
+        leaves.
         """
         session, main = self.session, slice(0, 1)
         found: dict[str, Any] = {

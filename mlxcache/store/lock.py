@@ -1,8 +1,9 @@
-"""Locks of processes: open stores in a store folder, and servers of a cache folder.
+"""File locks: of open stores in a store folder, and of servers of a cache folder.
 
-Each open store holds a lock file of its own, so that others know which files are in writing. Every
-server holds `serving.lock` shared and leaves a note of its address beside it; a command that
-changes files takes it exclusively. The system releases a lock however its process ends.
+Each open store holds a lock file of its own, so that other processes can tell which files are still
+being written. Every server holds `serving.lock` shared, and writes its address to a note file. A
+command that changes files takes `serving.lock` exclusively. The operating system releases a lock
+when its process ends for any reason.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mlxcache.store.folder import Folder, remove
 
 
 class InUse(StoreError):
-    """Another process uses the folder in a way that excludes this use."""
+    """Error: another process uses the folder in a way that excludes this use."""
 
 
 NAME = "serving.lock"
@@ -32,7 +33,7 @@ NOTES = "serving"
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A server: its process, its address, and the model's name as it was given."""
+    """A running server: its process id, its address, and the model's name as the user gave it."""
 
     pid: int
     url: str
@@ -43,7 +44,7 @@ class Serving:
 def serving(cache_dir: Path, url: str, model: str) -> Iterator[None]:
     """Hold the shared lock of a server, and publish its address, inside the block.
 
-    Raises InUse while a command changes the folder, StoreError if it cannot be written.
+    Raises InUse while a command changes the folder, and StoreError if the folder cannot be written.
     """
     with _locked(cache_dir, fcntl.LOCK_SH) as free:
         if not free:
@@ -68,7 +69,7 @@ def serving(cache_dir: Path, url: str, model: str) -> Iterator[None]:
 def exclusive_lock(cache_dir: Path) -> Iterator[None]:
     """Hold the exclusive lock of a command that changes the folder without a server.
 
-    Raises InUse, naming the servers, if one runs.
+    Raises InUse, with the addresses of the servers, if one is running.
     """
     with _locked(cache_dir, fcntl.LOCK_EX) as free:
         if not free:
@@ -81,7 +82,7 @@ def exclusive_lock(cache_dir: Path) -> Iterator[None]:
 
 
 def servers(cache_dir: Path) -> list[Serving]:
-    """List the servers that run on this folder, by their notes."""
+    """Return the servers that are running on this cache folder, according to their note files."""
     found = []
     for note in sorted((cache_dir / NOTES).glob("*.json")):
         with suppress(OSError, ValueError, TypeError):
@@ -92,14 +93,14 @@ def servers(cache_dir: Path) -> list[Serving]:
 
 
 def _sweep(notes: Path) -> None:
-    """Remove the notes of killed servers."""
+    """Remove the note files of servers that no longer run."""
     for note in notes.glob("*.json"):
         if note.stem.isdecimal() and not is_running(int(note.stem)):
             note.unlink(missing_ok=True)
 
 
 def is_running(pid: int) -> bool:
-    """Tell if a process `pid` exists, also another user's."""
+    """Return whether a process with id `pid` exists, including those of other users."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -111,7 +112,10 @@ def is_running(pid: int) -> bool:
 
 @contextmanager
 def _locked(cache_dir: Path, kind: int) -> Iterator[bool]:
-    """Try to hold the lock inside the block; yields False if it is taken. Raises StoreError."""
+    """Try to hold `serving.lock` inside the block, and yield whether it could be taken.
+
+    `kind`: LOCK_SH or LOCK_EX. Does not block. Raises StoreError if the folder cannot be locked.
+    """
     with _folder_errors(cache_dir):
         make_folder(cache_dir)
         fd = os.open(cache_dir / NAME, os.O_RDWR | os.O_CREAT, 0o600)
@@ -141,17 +145,20 @@ _TRIES, _PAUSE_S = 20, 0.01
 
 
 class ProcessLock:
-    """Lock of one open store, released with the process however that ends."""
+    """Lock file of one open store, released when the process ends for any reason."""
 
     def __init__(self, folder: Folder):
-        """Take the lock, inside `opening_lock` so that no process sees it free. Raises OSError."""
+        """Create the lock file and lock it. Raises OSError.
+
+        Call inside `opening_lock`, so that no other process sees the file before it is locked.
+        """
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._path = folder.locks / self.name
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     def release(self) -> None:
-        """Remove and release the lock; idempotent."""
+        """Remove and release the lock. Idempotent."""
         if self._fd >= 0:
             with suppress(OSError):  # the disk may be read-only or gone
                 remove(self._path)
@@ -160,7 +167,7 @@ class ProcessLock:
 
 
 def is_alive(folder: Folder, name: str) -> bool:
-    """Tell if the store that holds the lock `name` is still open."""
+    """Return whether the store that holds the lock file `name` is still open."""
     try:
         fd = os.open(folder.locks / name, os.O_RDWR)
     except FileNotFoundError:
@@ -184,7 +191,10 @@ def _free(fd: int) -> bool:
 
 
 def _exists(name: str) -> bool:
-    """Tell if the process in a lock's name exists; one of another container may be invisible."""
+    """Return whether the process whose id is in a lock's name exists.
+
+    Processes of other containers may be invisible.
+    """
     try:
         return is_running(int(name.partition("-")[0]))
     except (ValueError, OverflowError):
@@ -193,7 +203,10 @@ def _exists(name: str) -> bool:
 
 @contextmanager
 def opening_lock(folder: Folder) -> Iterator[None]:
-    """Hold the lock that one store at a time takes while it opens. Blocks. Raises OSError."""
+    """Hold the lock that only one store at a time can hold while it opens the folder.
+
+    Blocks. Raises OSError.
+    """
     path: Path = folder.path / "open.lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:

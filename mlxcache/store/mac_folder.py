@@ -1,4 +1,4 @@
-"""The default cache folder of a Mac: moved from ~/Library/Caches, and left out of backups.
+"""The default cache folder on a Mac: moved from ~/Library/Caches, and excluded from backups.
 
 On other systems, and for any other folder, these functions do nothing.
 """
@@ -33,7 +33,10 @@ log = logging.getLogger(__name__)
 
 
 def locate_cache_dir(cache_dir: Path) -> Path:
-    """Return the folder that commands use for `cache_dir`: the former one until it is moved."""
+    """Return the folder that commands use for `cache_dir`.
+
+    That is the folder of earlier versions until its content has been moved.
+    """
     former = _former(cache_dir)
     if former is None or _has_store(cache_dir) or not _has_store(former):
         return cache_dir
@@ -41,11 +44,12 @@ def locate_cache_dir(cache_dir: Path) -> Path:
 
 
 def prepare_cache_dir(cache_dir: Path) -> Path:
-    """Move the former folder to `cache_dir`; returns the folder that a server uses.
+    """Move the folder of earlier versions to `cache_dir`; return the folder that a server uses.
 
-    That is the former one while it cannot be moved: a server uses it, or it is on another disk. A
-    folder without sessions is made private to the user and excluded from Time Machine. Moves and
-    failures are logged. Blocks for at most `WAIT_S`.
+    The former folder is returned if it cannot be moved because a server uses it, or because it is
+    on
+    another disk. A new folder is made private to the user and excluded from Time Machine. Moves and
+    failures are logged. Blocks for at most `WAIT_S` seconds.
     """
     former = _former(cache_dir)
     if former is None:
@@ -73,11 +77,12 @@ def prepare_cache_dir(cache_dir: Path) -> Path:
 
 
 def exclude_from_backups(folder: Path) -> None:
-    """Mark a folder as left out of Time Machine's backups. Raises OSError.
+    """Exclude a folder from Time Machine's backups. Raises OSError.
 
-    Sets the attribute that `tmutil addexclusion FOLDER` sets, and `tmutil removeexclusion` removes
-    (tmutil(8), setxattr(2)). tmutil itself would be another program to run, and asks for access to
-    the whole disk on some versions of macOS. The attribute and its value are described in
+    Sets the same attribute as `tmutil addexclusion FOLDER`; `tmutil removeexclusion` removes it
+    (tmutil(8), setxattr(2)). The command tmutil itself is not used because on some versions of
+    macOS it
+    asks the user for access to the whole disk. The attribute and its value are described in
     https://eclecticlight.co/2017/12/13/xattr-com-apple-metadatacom_apple_backup_excludeitem-exclude-from-backups/.
     """
     value = plistlib.dumps("com.apple.backupd", fmt=plistlib.FMT_BINARY)
@@ -92,7 +97,10 @@ def exclude_from_backups(folder: Path) -> None:
 
 
 def _former(cache_dir: Path) -> Path | None:
-    """The folder of earlier versions, if `cache_dir` is the default that replaced it."""
+    """Return the cache folder of earlier versions, or None.
+
+    None is returned unless `cache_dir` is the default folder that replaced it.
+    """
     former = former_cache_dir()
     return former if former != cache_dir == default_cache_dir() else None
 
@@ -102,7 +110,11 @@ def _has_store(folder: Path) -> bool:
 
 
 def _take_over(former: Path, cache_dir: Path) -> bool:
-    """Move the former folder, unless another process uses it; false: it stays in use."""
+    """Move the former folder to `cache_dir`; return False if that is impossible.
+
+    Waits up to `WAIT_S` seconds for another process that is moving it. Failures are logged, and the
+    former folder then stays in use.
+    """
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
@@ -134,9 +146,10 @@ def _take_over(former: Path, cache_dir: Path) -> bool:
 
 
 def _move(former: Path, cache_dir: Path) -> None:
-    """Rename what is in `former` into `cache_dir`, the store first. Raises OSError for that one.
+    """Rename the entries of `former` into `cache_dir`, the store first.
 
-    What `cache_dir` has already stays where it is.
+    Raises OSError if the store cannot be renamed; errors of other entries are logged. Entries that
+    `cache_dir` already has are not replaced.
     """
     make_folder(cache_dir)
     store = former / STORE
@@ -150,7 +163,10 @@ def _move(former: Path, cache_dir: Path) -> None:
 
 
 def _move_rest(source: Path, target: Path) -> None:
-    """Rename the entries that `target` lacks, also inside folders that both have."""
+    """Rename the entries that `target` lacks, also inside folders that both have.
+
+    Errors are logged.
+    """
     for entry in list(source.iterdir()):
         if entry.name == NAME:
             continue  # held by this process; the new folder has its own
@@ -166,9 +182,9 @@ def _move_rest(source: Path, target: Path) -> None:
 
 
 def _remove_empty(former: Path) -> None:
-    """Remove the former folder if only its lock is left in it, and no process waits for that lock.
+    """Remove the former folder if only its lock file is left in it.
 
-    It may also be a link, or in a folder that cannot be changed: it stays then.
+    The folder may also be a link, or be inside a folder that cannot be changed; it is kept then.
     """
     try:
         if [entry.name for entry in former.iterdir()] == [NAME]:

@@ -1,4 +1,4 @@
-"""Maintenance of a whole folder on request: check, prune, clear."""
+"""Maintenance of a whole store folder on request: check, prune, clear."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ Progress = Callable[[int, int], None]
 
 
 def evict_excess(context: StoreContext) -> None:
-    """Evict files that exceed the cap. Raises StoreError."""
+    """Evict files until the folder is within its size limit. Raises StoreError."""
     if context.space.limit is not None:
         with context.database.write() as connection:
             context.count("evicted", len(context.space.shrink(connection, context.space.limit)))
 
 
 def check(context: StoreContext, progress: Progress) -> list[Problem]:
-    """List what is wrong with the folder; see `Store.check`."""
+    """Return the problems of the folder; see `Store.check`."""
     return [problem for problem, _ in _problems(context, progress)]
 
 
 def _problems(context: StoreContext, progress: Progress) -> Iterator[tuple[Problem, Row | None]]:
-    """Yield each problem, with the row of a file that has one.
+    """Yield each problem with the index row of its file, or None if it has no row.
 
-    Files that another process removes meanwhile are not reported.
+    Files that another process removes in the meantime are not reported.
     """
     with store_errors(context.folder.path):
         with context.database.write() as connection:  # no file is added or removed while listing
@@ -61,7 +61,7 @@ def _problems(context: StoreContext, progress: Progress) -> Iterator[tuple[Probl
 
 
 def _remove_problems(context: StoreContext, progress: Progress) -> None:
-    """Remove all that `check` lists except the index: damaged files, and their rows."""
+    """Remove everything that `check` reports except the index: damaged files and their rows."""
     for problem, row in list(_problems(context, progress)):
         if row is not None:
             context.remove_file(row.id, corrupt=True)
@@ -72,13 +72,16 @@ def _remove_problems(context: StoreContext, progress: Progress) -> None:
 
 
 def _has_row(context: StoreContext, connection: sqlite3.Connection, path: Path) -> bool:
-    """Tell if another process added a row for the file meanwhile."""
+    """Return whether the index now has a row for the file at `path`.
+
+    Another process may have added the row since the problems were listed.
+    """
     rows = index.rows(connection, "lower(hex(digest)) = ?", path.stem)
     return any(context.folder.file(row.kind, row.digest) == path for row in rows)
 
 
 def _stray_problem(context: StoreContext, path: Path) -> str | None:
-    """Problem of a file without a row, or None."""
+    """Return the problem of a file without an index row, or None if it is being written."""
     if not path.name.endswith(TEMP_SUFFIX):
         return "is not in the index"
     if is_alive(context.folder, path.name[1:].rpartition("-")[0]):
@@ -87,7 +90,10 @@ def _stray_problem(context: StoreContext, path: Path) -> str | None:
 
 
 def _row_problem(context: StoreContext, path: Path, row: Row, ids: Collection[int]) -> str | None:
-    """Problem of a row or of its file, which is read, or None."""
+    """Read the file of an index row; return the problem of the file or the row, or None.
+
+    `ids`: ids of all rows.
+    """
     if row.owner is not None:
         if is_alive(context.folder, row.owner):
             return None
@@ -106,7 +112,10 @@ def _row_problem(context: StoreContext, path: Path, row: Row, ids: Collection[in
 
 
 def prune(context: StoreContext, limit: int | None, progress: Progress) -> int:
-    """Remove what is wrong and evict down to `limit`; see `Store.prune`."""
+    """Remove problems and evict files down to `limit` bytes; see `Store.prune`.
+
+    Returns the number of bytes freed.
+    """
     _remove_problems(context, progress)
     with store_errors(context.folder.path):
         with context.database.write() as connection:
@@ -120,7 +129,10 @@ def prune(context: StoreContext, limit: int | None, progress: Progress) -> int:
 
 
 def clear(context: StoreContext, pinned: bool) -> int:
-    """Remove every file, pinned ones only if `pinned`; see `Store.clear`."""
+    """Remove every file, pinned files only if `pinned`; see `Store.clear`.
+
+    Returns the number of bytes freed.
+    """
     with store_errors(context.folder.path):
         with context.database.write() as connection:
             context.check_present()

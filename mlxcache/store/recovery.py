@@ -1,4 +1,4 @@
-"""Recovery of a folder: after a kill, a damaged index, or the removal of the folder."""
+"""Recovery of a store folder after a kill, a damaged index, or the removal of the folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,13 @@ _NOT_DAMAGED = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stray:
-    """A file without a row. `rooted`: it builds on no other run."""
+    """A file without an index row, with the row and token ids that can be made from its header.
+
+    `previous`: digest of the checkpoint before it, or empty. `digests`: digests after each whole
+    block
+    of a run. `rooted`: the file needs no other run, because it starts at token 0 or is a
+    checkpoint.
+    """
 
     row: Row
     path: Path
@@ -58,9 +64,11 @@ class _Stray:
 
 
 def open_database(folder: Folder, limit: int | None) -> Database:
-    """Open the index of `folder` and check it; quarantine a damaged one and create it empty.
+    """Open the index of `folder` and check it.
 
-    Raises StoreError.
+    A damaged index is moved to quarantine, and an empty one is created. `limit`: limit of the
+    folder in
+    bytes, for the quarantine. Raises StoreError.
     """
     if not folder.index.exists():
         _remove_logs(folder)
@@ -80,9 +88,11 @@ def open_database(folder: Folder, limit: int | None) -> Database:
 
 
 def recover(context: StoreContext) -> None:
-    """Make index and files agree: remove what killed processes left, add rows of whole files.
+    """Make index and files agree again.
 
-    Raises StoreError.
+    Removes what killed processes left behind, and adds rows for complete files that have none.
+    Raises
+    StoreError.
     """
     with store_errors(context.folder.path):
         for lock in list(context.folder.locks.iterdir()):
@@ -119,10 +129,10 @@ def _open(folder: Folder) -> Database:
 
 
 def _of_no_version(path: Path) -> bool:
-    """Return True if the file's header has a format that no version of SQLite writes.
+    """Return whether the file's header has a format version that no SQLite release writes.
 
-    SQLite takes such a file for one of a later version and reads it only, or not at all.
-    Source: https://sqlite.org/fileformat.html#file_format_version_numbers
+    SQLite assumes that such a file was written by a later version, and opens it read-only or not at
+    all. Source: https://sqlite.org/fileformat.html#file_format_version_numbers
     """
     try:
         with path.open("rb") as file:
@@ -138,7 +148,7 @@ def _remove_logs(folder: Folder) -> None:
 
 
 def _drop_unfinished(context: StoreContext, connection: sqlite3.Connection) -> None:
-    """Remove files, and their rows, that dead processes were writing."""
+    """Remove files that processes were writing when they ended, and their rows."""
     for row in index.rows(connection, "owner IS NOT NULL"):
         assert row.owner is not None
         if not is_alive(context.folder, row.owner):
@@ -149,9 +159,10 @@ def _drop_unfinished(context: StoreContext, connection: sqlite3.Connection) -> N
 def _survey(
     context: StoreContext, connection: sqlite3.Connection
 ) -> tuple[dict[tuple[str, str], int], list[tuple[str, Path]]]:
-    """Sizes of the files with a row, by (kind, file name), and the files without one.
+    """List the files of the folder: those with an index row, and those without.
 
-    Temporary files of dead processes are removed on the way.
+    Returns the sizes of the former, in bytes by (kind, file name), and the kinds and paths of the
+    latter. Removes temporary files of processes that have ended.
     """
     known = {(row.kind, row.digest.hex() + SUFFIX) for row in index.rows(connection)}
     sizes, strays = {}, []
@@ -170,7 +181,10 @@ def _survey(
 def _drop_lost(
     context: StoreContext, connection: sqlite3.Connection, sizes: dict[tuple[str, str], int]
 ) -> None:
-    """Remove rows whose file is missing or has another size, and all that builds on them."""
+    """Remove rows whose file is missing or has another size, and all files that continue it.
+
+    `sizes`: bytes of the files with a row, by (kind, file name).
+    """
     gone: set[int] = set()
     for row in index.rows(connection, "owner IS NULL"):
         size = sizes.get((row.kind, row.digest.hex() + SUFFIX))
@@ -182,7 +196,7 @@ def _drop_lost(
 def _adopt_all(
     context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
 ) -> None:
-    """Add rows for whole files without one; quarantine any other file."""
+    """Add rows for complete files that have none; move any other file to quarantine."""
     found = []
     for kind, path in strays:
         try:
@@ -203,7 +217,7 @@ def _adopt_all(
 def _fit(
     context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
 ) -> None:
-    """Evict for all new rows before they are written: the folder may be full."""
+    """Evict files to make room for the index rows of `strays`, as the folder may be full."""
     if context.space.limit is not None:
         (tokens,) = connection.execute("SELECT ifnull(sum(stop - start), 0) FROM file").fetchone()
         growth = TOKEN_BYTES * tokens + _ROW_BYTES * len(strays)
@@ -211,7 +225,7 @@ def _fit(
 
 
 def _read(kind: str, path: Path) -> _Stray:
-    """Read the header of a file without a row. Raises Malformed and OSError."""
+    """Read the header of a file without an index row. Raises Malformed and OSError."""
     with open_file(path) as fd:
         if kind == RUN:
             run = read_run(fd)
@@ -234,7 +248,11 @@ def _read(kind: str, path: Path) -> _Stray:
 
 
 def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _Stray) -> None:
-    """Add a file's row; remove a run whose prefix is not on disk."""
+    """Add an index row for a file, or remove the file if it is a run whose prefix is missing.
+
+    `holders` maps the digest after each block to the id of the run that contains the block; it is
+    extended.
+    """
     parent = holders.get(stray.row.base)
     if parent is None and not stray.rooted:
         remove(stray.path)
@@ -248,9 +266,9 @@ def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _St
 
 
 class StoreReopener:
-    """Reopens a folder that was removed or replaced under an open store.
+    """Reopens a store folder that was removed or replaced while the store was open.
 
-    Called before each transaction; returns at once while the folder is unchanged.
+    Called before each transaction; returns at once if the folder is unchanged.
     """
 
     def __init__(self, context: StoreContext):
@@ -260,7 +278,12 @@ class StoreReopener:
         self._missed_at: float | None = None
 
     def __call__(self) -> None:
-        """Reopen the folder if it was removed. Raises StoreError if it cannot be created again."""
+        """Reopen the folder if it was removed or replaced.
+
+        Raises Vanished until the folder has been missing for `MISSING_S` seconds, and StoreError if
+        it
+        cannot be created again.
+        """
         if self._context.database.is_there() and not self._reopening:
             self._missed_at = None
             return

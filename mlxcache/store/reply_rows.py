@@ -1,8 +1,8 @@
 """Rows of the table of replies: SQL on a connection, in the caller's transaction.
 
 A reply belongs to the session in which it was generated. A leaf lists the keys of the replies that
-it holds, which may be those of another session of the same owner: a fork, or a conversation that
-goes on under another label. The columns are described in docs/disk-format.md.
+it contains. These may be replies of another session of the same owner, after a fork or if a
+conversation continues under another label. The columns are described in docs/disk-format.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FIELDS = "digest, length, tail, history, ids, calls, thinking_open, generic_too
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplyRow:
-    """A reply as the model wrote it: token ids, shape (n,), and the keys to find it by."""
+    """A reply as the model generated it: token ids, shape (n,), and the keys to find it by."""
 
     digest: bytes
     length: int
@@ -54,7 +54,7 @@ class ReplyRow:
 
     @property
     def key(self) -> bytes:
-        """A digest of all fields, 16 bytes: equal for equal replies to equal prompts."""
+        """Digest of all fields, 16 bytes; equal for equal replies to equal prompts."""
         flags = (self.length, self.tail, self.calls, self.thinking_open, self.generic_tools)
         words = repr((self.digest, self.history, *flags, self.stopped)).encode()
         hasher = hashlib.blake2b(words, digest_size=KEY_BYTES)
@@ -67,19 +67,22 @@ def _raw(ids: Tokens) -> bytes:
 
 
 def pack_keys(keys: Iterable[bytes]) -> bytes:
-    """The newest of some replies' keys as a leaf's row holds them, each once."""
+    """Join the keys of a leaf's newest replies into one value for its row.
+
+    Each key is included once; of more than `MOST_KEYS`, the newest are kept.
+    """
     return b"".join(list(dict.fromkeys(keys))[-MOST_KEYS:])
 
 
 def unpack_keys(raw: bytes | None) -> tuple[bytes, ...] | None:
-    """The keys in a leaf's row; None for a leaf that an earlier version wrote."""
+    """Return the keys in a leaf's row; None if an earlier version of mlxcache wrote the row."""
     if raw is None:
         return None
     return tuple(raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
 
 
 def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: ReplyRow) -> None:
-    """Insert a session's reply, and remove the oldest beyond `MOST_REPLIES`."""
+    """Insert a reply of a session, and remove the oldest replies beyond `MOST_REPLIES`."""
     row = (reply.digest, reply.length, reply.tail, reply.history, _raw(reply.ids))
     how = (reply.calls, reply.thinking_open, reply.generic_tools, reply.stopped)
     made = db.execute(
@@ -93,9 +96,9 @@ def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: Re
 def read_replies(
     db: sqlite3.Connection, namespace: str, after: int = 0
 ) -> tuple[dict[str | None, list[ReplyRow]], int]:
-    """Replies of a namespace with a row id above `after`, and the highest row id now.
+    """Return the replies of a namespace with a row id above `after`, and the highest row id.
 
-    By the owner of their session, oldest first.
+    The replies are grouped by the owner of their session, oldest first.
     """
     last = int(db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0])
     found: dict[str | None, list[ReplyRow]] = {}
@@ -120,7 +123,10 @@ def _row(fields: Sequence[object]) -> ReplyRow:
 def find_replies(
     db: sqlite3.Connection, namespace: str, owner: str | None, keys: Collection[bytes]
 ) -> dict[bytes, ReplyRow]:
-    """An owner's replies by key, oldest first; of equal ones the newest counts."""
+    """Return the replies of an owner that have one of `keys`, by key, oldest first.
+
+    Of equal replies the newest is returned.
+    """
     query = (
         "SELECT replies.id, key FROM replies JOIN sessions ON sessions.id = session"
         " WHERE replies.namespace = ? AND owner IS ? ORDER BY replies.id"
@@ -144,10 +150,11 @@ def read_own(db: sqlite3.Connection, session: str) -> Iterator[ReplyRow]:
 
 
 def holds(ids: Tokens, reply: ReplyRow) -> bool:
-    """True if a conversation's ids contain those of a reply, its last one excepted.
+    """Return whether `ids` contain the token ids of a reply, except its last one.
 
-    The last one may be the end of the turn, which a template may write otherwise, or be drawn and
-    not fed.
+    The last token may be the end of the turn, which a template may write differently, or a token
+    that
+    was drawn but never fed to the model.
     """
     sought, within = _raw(reply.ids[: max(1, len(reply.ids) - 1)]), _raw(ids)
     at = within.find(sought)
@@ -157,7 +164,12 @@ def holds(ids: Tokens, reply: ReplyRow) -> bool:
 
 
 def hand_over(db: sqlite3.Connection, leaving: Collection[str]) -> None:
-    """Give replies of sessions that will be removed to others of the same owner that hold them."""
+    """Assign replies of sessions about to be removed to other sessions that contain them.
+
+    Only sessions of the same owner and namespace are considered. `leaving`: ids of the sessions to
+    be
+    removed.
+    """
     query = (
         "SELECT owner, leaves.namespace, session, replies FROM leaves"
         " JOIN sessions ON sessions.id = session WHERE replies IS NOT NULL"

@@ -1,4 +1,7 @@
-"""Write runs and checkpoints: a row that reserves space, then the file, then the durable row."""
+"""Saving of runs and checkpoints: first a row that reserves space, then the file.
+
+When the file is durable, its row is marked as durable too.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +42,19 @@ _NO_HEADER = Header({}, (), 0)
 
 
 class _Changed(Exception):
-    """The index changed since the file was composed: look it up again."""
+    """Signal that the index changed since the file was composed, so it must be composed again."""
 
 
 class _Taken(_Changed):
-    """Another process is writing the same file."""
+    """Signal that another process is writing the same file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row to insert, without its sizes, and the buffers of its file."""
+    """A file to write: its index row, still without sizes, and the content of the file.
+
+    `tokens`: token ids of a run; None for a checkpoint.
+    """
 
     row: Row
     buffers: Sequence[bytes | memoryview]
@@ -62,7 +68,7 @@ def save_run(
     tensors: Sequence[Tensor],
     late: frozenset[str],
 ) -> None:
-    """Save the KV of the chain's tokens from `start` on; see `Store.write_run`."""
+    """Save the KV of the chain's tokens from position `start` on; see `Store.write_run`."""
     start = int(start)  # NumPy's integers are not JSON's
     length = len(chain.ids)
     count = length - start
@@ -93,7 +99,7 @@ def save_run(
 
 
 def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tensor]) -> None:
-    """Save `tensors`, the state after the tokens of `chain`; see `Store.write_checkpoint`."""
+    """Save `tensors`, the state after the chain's tokens; see `Store.write_checkpoint`."""
     if not len(chain.ids):
         raise ValueError("a checkpoint needs at least one token before it")
 
@@ -107,7 +113,7 @@ def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tenso
 
 
 def _evict_checkpoints(context: StoreContext, match: Match, nbytes: int) -> None:
-    """Remove checkpoints that exceed their share of the limit with one more of `nbytes`."""
+    """Evict checkpoints until one more of `nbytes` bytes fits into their share of the limit."""
     limit = context.space.limit
     if limit is None or not match.cover:
         return
@@ -120,7 +126,7 @@ def _evict_checkpoints(context: StoreContext, match: Match, nbytes: int) -> None
 
 
 def _skip_rows(tensors: Sequence[Tensor], skipped: int) -> list[Tensor]:
-    """Views of the tensors without their first `skipped` rows."""
+    """Return views of the tensors without their first `skipped` rows."""
     found = []
     for tensor in tensors:
         shape = (tensor.shape[0] - skipped, *tensor.shape[1:])
@@ -199,7 +205,12 @@ def _row(context: StoreContext, kind: str, digest: bytes, base: bytes, parent: R
 
 
 def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _Draft | None]) -> None:
-    """Write the file that `compose` drafts from the current match; None: all is on disk."""
+    """Write the file that `compose` makes from what is already on disk.
+
+    `compose` returns None if nothing needs to be written. It is called again if the index changes
+    in
+    the meantime.
+    """
     deadline = time.monotonic() + WAIT_S
     with context.saving:
         while True:
@@ -228,7 +239,11 @@ def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _Draft
 def _reserve(
     context: StoreContext, chain: Chain, match: Match, draft: _Draft, version: tuple[int, int, int]
 ) -> int:
-    """Insert the row and make room for it; returns its id. Raises _Changed if `match` is stale."""
+    """Insert the row of a file to be written, make room for the file, and return the row's id.
+
+    `version`: version of the index at which `match` was found. Raises _Changed if `match` is out of
+    date, _Taken if another process is writing the file, and DiskFull.
+    """
     row = draft.row
     with context.database.write() as connection:
         context.check_present()
@@ -255,7 +270,7 @@ def _reserve(
 
 
 def _put(context: StoreContext, chain: Chain, match: Match, draft: _Draft, id: int) -> None:
-    """Write the file and make its row durable; on an error remove both."""
+    """Write the file and mark its row as durable; remove both after an error."""
     row = draft.row
     final = context.folder.file(row.kind, row.digest)
     temp = context.folder.temp(row.kind, row.digest, context.lock.name, id)

@@ -1,4 +1,4 @@
-"""The ids of sessions for a shell's completion, read without numpy and without any lock."""
+"""Session ids for a shell's completion, read without numpy and without any lock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _MOST = 200
 
 
 def list_session_names(folder: Path) -> list[tuple[str, str]]:
-    """List ids and names (or titles) of the store in `folder`, most recently used first.
+    """Return (id, name or title) of the sessions in the store folder, most recently used first.
 
-    At most 200. Empty if there is no store or it cannot be read, because shell completion
-    cannot show an error.
-    Changes nothing. Blocks for at most 0.1 s while another process writes.
+    At most 200 are returned, and none if the store is missing or cannot be read, because shell
+    completion cannot show an error. Blocks for at most 0.1 s while another process writes.
     """
     path = (folder / NAME).resolve()
     try:

@@ -1,7 +1,7 @@
 """Rows of the tables of sessions: SQL on a connection, in the caller's transaction.
 
-Sessions, their leaves with token ids, and their figures. The columns are described in
-docs/disk-format.md.
+The tables contain sessions, their leaves with token ids, and their figures. The columns are
+described in docs/disk-format.md.
 """
 
 from __future__ import annotations
@@ -57,10 +57,12 @@ ANY_OWNER = ""
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A session's row. `label` is given by clients, `name` by the user.
+    """A session's row.
 
-    `title` is from its first user message. Times are in seconds since 1970. `owner`: see
-    `mlxcache.owner`; None: made by a server without owners.
+    `label` is given by clients, `name` by the user. `title` is taken from the first user message.
+    Times are in seconds since 1970. `owner`: see `mlxcache.owner`; None for a session made by a
+    server
+    without API keys.
     """
 
     id: str
@@ -79,10 +81,12 @@ class Session:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A finished request. `ids` are its prompt (`prompt_tokens` of them) and its reply.
+    """A finished request to record in its session.
 
-    `key_tokens`: see `leaves.conversation_key_tokens`. `head`: tokens of tools and system.
-    `at`: seconds since 1970. `gain`: its figures. `known`: keys of the replies in its prompt.
+    `ids`: token ids of its prompt and reply, shape (n,); the first `prompt_tokens` are the prompt.
+    `key_tokens`: see `leaves.conversation_key_tokens`. `head`: number of tokens of tools and system
+    prompt. `at`: seconds since 1970. `gain`: its figures. `known`: keys of earlier replies in its
+    prompt.
     """
 
     namespace: str
@@ -102,7 +106,7 @@ class Turn:
 
     @property
     def replies(self) -> tuple[bytes, ...]:
-        """Keys of the replies in its prompt, and of its own."""
+        """Keys of the replies in its prompt, followed by that of its own reply."""
         return self.known if self.reply is None else (*self.known, self.reply.key)
 
 
@@ -114,13 +118,16 @@ _LEAF_FIELDS = "id, session, kind, prompt_tokens, anchor, turns, last_used_at, r
 
 
 def session_from(row: tuple[Any, ...]) -> Session:
-    """Convert a row of the columns `SESSION_FIELDS`."""
+    """Convert a database row with the columns `SESSION_FIELDS`."""
     session = Session(*row)
     return replace(session, pinned=bool(session.pinned))
 
 
 def read_leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[Leaf]:
-    """Leaves that the SQL condition `where` selects: main ones first, then by last use."""
+    """Return the leaves for which the SQL condition `where` holds.
+
+    Main leaves come first, then the most recently used. `values`: parameters of the condition.
+    """
     found = db.execute(
         f"SELECT {_LEAF_FIELDS} FROM leaves WHERE {where}"
         " ORDER BY kind = 'main' DESC, last_used_at DESC, id",
@@ -136,7 +143,7 @@ def _leaf(db: sqlite3.Connection, row: tuple[Any, ...]) -> Leaf:
 
 
 def read_ids(db: sqlite3.Connection, leaf: int) -> Tokens:
-    """Token ids of a leaf; empty if it has no row."""
+    """Return the token ids of a leaf; empty if it has no row."""
     rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
     return np.frombuffer(b"".join(part for (part,) in rows), "<i4").astype(np.int32)
 
@@ -149,7 +156,7 @@ _LATER_COLUMNS = (
 
 
 def add_later_columns(db: sqlite3.Connection) -> None:
-    """Add the columns that tables of earlier versions lack."""
+    """Add the columns that tables created by earlier versions lack."""
     for table, column, kind in _LATER_COLUMNS:
         columns = {name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")}
         if column not in columns:
@@ -157,7 +164,10 @@ def add_later_columns(db: sqlite3.Connection) -> None:
 
 
 def read_session(db: sqlite3.Connection, id: str, owner: str | None = ANY_OWNER) -> Session:
-    """One session of an owner. Raises NotFound, also for another owner's."""
+    """Return one session of an owner.
+
+    Raises NotFound if it does not exist or belongs to another owner.
+    """
     query = f"SELECT {SESSION_FIELDS} FROM sessions WHERE id = ?1 AND (?2 = '' OR owner IS ?2)"
     row = db.execute(query, (id, owner)).fetchone()
     if row is None:
@@ -166,19 +176,22 @@ def read_session(db: sqlite3.Connection, id: str, owner: str | None = ANY_OWNER)
 
 
 def insert_session(db: sqlite3.Connection, session: Session) -> None:
-    """Insert a new session without leaves."""
+    """Insert the row of a session, without leaves."""
     places = ", ".join("?" * 12)
     db.execute(f"INSERT INTO sessions ({SESSION_FIELDS}) VALUES ({places})", astuple(session))
 
 
 def new_session(id: str, turn: Turn) -> Session:
-    """Session that `turn` begins, before its first turn is counted."""
+    """Return the session that begins with `turn`, before its first turn is counted."""
     names = (turn.label, None, None, turn.client)
     return Session(id, turn.namespace, turn.model, *names, 0, False, turn.at, turn.at, turn.owner)
 
 
 def find_labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
-    """Id of the session that a turn's label names, by its label or id; None without one."""
+    """Return the id of the session with a turn's label, or None.
+
+    The label may also be the session's id.
+    """
     if turn.label is None:
         return None
     row = db.execute(
@@ -190,7 +203,10 @@ def find_labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
 
 
 def read_candidates(db: sqlite3.Connection, turn: Turn, session: str | None) -> Iterator[Leaf]:
-    """Yield the leaves, of one session or of all, whose conversation key `turn` begins with."""
+    """Yield the leaves whose conversation key the token ids of `turn` begin with.
+
+    `session`: id of the session to search, or None for all sessions of the turn's namespace.
+    """
     column, value = ("session", session) if session else ("namespace", turn.namespace)
     keys = db.execute(f"SELECT DISTINCT anchor FROM leaves WHERE {column} = ?", (value,))
     for key, digest in digests_at(turn.ids, (n for (n,) in keys.fetchall())).items():
@@ -202,7 +218,10 @@ def read_candidates(db: sqlite3.Connection, turn: Turn, session: str | None) -> 
 
 
 def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | None) -> None:
-    """Make `leaf`, or a new one of `session`, end where `turn` ends, and update the main leaf."""
+    """Store the tokens of `turn` in `leaf`, or in a new leaf of `session` if `leaf` is None.
+
+    Also decides which leaf of the session is the main one.
+    """
     main = next(iter(read_leaves(db, "session = ? AND kind = 'main'", (session,))), None)
     if leaf is None:
         kind: Kind = "agent" if main else "main"
@@ -236,7 +255,7 @@ def _is_first(db: sqlite3.Connection, leaf: Leaf) -> bool:
 
 
 def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
-    """Insert a new leaf, whose `id` is ignored; returns it with its id."""
+    """Insert a new leaf, ignoring its `id`, and return it with its new id."""
     key = min(leaf.key_tokens, len(leaf.ids))
     digest = digest_of(leaf.ids[:key])
     row = db.execute(
@@ -254,7 +273,10 @@ def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
 
 
 def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: int) -> None:
-    """Replace the `held` token ids of a leaf by `ids`; the first `same` are equal and stay."""
+    """Replace the `held` token ids of a leaf by `ids`.
+
+    The first `same` ids are equal, so their rows are not written again.
+    """
     if same == len(ids) == held:
         return
     first = same // PART_TOKENS * PART_TOKENS
@@ -267,7 +289,10 @@ def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: 
 
 
 def count_shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
-    """Leading tokens that a leaf and `ids` share; reads only rows that share some."""
+    """Return the number of leading tokens that a leaf and `ids` share.
+
+    Stops reading at the first difference.
+    """
     most = 0
     rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
     for (raw,) in rows:
@@ -280,9 +305,11 @@ def count_shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
 
 
 def shared_lengths(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[int]:
-    """Tokens that each leaf with the conversation key of `ids` shares with them.
+    """Return the numbers of leading tokens that leaves share with `ids`.
 
-    Empty if there are no tables of sessions.
+    Only leaves of the namespace whose conversation key `ids` begin with are considered. Empty if
+    there
+    are no tables of sessions.
     """
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
         return []
@@ -305,7 +332,7 @@ def _trim_leaves(db: sqlite3.Connection, session: str) -> None:
 
 
 def trim_sessions(db: sqlite3.Connection) -> None:
-    """Remove the sessions beyond `MOST_SESSIONS`."""
+    """Remove the least recently used unpinned sessions beyond `MOST_SESSIONS`."""
     db.execute(
         "DELETE FROM sessions WHERE id IN (SELECT id FROM sessions WHERE NOT pinned"
         " ORDER BY last_used_at DESC LIMIT -1 OFFSET ?)",
@@ -328,10 +355,13 @@ CREATE TABLE IF NOT EXISTS prefill_paces (
 
 @dataclass(frozen=True, slots=True)
 class SessionFigures:
-    """Sums over a session's requests; seconds and tokens.
+    """Sums over the requests of a session, in seconds and tokens.
 
-    `first_tokens` of the requests drew a token, after `first_token_s` in all. `saved_s`: estimated
-    seconds to compute `saved_tokens`, the cached tokens for which the speed of prefill was known.
+    `first_tokens`: number of requests that gave a first token, after `first_token_s` seconds in
+    total.
+    `saved_tokens`: cached tokens for which the speed of prefill was known. `saved_s`: estimated
+    seconds
+    that computing those would have taken.
     """
 
     requests: int = 0
@@ -346,7 +376,10 @@ class SessionFigures:
     saved_s: float = 0.0
 
     def as_object(self) -> dict[str, Any]:
-        """Object of the API, with the average wait for a first token; null for unknown figures."""
+        """Return the object of the API, with the average seconds to the first token.
+
+        Unknown figures are None.
+        """
         average = self.first_token_s / self.first_tokens if self.first_tokens else None
         known = bool(self.saved_tokens) or not self.cached_tokens
         return {
@@ -363,7 +396,7 @@ class SessionFigures:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Counts of one request to add to its session's, and the prefill speeds measured in it.
+    """Figures of one request to add to its session, and the speeds of prefill measured so far.
 
     `paces`: seconds per prefill token by range of positions.
     """
@@ -382,7 +415,7 @@ _ADD_FIGURES = (
 
 
 def add_gain(db: sqlite3.Connection, session: str, namespace: str, gain: Gain) -> None:
-    """Add one request's figures to its session's, and update the measured prefill speeds."""
+    """Add one request's figures to those of its session, and store the measured prefill speeds."""
     db.execute(_ADD_FIGURES, {"session": session, **asdict(gain.figures)})
     db.executemany(
         "INSERT INTO prefill_paces (namespace, range, token_s) VALUES (?, ?, ?)"
@@ -392,13 +425,13 @@ def add_gain(db: sqlite3.Connection, session: str, namespace: str, gain: Gain) -
 
 
 def read_figures(db: sqlite3.Connection, session: str) -> SessionFigures:
-    """Figures of a session; zeros without a row."""
+    """Return the figures of a session; all zero if it has no row."""
     query = f"SELECT {', '.join(_FIGURES)} FROM session_figures WHERE session = ?"
     row = db.execute(query, (session,)).fetchone()
     return SessionFigures(*row) if row is not None else SessionFigures()
 
 
 def read_paces(db: sqlite3.Connection, namespace: str) -> dict[int, float]:
-    """Last measured seconds per prefill token, by range of positions."""
+    """Return the last measured seconds per prefill token, by range of positions."""
     query = "SELECT range, token_s FROM prefill_paces WHERE namespace = ?"
     return dict(db.execute(query, (namespace,)).fetchall())

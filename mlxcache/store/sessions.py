@@ -1,7 +1,7 @@
-"""The table of sessions: named conversations, each a label with one or more leaves.
+"""The table of sessions: named conversations, each with one or more leaves.
 
-It is in the database of the disk tier's index, or in one in memory. Token ids are in rows of
-bounded size, so a turn writes only what is new.
+It is in the database of the disk tier's index, or in a database in memory. The token ids of a leaf
+are in rows of bounded size, so that a turn writes only the rows that change.
 """
 
 from __future__ import annotations
@@ -31,21 +31,26 @@ ID = re.compile(r"ses_[0-9A-Za-z]{1,64}")
 
 
 def id_of(namespace: str, label: str, owner: str | None = None) -> str:
-    """Id of a label's session: the same on every machine, also after the index was lost."""
+    """Return the id of the session with a label.
+
+    The id is derived from the arguments, so it is the same on every machine, and after the index
+    was
+    lost.
+    """
     own = "" if owner is None else f"\0{owner}"
     text = f"{namespace}\0{label}{own}".encode(errors="surrogatepass")
     return "ses_" + hashlib.blake2b(text, digest_size=6).hexdigest()
 
 
 def new_id() -> str:
-    """Random id for a session without a label."""
+    """Return a random id for a session without a label."""
     return f"ses_{secrets.token_hex(6)}"
 
 
 class Sessions:
-    """Rows of sessions in `database`.
+    """Table of sessions in `database`.
 
-    Every method may be called on any thread, is one transaction, and raises StoreError; so several
+    Every method is one transaction, may be called on any thread, and may raise StoreError. Several
     servers may share the file.
     """
 
@@ -58,13 +63,13 @@ class Sessions:
             rows.add_later_columns(db)
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
-        """Limit to `seconds` what this thread waits for other writers inside the block."""
+        """Limit the time that this thread waits for other writers inside the block to `seconds`."""
         return self._database.patience(seconds)
 
     # -- reading -----------------------------------------------------------------------------
 
     def all(self, limit: int | None = None, owner: str | None = ANY_OWNER) -> list[Session]:
-        """Sessions of an owner, most recently used first."""
+        """Return at most `limit` sessions of an owner, most recently used first."""
         query = (
             f"SELECT {rows.SESSION_FIELDS} FROM sessions WHERE ?2 = '' OR owner IS ?2"
             " ORDER BY last_used_at DESC, id LIMIT ?1"
@@ -74,39 +79,42 @@ class Sessions:
         return [rows.session_from(row) for row in found]
 
     def count(self) -> int:
-        """Number of sessions."""
+        """Return the number of sessions of all owners."""
         with self._database.read() as db:
             return int(db.execute("SELECT count(*) FROM sessions").fetchone()[0])
 
     def get(self, id: str, owner: str | None = ANY_OWNER) -> Session:
-        """One session of an owner. Raises NotFound."""
+        """Return one session of an owner.
+
+        Raises NotFound if it does not exist or belongs to another owner.
+        """
         with self._database.read() as db:
             return rows.read_session(db, id, owner)
 
     def leaves(self, id: str) -> list[Leaf]:
-        """Leaves of a session, the main one first, then by last use."""
+        """Return the leaves of a session, the main one first, then the most recently used."""
         with self._database.read() as db:
             return rows.read_leaves(db, "session = ?", (id,))
 
     def figures(self, id: str) -> SessionFigures:
-        """Figures of a session."""
+        """Return the sums over the requests of a session; all zero if there are none."""
         with self._database.read() as db:
             return rows.read_figures(db, id)
 
     def paces(self, namespace: str) -> dict[int, float]:
-        """Last measured seconds per prefill token, by range of positions."""
+        """Return the last measured seconds per prefill token, by range of positions."""
         with self._database.read() as db:
             return rows.read_paces(db, namespace)
 
     def pinned(self) -> list[str]:
-        """Ids of the pinned sessions."""
+        """Return the ids of the pinned sessions."""
         with self._database.read() as db:
             return [str(id) for (id,) in db.execute("SELECT id FROM sessions WHERE pinned")]
 
     def sharing(self, namespace: str, ids: Tokens) -> dict[int, int]:
-        """Numbers of leading tokens that the leaves of a namespace share with `ids`, by leaf id.
+        """Return how many leading tokens each leaf of a namespace shares with `ids`.
 
-        A leaf that shares none is left out.
+        The result maps leaf ids to numbers of tokens; leaves that share none are left out.
         """
         query = "SELECT id FROM leaves WHERE namespace = ?"
         with self._database.read() as db:
@@ -115,16 +123,16 @@ class Sessions:
         return {leaf: shared for leaf, shared in found.items() if shared}
 
     def ids(self, leaf: int) -> Tokens:
-        """Token ids of a leaf; empty if it was removed."""
+        """Return the token ids of a leaf; empty if it was removed."""
         with self._database.read() as db:
             return rows.read_ids(db, leaf)
 
     def replies(
         self, namespace: str, after: int = 0
     ) -> tuple[dict[str | None, list[ReplyRow]], int]:
-        """Replies of a namespace with a row id above `after`, and the highest row id now.
+        """Return the replies of a namespace with a row id above `after`, and the highest row id.
 
-        By owner, oldest first.
+        The replies are grouped by owner, oldest first.
         """
         with self._database.read() as db:
             return reply_rows.read_replies(db, namespace, after)
@@ -132,7 +140,10 @@ class Sessions:
     # -- changing ----------------------------------------------------------------------------
 
     def record_turn(self, turn: Turn) -> str:
-        """Record a finished request; returns the id of the session it belongs to."""
+        """Record a finished request; return the id of the session to which it belongs.
+
+        A new session is inserted if the request continues none.
+        """
         with self._database.write() as db:
             session = rows.find_labelled(db, turn)
             leaf = None
@@ -157,7 +168,7 @@ class Sessions:
         return session
 
     def _id_for(self, db: sqlite3.Connection, turn: Turn) -> str:
-        """Id for the session that a turn begins."""
+        """Return an unused id for the session that begins with `turn`."""
         if turn.label:
             id = id_of(turn.namespace, turn.label, turn.owner)
             if not db.execute("SELECT 1 FROM sessions WHERE id = ?", (id,)).fetchone():
@@ -172,7 +183,10 @@ class Sessions:
         pinned: bool | None = None,
         owner: str | None = ANY_OWNER,
     ) -> None:
-        """Rename a session ("" removes its name), pin or unpin it. Raises NotFound."""
+        """Rename, pin or unpin a session; None leaves a field unchanged.
+
+        A `name` of "" removes the session's name. Raises NotFound.
+        """
         with self._database.write() as db:
             rows.read_session(db, id, owner)
             if name is not None:
@@ -181,14 +195,14 @@ class Sessions:
                 db.execute("UPDATE sessions SET pinned = ? WHERE id = ?", (pinned, id))
 
     def delete(self, id: str) -> None:
-        """Remove a session's rows, but not its KV. Raises NotFound."""
+        """Remove a session from the table, but keep its KV. Raises NotFound."""
         with self._database.write() as db:
             rows.read_session(db, id)
             reply_rows.hand_over(db, {id})
             db.execute("DELETE FROM sessions WHERE id = ?", (id,))
 
     def clear(self, *, pinned: bool = False) -> int:
-        """Remove all sessions, pinned ones only if `pinned`; returns their number."""
+        """Remove all sessions, pinned ones only if `pinned`; return the number removed."""
         gone = "FROM sessions WHERE ? OR NOT pinned"
         with self._database.write() as db:
             leaving = {id for (id,) in db.execute(f"SELECT id {gone}", (pinned,))}
@@ -196,9 +210,10 @@ class Sessions:
             return db.execute(f"DELETE {gone}", (pinned,)).rowcount
 
     def fork(self, id: str, at: float, name: str | None = None, tokens: int | None = None) -> str:
-        """Insert a session with the main leaf of `id`, or its first `tokens`; returns the new id.
+        """Insert a new session with the main leaf of session `id`, and return its id.
 
-        Raises NotFound, and BadRequest if the leaf is shorter.
+        Only the first `tokens` tokens of the leaf are copied, or all if None. `at`: present time in
+        seconds since 1970. Raises NotFound, and BadRequest if the leaf has fewer tokens.
         """
         with self._database.write() as db:
             source = rows.read_session(db, id)
@@ -234,7 +249,10 @@ class Sessions:
         return fork.id
 
     def info(self, id: str, owner: str | None = ANY_OWNER) -> SessionInfo:
-        """A session as a snapshot contains it, with the token ids of the cache. Raises NotFound."""
+        """Return a session with its leaves and replies, as a snapshot stores it.
+
+        Raises NotFound.
+        """
         with self._database.read() as db:
             session = rows.read_session(db, id, owner)
             leaves = rows.read_leaves(db, "session = ?", (id,))
@@ -245,11 +263,15 @@ class Sessions:
     def adopt(
         self, info: SessionInfo, at: float, name: str | None = None, owner: str | None = None
     ) -> str:
-        """Insert a session from a snapshot; returns its id, a new one if that is taken.
+        """Insert a session from a snapshot and return its id.
 
-        It counts as used `at`. It loses its label if another session has it. An owner's session
-        gets a new id, as the one in the file may be that of another owner's session. Replies that
-        the owner has already are not inserted again.
+        `at`: present time in seconds since 1970, recorded as its last use. The session gets a new
+        id if its
+        own is in use, or if it is imported for an `owner`, because the id could be that of another
+        owner's
+        session. It loses its label if another session has the same one. Replies that the owner
+        already has
+        are not inserted again.
         """
         with self._database.write() as db:
             own = {field: getattr(info, field) for field in CARRIED}
@@ -276,9 +298,11 @@ class Sessions:
 def _with_replies(
     db: sqlite3.Connection, session: Session, leaves: list[Leaf]
 ) -> tuple[list[Leaf], tuple[ReplyRow, ...]]:
-    """A session's leaves with the keys of the replies that they hold, and those replies.
+    """Return a session's leaves with the keys of the replies in them, and those replies.
 
-    A leaf holds the replies that it lists, and those of its session whose ids are among its own.
+    A leaf contains the replies that it lists, and the replies of its session whose token ids are
+    among
+    its own.
     """
     own = {reply.key: reply for reply in reply_rows.read_own(db, session.id)}
     listed = {key for leaf in leaves for key in leaf.replies or ()}
@@ -293,7 +317,7 @@ def _with_replies(
 
 
 def _held(db: sqlite3.Connection, session: Session, leaf: Leaf) -> tuple[bytes, ...]:
-    """Keys of the replies that a shortened leaf lists and whose ids it holds."""
+    """Return the keys of those replies that a shortened leaf lists and still contains."""
     listed = leaf.replies or ()
     found = reply_rows.find_replies(db, session.namespace, session.owner, set(listed))
     return tuple(k for k in listed if k in found and reply_rows.holds(leaf.ids, found[k]))

@@ -52,7 +52,10 @@ Time = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafInfo:
-    """One conversation of a session as a snapshot contains it; fields as of `leaves.Leaf`."""
+    """One conversation of a session as a snapshot contains it.
+
+    The fields have the same meaning as in `leaves.Leaf`.
+    """
 
     ids: Tokens
     kind: Literal["main", "agent"] = "main"
@@ -65,10 +68,11 @@ class LeafInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionInfo:
-    """A session as a snapshot contains it, the main leaf first. Times are seconds since 1970.
+    """A session as a snapshot contains it, the main leaf first. Times are in seconds since 1970.
 
-    `model` is a name to display; `namespace` identifies the model. `label` is given by clients,
-    `name` by the user. `replies`: those that its leaves hold, oldest first.
+    `model`: the model's name, for display only; `namespace` identifies the model. `label` is given
+    by
+    clients, `name` by the user. `replies`: the replies that its leaves contain, oldest first.
     """
 
     id: str
@@ -90,22 +94,31 @@ CARRIED = tuple(one.name for one in fields(SessionInfo) if one.name not in ("lea
 
 
 def block_seed(leaf: int, block: int) -> int:
-    """Seed of a block's checksum, so that blocks cannot be exchanged."""
+    """Return the checksum seed of a block, different for each, so that blocks cannot be swapped.
+
+    `leaf`, `block`: index of the leaf, and of the block in it.
+    """
     return leaf << 32 | block
 
 
 def state_name(index: int, name: str) -> str:
-    """Name of a checkpoint's tensor; `index` is that in `Description.checkpoints`."""
+    """Return the name of a checkpoint's tensor in the file.
+
+    `index`: index of the checkpoint in `Description.checkpoints`.
+    """
     return f"checkpoint.{index}.{name}"
 
 
 class Leaf(msgspec.Struct, frozen=True, kw_only=True):
     """A leaf in the description of a snapshot: the tokens that it does not share with its parent.
 
-    `parent`: index of an earlier leaf with the same first `start` tokens; None, and `start` 0, if
-    there is none. `start` is a multiple of 64. The snapshot has the ids of the leaf's own tokens,
-    [start, start + tokens), and KV of the first `rows` of them; an importer computes the rest. The
-    other fields are those of `LeafInfo`. `key_tokens` is called `anchor` in the file.
+    `parent`: index of an earlier leaf with the same first `start` tokens; None, with `start` 0, if
+    there is none. `start` is a multiple of 64. The snapshot contains the ids of the leaf's own
+    tokens,
+    [start, start + tokens), and the KV of the first `rows` of them; an importer computes the rest.
+    The
+    other fields have the same meaning as in `LeafInfo`. `key_tokens` is called `anchor` in the
+    file.
     """
 
     parent: Count | None
@@ -120,14 +133,17 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A checkpoint: the state after `position` tokens of leaf `leaf`."""
+    """A checkpoint in the description of a snapshot.
+
+    It is the state after `position` tokens of the leaf with index `leaf`.
+    """
 
     leaf: Count
     position: Count
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a snapshot: all of it but the tensors."""
+    """Description of a snapshot, as JSON in its header: everything except the tensors."""
 
     id: Text
     namespace: Text
@@ -144,7 +160,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, text: str) -> Description:
-        """Decode JSON and check it for consistency. Raises SnapshotRefused."""
+        """Decode a description from JSON and check it for consistency. Raises SnapshotRefused."""
         try:
             found = typed.decode(cls, text)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -160,11 +176,11 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def encode(self) -> str:
-        """Encode as JSON."""
+        """Encode the description as JSON."""
         return msgspec.json.encode(self).decode()
 
     def session(self) -> SessionInfo:
-        """The session, with leaves that have no tokens yet."""
+        """Return the described session, with leaves that have no tokens yet."""
         leaves = tuple(
             LeafInfo(NO_TOKENS, x.kind, x.prompt_tokens, x.key_tokens, x.turns, x.last_used_at)
             for x in self.leaves
@@ -173,7 +189,10 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
-    """Length of a leaf from token 0. Raises SnapshotRefused."""
+    """Return the number of tokens of a leaf, from token 0. Raises SnapshotRefused.
+
+    `index`: index of the leaf. `lengths`: tokens of the leaves before it.
+    """
     length = leaf.start + leaf.tokens
     shared = 0 if leaf.parent is None else lengths[leaf.parent] if leaf.parent < index else -1
     if leaf.start > shared or leaf.start % 64 or leaf.rows > leaf.tokens or length > MOST_TOKENS:
@@ -184,7 +203,7 @@ def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
 
 
 def with_tokens(session: SessionInfo, ids: list[Tokens]) -> SessionInfo:
-    """Copy of `session` with its leaves' token ids."""
+    """Return a copy of `session` with the token ids of its leaves set to `ids`."""
     leaves = tuple(replace(a, ids=b) for a, b in zip(session.leaves, ids, strict=True))
     return replace(session, leaves=leaves)
 
@@ -194,7 +213,7 @@ _KV = re.compile(r"kv\.(0|[1-9][0-9]{0,4})\.[0-9]")
 
 
 def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
-    """Detect the format of a file by its header. Raises SnapshotRefused for any other."""
+    """Detect the format of a file by its header. Raises SnapshotRefused for any other format."""
     try:
         with open_file(path, links=True) as fd:
             metadata = read_foreign_header(fd, own=False).metadata
@@ -208,7 +227,10 @@ def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
 
 
 def read_snapshot_header(fd: int) -> Header:
-    """Read the header of an open file and check its checksum. Raises SnapshotRefused, OSError."""
+    """Read the header of an open file and check its checksum.
+
+    Raises SnapshotRefused and OSError.
+    """
     try:
         return read_foreign_header(fd, own=True)
     except Malformed as error:
@@ -216,7 +238,7 @@ def read_snapshot_header(fd: int) -> Header:
 
 
 def read_description(header: Header) -> Description:
-    """Description in a header. Raises SnapshotRefused."""
+    """Return the description of a snapshot from its header. Raises SnapshotRefused."""
     if header.metadata.get("format") != FORMAT:
         raise SnapshotRefused("This is not a snapshot of mlxcache.")
     version = header.metadata.get("version")
@@ -228,7 +250,10 @@ def read_description(header: Header) -> Description:
 
 
 def check_model(description: Description, namespace: str | None, model: str | None) -> None:
-    """Check that the snapshot is of the model of `namespace`. Raises SnapshotRefused."""
+    """Raise SnapshotRefused unless the snapshot was made with the model of `namespace`.
+
+    `model`: name of that model, for the message. Nothing is checked if `namespace` is None.
+    """
     if namespace is None or description.namespace == namespace:
         return
     here = f"{model} ({namespace[:8]})" if model else namespace[:8]
@@ -243,10 +268,11 @@ def check_model(description: Description, namespace: str | None, model: str | No
 def check_tensors(
     header: Header, description: Description
 ) -> tuple[tuple[Place, ...], tuple[tuple[Place, ...], ...]]:
-    """Check the tensors; returns those of the KV in order, and those of each checkpoint.
+    """Check the tensors of a snapshot; return those of the KV, and those of each checkpoint.
 
-    Raises SnapshotRefused unless these, the tokens and the checksums are all tensors of the file,
-    with the shapes that the description requires.
+    Raises SnapshotRefused unless the file contains exactly these, the tokens and the checksums,
+    with
+    the shapes that the description requires.
     """
     places = {place.name: place for place in header.places}
     rows = sum(leaf.rows for leaf in description.leaves)
@@ -278,7 +304,10 @@ def _check(place: Place | None, dtype: str, length: int) -> None:
 
 
 def _state_index(name: str, count: int) -> int | None:
-    """Index of the checkpoint that a tensor of this name belongs to, or None."""
+    """Return the index of the checkpoint to which the tensor `name` belongs, or None.
+
+    `count`: number of checkpoints.
+    """
     _, _, rest = name.partition(".")
     digits, _, _ = rest.partition(".")
     if not (digits.isascii() and digits.isdigit() and len(digits) < 6):
@@ -288,7 +317,10 @@ def _state_index(name: str, count: int) -> int | None:
 
 
 def check_spec(kv: tuple[Place, ...], spec: Spec | None) -> None:
-    """Check that the KV has the shapes that the model caches. Raises SnapshotRefused."""
+    """Raise SnapshotRefused unless the KV has the names, dtypes and shapes that the model caches.
+
+    Nothing is checked if `spec` is None.
+    """
     if spec is None or not kv:
         return
     if {place.name: (place.dtype, place.shape[1:]) for place in kv} != dict(spec):
@@ -298,9 +330,11 @@ def check_spec(kv: tuple[Place, ...], spec: Spec | None) -> None:
 def read_leaf_ids(
     raw: memoryview, description: Description, vocab_size: int | None
 ) -> list[Tokens]:
-    """Token ids of each leaf from 0. Raises SnapshotRefused for ids that the model does not have.
+    """Return the token ids of each leaf, from token 0.
 
-    Negative ids stand for images and are never fed to a model.
+    Raises SnapshotRefused for ids that the model does not have. Negative ids are allowed, because
+    they
+    stand for images and are never fed to a model.
     """
     own = np.frombuffer(raw, "<i4")
     if vocab_size and own.max(initial=0) >= vocab_size:

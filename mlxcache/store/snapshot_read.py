@@ -1,7 +1,8 @@
-"""Import of a snapshot file into the store, with every claim of the file checked.
+"""Import of a snapshot file into the store, with everything in the file checked.
 
-Sizes are checked against the file before memory is allocated. Only the description and the tokens
-are held in RAM; KV is read in pieces, each checked before it is written to the store.
+Sizes are checked against the file before memory is allocated. Only the description and the token
+ids are held in RAM. The KV is read in pieces, and each piece is checked before it is written to the
+store.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ _Piece = tuple[Tokens, int | None, Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A file with checked header, description and tokens; `import_snapshot` checks the rest.
+    """A snapshot file whose header, description and tokens were checked.
 
-    `nbytes`: bytes of its KV and checkpoints.
+    `import_snapshot` checks the rest. `nbytes`: bytes of its KV and checkpoints.
     """
 
     path: Path
@@ -73,10 +74,12 @@ def read_snapshot(
     spec: Spec | None = None,
     vocab_size: int | None = None,
 ) -> Snapshot:
-    """Read the snapshot at `path` and check that it is for the model of `namespace`, if given.
+    """Read the snapshot at `path` and check that it was made with the model of `namespace`.
 
-    `model` is that model's name, for messages; `spec` the tensors it caches, `vocab_size` the
-    number of its token ids. Raises SnapshotRefused, also for another model.
+    The model is not checked if `namespace` is None. `model`: name of that model, for messages.
+    `spec`:
+    the tensors that it caches. `vocab_size`: number of its token ids. Raises SnapshotRefused for
+    another model or a damaged file, and StoreError if it cannot be read.
     """
     with _opened(path) as fd:
         header = read_snapshot_header(fd)
@@ -99,7 +102,7 @@ def read_snapshot(
 
 
 def with_owner(snapshot: Snapshot, owner: str | None) -> Snapshot:
-    """Copy of `snapshot` whose token ids are marked as `owner`'s."""
+    """Return a copy of `snapshot` whose token ids are marked as belonging to `owner`."""
     session = snapshot.session
     ids = [own_ids(leaf.ids, owner) for leaf in session.leaves]
     return replace(snapshot, session=with_tokens(session, ids))
@@ -108,10 +111,11 @@ def with_owner(snapshot: Snapshot, owner: str | None) -> Snapshot:
 def import_snapshot(
     store: Store, snapshot: Snapshot, progress: Progress | None = None
 ) -> SessionInfo:
-    """Write a snapshot's KV into `store`; returns the session to insert into the table.
+    """Write the KV of a snapshot into `store`; return the session to insert into the table.
 
-    Blocks. After a failure the KV written before stays on disk: it is sound, and will be evicted
-    as least recently used. Raises SnapshotRefused for a wrong checksum, and StoreError.
+    Blocks. After a failure, KV that was already written stays on disk; it is valid and will be
+    evicted
+    when it is the least recently used. Raises SnapshotRefused for a wrong checksum, and StoreError.
     """
     if store.limit is not None and snapshot.nbytes > store.limit:
         raise DiskFull(
@@ -131,7 +135,7 @@ def import_snapshot(
 
 
 def _pieces(fd: int, snapshot: Snapshot) -> Iterator[_Piece]:
-    """Yield runs, then checkpoints, each checked. Raises SnapshotRefused."""
+    """Yield the runs of a snapshot, then its checkpoints, each checked. Raises SnapshotRefused."""
     per_token = sum(p.nbytes // p.shape[0] for p in snapshot.kv)
     step = max(BLOCK, PIECE_BYTES // max(1, per_token) // BLOCK * BLOCK)
     row = block = 0
@@ -191,7 +195,7 @@ def _tensor(name: str, place: Place, data: memoryview) -> Tensor:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open the file inside the block, which turns OSError into StoreError."""
+    """Open a file for the block; convert any OSError inside the block to StoreError."""
     try:
         with open_file(path, links=True) as fd:
             yield fd
@@ -200,7 +204,10 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _read(fd: int, place: Place) -> memoryview:
-    """Read a tensor, whose place was checked against the file's size. Raises SnapshotRefused."""
+    """Read a tensor whose place was checked against the file's size.
+
+    Raises SnapshotRefused if the file ends early.
+    """
     view, at = memoryview(bytearray(place.nbytes)), 0
     while at < len(view):
         count = os.preadv(fd, [view[at:]], place.offset + at)

@@ -1,7 +1,7 @@
-"""Replies in the header of a snapshot: two entries of its metadata, which older readers ignore.
+"""Replies in the header of a snapshot: two metadata entries, which older readers ignore.
 
-`replies` is JSON and describes each reply; `reply_ids` are the token ids of all replies, one after
-another, deflated, in base64. See docs/snapshots.md.
+`replies` is JSON that describes each reply. `reply_ids` contains the token ids of all replies, one
+after another, compressed with deflate and encoded in base64. See docs/snapshots.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Digest = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYT
 
 
 class _Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """A reply with `tokens` ids; the other fields are those of `ReplyRow`."""
+    """A reply with `tokens` token ids; the other fields are those of `ReplyRow`."""
 
     digest: _Digest
     length: Count
@@ -56,7 +56,10 @@ class _Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Replies(msgspec.Struct, frozen=True, kw_only=True):
-    """Replies, oldest first, and for each leaf of the snapshot the indices of those it holds."""
+    """All replies of a snapshot, oldest first.
+
+    `leaves`: for each leaf of the snapshot, the indices of the replies that it contains.
+    """
 
     version: int
     replies: Annotated[tuple[_Reply, ...], msgspec.Meta(max_length=MOST_KEYS)]
@@ -68,7 +71,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def describe_replies(replies: Sequence[ReplyRow], leaves: Sequence[LeafInfo]) -> dict[str, str]:
-    """Entries of the metadata for the newest replies that fit, and the leaves that hold them.
+    """Return the metadata entries for the newest replies that fit, and the leaves with them.
 
     Empty without replies.
     """
@@ -116,10 +119,10 @@ def _describe(reply: ReplyRow) -> _Reply:
 def with_replies(
     session: SessionInfo, metadata: Mapping[str, str], vocab_size: int | None
 ) -> SessionInfo:
-    """Copy of `session` with the replies in a snapshot's metadata.
+    """Return a copy of `session` with the replies in a snapshot's metadata.
 
-    Unchanged without any, and for those of a later version. Raises SnapshotRefused for damaged
-    ones, and for token ids that the model does not have.
+    `session` is returned unchanged if there are none, or if a later version wrote them. Raises
+    SnapshotRefused if they are damaged or have token ids that the model does not have.
     """
     if REPLIES not in metadata:
         return session
@@ -149,7 +152,11 @@ def with_replies(
 
 
 def _read_ids(packed: str, tokens: int) -> Tokens:
-    """The ids of all replies, shape (tokens,); no more bytes are inflated. Raises ValueError."""
+    """Unpack the token ids of all replies, shape (tokens,).
+
+    Decompresses at most the bytes of `tokens` ids. Raises ValueError if the data has another
+    length.
+    """
     if tokens > MOST_TOKENS:
         raise ValueError(f"they have more than {MOST_TOKENS} tokens")
     inflate = zlib.decompressobj()

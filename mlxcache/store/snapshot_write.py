@@ -58,7 +58,11 @@ _MOST_LOOKS = 1000
 
 @dataclass(frozen=True, slots=True)
 class LeafPart:
-    """Part of one leaf beyond those before it: its tokens from `start`, KV of `rows`, states."""
+    """The part of one leaf that the leaves before it in the snapshot do not contain.
+
+    `parent`: index of the leaf that shares its first `start` tokens, or None. `rows`: number of own
+    tokens whose KV is exported. `pieces`, `states`: KV and checkpoints on disk.
+    """
 
     parent: int | None
     start: int
@@ -68,16 +72,16 @@ class LeafPart:
     states: tuple[Saved, ...]
 
     def tokens(self, owner: str | None) -> Tokens:
-        """Its own token ids, little-endian, without the marks of `owner`."""
+        """Return its own token ids, little-endian, without the marks of `owner`."""
         return np.ascontiguousarray(plain_ids(self.info.ids, owner)[self.start :], "<i4")
 
     @property
     def end(self) -> int:
-        """Position after its KV."""
+        """Position after its exported KV."""
         return self.start + self.rows
 
     def describe(self) -> Leaf:
-        """Describe it for the snapshot's header."""
+        """Return its entry in the snapshot's description."""
         info = self.info
         return Leaf(
             parent=self.parent,
@@ -93,7 +97,7 @@ class LeafPart:
 
 
 def within_limits(leaves: tuple[LeafInfo, ...]) -> list[LeafInfo]:
-    """Leaves that fit into a snapshot, in order, the main one first.
+    """Return the leaves that fit into a snapshot, in order, the main one first.
 
     Raises StoreError if there are none.
     """
@@ -109,7 +113,7 @@ def within_limits(leaves: tuple[LeafInfo, ...]) -> list[LeafInfo]:
 
 
 def find_parts(store: Store, leaves: list[LeafInfo]) -> list[LeafPart]:
-    """Find what each leaf adds to those before it, verified on disk. Raises StoreError."""
+    """Find and verify on disk what each leaf adds to those before it. Raises StoreError."""
     found = _all_verified(store, leaves)
     parts: list[LeafPart] = []
     for leaf, on_disk in zip(leaves, found, strict=True):
@@ -128,7 +132,10 @@ def _all_verified(store: Store, leaves: list[LeafInfo]) -> list[Found]:
 
 
 def _verified(store: Store, ids: Tokens, sound: set[tuple[Path, int, int]]) -> Found:
-    """Find `ids` on disk and verify the files that are not in `sound`, which is extended."""
+    """Find `ids` on disk and verify the files.
+
+    Files in `sound` were verified before and are skipped; newly verified ones are added to it.
+    """
     found = store.find(ids)
     for piece in found.pieces:
         if (piece.path, piece.start, piece.end) not in sound:
@@ -163,7 +170,7 @@ def _newest(states: list[Saved]) -> tuple[Saved, ...]:
 
 
 def _bounded(text: str | None) -> str | None:
-    """Text of users and clients, cut to the length that a snapshot may hold."""
+    """Cut a text to the length that a snapshot may contain, and replace invalid characters."""
     if text is None:
         return None
     return text[:MOST_TEXT].encode(errors="replace").decode()
@@ -172,7 +179,10 @@ def _bounded(text: str | None) -> str | None:
 def describe_session(
     session: SessionInfo, parts: list[LeafPart], states: list[tuple[int, Saved]]
 ) -> Description:
-    """Describe the session; `states`: its checkpoints, each with the index of its leaf."""
+    """Make the description of a session for the snapshot's header.
+
+    `states`: its checkpoints, each with the index of its leaf.
+    """
     own = {name: getattr(session, name) for name in CARRIED}
     own |= {name: _bounded(own[name]) for name in ("label", "name", "title", "client")}
     return Description(
@@ -186,14 +196,16 @@ CHUNK_BYTES = 2 << 20
 
 
 class SnapshotExport:
-    """A snapshot of `session`, with its KV that is on disk: iterate once for its `nbytes` bytes.
+    """A snapshot of `session` with its KV on disk; iterate once for its `nbytes` bytes.
 
-    Its replies are in it as far as the header may grow.
-
-    Construction reads and verifies the files, and iteration reads them again: both block. Damaged
-    or evicted KV is left out, and computed again by the importing server; token ids are complete.
-    `owner` of the session, which the file does not name. Raises StoreError, also during iteration
-    if a file is evicted before it was read; an incomplete snapshot is refused by its length.
+    Its replies are included as far as the header has room. Construction reads and verifies the
+    files,
+    and iteration reads them again; both block. Damaged or evicted KV is left out, and the importing
+    server computes it again; the token ids are always complete. `owner`: owner of the session,
+    whose
+    marks are removed from the token ids. Raises StoreError, also during iteration if a file is
+    evicted
+    before it was read. An incomplete snapshot is recognised by its length and cannot be imported.
     """
 
     def __init__(self, store: Store, session: SessionInfo, owner: str | None = None):
@@ -222,7 +234,7 @@ class SnapshotExport:
         self.nbytes = len(self._head) + sum(place.nbytes for place in places)
 
     def _places(self) -> list[Place]:
-        """Tensors of the file in order."""
+        """Return the tensors of the file, in order."""
         count = sum(self._blocks) + len(self._states) + 1
         return [
             _place(
@@ -240,7 +252,10 @@ class SnapshotExport:
         ]
 
     def _kv_places(self) -> list[Place]:
-        """One tensor per array of the KV, over the rows of all leaves. Raises Corrupt."""
+        """Return one tensor for each array of the KV, over the rows of all leaves.
+
+        Raises Corrupt if the files on disk hold different arrays.
+        """
         rows = sum(own.rows for own in self._parts)
         kinds = {
             path: [(p.name, p.dtype, p.shape[1:]) for p in header.places]
@@ -275,7 +290,10 @@ class SnapshotExport:
         yield b"".join(one.digest()[::-1] for one in [*sums, *states, self._words])
 
     def _kv_bytes(self, index: int, own: LeafPart, sums: list[xxh3_64]) -> Iterator[bytes]:
-        """Yield tensor `index` of a leaf's rows, hashed into `sums`, one per block."""
+        """Yield the bytes of KV tensor `index` for the rows of a leaf.
+
+        The bytes are also hashed into `sums`, one state per block.
+        """
         row = self._kv[index].nbytes // max(1, self._kv[index].shape[0])
         for piece in own.pieces:
             place = self._headers[piece.path].places[index]
@@ -289,7 +307,7 @@ class SnapshotExport:
 
 
 def _read(path: Path, begin: int, end: int) -> Iterator[bytes]:
-    """Yield bytes [begin, end) of a file in chunks. Raises StoreError."""
+    """Yield the bytes [begin, end) of a file in chunks. Raises StoreError."""
     with _opened(path) as fd:
         while begin < end:
             part = os.pread(fd, min(CHUNK_BYTES, end - begin), begin)
@@ -306,7 +324,7 @@ def _header(path: Path) -> Header:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open a file of the store inside the block. Raises Gone, Corrupt and StoreError."""
+    """Open a file of the store for the block. Raises Gone, Corrupt and StoreError."""
     try:
         with open_file(path) as fd:
             yield fd
@@ -323,7 +341,7 @@ def _place(name: str, dtype: str, shape: tuple[int, ...]) -> Place:
 
 
 def _exportable(states: list[tuple[int, Saved, Header]]) -> list[tuple[int, Saved, Header]]:
-    """Checkpoints within the limits of a snapshot."""
+    """Return the checkpoints that fit into a snapshot, by their bytes and number of tensors."""
     kept, tensors = [], 0
     for state in states:
         tensors += len(state[2].places)

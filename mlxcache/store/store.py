@@ -42,9 +42,9 @@ _UNREADABLE = (errno.EIO, errno.ENXIO, errno.EISDIR, errno.ELOOP)
 class Store:
     """Runs and checkpoints of one namespace in a folder that several processes may share.
 
-    Every method may be called on any thread. `database` also holds the tables of other modules.
-    `context`: the state of the open folder. `limit`: cap in bytes on the whole folder, None
-    without one.
+    `database` also holds the tables of other modules. `context`: the state of the open folder.
+    `limit`:
+    limit in bytes for the whole folder, or None. Thread-safe.
     """
 
     def __init__(
@@ -68,12 +68,15 @@ class Store:
         free_floor: int = FREE_FLOOR,
         needs_checkpoints: bool | None = None,
     ) -> Store:
-        """Open `folder`, made if it is not there, and repair what a killed process left.
+        """Open `folder`, creating it if it is missing, and repair what a killed process left.
 
-        `limit` caps the bytes of the whole folder by the file system's count; the excess is evicted
-        at once. None: no cap, for commands that work without a server. `needs_checkpoints`: the
-        model has layers that cannot be sliced; None: inferred from the files. Blocks while another
-        process opens the same folder. Raises StoreError.
+        `limit`: most bytes that the whole folder may take on disk; files beyond it are evicted at
+        once.
+        None means no limit, for commands that work without a server. `free_floor`: bytes of the
+        disk to
+        leave free. `needs_checkpoints`: the model has layers whose state cannot be cut; None infers
+        this
+        from the files. Blocks while another process opens the same folder. Raises StoreError.
         """
         place = Folder(folder)
         with store_errors(folder):
@@ -94,11 +97,14 @@ class Store:
         return cls(context, namespace, needs_checkpoints=needs_checkpoints)
 
     def for_namespace(self, namespace: str) -> Store:
-        """Return a store of another namespace in the same open folder. Close only this one."""
+        """Return a store of another namespace in the same open folder.
+
+        Both share the open folder, so only one of them may be closed.
+        """
         return self if namespace == self.namespace else Store(self.context, namespace)
 
     def close(self) -> None:
-        """Write noted uses and release the folder. Later calls raise StoreError."""
+        """Write the noted uses and release the folder. Later calls raise StoreError."""
         self.context.close()
 
     # -- finding and verifying -------------------------------------------------------------------
@@ -106,7 +112,7 @@ class Store:
     def find(self, ids: Tokens, *, touch: bool = True) -> Found:
         """Find the longest prefix of `ids` on disk, to the token, and the checkpoints along it.
 
-        `touch` notes a use of the files found; the index is not written. Raises StoreError.
+        `touch`: note a use of the files found; this does not write to the index. Raises StoreError.
         """
         with self.database.read() as connection:
             match = index.lookup(connection, self._chains.of(ids))
@@ -123,40 +129,46 @@ class Store:
         return Found(match.length, pieces, saved)
 
     def reused(self, found: Found, tokens: int) -> None:
-        """Count that a request reused the first `tokens` of `found`; written with the next uses."""
+        """Count that a request reused the first `tokens` tokens of `found`.
+
+        The counts are kept in memory and written to the index with the next noted uses.
+        """
         ids = [piece.id for piece in found.pieces if piece.start < tokens]
         ids += [one.id for one in found.checkpoints if one.position <= tokens]
         self.context.note_reuse(ids)
 
     def note_uses(self) -> None:
-        """Write the uses noted by `find` into the index, as each write does too."""
+        """Write the uses that `find` noted to the index; every other write does this too."""
         with self.database.write() as connection:
             self.context.write_uses(connection)
 
     def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
-        """Read a file and check it against `piece`, found for ids that begin like `ids`.
+        """Read a file and check its header, tokens and checksums against `piece`.
 
-        Checks header, tokens and checksums. Without `late`, tensors written as such are not read.
-        Raises Corrupt after moving the file to quarantine and removing the files that continue it,
-        Gone if the file was evicted meanwhile, or StoreError.
+        `ids`: token ids for which `piece` was found, or others with the same beginning. Unless
+        `late`, the
+        tensors of sliding windows are not read. Raises Corrupt after moving a damaged file to
+        quarantine
+        and removing the files that continue it, Gone if the file was evicted, or StoreError.
         """
         base = self._chains.of(ids[: piece.first]).whole[-1]
         self._verify(piece, lambda fd: check_run(fd, self.namespace, base, piece, ids, late=late))
 
     def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
-        """Read a checkpoint and check it against `saved`; raises as `verify` does."""
+        """Read a checkpoint and check it against `saved`. Raises as `verify`."""
         position = saved.position
         digest = self._chains.of(ids[:position]).at(position)
         self._verify(saved, lambda fd: check_checkpoint(fd, self.namespace, digest, position))
 
     def read_ahead(self, piece: Piece) -> None:
-        """Ask the system to begin reading a file that will be verified soon. Does not block."""
+        """Tell the operating system to read a file that will be verified soon. Does not block."""
         read_ahead(piece.path)
 
     def durable_tokens(self, found: Found) -> int:
-        """Tokens of `found` that a server started now could continue from.
+        """Return how many tokens of `found` a server started now could continue from.
 
-        A model that needs checkpoints continues from the last one whose KV is on disk too, so KV
+        A model that needs checkpoints continues from the last checkpoint whose KV is on disk too,
+        so KV
         written before the first checkpoint does not count. Raises StoreError.
         """
         if not found.checkpoints:
@@ -180,25 +192,32 @@ class Store:
         tensors: Sequence[Tensor],
         late: frozenset[str] = frozenset(),
     ) -> None:
-        """Save the KV of tokens [start, len(ids)); durable on return. Blocks for an fsync.
+        """Save the KV of tokens [start, len(ids)). Blocks for an fsync; durable on return.
 
-        `start` is a multiple of 64; the first axis of each tensor is those tokens. Blocks already
-        on disk are left out, and nothing is written if all are. `late` names tensors of sliding
-        windows, which only positions soon after these tokens need: `verify` can leave them out.
-        Raises PrefixNotStored if [0, start) is not on disk, DiskFull if no room can be made,
-        StoreError, ValueError for shapes that do not fit.
+        `start` is a multiple of 64; the first axis of each tensor is those tokens. Blocks that are
+        already
+        on disk are left out, and nothing is written if all are. `late`: names of tensors that hold
+        sliding
+        windows, which are needed only soon after these tokens; `verify` can skip them. Raises
+        PrefixNotStored if [0, start) is not on disk, DiskFull if no room can be made, StoreError,
+        and
+        ValueError for shapes that do not fit.
         """
         save_run(self.context, self._chains.of(ids), start, tensors, late)
 
     def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
-        """Save the state after `ids`; durable on return. Blocks for an fsync.
+        """Save the state after `ids`. Blocks for an fsync; durable on return.
 
-        Then thins out the checkpoints along the path; see `thinning`. Raises DiskFull, StoreError.
+        Then removes surplus checkpoints along the path; see `thinning`. Raises DiskFull and
+        StoreError.
         """
         save_checkpoint(self.context, self._chains.of(ids), tensors)
 
     def make_room(self, nbytes: int) -> None:
-        """Evict files until rows of `nbytes` in other tables fit. Raises DiskFull, StoreError."""
+        """Evict files until `nbytes` more bytes in other tables fit.
+
+        Raises DiskFull and StoreError.
+        """
         with self.database.write() as connection:
             self.context.check_present()
             self.context.make_room(connection, nbytes, has_row=False)
@@ -206,10 +225,11 @@ class Store:
     # -- pinning and removing --------------------------------------------------------------------
 
     def pin(self, name: str, paths: Sequence[Tokens]) -> None:
-        """Make the files of `paths` the last to be evicted, in place of those `name` pinned before.
+        """Pin the files of `paths` under `name`, so that they are evicted last.
 
-        An empty `paths` unpins. Files written later are not pinned until the next call.
-        Raises StoreError.
+        They replace the files pinned under `name` before; empty `paths` unpin those. Files written
+        later
+        are not pinned until the next call. Raises StoreError.
         """
         with self.database.write() as connection:
             connection.execute("DELETE FROM pin WHERE name = ?", (name,))
@@ -222,7 +242,7 @@ class Store:
                 )
 
     def pin_session(self, sessions: Sessions, id: str, *, pinned: bool) -> None:
-        """Pin the files of a session of any namespace, or unpin them.
+        """Pin or unpin the files of a session of any namespace.
 
         Raises NotFound and StoreError.
         """
@@ -244,9 +264,9 @@ class Store:
             self.for_namespace(session.namespace).remove_unshared(sessions, leaf.ids)
 
     def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
-        """Remove the files of `ids` that no session needs; returns their number.
+        """Remove the files of `ids` that no session needs; return the number removed.
 
-        A file that also holds tokens of a session stays whole. Raises StoreError.
+        A file that also contains tokens of a session stays as a whole. Raises StoreError.
         """
         others, files = sessions.sharing(self.namespace, ids), self._files(ids)
         if len(others) > MOST_LEAVES_READ:
@@ -266,10 +286,11 @@ class Store:
         return gone
 
     def forget_beyond(self, ids: Tokens, keep: int) -> None:
-        """Remove the KV of `ids` beyond `keep` tokens, which is not finite, and all built on it.
+        """Remove the KV of `ids` after the first `keep` tokens because it is not finite.
 
-        A file that other paths share stays if its values are finite: another request computed it.
-        Reads such files. Raises StoreError.
+        Files that continue it are removed too. A file that other paths share stays if its values
+        are
+        finite, because another request computed it. Reads such files. Raises StoreError.
         """
         while beyond := [file for file in self._files(ids) if _end(file) > keep]:
             own = {file.id for file in beyond}
@@ -282,7 +303,10 @@ class Store:
     # -- the whole folder ------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """Figures of the whole folder, and counts of this process. Raises StoreError."""
+        """Return the figures of the whole folder, and the counts of this process.
+
+        Raises StoreError.
+        """
         context = self.context
         with self.database.read() as connection, store_errors(self.folder):
             used = context.space.used(connection)
@@ -310,25 +334,34 @@ class Store:
         )
 
     def nothing(self) -> StoreStats:
-        """Figures of a folder that cannot be read: zeros, and counts of this process."""
+        """Return zeros as the figures of a folder that cannot be read.
+
+        The counts of this process are included.
+        """
         return self._with_counts()
 
     def check(self, progress: Progress = lambda _, __: None) -> list[Problem]:
-        """Read every file of every namespace and list what is wrong. Changes nothing.
+        """Read every file of every namespace and return the problems found. Changes nothing.
 
-        Raises StoreError, also if the store is closed meanwhile.
+        `progress(done, total)` is called with numbers of files. Raises StoreError, also if the
+        store is
+        closed in the meantime.
         """
         return maintenance.check(self.context, progress)
 
     def prune(self, limit: int | None = None, progress: Progress = lambda _, __: None) -> int:
-        """Remove what `check` lists, and the quarantine; evict down to `limit`; bytes freed.
+        """Remove damaged files and the quarantine, then evict files down to `limit` bytes.
 
-        Reads every file. A damaged index stays until the next start rebuilds it. Raises StoreError.
+        Returns the bytes freed. Reads every file, and removes all that `check` reports except a
+        damaged
+        index, which the next start rebuilds. `progress(done, total)` is called with numbers of
+        files.
+        Raises StoreError.
         """
         return maintenance.prune(self.context, limit, progress)
 
     def clear(self, *, pinned: bool = False) -> int:
-        """Remove every file, pinned ones only if `pinned`; returns bytes freed.
+        """Remove every file, pinned files only if `pinned`; return the bytes freed.
 
         Raises StoreError.
         """
@@ -347,7 +380,7 @@ class Store:
         return [*found.pieces, *found.checkpoints]
 
     def _verify(self, file: Piece | Saved, check: Callable[[int], None]) -> None:
-        """Open a file and check it; a damaged one goes to quarantine. Raises as `verify` does."""
+        """Open a file and check it; a damaged file goes to quarantine. Raises as `verify`."""
         gone = Gone(f"{file.path.name} was evicted meanwhile.")
         with self.database.read() as connection:
             if index.one(connection, "id = ? AND owner IS NULL", file.id) is None:
@@ -369,14 +402,17 @@ class Store:
         self.context.count("verified")
 
     def _has_checkpoints(self) -> bool:
-        """Tell if the model needs checkpoints, else if the newest runs have any."""
+        """Return whether the model needs checkpoints, inferred from the newest runs if unknown."""
         if self._needs_checkpoints is not None:
             return self._needs_checkpoints
         with self.database.read() as connection:
             return index.has_checkpoints(connection, root_digest(self.namespace))
 
     def _is_sound_for_others(self, file: Piece | Saved, own: set[int], keep: int) -> bool:
-        """Tell if a run is used by paths other than `own`, and finite beyond `keep`."""
+        """Return whether a run is finite beyond `keep` tokens and other paths use it too.
+
+        `own`: ids of the files of the path itself.
+        """
         if isinstance(file, Saved):
             return False
         with self.database.read() as connection:
@@ -386,10 +422,10 @@ class Store:
 
 
 def _end(file: Piece | Saved) -> int:
-    """Position after the last searched token that `file` holds."""
+    """Return the position after the last of the requested tokens that `file` contains."""
     return file.position if isinstance(file, Saved) else file.end
 
 
 def _needed_beyond(file: Piece | Saved) -> int:
-    """Number of shared tokens beyond which a session needs `file`."""
+    """Return the number of shared tokens above which a session needs `file`."""
     return file.position - 1 if isinstance(file, Saved) else file.first

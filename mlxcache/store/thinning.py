@@ -1,4 +1,7 @@
-"""Choice of checkpoints to remove from disk: their bytes stay linear and within a share."""
+"""Choice of checkpoints to remove from disk, so that they stay within a share of the limit.
+
+Their bytes also stay proportional to those of the KV.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,12 @@ def surplus_checkpoints(
 ) -> list[Row]:
     """Choose the checkpoints along `ids` to remove, in a folder of `limit` bytes.
 
-    First the ends of replies beside the path (for example replies with a thought that the next
-    prompt leaves out), then those of the path itself as `checkpoints_to_drop` chooses. The newest
-    checkpoints of other paths stay, and so does the last one of each session's leaf: files of a
-    turn are written before the turn is recorded, and a fork may never be continued.
+    Checkpoints at the ends of replies beside the path are chosen first; such a reply has, for
+    example,
+    a thought that the next prompt leaves out. Then those of the path itself follow, in the order of
+    `checkpoints_to_drop`. The newest checkpoints of other paths stay. So does the last one of each
+    session's leaf, because files of a turn are written before the turn is recorded, and a fork may
+    never be continued.
     """
     path = match.checkpoints
     if not path:
@@ -54,7 +59,10 @@ def surplus_checkpoints(
 
 
 def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
-    """Checkpoints a little beside a path without followers, the least recently used first."""
+    """Return checkpoints shortly beside a path that none follows, least recently used first.
+
+    Such a checkpoint follows one of the path within `SIDE_TOKENS` tokens.
+    """
     own = {row.id: row.start for row in path}
     found: list[Row] = []
     for id, start in own.items():
@@ -65,7 +73,7 @@ def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
 
 
 def _last(path: Sequence[Row], ends: Sequence[int]) -> set[int]:
-    """Ids of the last checkpoints at or before each of `ends`."""
+    """Return the ids of the last checkpoints at or before each position of `ends`."""
     before = [
         max((row for row in path if row.start <= end), key=_start, default=None) for end in ends
     ]
@@ -77,11 +85,15 @@ def _start(row: Row) -> int:
 
 
 def checkpoints_over_share(connection: sqlite3.Connection, coming: int, limit: int) -> list[Row]:
-    """Choose checkpoints to remove for another of `coming` bytes, so that all keep to their share.
+    """Choose checkpoints to remove so that another of `coming` bytes fits into their share.
 
-    The least recently used first; of equals those between a path's first and last, then the last,
-    then the first, which new conversations share. Pinned ones only when no others are left.
-    A checkpoint counts as used whenever a later one on its path was.
+    `limit`: limit of the folder in bytes. The least recently used are chosen first; a checkpoint
+    counts
+    as used whenever a later one on its path was. Of equally old ones, those between a path's first
+    and
+    last are chosen first, then the last, then the first, which new conversations share. Pinned ones
+    are
+    chosen only when no others are left.
     """
     query = "SELECT ifnull(sum(disk), 0) FROM file WHERE kind = ?"
     (held,) = connection.execute(query, (CHECKPOINT,)).fetchone()
@@ -112,7 +124,10 @@ def _followers(connection: sqlite3.Connection, id: int) -> list[int]:
 
 
 def _is_newest(connection: sqlite3.Connection, id: int, away: Collection[int]) -> bool:
-    """Tell if a checkpoint is among the newest of any path once those in `away` are removed."""
+    """Return whether a checkpoint is one of the newest of any path.
+
+    Checkpoints with an id in `away` are about to be removed and do not count.
+    """
     level = [id]
     for _ in range(NEWEST):
         after: list[int] = []

@@ -1,4 +1,7 @@
-"""Writer thread: saves offered jobs in order, within a byte limit."""
+"""Writer thread that saves KV to disk in the order in which it was offered.
+
+The bytes waiting to be written are limited.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,13 @@ IDLE_S = 2.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A run of tokens [start, len(ids)), or a checkpoint after `ids` where `start` is None.
+    """KV to save: a run, or a checkpoint if `start` is None.
 
-    `nbytes`: bytes it counts against the writer's limit. `tag`: the caller's own. `late`: see
-    `Store.write_run`.
+    A run holds tokens [start, len(ids)); a checkpoint is the state after `ids`. `nbytes`: bytes
+    that
+    count against the writer's limit. `tag`: any value of the caller. `late`: names of tensors that
+    hold
+    sliding windows; see `Store.write_run`.
     """
 
     ids: Tokens
@@ -37,16 +43,18 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens whose KV it holds; 0 for a checkpoint."""
+        """Number of tokens whose KV the job holds; 0 for a checkpoint."""
         return 0 if self.start is None else len(self.ids) - self.start
 
 
 class Writer:
-    """One thread that writes jobs to `store` in the order they were offered.
+    """A thread that writes jobs to `store` in the order in which they were offered.
 
-    `done(job, error)` is called on that thread after each job; `error` None: the job is durable.
-    An error ends the job, not the thread. `idle` is called there once when nothing was offered for
-    `IDLE_S`. Every method may be called on any thread.
+    `limit_bytes`: most bytes of jobs that wait. `done(job, error)` is called on that thread after
+    each
+    job; if `error` is None, the job is durable. An error ends the job, not the thread. `idle` is
+    called
+    on the thread once nothing was offered for `IDLE_S` seconds. Thread-safe.
     """
 
     def __init__(
@@ -68,9 +76,9 @@ class Writer:
         self._thread.start()
 
     def offer(self, job: Job) -> bool:
-        """Queue `job`; False if it exceeds the byte limit. An empty queue takes any job.
+        """Queue `job`; return False if the writer is closed or the job exceeds the byte limit.
 
-        Does not block.
+        An empty queue accepts a job of any size. Does not block.
         """
         with self._state:
             full = self._pending and self._pending + job.nbytes > self._limit
@@ -81,18 +89,20 @@ class Writer:
             return True
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run `action` on the thread after the jobs offered before; its errors are logged.
+        """Run `action` on the thread after the jobs offered before; log any exception.
 
-        Does not block. After `close` it is ignored.
+        Does not block. Ignored after `close`.
         """
         with self._state:
             if not self._closing:
                 self._add(action)
 
     def close(self, seconds: float | None = None) -> None:
-        """End the thread after the current job; queued jobs are dropped without a report.
+        """End the thread after the current job; drop queued jobs without calling `done`.
 
-        Blocks for that job, at most `seconds`: the disk may hang, or the index be locked.
+        Blocks until that job has ended, but at most `seconds`, because the disk may hang or the
+        index be
+        locked.
         """
         with self._state:
             self._closing = True
@@ -149,7 +159,10 @@ class Writer:
 
 
 def _run_logged(what: str, action: Callable[[], None]) -> None:
-    """Run `action` and log its exceptions, so that they do not end the thread."""
+    """Run `action` and log its exceptions, so that they do not end the thread.
+
+    `what` describes the action in the log.
+    """
     try:
         action()
     except StoreError as error:
