@@ -117,7 +117,7 @@ def clear(
     """Remove all sessions and cached tokens, in RAM and on disk; pinned sessions stay on disk."""
     found = where.clear(pinned=pinned)
     count, freed = found["sessions"], format_size(found["freed_bytes"])
-    sessions = "1 session" if count == 1 else f"{count} sessions"
+    sessions = show.format_count(count, "session")
     return Result(found, f"Removed {sessions}, freed {freed} on disk")
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from mlxcache.cli.output import reporting
 from mlxcache.cli.progress import count_bar
-from mlxcache.cli.show import Result
+from mlxcache.cli.show import Result, format_count
 from mlxcache.cli.target import Json
 from mlxcache.cli.warm import read_input
 from mlxcache.common_prefix import common_characters
@@ -292,8 +292,8 @@ def print_pair(found: Mapping[str, Any]) -> None:
         shared = min(found["shared_tokens"], total)
         out.print(Text("Nothing is lost.", "bold green"))
         out.print(
-            f"The second request continues the first: {shared:,} tokens are reused, "
-            f"{total - shared:,} are new."
+            f"The second request continues the first: {format_count(shared, 'token')} reused, "
+            f"{total - shared:,} new."
         )
     else:
         _print_lost(out, lost, total)
@@ -327,7 +327,7 @@ def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
     end = common_characters(before[::-1][:most], after[::-1][:most])
     _row(out, "before", _marked(before, same, end, "bold red"))
     _row(out, "now", _marked(after, same, end, "bold green"))
-    again = f"{lost['lost_tokens']:,} tokens are computed again"
+    again = f"{format_count(lost['lost_tokens'], 'token')} to be computed again"
     _row(out, "lost", Text(again if lost["lost_tokens"] else "no tokens that could be reused"))
     if lost["lost_tokens"]:
         _row(out, "to do", Text(lost["advice"]))
@@ -340,7 +340,7 @@ def print_audit(found: Mapping[str, Any]) -> None:
     removed = [one for one in found["data"] if one["rule"] is not None]
     if not data:
         out.print(Text("Nothing was found that is likely to change.", "bold green"))
-        out.print(f"{total:,} tokens; tools, system text and reminders were checked.")
+        out.print(f"{format_count(total, 'token')}; tools, system text and reminders were checked.")
     else:
         _print_findings(out, data, total)
     for one in removed:
@@ -350,15 +350,15 @@ def print_audit(found: Mapping[str, Any]) -> None:
 
 
 def _print_findings(out: Console, data: Sequence[Mapping[str, Any]], total: int) -> None:
-    things = "1 thing" if len(data) == 1 else f"{len(data)} things"
-    out.print(Text.assemble((things, "bold yellow"), f" likely to change in {total:,} tokens:"))
+    things, tokens = format_count(len(data), "thing"), format_count(total, "token")
+    out.print(Text.assemble((things, "bold yellow"), f" likely to change in {tokens}:"))
     for one in data[:_MAX_FINDINGS]:
         at = "not rendered" if one["at_token"] is None else f"token {one['at_token']:,}"
         out.print(
             Text.assemble(
                 (one["cause"], "bold"),
                 f"  {one['where']}, line {one['line']}: {at}, ",
-                (f"{one['tokens_behind']:,} tokens behind it", "red"),
+                (f"{format_count(one['tokens_behind'], 'token')} behind it", "red"),
             )
         )
         _row(out, "", Text(_escaped(one["excerpt"])[:_EXCERPT], "cyan"))

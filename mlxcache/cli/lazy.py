@@ -6,7 +6,7 @@ completion must not wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -33,6 +33,10 @@ class LazyGroup(TyperGroup):
 
     lazy: Mapping[str, Lazy] = {}
 
+    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
+        """List the parameters; flags have no type in the help."""
+        return _hide_flag_types(super().get_params(ctx))
+
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Import the command named first in `args`, in place of its placeholder.
 
@@ -41,7 +45,10 @@ class LazyGroup(TyperGroup):
         name = args[0] if args else ""
         if name in self.lazy:
             self.add_command(load(name, self.lazy[name]), name)
-        return super().resolve_command(ctx, args)
+        found = super().resolve_command(ctx, args)
+        for command in _commands(found[1]):
+            _hide_flag_types(command.get_params(ctx))
+        return found
 
 
 def lazy_group(commands: Mapping[str, Lazy]) -> type[LazyGroup]:
@@ -75,6 +82,22 @@ def load_all(app: typer.Typer, commands: Mapping[str, Lazy]) -> Any:
     for name, one in commands.items():
         group.add_command(load(name, one), name)
     return group
+
+
+def _commands(command: Any) -> Iterator[Any]:
+    """Yield a command and those below it."""
+    if command is not None:
+        yield command
+        for below in getattr(command, "commands", {}).values():
+            yield from _commands(below)
+
+
+def _hide_flag_types(parameters: list[Any]) -> list[Any]:
+    """Give flags an empty metavar: typer's help shows `<bool>` beside those without one."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+    return parameters
 
 
 def _placeholder() -> None:

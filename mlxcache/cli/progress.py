@@ -8,22 +8,31 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     Progress,
     ProgressColumn,
     SpinnerColumn,
+    Task,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
-    TransferSpeedColumn,
 )
+from rich.text import Text
 
 from mlxcache.cli.output import console
+from mlxcache.config import format_size
 
 Step = Callable[[int, int], None]
 """Called with the bytes, tokens or files done and the total, which is 0 while it is unknown."""
 
 _TENTH = 0.1
+
+
+class _Speed(ProgressColumn):
+    """Bytes per second, in the units of `format_size`."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{format_size(int(speed))}/s" if speed else "")
 
 
 @contextmanager
@@ -32,7 +41,7 @@ def byte_bar(what: str) -> Iterator[Step]:
 
     Without a terminal, nothing is shown.
     """
-    with _bar(what, BarColumn(), DownloadColumn(), TransferSpeedColumn()) as step:
+    with _bar(what, format_size, _Speed()) as step:
         yield step
 
 
@@ -42,19 +51,20 @@ def count_bar(what: str) -> Iterator[Step]:
 
     Without a terminal, nothing is shown.
     """
-    with _bar(what, BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn()) as step:
+    with _bar(what, "{:,}".format, TimeElapsedColumn()) as step:
         yield step
 
 
 @contextmanager
-def _bar(what: str, *columns: ProgressColumn) -> Iterator[Step]:
+def _bar(what: str, format: Callable[[int], str], last: ProgressColumn) -> Iterator[Step]:
     out = console(stderr=True)
-    shown = (SpinnerColumn(), TextColumn(what), *columns)
+    count = TextColumn("{task.fields[count]}")
+    shown = (SpinnerColumn(), TextColumn(what), BarColumn(), count, last)
     with _progress(out, *shown) as bar:
         task = bar.add_task("", total=None, count="")
 
         def step(done: int, total: int) -> None:
-            count = f"{done:,} of {total:,}" if total else ""
+            count = f"{format(done)} of {format(total)}" if total else ""
             bar.update(task, completed=done, total=total or None, count=count)
 
         yield step

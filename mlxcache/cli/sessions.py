@@ -152,7 +152,7 @@ def fork(
     if at is not None and at > tokens:
         raise MlxcacheError(f"--at must be from 1 to {tokens}, the tokens of {found}, not {at}.")
     made = where.fork(found, name, at)
-    return Result(made, f"Forked at {made['tokens']} tokens: {made['id']}")
+    return Result(made, f"Forked at {show.format_count(made['tokens'], 'token')}: {made['id']}")
 
 
 @app.command()

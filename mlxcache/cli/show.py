@@ -156,6 +156,11 @@ def session_name(session: dict[str, Any]) -> str:
     return visible(str(session["name"] or session["title"] or session["label"] or "-"))
 
 
+def format_count(number: int, noun: str) -> str:
+    """Format a number of things: "1 token", "1,234 tokens"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def format_size_or_dash(nbytes: int | None) -> str:
     """Format a size in bytes. 0 and None become a dash."""
     return format_size(nbytes) if nbytes else "-"
@@ -163,6 +168,8 @@ def format_size_or_dash(nbytes: int | None) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration in seconds with about three significant digits."""
+    if seconds < 0.005:
+        return "<0.01 s"
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

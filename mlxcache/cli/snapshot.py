@@ -11,7 +11,7 @@ import typer
 
 from mlxcache.cli.progress import byte_bar
 from mlxcache.cli.sessions import Id, find_session
-from mlxcache.cli.show import Result
+from mlxcache.cli.show import Result, format_count
 from mlxcache.cli.target import Where, located
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError, MlxcacheError, SnapshotRefused
@@ -100,7 +100,7 @@ def restore(
         prompt = typer.get_text_stream("stdin").read()
     with byte_bar("reading") as progress:
         made = where.restore(file, name, prompt, progress)
-    return Result(made, f"Imported {made['tokens']:,} tokens: {made['id']}")
+    return Result(made, f"Imported {format_count(made['tokens'], 'token')}: {made['id']}")
 
 
 def check_snapshot(file: Path) -> None:

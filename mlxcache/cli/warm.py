@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mlxcache.cli.progress import count_bar
-from mlxcache.cli.show import Result
+from mlxcache.cli.show import Result, format_count, format_duration
 from mlxcache.cli.target import Where, find_server, located
 from mlxcache.errors import MlxcacheError
 
@@ -36,8 +36,8 @@ def warm(
     with count_bar("computing, in tokens") as progress:
         found = where.warm(body, progress)
     text = (
-        f"Warm: {found['prompt_tokens']:,} tokens, of which {found['fed_tokens']:,} were "
-        f"computed in {found['seconds']:.1f} s"
+        f"Warm: {format_count(found['prompt_tokens'], 'token')}, {found['fed_tokens']:,} of them "
+        f"computed in {format_duration(found['seconds'])}"
     )
     return Result(found, text)
 

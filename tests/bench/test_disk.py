@@ -15,7 +15,7 @@ TOTAL = 12_000_000
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """2 kB of KV per token."""
+    """2 KB of KV per token."""
     return light(tmp_path_factory.mktemp("light") / "model")
 
 

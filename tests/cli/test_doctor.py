@@ -247,7 +247,8 @@ def test_text_that_canonicalisation_removes_is_no_warning(tmp_path: Path) -> Non
     settings_of(tmp_path, {})
     assert claude(tmp_path, {}, attribution=True)["attribution"].status == "ok"
     assert claude(tmp_path, {}, attribution=False)["attribution"].status == "warn"
-    assert claude(tmp_path, {})["git status"].remedy
+    cold = claude(tmp_path, {})["git status"]
+    assert (cold.status, bool(cold.remedy)) == ("warn", True)
     assert claude(tmp_path, {}, git_status=True)["git status"].remedy is None
 
 

@@ -64,3 +64,28 @@ def test_facts_are_never_cut(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     show.print_facts([("namespace", "0123456789abcdef" * 4)])
     assert capsys.readouterr().out.rstrip() == "namespace  " + "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "<0.01 s"),
+        (0.0049, "<0.01 s"),
+        (0.3, "0.30 s"),
+        (9.94, "9.94 s"),
+        (59.9, "59.9 s"),
+        (119.7, "2 min 0 s"),
+        (3599.0, "59 min 59 s"),
+        (7300.0, "2 h 1 min"),
+    ],
+)
+def test_a_duration_is_never_nothing_and_has_no_60th_second(seconds, words):
+    assert show.format_duration(seconds) == words
+
+
+def test_one_thing_is_singular():
+    assert [show.format_count(n, "token") for n in (0, 1, 2345)] == [
+        "0 tokens",
+        "1 token",
+        "2,345 tokens",
+    ]

@@ -151,7 +151,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 def request(*, system: str = "", reminder: str = "", told: str = "", described: str = "") -> Chat:
-    """About 75 kB, as a coding agent sends: 24 tools, a long system text, a reminder, a turn."""
+    """About 75 KB, as a coding agent sends: 24 tools, a long system text, a reminder, a turn."""
     tools = [tool(f"Tool{chr(65 + i)}") for i in range(24)]
     function = tools[7]["function"]
     tools[7] = {

@@ -226,7 +226,7 @@ def test_fifty_requests_at_once() -> None:
 
 
 def test_a_new_turn_costs_a_fraction_of_the_whole() -> None:
-    """80 kB with 200 new characters: not the time that encoding all of it takes."""
+    """80 KB with 200 new characters: not the time that encoding all of it takes."""
     made = builder("digits_in_threes")
     history = [SYSTEM]
     for i in range(20):

@@ -12,7 +12,7 @@ from tests.toys.toy import make_bench_toy, make_toy
 
 
 def for_speed(path: Path) -> Path:
-    """Make a model of 5 million float32 parameters, with 4 kB of KV per token.
+    """Make a model of 5 million float32 parameters, with 4 KB of KV per token.
 
     Its replies consist of single characters that no merge joins, so that they encode to the tokens
     that were generated, as those of a trained model do: a next turn is then new from the end of the
@@ -66,7 +66,7 @@ def _lonely_replies(path: Path) -> Path:
 
 
 def light(path: Path) -> Path:
-    """Make a model with 2 kB of KV per token and little work, for long prompts.
+    """Make a model with 2 KB of KV per token and little work, for long prompts.
 
     As in a real model, each array is a small part of the KV: an array that grows exists twice for a
     moment.
@@ -75,7 +75,7 @@ def light(path: Path) -> Path:
 
 
 def heavy(path: Path) -> Path:
-    """Make a model with 32 kB of KV per token and little work, to fill a budget soon."""
+    """Make a model with 32 KB of KV per token and little work, to fill a budget soon."""
     return make_toy(path, hidden=64, layers=8, heads=8, kv_heads=8, head_dim=64)
 
 

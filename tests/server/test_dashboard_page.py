@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from mlxcache.cli.show import format_duration
+from mlxcache.config import format_size
 from tests.conftest import ToyMaker
 from tests.served import served
 from tests.server.api import Api, until, user, words
@@ -97,6 +99,74 @@ def test_it_shows_what_is(api: Api, opened: Page) -> None:
     prompt = api.record_of("second")
     told = f"{prompt['cached_tokens']} from RAM, {prompt['fed_tokens']} computed"
     assert told in str(opened.run("return document.querySelector('.bar').title;"))
+
+
+SIZES = [0, 999, 1_000, 4_530, 16_700_000, 123_450_000, 6_000_000_000, 2_300_000_000_000]
+TIMES = [0.0, 0.004, 0.3, 4.53, 9.99, 13.2, 59.9, 60.0, 119.7, 193.0, 3599.0, 7300.0]
+FORMATTED = "const f = await import('/dashboard/format.js'); return args[1].map(f[args[0]]);"
+
+
+def test_sizes_and_times_read_as_on_the_command_line(opened: Page) -> None:
+    assert opened.run(FORMATTED, "bytes", SIZES) == [format_size(one) for one in SIZES]
+    assert opened.run(FORMATTED, "seconds", TIMES) == [format_duration(one) for one in TIMES]
+
+
+def test_no_time_of_a_first_word_reaches_into_the_next_column(opened: Page) -> None:
+    overlap = """
+    const cell = document.querySelector("#recent-rows .first"), before = cell.textContent;
+    const wider = args[0].filter(words => {
+      cell.textContent = words;
+      return cell.scrollWidth > cell.clientWidth;
+    });
+    cell.textContent = before;
+    return wider;"""
+    opened.until("document.querySelector('#recent-rows .first')")
+    assert opened.run(overlap, [format_duration(one) for one in TIMES]) == []
+
+
+NAMES = "[...document.querySelectorAll('#tree-picture text.name')]"
+LONG = "Why does the worker wait for the whole minute after the queue was emptied?"
+DRAWN = """(() => {
+  const place = document.querySelector("#tree-picture"), picture = place.querySelector("svg");
+  return picture && Math.abs(picture.getAttribute("width") - place.clientWidth) <= 1; })()"""
+OUTSIDE = """
+const edge = document.querySelector("#tree-picture svg").getBoundingClientRect().right;
+const texts = [...document.querySelectorAll("#tree-picture text")];
+return texts.filter(e => e.getBoundingClientRect().right > edge).map(e => e.textContent);"""
+OVERLAPS = """
+const texts = [...document.querySelectorAll("#tree-picture text")];
+const boxes = texts.map(e => e.getBoundingClientRect());
+return boxes.filter((a, i) => boxes.some((b, j) => j > i && a.left < b.right && b.left < a.right
+  && a.top < b.bottom - 3 && b.top < a.bottom - 3)).length;"""
+
+
+def test_names_in_the_tree_end_inside_the_picture(api: Api, opened: Page) -> None:
+    """A long one is shortened, and whole where the pointer is; no text lies on another."""
+    id = session_of(api, "second")["id"]
+    api.http.patch(f"/v1/sessions/{id}", json={"name": LONG})
+    name = f"{NAMES}.find(e => e.querySelector('title')?.textContent === args[0])"
+    opened.until(name, LONG)
+    shown = opened.run(f"return {name}.firstChild.textContent;", LONG)
+    assert shown.endswith("…")
+    assert LONG.startswith(shown[:-1])
+    for width in (1280, 900, 1280):
+        opened.browser.look(width=width)
+        opened.until(DRAWN)
+        assert opened.run(OUTSIDE) == []
+        assert opened.run(OVERLAPS) == 0
+
+
+def test_a_single_token_is_told_in_the_singular(opened: Page) -> None:
+    """The sentence on the last turn: "1 was computed"."""
+    told = """
+    const { state } = await import("/dashboard/state.js");
+    const { sentence } = await import("/dashboard/hero.js");
+    const one = {...[...state.requests.values()].find(r => r.status === "done")};
+    return [1, 2].map(fed => sentence({...one, reuse: "warm", cached_tokens: 500,
+      restored_tokens: 0, fed_tokens: fed, prompt_tokens: 500 + fed}).why);"""
+    one, two = opened.run(told)
+    assert "; 1 was computed, and" in one
+    assert "; 2 were computed, and" in two
 
 
 def test_a_request_is_seen_while_it_runs(api: Api, opened: Page) -> None:

@@ -22,7 +22,7 @@ THINK_MARKS = ("<think>", "</think>")
 
 
 def reference_texts() -> Iterator[str]:
-    """The Python language reference by topic: about 450 kB of English."""
+    """The Python language reference by topic: about 450 KB of English."""
     for name in sorted(topics.topics):
         yield topics.topics[name]
 

@@ -1,6 +1,7 @@
 // Actions on a session. A removal is carried out only after the time to undo it.
 
 import { byId, say, show } from "./dom.js";
+import { plural } from "./format.js";
 import { headers, key, request, send } from "./http.js";
 import { changed, nameOf, state } from "./state.js";
 import { toast, trying } from "./toast.js";
@@ -35,7 +36,7 @@ export function fork(session) {
     const made = await send("POST", path(session, "/fork"), body);
     state.sessions = [made, ...state.sessions.filter((one) => one.id !== made.id)];
     changed("sessions");
-    toast(`Forked: “${nameOf(made)}” continues from the same ${made.tokens.toLocaleString("en-US")} tokens.`);
+    toast(`Forked: “${nameOf(made)}” continues from the same ${plural(made.tokens, "token")}.`);
   });
 }
 

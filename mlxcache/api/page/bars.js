@@ -1,7 +1,7 @@
 // Stacked bars.
 
 import { h, setAttr } from "./dom.js";
-import { count } from "./format.js";
+import { count, plural } from "./format.js";
 
 const KINDS = ["ram", "disk", "fed"];
 const WORDS = { ram: "from RAM", disk: "from disk", fed: "computed" };
@@ -18,7 +18,7 @@ export function promptBar() {
       segments[kind].hidden = !parts[kind];
     }
     const words = KINDS.filter((kind) => parts[kind]).map((kind) => `${count(parts[kind])} ${WORDS[kind]}`);
-    setAttr(element, "aria-label", `${count(total)} tokens: ${words.join(", ")}`);
+    setAttr(element, "aria-label", `${plural(total, "token")}: ${words.join(", ")}`);
     element.title = words.join(", ");
   };
   return { element, update };

@@ -1,4 +1,4 @@
-// Numbers and times as a person reads them.
+// Numbers, sizes and times, in the forms of the command line (format_size, format_duration).
 
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
@@ -13,19 +13,20 @@ export function short(n) {
 }
 
 export function bytes(n) {
-  for (const [unit, scale] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
-    if (n >= scale) return `${(n / scale).toFixed(n / scale < 100 ? 1 : 0).replace(/\.0$/, "")} ${unit}`;
+  for (const [unit, scale] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["KB", 1e3]]) {
+    if (n >= scale) return `${(n / scale).toFixed(1).replace(/\.0$/, "")} ${unit}`;
   }
-  return `${count(n)} B`;
+  return `${n} bytes`;
 }
 
 export function seconds(s) {
   if (s === null || s === undefined) return "";
-  if (s < 0.0095) return "under 0.01 s";
-  if (s < 1) return `${s.toFixed(2)} s`;
-  if (s < 60) return `${s.toFixed(s < 10 ? 1 : 0)} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`;
-  return `${Math.floor(s / 3600)} h ${Math.round((s % 3600) / 60)} min`;
+  if (s < 0.005) return "<0.01 s";
+  if (s < 60) return `${s.toFixed(s < 10 ? 2 : 1)} s`;
+  const whole = Math.round(s);
+  const minutes = Math.floor(whole / 60);
+  if (minutes < 60) return `${minutes} min ${whole % 60} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 export function ago(at, now = Date.now() / 1000) {

@@ -1,7 +1,7 @@
 // One sentence that says whether the agent is warm, and the figures behind it.
 
 import { byId, h, setAttr, setText } from "./dom.js";
-import { count, median, percent, seconds, short } from "./format.js";
+import { count, median, percent, plural, seconds, short } from "./format.js";
 import { finished, on, parts, running, state, titleOf } from "./state.js";
 
 const LOOKED_AT = 20;
@@ -41,17 +41,17 @@ function verdict() {
       ? saying("cold", ["The first request is being ", { em: "computed" }, "."], "What it computes is kept, so the next turn starts warm.")
       : saying("none", ["No requests yet."], how);
   }
-  return ofRequest(last);
+  return sentence(last);
 }
 
 const saying = (kind, words, why) => ({ kind, words, why });
 
-function ofRequest(one) {
+export function sentence(one) {
   const first = seconds(one.timing.first_token_s);
   const { fed } = parts(one);
   const name = titleOf(one);
   const reused = `${count(one.cached_tokens)} of ${count(one.prompt_tokens)} tokens`;
-  const rest = `${count(fed)} were computed, and the first word came after ${first}.`;
+  const rest = `${count(fed)} ${fed === 1 ? "was" : "were"} computed, and the first word came after ${first}.`;
   const disk = one.restored_tokens > 0;
   const from = disk ? "came from disk" : "were in memory already";
   if (one.reuse !== "cold") {
@@ -61,13 +61,13 @@ function ofRequest(one) {
   const lost = one.lost;
   if (lost && lost.lost_tokens > 0) {
     return saying("cold", ["Your agent went ", { em: "cold" }, "."],
-      `“${name}” lost ${count(lost.lost_tokens)} tokens, about ${seconds(lost.lost_s)} of work. See below where the prompts differ, and what helps.`);
+      `“${name}” lost ${plural(lost.lost_tokens, "token")}, about ${seconds(lost.lost_s)} of work. See below where the prompts differ, and what helps.`);
   }
   if (!lost && one.cached_tokens) {
     return saying("cold", ["Your agent sent much that is ", { em: "new" }, "."], `Last turn of “${name}”: ${reused} ${from}; ${rest}`);
   }
   return saying("cold", ["A new conversation: ", { em: "cold" }, ", once."],
-    `“${name}” sent ${count(fed)} new tokens; the first word came after ${first}. Its next turn starts warm.`);
+    `“${name}” sent ${plural(fed, "new token")}; the first word came after ${first}. Its next turn starts warm.`);
 }
 
 function drawFigures() {

@@ -1,6 +1,6 @@
 // Positions of the prefix tree's nodes: x by tokens, y by branch. Only numbers, no DOM.
 
-const GAP = 16;
+export const GAP = 16;
 const LEAST = 12;
 
 // Nodes with {row, endRow, x, width, below}, by their order in the tree, and the number of rows.

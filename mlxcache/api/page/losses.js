@@ -2,7 +2,7 @@
 
 import { byId, h, keyed, setText, show } from "./dom.js";
 import { compared } from "./compare.js";
-import { ago, count, plural, seconds } from "./format.js";
+import { ago, plural, seconds } from "./format.js";
 import { finished, on, running, titleOf } from "./state.js";
 
 const MOST = 12;
@@ -28,13 +28,13 @@ function draw() {
   byId("losses").querySelector("details:first-child")?.dataset.touched ?? byId("losses").querySelector("details:first-child")?.setAttribute("open", "");
   show(byId("lost-none"), found.length === 0);
   const tokens = found.reduce((sum, one) => sum + one.lost.lost_tokens, 0);
-  setText(byId("lost-count"), found.length ? `${plural(found.length, "prompt")}, ${count(tokens)} tokens computed again` : "");
+  setText(byId("lost-count"), found.length ? `${plural(found.length, "prompt")}, ${plural(tokens, "token")} computed again` : "");
 }
 
 function card(one) {
   const { lost } = one;
   const title = h("span", { class: "soft" });
-  const cost = `${count(lost.lost_tokens)} tokens, ${seconds(lost.lost_s)}`;
+  const cost = `${plural(lost.lost_tokens, "token")}, ${seconds(lost.lost_s)}`;
   const cause = lost.cause.replaceAll("_", " ");
   const summary = h("summary", {}, h("b", {}, REASONS[lost.reason] ?? lost.reason), h("span", { class: "cause" }, cause), h("span", { class: "cost" }, cost), title);
   const element = h("details", {}, summary, ...inside(lost));
@@ -43,7 +43,7 @@ function card(one) {
 }
 
 function inside({ before, after, advice, at_token: at, where }) {
-  const place = `${count(at)} tokens from the start${where ? `, in ${where}` : ""}`;
+  const place = `${plural(at, "token")} from the start${where ? `, in ${where}` : ""}`;
   const found = [];
   if (before !== after && (before || after)) {
     const [old, now] = compared(before, after);

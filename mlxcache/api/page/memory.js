@@ -1,7 +1,7 @@
 // The two budgets as bars, with what fills them.
 
 import { byId, h, setAttr, setText } from "./dom.js";
-import { bytes, count, percent } from "./format.js";
+import { bytes, percent, plural } from "./format.js";
 import { on, state } from "./state.js";
 
 const made = {};
@@ -56,8 +56,8 @@ function diskNote(cache, off) {
   const { disk } = cache;
   if (off) return "The disk tier is off: what is evicted from memory is lost.";
   if (disk.state === "suspended") return "Writing to disk fails; see the server's log. Requests are served from memory.";
-  const waits = cache.pending_bytes ? `${bytes(cache.pending_bytes)} are being written. ` : "";
-  return `${waits}${count(disk.files)} files, ${bytes(disk.written_bytes ?? 0)} written since the start.`;
+  const waits = cache.pending_bytes ? `${bytes(cache.pending_bytes)} being written. ` : "";
+  return `${waits}${plural(disk.files, "file")}, ${bytes(disk.written_bytes ?? 0)} written since the start.`;
 }
 
 function budget(name) {

@@ -1,7 +1,7 @@
 // Restoring a session from a snapshot: a file that is chosen, or dropped anywhere on the page.
 
 import { byId, show } from "./dom.js";
-import { bytes, percent } from "./format.js";
+import { bytes, percent, plural } from "./format.js";
 import { headers, wordsOf } from "./http.js";
 import { changed, nameOf, state } from "./state.js";
 import { toast, trying } from "./toast.js";
@@ -45,7 +45,7 @@ async function restore(file) {
     const made = await upload(file, (sent) => close.set(`Restoring ${file.name}: ${percent(sent, file.size)} of ${bytes(file.size)}`));
     state.sessions = [made, ...(state.sessions ?? []).filter((one) => one.id !== made.id)];
     changed("sessions");
-    toast(`Restored “${nameOf(made)}”, ${made.tokens.toLocaleString("en-US")} tokens.`);
+    toast(`Restored “${nameOf(made)}”, ${plural(made.tokens, "token")}.`);
   } finally {
     close();
   }

@@ -91,6 +91,6 @@ function drawTier(place, one) {
   setText(where.children[2], words);
   place.title = why;
   const found = [one.ram_bytes && `${bytes(one.ram_bytes)} in RAM`, one.disk_bytes && `${bytes(one.disk_bytes)} on disk`].filter(Boolean);
-  if (waits > 64 && waits < one.tokens) found.push(`${count(waits)} tokens not on disk`);
+  if (waits > 64 && waits < one.tokens) found.push(`${plural(waits, "token")} not on disk`);
   setText(sizes, found.join(", "));
 }

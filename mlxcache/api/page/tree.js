@@ -2,7 +2,7 @@
 
 import { byId, h, setAttr, setText, show, svg } from "./dom.js";
 import { count, plural } from "./format.js";
-import { placed } from "./layout.js";
+import { GAP, placed } from "./layout.js";
 import { nameOf, on, state } from "./state.js";
 
 const ROW = 44;
@@ -12,6 +12,9 @@ const NARROW = 640;
 const FEW = 8;
 const OPEN = 3;
 const HINT = "Point at a segment, or use the arrow keys, to read its beginning.";
+const NAME_FONT = "13px";
+const SIZE_FONT = "600 12px";
+const pen = document.createElement("canvas").getContext("2d");
 let width = 0;
 let asList = null;
 let drawn = "";
@@ -48,7 +51,7 @@ function draw() {
   drawn = now;
   const some = nodes.length > 1;
   const shared = nodes.filter((one) => one.sessions.length > 1 && one.tokens).reduce((sum, one) => sum + one.tokens * (one.sessions.length - 1), 0);
-  setText(byId("tree-count"), some ? `${plural(nodes.length - 1, "segment")}; ${count(shared)} tokens are shared` : "nothing is cached yet");
+  setText(byId("tree-count"), some ? `${plural(nodes.length - 1, "segment")}; ${plural(shared, "token")} shared` : "nothing is cached yet");
   setAttr(byId("tree-as"), "aria-pressed", listed());
   show(byId("tree-picture"), !listed() && some);
   show(byId("tree-list"), listed() && some);
@@ -75,9 +78,10 @@ function described(node) {
 function picture(nodes) {
   const { nodes: all, rows, width: wide } = placed(nodes, width - NAMES);
   const height = TOP + rows * ROW;
-  const root = svg("svg", { width: Math.max(width, wide + NAMES), height, role: "group", "aria-label": "Prefix tree; arrow keys go from segment to segment" });
+  const edge = Math.max(width, wide + NAMES);
+  const root = svg("svg", { width: edge, height, role: "group", "aria-label": "Prefix tree; arrow keys go from segment to segment" });
   const byNumber = new Map(all.map((one) => [one.id, one]));
-  const drawnNodes = all.map((node) => segment(node, byNumber.get(node.parent)));
+  const drawnNodes = all.map((node) => segment(node, edge));
   root.append(...all.flatMap((node) => joints(node, byNumber.get(node.parent))), ...drawnNodes);
   drawnNodes[0]?.setAttribute("tabindex", "0");
   root.addEventListener("keydown", (event) => go(event, all, drawnNodes));
@@ -99,18 +103,18 @@ function joint([x, y], [toX, toY]) {
   return svg("path", { d: bend, class: "joint" });
 }
 
-function segment(node) {
+function segment(node, edge) {
   const y = yOf(node);
   const lane = (kind, tokens, at) => svg("rect", { x: node.x, y: y + at, width: Math.max(0, (node.width * Math.min(tokens, node.tokens)) / Math.max(1, node.tokens)), height: 5, rx: 2.5, class: kind });
   const track = (at) => svg("rect", { x: node.x, y: y + at, width: node.width, height: 5, rx: 2.5, class: "track" });
   const many = node.sessions.length;
-  const label = many > 1 || node.width > 90 ? `${count(node.tokens)}${many > 1 ? ` shared by ${many}` : ""}` : "";
+  const size = sizeOf(node);
   const names = node.ends.map(endName);
   const element = svg("g", { class: `node${many > 1 ? " shared" : ""}`, tabindex: -1, role: "img", "aria-label": `${described(node)} Begins: ${node.text}` },
     svg("rect", { x: node.x - 4, y: y - 16, width: node.width + 8, height: 32, rx: 6, class: "halo" }),
     track(0), track(7), lane("ram", node.ram_tokens, 0), lane("disk", node.disk_tokens, 7),
-    label && node.width > 60 ? svg("text", { x: node.x, y: y - 6, class: "size" }, label) : null,
-    ...(names.length ? ending(node, names) : []));
+    size ? svg("text", { x: node.x, y: y - 6, class: "size" }, size) : null,
+    ...(names.length ? ending(node, names, edge) : []));
   const tell = () => setText(byId("tree-detail"), `${described(node)} It begins: ${node.text}`);
   element.addEventListener("pointerenter", tell);
   element.addEventListener("focus", tell);
@@ -118,15 +122,34 @@ function segment(node) {
 }
 
 // A ring where conversations end, with their names behind it.
-function ending(node, names) {
+function ending(node, names, edge) {
   const apart = node.endRow === node.row ? 0 : 20;
   const [x, y] = [node.x + node.width + apart, TOP + node.endRow * ROW + 6];
-  return [svg("circle", { cx: x, cy: y, r: 4, class: "end" }), svg("text", { x: x + 12, y: y + 4, class: "name" }, clipped(names))];
+  const whole = parted(names, 2);
+  const name = shortened(whole, edge - x - 18);
+  return [svg("circle", { cx: x, cy: y, r: 4, class: "end" }), svg("text", { x: x + 12, y: y + 4, class: "name" }, name, svg("title", {}, whole))];
 }
 
-function clipped(names) {
-  const words = parted(names, 2);
-  return words.length > 30 ? `${words.slice(0, 29)}…` : words;
+// The longest wording of a segment's size that ends before the next segment; "" where none does.
+function sizeOf(node) {
+  const many = node.sessions.length;
+  const words = many > 1 ? [`${count(node.tokens)} shared by ${many}`, count(node.tokens)] : [count(node.tokens)];
+  const room = node.below.length ? node.width + GAP - 4 : Infinity;
+  return words.find((one) => lengthOf(one, SIZE_FONT) <= room) ?? "";
+}
+
+// Pixels of a text in the picture.
+function lengthOf(words, font) {
+  pen.font = `${font} ${getComputedStyle(document.body).fontFamily}`;
+  return pen.measureText(words).width;
+}
+
+function shortened(words, room) {
+  const letters = [...words];
+  let end = letters.length;
+  const cut = () => (end < letters.length ? `${letters.slice(0, end).join("").trimEnd()}…` : words);
+  while (end > 1 && lengthOf(cut(), NAME_FONT) > room) end--;
+  return cut();
 }
 
 function go(event, all, drawnNodes) {

@@ -86,7 +86,7 @@ def _git(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Finding:
     if rules.get("git_status"):
         return Finding(name, "ok", "the server moves it out of the start (canonicalisation)")
     value = "new sessions begin with the git status: cold after files have changed"
-    return Finding(name, "ok", value, f"{GIT}=1, or serve with --canonicalise git_status=on")
+    return Finding(name, "warn", value, f"{GIT}=1, or serve with --canonicalise git_status=on")
 
 
 def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:

@@ -90,7 +90,7 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
     disk = cache["disk"]
     grid = _tier_grid()
     if disk["limit_bytes"]:
-        text = f"{_of(disk['used_bytes'], disk)} in {disk['files']:,} files"
+        text = f"{_of(disk['used_bytes'], disk)} in {show.format_count(disk['files'], 'file')}"
         if cache["pending_bytes"]:
             text += f", {format_size(cache['pending_bytes'])} pending"
         if disk["state"] != "ok":
@@ -164,7 +164,7 @@ def _bar(used: int, tier: Mapping[str, Any]) -> ProgressBar:
 
 def _totals(cache: Mapping[str, Any]) -> Text:
     requests, tokens, saved = cache["requests"], cache["tokens"], cache["saved"]
-    text = f"{requests['total']:,} requests: " + ", ".join(
+    text = f"{show.format_count(requests['total'], 'request')}: " + ", ".join(
         f"{requests[kind]:,} {kind}" for kind in ("cold", "warm", "restored")
     )
     if tokens["prompt"]:
@@ -201,7 +201,7 @@ def _running(
 
 
 def _recent(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: int) -> Named:
-    columns = (("cached", -8), ("disk", -7), ("fed", -7), ("reply", -6), ("first", -9), ("end", 9))
+    columns = (("cached", -8), ("disk", -7), ("fed", -7), ("reply", -6), ("first", -11), ("end", 9))
     table = _table((("at", 8), "session", *columns), width)
     for row in rows:
         first = row["timing"]["first_token_s"]

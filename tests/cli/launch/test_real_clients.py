@@ -32,7 +32,7 @@ def test_a_real_client_completes_a_prompt(name: str, toy: ToyMaker, tmp_path: Pa
         pytest.skip(f"{name} is not installed")
     if name == "codex" and not _speaks_chat(tmp_path):
         pytest.skip("this version of codex uses only /v1/responses")
-    # a long context and few weights, for prompts of 100 kB, and a model that ends its turns
+    # a long context and few weights, for prompts of 100 KB, and a model that ends its turns
     model = toy(
         "llama", vocab_size=8192, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16,
         context=131072, emits={"<|im_end|>": 30},
