@@ -17,7 +17,7 @@ from mlxcache.config import Settings
 from mlxcache.engine.keep_awake import KeepAwake, Timer
 from mlxcache.engine.metrics import Records, Tally, with_disk
 from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply
-from mlxcache.engine.runtime import ModelRuntime, demo_spec, fetch_model
+from mlxcache.engine.runtime import RECORDED, ModelRuntime, demo_spec, fetch_model
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
 from mlxcache.errors import BadRequest, Busy, GenerationFailed, MlxcacheError, NotReady
@@ -357,16 +357,31 @@ class Engine:
 
     def requests(self) -> list[RequestRecord]:
         """Return the records of recent requests of the current API key, newest first."""
-        return self._records.all(OWNER.get())
+        return [self._with_session(record) for record in self._records.all(OWNER.get())]
 
     async def request(self, id: str) -> RequestRecord | None:
         """Return the record of one recent request of the current API key, or None.
 
-        Waits until the analysis of the request's prefix loss has ended.
+        Waits until the analysis of the request's prefix loss has ended and, for a bounded time,
+        until the session of a request without a label is known.
         """
-        if self._runtime is not None:
-            await self._runtime.prefix_loss.wait_for(id)
-        return self._records.get(id, OWNER.get())
+        if (runtime := self._runtime) is not None:
+            await runtime.prefix_loss.wait_for(id)
+        record = self._records.get(id, OWNER.get())
+        if record is None or runtime is None:
+            return record
+        found = self._with_session(record)
+        if found.session is None and found.status in RECORDED and self.state == "ready":
+            await runtime.book.written()
+            found = self._with_session(record)
+        return found
+
+    def _with_session(self, record: RequestRecord) -> RequestRecord:
+        """Return the record, or a copy with the session that a request without a label is in."""
+        if record.session is not None or self._runtime is None:
+            return record
+        session = self._runtime.book.session_of(record.joined or record.id)
+        return record if session is None else replace(record, session=session)
 
 
 def _rendered(make: Callable[[], T], what: str = "Rendering the prompt") -> T:

@@ -75,6 +75,9 @@ log = logging.getLogger("mlxcache.engine")
 MIN_CONTEXT = 512
 """Fewest tokens that the budget must have room for; with fewer an agent cannot work."""
 
+RECORDED = ("done", "cancelled")
+"""Statuses of ended requests that are turns of a session."""
+
 FLUSH_S = 5.0
 """Longest time, in seconds, for writing to disk when the server stops."""
 
@@ -533,7 +536,7 @@ class ModelRuntime:
         self.figures.publish()
 
     def _add_turn(self, task: Task, reply: GeneratedReply | None, gain: Gain) -> None:
-        if task.record.status not in ("done", "cancelled") or task.job.api == WARMING:
+        if task.record.status not in RECORDED or task.job.api == WARMING:
             return
         ids = task.tokens()
         if task.out and self.kv.match(ids) < len(ids):

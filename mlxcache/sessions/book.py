@@ -34,8 +34,8 @@ SETTLE_S = 10.0
 
 
 class SessionBook:
-    """The sessions of one engine. Use on the event loop, except `add_turn`, `shared_with_sessions`
-    and `close`.
+    """The sessions of one engine. Use on the event loop, except `add_turn`, `session_of`,
+    `shared_with_sessions` and `close`.
 
     `files`: sessions as files. `decode`: token ids to text. The other arguments: `submit` queues a
     request; `prompt_caches` reads mlx-lm's files; `before_removal` is called on the MLX thread
@@ -104,6 +104,20 @@ class SessionBook:
         `ids`: its prompt and reply as far as they are cached, shape (n,).
         """
         self._writer.add_turn(job, ids, time.time(), reply, gain)
+
+    def session_of(self, request: str) -> str | None:
+        """Id of the session that a recent request was written to; None until then.
+
+        Any thread; does not block.
+        """
+        return self._writer.session_of(request)
+
+    async def written(self) -> None:
+        """Wait for a bounded time until the turns added before are written.
+
+        Raises NotReady once the book is closed.
+        """
+        await self._writer.written()
 
     def shared_with_sessions(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
         """Compare `ids` with each leaf of the label's sessions.

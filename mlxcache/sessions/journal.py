@@ -17,6 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from mlxcache.errors import Busy, NotReady, StoreError
+from mlxcache.lru import LRU
 from mlxcache.store.database import Locked
 from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.reply_rows import ReplyRow
@@ -47,6 +48,9 @@ RETRY_S = 3.0
 
 MAX_LATE = 64
 """Turns that wait for a retry, the newest: their token ids are in RAM meanwhile."""
+
+MAX_RESOLVED = 2000
+"""Requests whose session is remembered: more than the requests that the engine lists."""
 
 ROW_BYTES, SPARE_BYTES = 8, 64 << 10
 """Bytes of a token id in a row and in the database's log, and of a change besides."""
@@ -80,7 +84,8 @@ class SessionWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-sessions")
         self._pin_timer: threading.Timer | None = None
         self._retry_timer: threading.Timer | None = None
-        self._late: deque[Turn] = deque(maxlen=MAX_LATE)
+        self._late: deque[tuple[str, Turn]] = deque(maxlen=MAX_LATE)
+        self._resolved: LRU[str, str] = LRU(MAX_RESOLVED)
         self._closed = False
         self._failing = False
         self._open = 0
@@ -118,7 +123,14 @@ class SessionWriter:
             gain=gain,
             known=getattr(prompt.source, "replies", ()),
         )
-        self._submit(lambda: self._write_with_late(turn))
+        self._submit(lambda: self._write_with_late((job.id, turn)))
+
+    def session_of(self, request: str) -> str | None:
+        """Id of the session that a request was written to; None before, and for old ones.
+
+        Any thread; does not block.
+        """
+        return self._resolved.peek(request)
 
     def _submit(self, action: Callable[[], None]) -> None:
         if not self._closed:
@@ -141,22 +153,23 @@ class SessionWriter:
                 self._open -= 1
                 self._counted.notify_all()
 
-    def _write_with_late(self, *turns: Turn) -> None:
+    def _write_with_late(self, *turns: tuple[str, Turn]) -> None:
         """Write, in order, the turns that could not be written before, and `turns`.
 
-        Raises StoreError.
+        Each comes with the id of its request. Raises StoreError.
         """
         self._late.extend(turns)
         while self._late:
-            turn = self._late.popleft()
+            request, turn = self._late.popleft()
             try:
                 id = self.with_room(len(turn.ids), partial(self._sessions.record_turn, turn))
             except StoreError:
                 if len(self._late) < MAX_LATE:
-                    self._late.appendleft(turn)
+                    self._late.appendleft((request, turn))
                 if self._retry_timer is None:
                     self._retry_timer = self._later(RETRY_S, self._retry)
                 raise
+            self._resolved.put(request, id)
             self._note_written(id)
 
     def _retry(self) -> None:
@@ -238,11 +251,18 @@ class SessionWriter:
         Waits for the turns added before, for at most `READ_WAIT_S`. Raises what it raises, and
         NotReady once the writer is closed.
         """
+        await self.written()
+        return await asyncio.to_thread(action)
+
+    async def written(self) -> None:
+        """Wait until the turns added before are written, for at most `READ_WAIT_S`.
+
+        Raises NotReady once the writer is closed.
+        """
         self._check_open()
         written = asyncio.wrap_future(self._pool.submit(_nothing))
         await asyncio.wait({written}, timeout=READ_WAIT_S)
         written.cancel()
-        return await asyncio.to_thread(action)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -233,9 +233,32 @@ def test_recent_requests_show_where_their_prompt_came_from():
     at = next(i for i, line in enumerate(found) if line.startswith("Recent requests"))
     first = " ".join(found[at + 2].split())
     assert first.endswith("104,000 14,000 1,234 321 0.43 s tools")
-    assert "label-8" in first
+    assert "claude-cli" in first  # its session is not listed yet
     named = " ".join(found[-4:])
     assert "Find the bug" in named
+
+
+def test_a_request_has_the_name_of_its_own_session():
+    """Found by label or by id; without either, or before its session is listed, of its client."""
+    sessions = [
+        session(1, title="One", label=None),
+        session(2, title="Two", label=None),
+        session(3, title="Three"),
+        session(4, title="Older, of another model", label="label-3"),
+    ]
+    rows = [
+        request(1, session=sessions[0]["id"]),
+        request(2, session=sessions[1]["id"]),
+        request(3, session="label-3"),
+        request(4, session=None, client="aider/0.86"),
+        request(5, session="ses_0123456789ab", client="llm/0.36"),
+        request(6, "decode", 1, session=None, client="pi"),
+    ]
+    found = lines(state(*rows, sessions=sessions), 120)
+    at = next(i for i, line in enumerate(found) if line.startswith("Recent requests"))
+    names = [line.split()[1] for line in found[at + 2 : at + 7]]
+    assert names == ["llm/0.36", "aider/0.86", "Three", "Two", "One"]
+    assert found[next(i for i, x in enumerate(found) if x.startswith("Running")) + 2][:2] == "pi"
 
 
 def test_the_number_of_kept_requests_is_limited():

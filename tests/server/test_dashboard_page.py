@@ -181,6 +181,12 @@ def test_a_request_is_seen_while_it_runs(api: Api, opened: Page) -> None:
     opened.has("#recent-rows tr", "Tell me everything.")
 
 
+def test_a_request_without_a_label_has_the_name_of_its_session(api: Api, opened: Page) -> None:
+    """And not only that of the program that sent it."""
+    api.chat([HEAD, user("A question without a label.")])
+    opened.has("#recent-rows tr", "A question without a label.")
+
+
 def test_pin_rename_and_fork(api: Api, opened: Page) -> None:
     id = session_of(api, "first")["id"]
     opened.act(id, "Pin")

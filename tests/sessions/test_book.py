@@ -55,6 +55,22 @@ async def engine(request, toy, tmp_path):
         yield running
 
 
+async def test_a_request_without_a_label_is_listed_with_its_session(engine: Engine):
+    """Two conversations at once, each with two turns; a label is listed as it came."""
+    for turn in range(2):
+        for seed in (1, 2):
+            talk = [text(10 * seed + n, 60) for n in range(2 + turn)]
+            await ask(engine, prompt(*talk), title=f"Talk {seed}")
+    await ask(engine, prompt(text(3, 60), text(4, 10)), session="mine", title="Talk 3")
+    for record in engine.requests():
+        assert (await engine.request(record.id)) is not None  # waits until it is written
+    titles = {one.session.id: one.session.title for one in await engine.sessions.list()}
+    assert len(titles) == 3
+    listed = [record.session or "" for record in reversed(engine.requests())]
+    assert [titles.get(id) for id in listed] == ["Talk 1", "Talk 2", "Talk 1", "Talk 2", None]
+    assert listed[-1] == "mine"
+
+
 async def durable(engine: Engine, id: str) -> int:
     """The durable tokens once all is written."""
     assert await engine.sessions.settled()

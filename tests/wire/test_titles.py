@@ -5,6 +5,8 @@ import pytest
 from mlxcache.types import Image
 from mlxcache.wire.titles import MAX_TITLE, title_from_messages, title_from_text
 
+SETUP = "This is the Qwen Code. We are setting up the context for our chat.\nToday is Sunday."
+
 
 @pytest.mark.parametrize(
     ("text", "title"),
@@ -16,6 +18,15 @@ from mlxcache.wire.titles import MAX_TITLE, title_from_messages, title_from_text
         ("<environment_context><cwd>/x</cwd></environment_context>\nGo on", "Go on"),
         ("<task>\nAdd tests\n</task><environment_details>x</environment_details>", "Add tests"),
         ("<user_query>Why?</user_query>", "Why?"),
+        ("<session>\nWhy?\n</session>\n\nWrite the title in the language of", "Why?"),
+        (f"<system-reminder>{'skill ' * 20_000}</system-reminder>\nFix it", "Fix it"),
+        (SETUP, None),
+        (f"<system-reminder>\n{SETUP}\n</system-reminder>\n\nFix it", "Fix it"),
+        ("This is the CLI. We are setting up it", "This is the CLI. We are setting up it"),
+        ("Generate a title for this conversation:\n", None),
+        ("Generate a title for this page: one line", "Generate a title for this page: one line"),
+        ('"Say hello to it"', "Say hello to it"),
+        ('"a" or "b"', '"a" or "b"'),
         ("<system-reminder>never closed, and long", None),
         ("a < b and c > d?", "a < b and c > d?"),
         ("red \x1b[31mtext\x00\x7f\u202e\u200b", "red [31mtext"),
@@ -58,3 +69,34 @@ def test_words_beside_an_image_are_the_title():
     assert title_from_messages([shown]) == "Look at this"
     bare = {"role": "user", "content": [image]}
     assert title_from_messages([bare, {"role": "user", "content": "And?"}]) == "And?"
+
+
+def test_messages_that_a_client_writes_before_the_first_typed_one_are_skipped():
+    """The context of Qwen Code's first versions; OpenCode's request for a title."""
+    answer = {"role": "assistant", "content": "Got it. Thanks for the context!"}
+    asked = {"role": "user", "content": "Fix it"}
+    for text in (SETUP, "Generate a title for this conversation:\n"):
+        messages = [{"role": "user", "content": text}, answer, asked]
+        assert title_from_messages(messages) == "Fix it"
+
+
+def test_aiders_examples_files_and_rules_are_no_title():
+    """Its examples end with a message of their own; its rules follow the newest message."""
+    files = "I have *added these files to the chat* so you can go ahead and edit them.\n\na.py\n"
+    texts = [
+        "Change get_factorial() to use math.factorial",
+        "Refactor hello() into its own file.",
+        "I switched to a new code base. Please don't consider the above files or try to edit them.",
+        "Here are summaries of some files present in my git repository.\nDo not propose changes",
+        files,
+        "Fix the parser",
+    ]
+    rules = (
+        "To suggest changes to a file you MUST return the entire content",
+        "# *SEARCH/REPLACE block* Rules:\n\nEvery",
+        "# File editing rules:\n\nReturn edits",
+    )
+    for after in ("", *(f"\n\n{rule}" for rule in rules)):
+        messages = [{"role": "user", "content": text} for text in [*texts[:-1], texts[-1] + after]]
+        assert title_from_messages(messages) == "Fix the parser"
+    assert title_from_messages([{"role": "user", "content": texts[0]}]) == texts[0]

@@ -57,10 +57,11 @@ export const finished = () => requests().filter((one) => !one.progress && one.st
 
 export const nameOf = (session) => session.name || session.title || session.label || session.id;
 
-// A request's title: its session's name, or the program that sent it.
+// A request's title: its session's name, or the program that sent it. `session` is a label or an id.
 export function titleOf(request) {
   if (request.api === "warm") return "Warming a prefix";
-  const found = request.session && state.sessions?.find((one) => one.label === request.session);
+  const { session } = request;
+  const found = session && state.sessions?.find((one) => one.label === session || one.id === session);
   if (found) return nameOf(found);
   if (!state.sessions) return request.client ?? request.session ?? "A request";
   if (request.client) return `${request.session ? "A new session" : "A request"} of ${request.client}`;

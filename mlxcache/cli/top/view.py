@@ -34,7 +34,7 @@ def render(state: LiveState, url: str, *, width: int, height: int | None, now: f
     """
     running, recent, sessions = state.running(), state.recent(), state.sessions or []
     rows = _row_counts(height, (len(running), len(recent), len(sessions)))
-    names = {one[key]: show.session_name(one) for one in sessions for key in ("id", "label")}
+    names = _names(sessions)
     parts: list[RenderableType] = [_head(state, url), *_budgets(state.cache)]
     if state.server is None or state.server["state"] == "ready":
         tables = (
@@ -48,6 +48,19 @@ def render(state: LiveState, url: str, *, width: int, height: int | None, now: f
             more = f" ({shown} of {len(all_)})" if shown < len(all_) else ""
             parts += [Text(f"\n{title}{more}", "bold"), table if all_ else Text(empty, "dim")]
     return Group(*parts)
+
+
+def _names(sessions: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Display names of sessions by id and by label; of equal labels the last used counts.
+
+    `sessions` are ordered by last use, the latest first.
+    """
+    return {
+        key: show.session_name(one)
+        for one in reversed(sessions)
+        for key in (one["id"], one["label"])
+        if key
+    }
 
 
 def _row_counts(height: int | None, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -263,9 +276,9 @@ def _count(tokens: int) -> str:
 
 
 def _session_of(row: Mapping[str, Any], names: Mapping[str, str]) -> Text:
-    """Return the name of a request's session, else its label, its client, or a dash.
+    """Return the name of a request's session, else its client, its session's label, or a dash.
 
-    `names` maps ids and labels of sessions to display names.
+    `names` maps ids and labels of sessions to display names; a new session is not among them yet.
     """
-    label = row["session"]
-    return Text(visible(names.get(label) or label or row["client"] or "-"))
+    session = row["session"]
+    return Text(visible(names.get(session) or row["client"] or session or "-"))
