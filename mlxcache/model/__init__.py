@@ -1,6 +1,7 @@
 """Models as mlx-lm runs them: load, identify, cache, sample, and parse their output.
 
-The only package that imports mlx_lm, and the only one that names its cache classes (`adapters`,
-`quantise`, `rows`). It knows arrays, tokens and files of weights; it knows no prefix tree, budget,
-request, session or store.
+This is the only package that imports mlx_lm, and only its modules `adapters`, `quantise` and `rows`
+name the cache classes of mlx-lm. It works with arrays, tokens and files of weights. It uses no
+prefix
+tree, budget, request, session or store.
 """

@@ -1,14 +1,14 @@
-"""mlx-lm's cache classes, by the way in which their content can be reused. MLX thread only.
+"""Adapters of mlx-lm's cache classes, which tell how their content can be reused.
 
-A model's cache is a list with one object per layer. A composite cache is replaced by its members.
-These objects are called *slots*. A slot is one of
+The cache of a model is a list with one object per layer. A composite cache is replaced by its
+members. These objects are called *slots*. A slot is one of
 
 - sliced: arrays with a row for every position, token axis -2; any range can be sliced out;
 - a window: sliced too, but continuing at a position needs only the positions shortly before it;
 - checkpointed: its state stands for exactly one position.
 
 Only this module, `rows` and `quantise` name the classes. A class that is not named here is unknown,
-and is never guessed.
+and its content is never reused. MLX thread only.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from mlx_lm.models.cache import (
 class Sliced:
     """Adapter of a class whose slots hold a row for every position.
 
-    `name` is mlx-lm's name of the class. `places` are the keys of a slot's arrays in its `state`.
-    `verb` is the kind of reuse. `batchable`: mlx-lm has a class for several sequences.
+    `name`: mlx-lm's name of the class. `places`: the keys of a slot's arrays in its `state`.
+    `verb`: the
+    kind of reuse. `batchable`: mlx-lm has a batch version of the class, for several sequences.
     """
 
     verb = "slice"
@@ -45,31 +46,40 @@ class Sliced:
         self.batchable = batchable
 
     def filled(self, slot: Any) -> bool:
-        """Tell if the slot has ever been written to."""
+        """Return whether the slot has ever been written to."""
         return slot.keys is not None
 
     def arrays(self, slot: Any) -> list[mx.array]:
-        """The slot's arrays, shape (1, heads, capacity, dim) each, in the order of `places`."""
+        """Return the slot's arrays in the order of `places`.
+
+        Each has shape (1, heads, capacity, dim).
+        """
         return [slot.keys, slot.values]
 
     def put(self, slot: Any, index: int, array: mx.array) -> None:
-        """Replace the slot's array number `index`."""
+        """Replace the slot's array number `index`, counted in the order of `arrays`."""
         setattr(slot, ("keys", "values")[index], array)
 
     def end_at(self, slot: Any, offset: int) -> None:
-        """Set the slot's length to `offset`; positions beyond it will be overwritten."""
+        """Set the slot's length to `offset` positions; later ones will be overwritten."""
         slot.offset = offset
 
     def window(self, slot: Any) -> int | None:
-        """Positions that a new one sees, itself included; None for all of them."""
+        """Return the size of the slot's sliding window in positions, or None if it has none.
+
+        The newest position counts as part of the window.
+        """
         return None
 
     def numbers(self, slot: Any) -> dict[str, int]:
-        """Integers in the slot's state that the model determines, by their keys in the state."""
+        """Return the integers in the slot's state that the model determines, by state key."""
         return {}
 
     def plain(self, slot: Any) -> Any:
-        """A cache of mlx-lm's own class with the same content and no capacity beyond it. Views."""
+        """Return a cache of mlx-lm's own class with the same content and no spare capacity.
+
+        Its arrays are views of those of the slot.
+        """
         if not self.filled(slot):
             return slot
         twin = self.empty_like(slot)
@@ -79,7 +89,7 @@ class Sliced:
         return twin
 
     def empty_like(self, slot: Any) -> Any:
-        """An empty slot of the same kind."""
+        """Return an empty slot of the same kind."""
         return type(slot)()
 
     def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
@@ -88,7 +98,7 @@ class Sliced:
 
 
 class Windowed(Sliced):
-    """Adapter of `WindowCache`, a sliding window kept as a log."""
+    """Adapter of `WindowCache`, which keeps every position of a sliding-window layer."""
 
     verb = "window"
 
@@ -107,7 +117,7 @@ class Windowed(Sliced):
 
 
 class Quantised(Sliced):
-    """Adapter of KV quantised along each head: packed numbers, scales and biases of both."""
+    """Adapter of quantised KV: packed numbers, scales and biases of both keys and values."""
 
     quantised = True
 
@@ -135,11 +145,13 @@ class Quantised(Sliced):
 
 
 class WindowCache(RotatingKVCache):  # type: ignore[misc]
-    """A sliding window kept as a log of every position instead of a ring.
+    """Cache of a sliding-window layer that keeps every position instead of a ring of the newest.
 
-    The model sees exactly what `RotatingKVCache` would show it: the last `max_size - 1` positions
-    and the new ones, in temporal order. Nothing is overwritten, so the window before any position
-    can be sliced out later, and a step appends in place.
+    The model gets exactly what `RotatingKVCache` would return: the last `max_size - 1` positions
+    and
+    the new ones, in temporal order. Nothing is overwritten, so the window before any position can
+    be
+    sliced out later, and a step appends in place.
     """
 
     step = 256
@@ -150,7 +162,10 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         self._start = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `keys` and `values`, shape (1, heads, n, dim); return the window that they see."""
+        """Append `keys` and `values`, and return the window that the new positions attend to.
+
+        All arrays have shape (1, heads, n, dim).
+        """
         end = self.offset + keys.shape[2]
         if self.keys is None or end > self.keys.shape[2]:
             self._extend(keys, values)
@@ -169,12 +184,15 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
             setattr(self, name, kept)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The keys and values that the newest positions see, in temporal order."""
+        """Return the keys and values that the newest positions attend to, in temporal order."""
         view = (..., slice(self._start, self.offset), slice(None))
         return self.keys[view], self.values[view]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """The mask of `RotatingKVCache.make_mask`, for keys in temporal order."""
+        """Return the mask of `RotatingKVCache.make_mask`, for keys in temporal order.
+
+        `N`: number of new positions.
+        """
         if N > 1:
             return super().make_mask(N, window_size=window_size, return_array=return_array)
         if window_size is None or window_size >= self.max_size or self.offset < window_size:
@@ -183,16 +201,16 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         return mx.arange(seen) >= seen - window_size
 
     def is_trimmable(self) -> bool:
-        """True: no position is ever overwritten."""
+        """Return True, because no position is ever overwritten."""
         return True
 
     @classmethod
     def merge(cls, caches: Sequence[WindowCache]) -> BatchRotatingKVCache:
-        """Build a batch cache that holds the windows alone."""
+        """Build a batch cache that holds only the current window of each of `caches`."""
         return BatchRotatingKVCache.merge([c.ring() for c in caches])
 
     def ring(self) -> RotatingKVCache:
-        """The window before the next position, as mlx-lm's own class. Views."""
+        """Return the window before the next position as a `RotatingKVCache`, with views."""
         ring = RotatingKVCache(max_size=self.max_size)
         if self.keys is not None:
             start = max(0, self.offset - self.max_size)
@@ -203,9 +221,11 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
 
 
 class Checkpointed:
-    """Adapter of a class whose slots hold a state that stands for one position.
+    """Adapter of a class whose slots hold a state that stands for exactly one position.
 
-    `growing` is the axis of its arrays that may have any size, None where all sizes are fixed.
+    `name`: mlx-lm's name of the class. `batchable`: mlx-lm has a batch version of the class.
+    `growing`:
+    the axis of its arrays that may have any size, or None if all sizes are fixed.
     """
 
     verb = "checkpoint"
@@ -216,43 +236,60 @@ class Checkpointed:
         self.batchable = batchable
 
     def state(self, slot: Any) -> Any:
-        """The slot's state, without positions that no later one sees: nested tuples. Lazy views."""
+        """Return the slot's state as nested tuples of lazy views.
+
+        Positions that no later position attends to are left out.
+        """
         return slot.state
 
     def set_state(self, slot: Any, state: Any) -> None:
-        """Set the slot's state, which the caller must not write to afterwards."""
+        """Set the slot's state. The caller must not write to `state` afterwards."""
         slot.state = state
 
     def most_bytes(self, slot: Any) -> int | None:
-        """Upper bound of the state's bytes for any length; None if they never change."""
+        """Return an upper bound of the state's bytes, for any length of text.
+
+        Returns None if the size never changes.
+        """
         return None
 
     def running_bytes(self, slot: Any) -> int | None:
-        """Upper bound of the bytes held during a step; None if no more than the state."""
+        """Return an upper bound of the bytes that a slot holds during a step.
+
+        Returns None if it is the same as for the state.
+        """
         return None
 
     def position(self, state: Any) -> int | None:
-        """Number of positions that a state covers; None where the state does not say."""
+        """Return the number of positions that `state` covers, or None if it does not say."""
         return None
 
     def agrees(self, state: Any, like: Any) -> bool:
-        """Tell if a state's numbers fit its arrays, and those that the model fixes in `like`."""
+        """Return whether the numbers in `state` are consistent.
+
+        They must fit the arrays of `state`, and equal those numbers in `like` that the model fixes.
+        """
         return True
 
     def adopted(self, state: Any, like: Any) -> Any:
-        """Convert a state saved by mlx-lm to the form of `state`. Raises ValueError."""
+        """Convert a state saved by mlx-lm to the form that the method `state` returns.
+
+        `like`: a state of the model, whose fixed numbers it must have. Raises ValueError if its
+        numbers
+        contradict each other.
+        """
         return state
 
 
 class Recurrent(Checkpointed):
-    """Adapter of `ArraysCache`: arrays whose size does not depend on the length of the text."""
+    """Adapter of `ArraysCache`, whose arrays do not grow with the length of the text."""
 
     def set_state(self, slot: Any, state: Any) -> None:
         slot.state = [list(state[0]), *state[1:]]
 
 
 class Chunked(Checkpointed):
-    """Adapter of `ChunkedKVCache`: the newest `chunk_size` positions, and their start."""
+    """Adapter of `ChunkedKVCache`, which holds the newest `chunk_size` positions."""
 
     growing = 2
 
@@ -296,7 +333,10 @@ class Chunked(Checkpointed):
 
 
 class Ring(Checkpointed):
-    """Adapter of a `RotatingKVCache` with `keep`: overwritten positions cannot be restored."""
+    """Adapter of a `RotatingKVCache` with `keep`, which overwrites positions in a ring.
+
+    Overwritten positions cannot be restored, so its slots are checkpointed.
+    """
 
     growing = 2
 
@@ -354,12 +394,12 @@ ADAPTERS: Mapping[type, Adapter] = {
 
 
 def adapter_of(slot: Any) -> Adapter | None:
-    """The adapter of a slot's class; None for an unknown class."""
+    """Return the adapter of a slot's class, or None for an unknown class."""
     return ADAPTERS.get(type(slot))
 
 
 def parts_of(cache: Any) -> list[Any] | None:
-    """The members of a composite cache; None for any other cache."""
+    """Return the members of a composite cache, or None for any other cache."""
     return list(cache.caches) if type(cache) is CacheList else None
 
 
@@ -369,15 +409,16 @@ def composed(parts: Sequence[Any]) -> Any:
 
 
 def class_name(cache: Any) -> str:
-    """mlx-lm's name of a cache's class, composites included."""
+    """Return mlx-lm's name of a cache's class."""
     adapter = adapter_of(cache)
     return type(cache).__name__ if adapter is None else adapter.name
 
 
 def prepared(cache: Any) -> Any:
-    """Replace an empty cache of the model by the class used here: a sliding window by a log.
+    """Replace an empty cache of the model by the class that is used here instead.
 
-    A `ConcatenateKVCache` is replaced by a `KVCache`, which is equivalent and writes in place.
+    A sliding window becomes a `WindowCache`. A `ConcatenateKVCache` becomes a `KVCache`, which is
+    equivalent and writes in place. Other caches are returned unchanged.
     """
     parts = parts_of(cache)
     if parts is not None:

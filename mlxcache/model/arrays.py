@@ -1,4 +1,4 @@
-"""Arrays, alone or in nested tuples: copies that share no buffer, and checks of shapes."""
+"""Copies of arrays that share no buffer, and checks of shapes, also in nested tuples."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import mlx.core as mx
 
 
 def copied(array: mx.array) -> mx.array:
-    """Copy `array` into a buffer of its own. Lazy.
+    """Copy `array` lazily into a buffer of its own.
 
-    `contiguous` and assignment to a full slice may share the buffer instead, and a small view would
-    keep a large buffer alive.
+    `mx.contiguous` and assignment to a full slice may share the buffer instead, and a small view
+    would
+    then keep a large buffer alive.
     """
     return array * mx.array(1, array.dtype)
 
 
 def joined(parts: Sequence[mx.array]) -> mx.array:
-    """Join `parts` along the token axis, in a buffer of their own. Lazy."""
+    """Join `parts` along the token axis (-2), lazily and in a buffer of its own."""
     if len(parts) > 1:
         return mx.concatenate(list(parts), axis=-2)
     (part,) = parts
@@ -30,7 +31,7 @@ def joined(parts: Sequence[mx.array]) -> mx.array:
 
 
 def copied_tree(value: Any) -> Any:
-    """Copy every array in nested tuples and lists, as `copied` does. Lazy."""
+    """Copy every array in nested tuples and lists lazily into a buffer of its own."""
     if isinstance(value, mx.array):
         return copied(value)
     if isinstance(value, list | tuple):
@@ -39,7 +40,7 @@ def copied_tree(value: Any) -> Any:
 
 
 def tree_arrays(value: Any) -> list[mx.array]:
-    """Every array in nested tuples and lists."""
+    """Return every array in nested tuples and lists, in order."""
     if isinstance(value, mx.array):
         return [value]
     if isinstance(value, list | tuple):
@@ -49,13 +50,13 @@ def tree_arrays(value: Any) -> list[mx.array]:
 
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
-    """Shape and dtype required of an array. None in `shape` stands for any size."""
+    """Shape and dtype that an array must have. None in `shape` stands for any size."""
 
     shape: tuple[int | None, ...]
     dtype: Any
 
     def fits(self, array: mx.array) -> bool:
-        """Tell if `array` has this shape and dtype."""
+        """Return whether `array` has this shape and dtype."""
         return (
             array.dtype == self.dtype
             and array.ndim == len(self.shape)
@@ -64,7 +65,7 @@ class ArraySpec:
 
 
 def spec_tree(value: Any, free: int | None) -> Any:
-    """Replace each array in `value` by its spec, in which axis `free` may have any size."""
+    """Replace each array in `value` by its ArraySpec, in which axis `free` may have any size."""
     if isinstance(value, mx.array):
         shape = tuple(None if axis == free else n for axis, n in enumerate(value.shape))
         return ArraySpec(shape, value.dtype)
@@ -74,7 +75,7 @@ def spec_tree(value: Any, free: int | None) -> Any:
 
 
 def either(early: Any, late: Any) -> Any:
-    """Merge the specs of two positions' states: sizes in which they differ become free."""
+    """Merge the specs of a state at two positions: sizes that differ become None (any size)."""
     if isinstance(early, ArraySpec) and isinstance(late, ArraySpec):
         sizes = zip(early.shape, late.shape, strict=True)
         return ArraySpec(tuple(a if a == b else None for a, b in sizes), late.dtype)
@@ -84,7 +85,10 @@ def either(early: Any, late: Any) -> Any:
 
 
 def varies(states: Any) -> bool:
-    """Tell if a spec has a free size, so that rows of one batch could differ in it."""
+    """Return whether any ArraySpec in `states` allows any size along some axis.
+
+    Rows of one batch could then have different sizes.
+    """
     if isinstance(states, ArraySpec):
         return None in states.shape
     return isinstance(states, tuple) and any(map(varies, states))

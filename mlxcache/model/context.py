@@ -24,12 +24,16 @@ _SANE = 1 << 27  # tokenizers state 10**30 for no limit
 
 
 def native_length(config: Mapping[str, Any], tokenizer_length: object = None) -> int | None:
-    """The context length in tokens stated by `config`, a parsed config.json; None if it has none.
+    """Return the context length that a model's files state, in tokens, or None.
 
-    The text model's own section takes precedence over the top level. Where RoPE is scaled and the
-    length before scaling is given, their product counts if it is larger: model cards tell users to
-    add YaRN without raising `max_position_embeddings` (https://arxiv.org/abs/2309.00071).
-    `tokenizer_length`, a tokenizer's `model_max_length`, is the fallback.
+    `config`: the parsed config.json. The text model's own section takes precedence over the top
+    level.
+    If RoPE is scaled and the length before scaling is given, their product counts if it is larger:
+    model
+    cards tell users to add YaRN without raising `max_position_embeddings`
+    (https://arxiv.org/abs/2309.00071). `tokenizer_length`: the tokenizer's `model_max_length`, used
+    if
+    `config` states no length.
     """
     for section in _sections(config):
         stated = next((n for key in _KEYS if (n := _count(section.get(key)))), None)
@@ -39,9 +43,11 @@ def native_length(config: Mapping[str, Any], tokenizer_length: object = None) ->
 
 
 def context_length(native: int | None, asked: int | None) -> int:
-    """The context length to serve, in tokens: `asked`, or the model's own where that is None.
+    """Return the context length to serve, in tokens.
 
-    Raises ModelError if `asked` exceeds the model's own.
+    This is `asked`, or `native` (the model's own) if `asked` is None, or `UNSTATED` if both are
+    None.
+    Raises ModelError if `asked` exceeds `native` or is below 1.
     """
     if asked is None:
         return native or UNSTATED

@@ -1,4 +1,4 @@
-"""The built-in demo model: served when no model is named, so that everything runs offline."""
+"""The built-in demo model, served when no model is named, so that everything runs offline."""
 
 from __future__ import annotations
 
@@ -47,14 +47,16 @@ CONFIG: dict[str, Any] = {
 
 
 def materialise(directory: Path | None = None) -> Path:
-    """Write the demo model's directory, as `mlx_lm.load` takes it, if missing; return its path.
+    """Write the demo model's folder for `mlx_lm.load` if it is missing, and return its path.
 
-    It lies inside `directory`, by default in the default cache folder. Its name is a digest of the
-    shipped files, so that a new version never uses an old one's. Weights are shipped as float16 and
-    written as float32, because float16 is slow on a CPU. Safe to call from several processes at
-    once: whole directories are renamed into place. MLX thread only.
+    The folder lies inside `directory`, by default inside the default cache folder. Its name
+    contains a
+    digest of the shipped files, so a new version never uses the folder of an old one. Weights are
+    shipped as float16 and written as float32, because float16 is slow on a CPU. Several processes
+    may
+    call this at once: whole folders are renamed into place. MLX thread only.
 
-    Raises ModelError where the package lacks its data or the directory cannot be written.
+    Raises ModelError if the package lacks its data or the folder cannot be written.
     """
     parent = directory or default_cache_dir() / "demo"
     try:
@@ -155,18 +157,25 @@ TEMPLATE = """\
 
 
 def template(*, thinking: bool) -> str:
-    """The Jinja source of the ChatML template, with tools.
+    """Return the Jinja source of the ChatML chat template, with tools.
 
     System and developer turns keep their places; one at the very start shares its turn with the
-    tools. With `thinking`, a reply is prompted inside an open think block (closed at once where
-    `enable_thinking` is false), and the reasoning of replies before the last user message is
-    omitted, as in the templates of reasoning models.
+    tools.
+    With `thinking`, a reply begins inside an open think block, which is closed at once if
+    `enable_thinking` is false. The reasoning of replies before the last user message is then
+    omitted, as
+    in the templates of reasoning models.
     """
     return TEMPLATE.replace("THINKS", "true" if thinking else "false")
 
 
 def write_tokenizer(directory: Path, tokenizer: str, *, context: int, thinking: bool) -> None:
-    """Write tokenizer.json and tokenizer_config.json in the form that transformers reads."""
+    """Write tokenizer.json and tokenizer_config.json, in the form that transformers reads.
+
+    `tokenizer`: the text of tokenizer.json. `context`: the maximum length in tokens. `thinking`
+    chooses
+    the chat template.
+    """
     (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,9 +1,9 @@
-"""The machine's accelerator: its limits, its errors, and MLX's memory settings. MLX thread only.
+"""The machine's accelerator: its limits, its errors, and MLX's memory settings.
 
-A GPU runs commands after the call that encoded them. Since MLX 0.32 a command that fails on Metal
-does not raise where it was evaluated: its results keep the numbers that were in memory, and MLX
-raises once, at a later evaluation or wait. So a result is *confirmed* only when a wait after it
-returned without an error: see `confirm`.
+A GPU runs commands after the call that encoded them has returned. Since MLX 0.32, a command that
+fails on Metal does not raise where it was evaluated: its results keep the numbers that were in
+memory, and MLX raises once, at a later evaluation or wait. So a result is *confirmed* only when a
+wait after it has returned without an error; see `confirm`. MLX thread only.
 
 Source: https://github.com/ml-explore/mlx/pull/3523, https://github.com/ml-explore/mlx/pull/4174
 """
@@ -29,12 +29,12 @@ MOST_PARKED = 8
 
 
 def kind() -> DeviceKind:
-    """The kind of MLX's default device."""
+    """Return whether MLX's default device is a CPU or a GPU."""
     return "cpu" if mx.default_device() == mx.cpu else "gpu"
 
 
 def working_set_bytes() -> int | None:
-    """Metal's recommended working set, in bytes; None where the device reports none.
+    """Return Metal's recommended working set in bytes, or None on other devices.
 
     Source: https://developer.apple.com/documentation/metal/mtldevice/recommendedmaxworkingsetsize
     """
@@ -43,7 +43,7 @@ def working_set_bytes() -> int | None:
 
 
 def buffer_limit() -> int | None:
-    """Maximum number of buffers that the device can hold; None where it reports none.
+    """Return how many buffers the device can hold, or None if it reports no limit.
 
     Source: https://github.com/ml-explore/mlx/blob/main/mlx/backend/metal/device_info.cpp
     """
@@ -52,7 +52,10 @@ def buffer_limit() -> int | None:
 
 
 def prepare(pool_bytes: int) -> None:
-    """Wire as much memory as Metal recommends, and bound MLX's pool of freed buffers."""
+    """Wire as much memory as Metal recommends, and limit MLX's pool of freed buffers.
+
+    `pool_bytes`: the limit of the pool.
+    """
     # imported here: it takes seconds, and the other functions do not need it
     from mlx_lm.utils import maybe_set_recommended_wired_limit  # noqa: PLC0415
 
@@ -64,23 +67,26 @@ def prepare(pool_bytes: int) -> None:
 
 
 def is_device_error(error: BaseException | None) -> bool:
-    """Tell if `error` reports a command that failed on the device, now or earlier.
+    """Return whether `error` reports a command that failed on the device, now or earlier.
 
-    Then no result since the last `confirm` can be trusted, whoever asked for it.
+    After such an error, no result since the last `confirm` can be trusted, whichever request it
+    belongs
+    to.
     """
     return isinstance(error, RuntimeError) and _DEVICE_ERROR.search(str(error)) is not None
 
 
 def defers_errors() -> bool:
-    """Tell if an evaluation may return although its commands failed, as on a GPU."""
+    """Return whether an evaluation may return although its commands failed, as on a GPU."""
     return kind() == "gpu"
 
 
 def confirm() -> None:
-    """Wait for all commands of this thread's stream. Raises the error of any that failed.
+    """Wait for all commands of this thread's stream, and raise the error of any that failed.
 
     Afterwards every result so far is confirmed. Returns at once on a CPU, where an evaluation
-    raises its own errors.
+    raises its
+    own errors.
     """
     if defers_errors():
         mx.synchronize()
@@ -89,7 +95,7 @@ def confirm() -> None:
 def settle() -> None:
     """Wait for all commands, and discard the errors of those that failed.
 
-    Raises the last error if errors do not end: the device is then unusable.
+    Raises the last error if errors continue after `MOST_PARKED` waits: the device is then unusable.
     """
     for left in reversed(range(MOST_PARKED)):
         try:

@@ -1,7 +1,8 @@
-"""A model's cache layout, determined without reading its weights. MLX thread only.
+"""Cache layout of a model, determined without reading its weights.
 
-Weights are loaded lazily and the model is fed without computing: MLX knows the shapes and dtypes of
-arrays that were never evaluated. So a model larger than memory can be examined too.
+Weights are loaded lazily and the model is fed without computing, because MLX has the shapes and
+dtypes of arrays that were never evaluated. So a model larger than memory can be examined too. MLX
+thread only.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ Kind = Literal["sliceable", "latent", "window", "recurrent", "chunked", "ring", 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that cache in the same way.
+    """Layers of a model that cache in the same way.
 
-    `kinds`: kinds of slots in a layer, the most demanding last. `size`: tokens of a window or a
-    chunk. `cls`: mlx-lm's class or classes. Bytes are of one layer, per token and per checkpoint.
+    `layers`: number of layers. `kinds`: kinds of caches in one layer, the hardest to reuse last.
+    `size`:
+    tokens of a window or chunk, None if there is none. `cls`: names of mlx-lm's cache classes.
+    `bytes_per_token` and `checkpoint_bytes` are those of one layer.
     """
 
     layers: int
@@ -48,8 +51,9 @@ class Group:
 class Examined:
     """Description, cache layout and groups of layers of a model, as far as its files tell.
 
-    `unquantised`: the reason why its KV cannot be quantised; `undrafted`: the reason why it cannot
-    be used with a draft model. None where it can.
+    `unquantised`: the reason why its KV cannot be quantised, or None. `undrafted`: the reason why
+    it
+    cannot be used with a draft model, or None.
     """
 
     info: ModelInfo
@@ -60,13 +64,17 @@ class Examined:
 
 
 def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
-    """Find how a model's layers cache, and how many bytes they need, without loading weights.
+    """Determine how a model's layers cache and how many bytes they need, without its weights.
 
-    `kv_bits` as in `mlxcache serve`: bits of stored keys and values, None for the model's dtype. If
-    the model is not on this machine, only its config.json is downloaded, and random weights that
-    are never computed take the place of its own. With a draft, both models are examined as one, and
-    both must be on this machine. Blocks for a download. Raises ModelError if the model cannot be
-    found or fed, or not with `kv_bits` or the draft.
+    `kv_bits`: bits of stored keys and values, None for the model's dtype. If the model is not on
+    this
+    machine, only its config.json is downloaded, and random weights that are never computed replace
+    its
+    own. With a draft model, both models are examined as one, and both must be on this machine.
+    Blocks
+    for a download. Raises ModelError if the model cannot be found or fed, or if it cannot be used
+    with
+    `kv_bits` or the draft model.
     """
     try:
         if spec.draft is not None and None in (here(spec.model, spec.revision), here(spec.draft)):
@@ -100,7 +108,10 @@ def _undrafted(model: Any) -> str | None:
 
 
 def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, ModelInfo]:
-    """Build a model from the configuration in `path`; its weights are never computed."""
+    """Build a model from the config.json in `path`, with weights that are never computed.
+
+    `weights`: bytes of the model's own weights, for its description.
+    """
     config = load_config(path)
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
@@ -122,7 +133,7 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
 
 
 def _dtype(config: Mapping[str, Any]) -> mx.Dtype:
-    """The model's dtype; bfloat16 where its configuration does not state one."""
+    """Return the dtype that a configuration states, or bfloat16 if it states none."""
     sections = (config, config.get("text_config") or {})
     names = (one.get("dtype") or one.get("torch_dtype") for one in sections)
     return _DTYPES.get(next(filter(None, names), ""), mx.bfloat16)
@@ -150,7 +161,7 @@ def _holds(slot: Any) -> bool:
 
 
 def _group(slots: Sequence[Any]) -> tuple[tuple[Kind, ...], int | None, str, int, int]:
-    """Kinds, size, class and bytes of one layer."""
+    """Return the fields of `Group`, except the number of layers, for a layer with these slots."""
     found = dict(map(_kind, slots))
     linear = [slot for slot in slots if isinstance(adapter_of(slot), Sliced)]
     rows = (array for slot in linear for array in kv.arrays_of(slot))
@@ -187,9 +198,9 @@ def _kind(slot: Any) -> tuple[Kind, int | None]:
 
 
 def _latent(arrays: Sequence[mx.array]) -> bool:
-    """Tell if two arrays are a latent and its rotary part, as in multi-head latent attention.
+    """Return whether two arrays are a latent and its rotary part (multi-head latent attention).
 
-    Those have one head each, and different widths.
+    Such arrays have one head each, and different widths.
     """
     return (
         len(arrays) == 2

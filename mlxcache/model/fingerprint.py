@@ -1,4 +1,7 @@
-"""The namespace of a model, outside of which KV is never reused, as one digest. Any thread."""
+"""The namespace of a model as one digest. KV is never reused in another namespace.
+
+All functions may be called on any thread.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +45,24 @@ def fingerprint(
     progress: Progress | None = None,
     draft: Path | None = None,
 ) -> str:
-    """The namespace of the model in folder `path`: 32 hexadecimal digits.
+    """Return the namespace of the model in folder `path`, as 32 hexadecimal digits.
 
-    It covers the content of the weights, of the configuration (parsed JSON), of Python code that
-    the model runs, of the adapter and of the model in folder `draft`; `layout_key`, which stands
-    for the KV's shapes and dtypes; the versions of mlx-lm and of stored KV. It covers no name, so a
-    model has the same namespace wherever it lies.
+    The digest covers the content of the weights, of the configuration (parsed JSON), of Python code
+    that
+    the model runs, of the adapter and of the draft model in folder `draft`; `layout_key`, which
+    stands for
+    the shapes and dtypes of KV; and the versions of mlx-lm and of stored KV. It covers no name, so
+    a model
+    has the same namespace wherever its folder is.
 
-    Content is identified by its SHA-256. In a Hub cache that is the name of the file's blob; other
-    files are read once, and their digests kept in the file `memo` while size, times and inode are
-    unchanged. `progress` receives the bytes read so far and the total. Blocks while it reads.
+    Files are identified by their SHA-256. In a Hub cache that is the name of the file's blob. Other
+    files
+    are read once, and their digests are stored in the file `memo` and used while size, times and
+    inode
+    are unchanged. `progress` is called with the bytes read so far and the total. Blocks while it
+    reads.
 
-    Raises ModelError that names the file that cannot be read.
+    Raises ModelError with the name of a file that cannot be read.
     """
     path = path.expanduser()
     weights = sorted(path.glob("model*.safetensors"))
@@ -87,7 +96,10 @@ def _read_json(file: Path) -> Any:
 
 
 def _runs_code(path: Path) -> bool:
-    """Tell if the model is built by its own Python code; mlx-lm asks for permission."""
+    """Return whether the model is built by Python code in its own folder.
+
+    mlx-lm runs such code only with the user's permission.
+    """
     config = _read_json(path / "config.json")
     return isinstance(config, dict) and config.get("model_file") is not None
 
@@ -111,7 +123,7 @@ class _Seen:
 
 
 class _Reader:
-    """SHA-256 of files, each read at most once while it is unchanged."""
+    """Reader of the SHA-256 of files, which reads each file at most once while it is unchanged."""
 
     def __init__(self, memo: Path, progress: Progress | None):
         self._memo = memo
@@ -119,7 +131,10 @@ class _Reader:
         self._done = self._total = 0
 
     def digests(self, files: list[Path]) -> dict[Path, str]:
-        """Each file's SHA-256 in hexadecimal. Raises ModelError."""
+        """Return the SHA-256 of each file in hexadecimal.
+
+        Raises ModelError if a file cannot be read.
+        """
         known = _load_memo(self._memo)
         found: dict[Path, str] = {}
         unread: list[tuple[Path, Path, _Seen]] = []
@@ -167,7 +182,10 @@ class _Reader:
 
 
 def _blob_digest(real: Path) -> str | None:
-    """The SHA-256 of a file in the Hub's cache, which names large files by it; None elsewhere."""
+    """Return the SHA-256 of a file in the Hub's cache, or None for any other file.
+
+    The Hub's cache names large files by their SHA-256.
+    """
     if real.parent.name == "blobs" and _BLOB.fullmatch(real.name):
         return real.name
     return None
@@ -181,7 +199,10 @@ def _remembered(entry: Any, seen: _Seen) -> str | None:
 
 
 def _load_memo(memo: Path) -> dict[str, Any]:
-    """Digests in the memo; empty where it is missing, damaged or of another version."""
+    """Return the digests in the memo file.
+
+    The result is empty if the file is missing, damaged or of another version.
+    """
     try:
         value = json.loads(memo.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -195,9 +216,11 @@ def _load_memo(memo: Path) -> dict[str, Any]:
 def _save_memo(
     memo: Path, known: Mapping[str, Any], fresh: Mapping[str, tuple[_Seen, str]]
 ) -> None:
-    """Write the memo with `fresh` added, and without files that no longer exist.
+    """Write the memo file with `fresh` digests added, and without files that no longer exist.
 
-    A file that changed within the last two seconds is left out: another change might not show.
+    A file that changed within the last two seconds is left out, because another change within the
+    same
+    tick of the file system's clock would not show.
     """
     files = {name: entry for name, entry in known.items() if Path(name).exists()}
     settled = time.time_ns() - _SETTLED_NS
@@ -214,7 +237,7 @@ def _save_memo(
 
 
 def _replace(file: Path, text: str) -> None:
-    """Put `text` into `file`, whole or not at all, for the user's eyes only."""
+    """Write `text` to `file` atomically, readable by the user only."""
     make_folder(file.parent)
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")  # mode 0600
     try:

@@ -1,4 +1,4 @@
-"""Checks of KV and states for NaN and infinity, which an overflow leaves. MLX thread only."""
+"""Checks of KV and states for NaN and infinity, the result of an overflow. MLX thread only."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ AT_ONCE = 4096
 
 
 def ends_finite(lineage: Lineage) -> bool:
-    """Tell if the newest position's KV in the last layer, and the last state, are finite.
+    """Return whether the newest KV of the last layer and the last state are finite.
 
     A NaN at an earlier position or in an earlier layer has spread there by then, unless it is
-    outside of every window. The cost does not depend on the length. Evaluates.
+    outside of
+    every sliding window. The cost does not depend on the length. Evaluates the arrays.
     """
     at = lineage.length - lineage.base - 1
     arrays = [a[..., at, :] for slot in lineage.linear[-1:] for a in kv.arrays_of(slot)]
@@ -28,7 +29,10 @@ def ends_finite(lineage: Lineage) -> bool:
 
 
 def finite_upto(lineage: Lineage) -> int:
-    """First position whose KV is not finite, or the lineage's length. Reads all of its KV."""
+    """Return the first position whose KV is not finite, or the length of the lineage.
+
+    Reads all KV of the lineage.
+    """
     end = lineage.length
     for slot in lineage.linear:
         for array in kv.arrays_of(slot):
@@ -46,10 +50,10 @@ def _finite_upto(array: mx.array, base: int, end: int) -> int:
 
 
 def state_is_finite(state: State) -> bool:
-    """Tell if all numbers of a checkpoint are finite. Evaluates."""
+    """Return whether all numbers of a checkpoint are finite. Evaluates its arrays."""
     return is_finite(tree_arrays(state))
 
 
 def is_finite(arrays: Sequence[mx.array]) -> bool:
-    """Tell if all numbers in `arrays` are finite. Evaluates."""
+    """Return whether all numbers in `arrays` are finite. Evaluates them."""
     return all(mx.all(mx.isfinite(array)).item() for array in arrays)

@@ -1,7 +1,8 @@
-"""Defaults in a model's generation_config.json: sampling, and the tokens that end a turn.
+"""Sampling defaults in a model's generation_config.json.
 
 Names and meanings are those of transformers:
-https://huggingface.co/docs/transformers/main_classes/text_generation. A bad value is a warning.
+https://huggingface.co/docs/transformers/main_classes/text_generation. A value that is not valid is
+logged and ignored.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ FILE = "generation_config.json"
 
 
 def sampling_defaults(path: Path) -> dict[str, float]:
-    """Read the defaults of sampling from the model's folder; empty if it states none.
+    """Read the sampling defaults from the model's folder; empty if it states none.
 
-    An explicit `do_sample` false is greedy: temperature 0. A value out of range is left out, with a
-    warning; so is a file that is not a JSON object.
+    `do_sample` false means greedy sampling: temperature 0. A value out of range is ignored with a
+    warning, and so is a file that is not a JSON object.
     """
     config = _read(path)
     found: dict[str, float] = {}
@@ -47,7 +48,7 @@ def sampling_defaults(path: Path) -> dict[str, float]:
 
 
 def is_object(path: Path) -> bool:
-    """True unless the folder's file is there and is not a JSON object."""
+    """Return whether the folder's generation_config.json is missing or a JSON object."""
     try:
         return isinstance(json.loads((path / FILE).read_text(encoding="utf-8")), dict)
     except FileNotFoundError:
@@ -66,7 +67,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _checked(name: str, value: object) -> float | None:
-    """`value` as the field takes it; None if it cannot be."""
+    """Return `value` as the field `name` of `Sampling` takes it, or None if it is not valid."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if name == "top_k" and isinstance(value, float):
@@ -81,7 +82,7 @@ def _checked(name: str, value: object) -> float | None:
 
 
 def resolve(sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
-    """Apply the model's `defaults` to the fields that the client left `unset`."""
+    """Replace the fields that the client left unset by the model's `defaults`."""
     if not sampling.unset:
         return sampling
     found = {name: defaults[name] for name in sampling.unset & defaults.keys()}
@@ -93,6 +94,6 @@ def _with(sampling: Sampling, values: Mapping[str, Any]) -> Sampling:
 
 
 def describe(defaults: Mapping[str, float]) -> str:
-    """Write the defaults in one line, such as `temperature 0.6, top_k 20`."""
+    """Format the defaults in one line, such as `temperature 0.6, top_k 20`."""
     stated = ((name, defaults[name]) for name in DEFAULTED if name in defaults)
     return ", ".join(f"{name} {value:g}" for name, value in stated)

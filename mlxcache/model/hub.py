@@ -1,4 +1,7 @@
-"""Folders of models: local ones, and downloads from the Hugging Face Hub. No MLX; any thread."""
+"""Folders of models: local ones, and downloads from the Hugging Face Hub.
+
+Calls no MLX. All functions may be called on any thread.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +74,16 @@ _SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 
 
 def resolve(model: str, revision: str | None = None, progress: Progress | None = None) -> Path:
-    """The local folder of `model`: a path, or a Hugging Face Hub id, downloaded if need be.
+    """Return the local folder of `model`, which is a path or a Hugging Face Hub id.
 
-    Downloads the same files as mlx-lm, into the Hub's own cache. An id whose files are all there
-    costs one request, or none with HF_HUB_OFFLINE=1. Blocks.
+    A model on the Hub is downloaded if needed: the same files that mlx-lm takes, into the Hub's own
+    cache. An id whose files are all there costs one request, or none with HF_HUB_OFFLINE=1.
+    `progress`
+    is called with bytes on disk and bytes needed. Blocks.
 
-    Raises ModelError that says what to do: no such folder or id, gated, no network, disk full.
+    Raises ModelError, which says what to do, if there is no such folder or id, if the model is
+    gated, if
+    there is no network, or if the disk is full.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -94,9 +101,9 @@ def resolve(model: str, revision: str | None = None, progress: Progress | None =
 
 
 def here(model: str, revision: str | None = None) -> Path | None:
-    """The folder of `model` if all of its files are on this machine, else None. No download.
+    """Return the folder of `model` if all of its files are on this machine, else None.
 
-    Raises ModelError for a path that does not exist, or a name that is no Hub id.
+    Downloads nothing. Raises ModelError for a path that does not exist or a name that is no Hub id.
     """
     if Path(model).expanduser().exists() or _looks_local(model) or "/" not in model:
         return resolve(model, revision)
@@ -115,9 +122,11 @@ def here(model: str, revision: str | None = None) -> Path | None:
 
 
 def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
-    """Download the configuration of a model on the Hub; its folder, and the bytes of its weights.
+    """Download only the configuration of a model on the Hub.
 
-    Raises ModelError, within seconds where the Hub is out of reach.
+    Returns its folder, and the bytes of the model's weights. Raises ModelError, within seconds if
+    the Hub
+    cannot be reached.
     """
     try:
         # before the download, which would be retried
@@ -133,8 +142,11 @@ def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
 
 
 def display_name(model: str, path: Path) -> str:
-    """The id that clients see: the Hub id, also for a folder in the Hub's cache, or the
-    folder's name."""
+    """Return the name of a model that clients see.
+
+    This is the Hub id, also for a folder in the Hub's cache; for any other folder it is the
+    folder's name.
+    """
     if not Path(model).expanduser().exists():
         return model
     path = path.resolve()
@@ -163,7 +175,7 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
 
 
 def why(model: str, revision: str | None, error: Exception) -> str | None:
-    """Cause and remedy of an error of the Hub's client; None for any other error."""
+    """Describe cause and remedy of an error of the Hub's client; return None for other errors."""
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return _sentence(sentence, model, revision)
@@ -183,10 +195,11 @@ def _why(model: str, revision: str | None, error: Exception) -> str:
 
 
 def _bar(progress: Progress) -> type[Any]:
-    """A progress bar class as snapshot_download takes it, reporting to `progress`.
+    """Make a progress bar class for snapshot_download that reports to `progress`.
 
-    snapshot_download makes three bars: bytes received, bytes written, files fetched. The second is
-    reported, since its total is the sum of the files' sizes.
+    snapshot_download makes three bars: bytes received, bytes written, files fetched. The second one
+    is
+    reported, because its total is the sum of the files' sizes.
     """
     lock = threading.Lock()
 
@@ -208,7 +221,7 @@ def _bar(progress: Progress) -> type[Any]:
             self.update(0)
 
         def close(self, *_: object, **__: object) -> None:
-            """Do nothing: no resource is held, and no text is shown."""
+            """Do nothing: the bar holds no resource and shows no text."""
 
         set_description = set_description_str = set_postfix_str = close
 

@@ -1,8 +1,10 @@
-"""Cache layout of a model: slots that can be sliced, slots that need checkpoints, and their sizes.
+"""Cache layout of a model: its slots, how each can be reused, and their sizes.
 
-A slot is linear (rows for every position, token axis -2, so any position can be sliced out) or
-opaque (a state that stands for exactly one position); `adapters` decides by class. A model with an
-unknown class is served, and nothing of it is cached.
+A slot is the cache object of a layer, or of a part of one. It is linear (rows for every position,
+token axis -2, so any range of positions can be sliced out) or opaque (a state that stands for
+exactly
+one position, and needs checkpoints); `adapters` decides by class. A model with an unknown class is
+served, but nothing of it is cached.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ State = tuple[Any, ...]
 
 
 def flatten(caches: Sequence[Any]) -> list[Any]:
-    """The slots of `caches`, composites opened, in a fixed order."""
+    """Return the slots of `caches` in a fixed order, with composite caches split into members."""
     slots: list[Any] = []
     for cache in caches:
         parts = parts_of(cache)
@@ -36,12 +38,15 @@ def flatten(caches: Sequence[Any]) -> list[Any]:
 
 
 def make_caches(model: Any) -> Caches:
-    """Empty caches for one sequence; sliding windows as logs."""
+    """Create empty caches for one sequence of `model`.
+
+    Sliding windows are kept in full, as `WindowCache`.
+    """
     return [prepared(cache) for cache in make_prompt_cache(model)]
 
 
 def sliced(slot: Any) -> Sliced:
-    """The adapter of a linear slot. Raises TypeError for any other."""
+    """Return the adapter of a linear slot. Raises TypeError for any other slot."""
     adapter = adapter_of(slot)
     if not isinstance(adapter, Sliced):
         raise TypeError(f"a {type(slot).__name__} is not sliced")
@@ -49,12 +54,12 @@ def sliced(slot: Any) -> Sliced:
 
 
 def arrays_of(slot: Any) -> list[mx.array]:
-    """A linear slot's arrays, shape (1, heads, capacity, dim) each."""
+    """Return the arrays of a linear slot, shape (1, heads, capacity, dim) each."""
     return sliced(slot).arrays(slot)
 
 
 def set_arrays(slot: Any, arrays: Sequence[mx.array], offset: int) -> None:
-    """Set the arrays of a linear slot; they hold positions [0, offset)."""
+    """Set the arrays of a linear slot, which hold positions [0, offset)."""
     adapter = sliced(slot)
     for index, array in enumerate(arrays):
         adapter.put(slot, index, array)
@@ -62,23 +67,26 @@ def set_arrays(slot: Any, arrays: Sequence[mx.array], offset: int) -> None:
 
 
 def set_offset(slot: Any, offset: int) -> None:
-    """Set the length of a linear slot; positions beyond it will be overwritten."""
+    """Set the length of a linear slot to `offset` positions; later ones will be overwritten."""
     sliced(slot).end_at(slot, offset)
 
 
 def opaque_slots(slots: Sequence[Any]) -> list[Any]:
-    """The opaque slots among `slots`."""
+    """Return the opaque slots among `slots`."""
     return [slot for slot in slots if isinstance(adapter_of(slot), Checkpointed)]
 
 
 def _checkpointed(slots: Sequence[Any]) -> list[tuple[Any, Checkpointed]]:
-    """The opaque slots, each with its adapter."""
+    """Return the opaque slots among `slots`, each with its adapter."""
     found = ((slot, adapter_of(slot)) for slot in slots)
     return [(slot, adapter) for slot, adapter in found if isinstance(adapter, Checkpointed)]
 
 
 def _set_states(slots: Sequence[Any], states: State) -> None:
-    """Give the opaque slots evaluated `states`, which the caller must not write to afterwards."""
+    """Set the states of the opaque slots to evaluated `states`, without a copy.
+
+    The caller must not write to `states` afterwards.
+    """
     for (slot, adapter), new in zip(_checkpointed(slots), states, strict=True):
         adapter.set_state(slot, new)
 
@@ -88,19 +96,22 @@ def _needed(slots: Sequence[Any]) -> list[Any]:
 
 
 def state_bytes(slots: Sequence[Any]) -> int:
-    """Bytes that `capture` would take."""
+    """Return the bytes that the result of `capture` would take."""
     return sum(a.nbytes for a in tree_arrays(_needed(slots)))
 
 
 def capture(slots: Sequence[Any]) -> State:
-    """Copy the opaque slots' states, evaluated, into buffers of their own."""
+    """Copy the states of the opaque slots into buffers of their own, and evaluate the copies."""
     state = tuple(copied_tree(held) for held in _needed(slots))
     mx.eval(tree_arrays(state))
     return state
 
 
 def restore(slots: Sequence[Any], state: State | None) -> None:
-    """Copy `state` into the opaque slots; None leaves them empty."""
+    """Copy `state`, a result of `capture`, into the opaque slots.
+
+    With None the slots stay as they are, empty in new caches.
+    """
     if state is None:
         return
     fresh = tuple(copied_tree(saved) for saved in state)
@@ -110,12 +121,18 @@ def restore(slots: Sequence[Any], state: State | None) -> None:
 
 
 def settle(slots: Sequence[Any]) -> None:
-    """Copy opaque slots' states: a model may leave views of a whole chunk's input in them."""
+    """Copy the states of the opaque slots into buffers of their own.
+
+    A model may leave views there that keep the input of a whole chunk in memory.
+    """
     _set_states(slots, capture(slots))
 
 
 def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
-    """Evaluate all arrays of `caches`; with `wait` False, start that and return at once."""
+    """Evaluate all arrays of `caches`.
+
+    With `wait` False, start the evaluation and return at once.
+    """
     arrays = tree_arrays([slot.state for slot in flatten(caches)])
     if wait:
         mx.eval(arrays)
@@ -127,14 +144,20 @@ def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
 class Layout:
     """Cache layout of one model.
 
-    `bytes_per_token` covers every linear slot; `checkpoint_bytes` all opaque slots at one position,
-    and `running_bytes` the same slots during a step.
-    `linear` are the indices of the linear slots that the model fills, `specs` the (heads, dim,
-    dtype) of each one's arrays, as many as its class has, `windows` each one's sliding window in
-    tokens, or None. `checkpointed` are the opaque slots' adapters; `states` has the structure of
-    the result of `capture`, with an ArraySpec for each array, and any numbers.
-    `unknown` names classes that are not cached. `vocab_size` is the number of logits. `make`
-    returns empty caches for one sequence.
+    `make`: returns empty caches for one sequence. `vocab_size`: number of logits.
+    `bytes_per_token`: KV
+    bytes of one position in all linear slots. `checkpoint_bytes`: maximum bytes of the states of
+    all
+    opaque slots at one position. `running_bytes`: the same during a step. `linear`: indices of the
+    linear
+    slots that the model fills. `specs`: for each of those, (heads, dim, dtype) of its arrays.
+    `windows`:
+    for each of those, its sliding window in tokens, or None. `checkpointed`: adapters of the opaque
+    slots. `batchable`: several sequences can be fed as a batch. `states`: the structure of the
+    result of
+    `capture`, with an ArraySpec for each array, and the numbers in it. `unknown`: names of cache
+    classes
+    without an adapter; such a model is not cached.
     """
 
     make: Callable[[], Caches]
@@ -152,34 +175,35 @@ class Layout:
 
     @property
     def cacheable(self) -> bool:
-        """True unless a class is unknown: then nothing is reused."""
+        """Whether KV of the model can be reused, which takes an adapter for every cache class."""
         return not self.unknown
 
     @property
     def opaque(self) -> bool:
-        """True if there are opaque slots: continuing at a position then takes a checkpoint."""
+        """Whether there are opaque slots, so that continuing at a position takes a checkpoint."""
         return bool(self.checkpointed)
 
     @property
     def window(self) -> int | None:
-        """The smallest sliding window in tokens, or None."""
+        """Size of the smallest sliding window in tokens, or None if there is none."""
         return min((w for w in self.windows if w is not None), default=None)
 
     @property
     def longest_window(self) -> int:
-        """The largest sliding window in tokens; 0 if there is none."""
+        """Size of the largest sliding window in tokens, or 0 if there is none."""
         return max((w for w in self.windows if w is not None), default=0)
 
     @property
     def widest(self) -> int:
-        """Bytes of one position in the largest array."""
+        """Bytes of one position in the largest array of KV."""
         return max((h * d * t.size for spec in self.specs for h, d, t in spec), default=0)
 
     def row_bytes(self, length: int) -> int:
-        """Bytes that one row takes in a batch padded to `length` positions.
+        """Return the bytes of one sequence in a batch that is padded to `length` positions.
 
-        That is KV of `length` positions in each layer, at most its window's in a layer with a
-        sliding window, and the states of all opaque slots.
+        That is the KV of `length` positions in each layer (at most the window's in a layer with a
+        sliding
+        window) and the states of all opaque slots.
         """
         total = self.checkpoint_bytes
         for spec, window in zip(self.specs, self.windows, strict=True):
@@ -189,13 +213,13 @@ class Layout:
 
 
 def most_bytes(slot: Any, adapter: Checkpointed) -> int:
-    """Upper bound of an opaque slot's state, in bytes, for any length of text."""
+    """Return an upper bound of the bytes of an opaque slot's state, for any length of text."""
     most = adapter.most_bytes(slot)
     return state_bytes([slot]) if most is None else most
 
 
 def running_bytes(slot: Any, adapter: Checkpointed) -> int:
-    """Upper bound of the bytes that an opaque slot holds during a step."""
+    """Return an upper bound of the bytes that an opaque slot holds during a step."""
     most = adapter.running_bytes(slot)
     return most_bytes(slot, adapter) if most is None else most
 
@@ -205,10 +229,13 @@ def _row_specs(arrays: Sequence[mx.array]) -> tuple[tuple[int, int, Any], ...]:
 
 
 def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> Layout:
-    """Determine a model's layout by feeding it a few tokens; with `kv_bits`, for quantised KV.
+    """Determine the cache layout of a model by feeding it a few tokens.
 
-    Without `evaluate` nothing is computed and no lazy weight is read: shapes suffice. Raises
-    ModelError where KV cannot be quantised, and any error of the model's own.
+    `kv_bits`: bits of quantised KV, None for plain KV. Without `evaluate` nothing is computed and
+    no
+    lazy weight is read, because shapes suffice. Raises ModelError if KV cannot be quantised, and
+    any
+    error of the model itself.
     """
     make: Callable[[], Caches] = partial(make_caches, model)
     if kv_bits is not None:
@@ -243,7 +270,10 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
 
 
 def _feed(model: Any, caches: Caches, tokens: int, evaluate: bool) -> tuple[mx.array, State]:
-    """Feed `tokens` zeros; the logits, and the specs of the opaque slots' states then."""
+    """Feed the model `tokens` zeros.
+
+    Returns the logits, and the specs of the opaque slots' states afterwards.
+    """
     logits = model(mx.zeros((1, tokens), mx.int32), cache=caches)
     if evaluate:
         eval_states(caches)

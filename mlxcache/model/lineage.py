@@ -1,4 +1,4 @@
-"""Lineages: growable KV buffers, one for the newest end of a conversation. MLX thread only."""
+"""Lineages: growable KV buffers, each for the newest end of one conversation. MLX thread only."""
 
 from __future__ import annotations
 
@@ -21,17 +21,25 @@ Span = tuple["Lineage", int, int]
 class Lineage:
     """KV for positions [base, length) of one token sequence, in buffers of `capacity` positions.
 
-    With `base` 0 it is *whole*: the model can be fed with `caches`, which appends in place. With
-    `base` above 0 it is *compact*: its own range alone, to be sliced from.
+    With `base` 0 the lineage is *whole*: the model can be fed with `caches`, which appends in
+    place.
+    With `base` above 0 it is *compact*: only its own range is there, to be sliced from. Linear
+    slots have
+    rows for every position; opaque slots have a state for one position.
 
-    Every method evaluates its result, `copy_bytes` of it at a time, at least one array. That is
-    also the peak above the result.
+    Every method evaluates its result, in groups of arrays of up to `copy_bytes` bytes, or one array
+    if
+    that is larger. This is also the peak of memory above the result.
 
-    Below `window_valid_from` the arrays of sliding windows may hold no values. Positions a window
-    or more beyond it see none of those, so feeding may go on there.
+    Below position `window_valid_from`, the arrays of sliding windows may hold no values. The model
+    may
+    still be fed from positions that are at least one window later, because their windows contain
+    none of
+    those.
 
-    `passes` counts the writes to its buffers since `mark_confirmed`: results that a device which
-    defers its errors may not have computed.
+    `passes` counts the writes to the buffers since `mark_confirmed`, whose results may be wrong on
+    a
+    device that reports errors late.
     """
 
     __slots__ = (
@@ -63,23 +71,25 @@ class Lineage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the linear slots' buffers, padding included."""
+        """Bytes of the buffers of all linear slots, padding included."""
         return self.capacity * self.layout.bytes_per_token
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that `capture` would take now."""
+        """Bytes that the result of `capture` would take now."""
         return kv.state_bytes(self.slots)
 
     @property
     def whole(self) -> bool:
-        """True if the model can be fed from the newest end."""
+        """Whether the buffers begin at position 0, so that the model can be fed from their end."""
         return self.base == 0
 
     def _rebuild(self, sources: Sequence[Span], capacity: int) -> None:
-        """Refill every buffer from `sources` (contiguous spans), `capacity` positions each.
+        """Replace every buffer by copies of `sources`, with `capacity` positions each.
 
-        If MLX fails, the lineage is released, unless it was only to grow.
+        `sources` are contiguous spans. If MLX fails, the lineage is released, unless its own
+        content was only
+        to be copied into larger buffers.
         """
         try:
             self._refill(sources, capacity)
@@ -108,9 +118,9 @@ class Lineage:
             self.mark_confirmed()
 
     def _groups(self, positions: int) -> Iterator[list[tuple[int, int]]]:
-        """Slot and index of every array, grouped: `positions` of a group take `copy_bytes` at most.
+        """Yield groups of (slot, array) indices whose arrays take at most `copy_bytes` bytes.
 
-        A larger array is a group of its own.
+        The size of an array is that of `positions` positions. A larger array is a group of its own.
         """
         group: list[tuple[int, int]] = []
         size = 0
@@ -126,7 +136,10 @@ class Lineage:
             yield group
 
     def _copy(self, sources: Sequence[Span], slot: int, array: int, padding: int) -> mx.array:
-        """One array of all `sources` and `padding` zeros, in a buffer of its own. Lazy."""
+        """Copy one array of all `sources` lazily into a buffer of its own.
+
+        `slot` and `array` are indices. `padding` positions of zeros are appended.
+        """
         heads, dim, dtype = self.layout.specs[slot][array]
         parts = [owner.view(slot, array, start, stop) for owner, start, stop in sources]
         if padding:
@@ -134,7 +147,12 @@ class Lineage:
         return joined(parts) if sources else parts[0]  # zeros own their buffer
 
     def view(self, slot: int, array: int, start: int, stop: int) -> mx.array:
-        """Positions [start, stop) of one array, as a lazy slice; drop it before the next write."""
+        """Return positions [start, stop) of one array as a lazy slice.
+
+        `slot` and `array` are indices into `Layout.specs`. The caller must drop the slice before
+        the next
+        write to the lineage.
+        """
         whole = kv.arrays_of(self.linear[slot])[array]
         return whole[..., start - self.base : stop - self.base, :]
 
@@ -144,45 +162,55 @@ class Lineage:
             self._rebuild([(self, 0, self.length)] if self.length else [], capacity)
 
     def truncate(self, length: int) -> None:
-        """Drop positions from `length` on; the capacity stays."""
+        """Drop the positions from `length` on. The capacity stays."""
         self.length = length
         self.window_valid_from = min(self.window_valid_from, length)
         for slot in self.linear:
             kv.set_offset(slot, length)
 
     def compact(self, start: int, end: int) -> None:
-        """Keep only positions [start, end), in buffers of that size."""
+        """Keep only positions [start, end), in new buffers of exactly that size."""
         self._rebuild([(self, start, end)], end - start)
 
     def fill(self, sources: Sequence[Span], capacity: int) -> None:
-        """Replace the content by copies of `sources`: contiguous spans, also of this lineage.
+        """Replace the content by copies of `sources`, in buffers of `capacity` positions.
 
-        Sources that start at 0 make it whole, with `capacity` positions.
+        `sources` are contiguous spans, which may be of this lineage. If they start at position 0,
+        the lineage
+        becomes whole.
         """
         self._rebuild(sources, capacity)
 
     def detach(self, start: int, end: int) -> Lineage:
-        """Copy [start, end) into a new compact lineage."""
+        """Copy positions [start, end) into a new lineage with buffers of exactly that size."""
         twin = Lineage(self.layout, self.copy_bytes)
         twin.fill([(self, start, end)], end - start)
         return twin
 
     def note_pass(self, writes: int = 1) -> None:
-        """Count a write to the buffers, or several to one buffer. Call before it."""
+        """Count `writes` writes to the buffers. Must be called before the writes."""
         self.passes += writes
 
     def mark_confirmed(self) -> None:
-        """Note that all writes so far are confirmed: `device.confirm` returned after them."""
+        """Record that all writes so far are confirmed.
+
+        Must be called only after `device.confirm` has returned.
+        """
         self.passes = 0
         self._addresses = self._read_addresses() if device.defers_errors() else None
 
     def survives_failure(self) -> bool:
-        """Tell if all positions at the last `mark_confirmed` are intact after a device error.
+        """Return whether all confirmed positions are intact after a device error.
 
-        They are if nothing was written since, or if one write was made in place: it had only new
-        positions to write to. MLX copies a buffer that has another reader, and a copy that failed
-        has lost every position. Several writes may have copied there and back. Buffers of which
-        only some were enlarged are of no use, as they take more memory than was reserved.
+        Confirmed are those that were there at the last `mark_confirmed`. They are intact if nothing
+        was written
+        since, or if there was one write and it was made in place: such a write changes new
+        positions only. MLX
+        copies a buffer that has another reader, and a copy that failed has lost every position;
+        several writes
+        may have copied to another buffer and back. If only some buffers were enlarged the result is
+        False,
+        because they take more memory than was reserved.
         """
         sizes = {array.shape[2] for slot in self.linear for array in kv.arrays_of(slot)}
         if not sizes <= {self.capacity}:
@@ -197,12 +225,12 @@ class Lineage:
             return False
 
     def _read_addresses(self) -> list[int]:
-        """Addresses of the linear slots' buffers. Waits for their evaluation."""
+        """Return the addresses of the linear slots' buffers. Blocks until they are evaluated."""
         arrays = (array for slot in self.linear for array in kv.arrays_of(slot))
         return [_address(array) for array in arrays]
 
     def advance(self, count: int) -> None:
-        """Count `count` positions that the model itself appended to `caches`."""
+        """Record `count` positions that the model itself appended to `caches`."""
         self.length += count
 
     def append(
@@ -213,11 +241,13 @@ class Lineage:
         windows: bool = True,
         held: int | None = None,
     ) -> None:
-        """Append `count` positions, arrays per linear slot, shape (1, heads, count, dim).
+        """Append `count` positions from `tail`, which yields the arrays of each linear slot.
 
-        `held`: positions that computing `tail` takes memory for, by default `count`. An iterator
-        makes the arrays of as many slots at a time as fit `copy_bytes`, one at least. Without
-        `windows`, the arrays of sliding windows hold no values.
+        Each array has shape (1, heads, count, dim). `held`: positions for which computing `tail`
+        takes memory,
+        by default `count`; with an iterator, as many slots are computed at a time as fit in
+        `copy_bytes`, at
+        least one. With `windows` False, the arrays of sliding windows hold no values.
         """
         end, held = self.length + count, count if held is None else held
         self.note_pass()
@@ -241,7 +271,7 @@ class Lineage:
             self.window_valid_from = end
 
     def append_span(self, span: Span) -> None:
-        """Append a copy of another lineage's positions, which begin at `length`."""
+        """Append a copy of another lineage's positions, which must begin at `length`."""
         owner, start, end = span
         valid_from = max(self.window_valid_from, _window_valid_from(span))
         sizes = [range(len(spec)) for spec in self.layout.specs]
@@ -253,21 +283,22 @@ class Lineage:
         self.window_valid_from = valid_from
 
     def capture(self) -> State:
-        """Copy the opaque slots' state at `length`, evaluated."""
+        """Copy the states of the opaque slots at `length`, and evaluate the copies."""
         return kv.capture(self.slots)
 
     def restore(self, state: State | None) -> None:
-        """Set the opaque slots to a captured state."""
+        """Set the opaque slots to a copy of `state`, a result of `capture`."""
         kv.restore(self.slots, state)
 
     def settle(self) -> None:
-        """Copy the opaque slots' states out of the larger buffers that they are views of; see
-        `kv.settle`.
+        """Copy the states of the opaque slots into buffers of their own.
+
+        They may be views that keep larger buffers in memory; see `kv.settle`.
         """
         kv.settle(self.slots)
 
     def rest(self) -> None:
-        """Drop the states of the opaque slots: checkpoints of the prefix tree replace them."""
+        """Drop the states of the opaque slots, because the prefix tree has checkpoints of them."""
         if not self.layout.opaque:
             return
         kept = [kv.arrays_of(slot) for slot in self.linear]
@@ -278,9 +309,9 @@ class Lineage:
             kv.set_arrays(slot, arrays, self.length)
 
     def sound(self) -> bool:
-        """Evaluate all linear arrays; False if a failed pass left some that cannot be computed.
+        """Evaluate all arrays of linear slots, and return whether that succeeded.
 
-        Raises the error of a device that defers its errors.
+        Returns False if a failed pass left arrays that cannot be computed. Raises a device error.
         """
         try:
             mx.eval([kv.arrays_of(slot) for slot in self.linear])
@@ -293,28 +324,34 @@ class Lineage:
 
     @property
     def lost(self) -> bool:
-        """True once its buffers are released; the prefix tree may still refer to it."""
+        """Whether the buffers have been released.
+
+        The prefix tree may still refer to the lineage.
+        """
         return not self.caches
 
     def aligned(self) -> bool:
-        """Tell if every linear slot ends at `length`: KV length equals token count."""
+        """Return whether every linear slot holds exactly `length` positions."""
         return all(slot.offset == self.length for slot in self.linear)
 
     def release(self) -> None:
-        """Drop every buffer now, even while this object is referred to."""
+        """Release every buffer now, even while other objects refer to this lineage."""
         self.caches, self.slots, self.linear = [], [], []
         self.capacity = 0
         self._addresses = None
 
 
 def _window_valid_from(span: Span) -> int:
-    """First position of a span from which windows hold values; 0 if all of them do."""
+    """Return the first position of a span from which sliding windows hold values.
+
+    Returns 0 if all of its positions do.
+    """
     owner, start, end = span
     return min(owner.window_valid_from, end) if owner.window_valid_from > start else 0
 
 
 def _address(array: mx.array) -> int:
-    """Address of an evaluated array's first byte."""
+    """Return the memory address of the first byte of an evaluated array."""
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16, stream=mx.cpu)  # NumPy knows no bfloat16
     return int(np.asarray(array).ctypes.data)

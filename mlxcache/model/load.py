@@ -1,4 +1,4 @@
-"""Loading of a model's folder: weights, adapter, draft model, tokenizer, and a description."""
+"""Loading of a model from its folder: weights, adapter, draft model, tokenizer, description."""
 
 from __future__ import annotations
 
@@ -51,11 +51,13 @@ _FAILURES = (
 class ModelSpec:
     """A model to load, with its options.
 
-    `model`: a folder or a Hub id; `revision`: the Hub's branch, tag or commit. `adapter`: a folder
-    with adapter_config.json and adapters.safetensors. `draft`: folder or Hub id of a draft model.
-    `trust_remote_code`: Python code in the model's folder may be run. `context`: tokens, at most
-    the model's own. `chat_template`: a file or the template itself, in place of the model's. `id`:
-    the name that clients see.
+    `model`: a folder or a Hub id. `revision`: the Hub's branch, tag or commit. `adapter`: a folder
+    with
+    adapter_config.json and adapters.safetensors. `draft`: folder or Hub id of a draft model.
+    `trust_remote_code`: allow Python code in the model's folder to run. `context`: context length
+    in
+    tokens, at most the model's own. `chat_template`: a file or the template itself, instead of the
+    model's. `id`: the name that clients see.
     """
 
     model: str
@@ -71,10 +73,13 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run. `config` is config.json as mlx-lm reads it; `path` the folder.
+    """A model that is ready to run.
 
-    `vision` is None where the model takes no images. `draft`: the folder of the draft model;
-    `model` is then a `Pair`, and `info` describes both.
+    `config`: config.json as mlx-lm reads it. `path`: the model's folder. `vision`: its image
+    processor, or
+    None if the model takes no images. `draft`: the folder of the draft model, or None; with a draft
+    model,
+    `model` is a `Pair`, and `info` describes both.
     """
 
     model: nn.Module
@@ -87,12 +92,13 @@ class Loaded:
 
 
 def load(spec: ModelSpec, progress: Progress | None = None, *, lazy: bool = False) -> Loaded:
-    """Load the model that `spec` names. MLX thread only; blocks.
+    """Load the model that `spec` names. Blocks; MLX thread only.
 
-    With `lazy` each weight is read when it is first used. A Hub id is downloaded first: call
-    `fetch` in another thread beforehand to keep the MLX thread free.
-
-    Raises ModelError that names the file at fault, or says what to do.
+    With `lazy`, each weight is read when it is first used. A model on the Hub is downloaded first;
+    to keep
+    the MLX thread free, call `fetch` in another thread before. Raises ModelError, which names the
+    file at
+    fault or says what to do.
     """
     path = resolve(spec.model, spec.revision, progress)
     config = own = checked_config(path)
@@ -113,7 +119,10 @@ def load(spec: ModelSpec, progress: Progress | None = None, *, lazy: bool = Fals
 
 
 def _with_draft(loaded: Loaded, spec: ModelSpec, name: str) -> Loaded:
-    """Add the draft model called `name` to `loaded`; its context bounds the one that is served."""
+    """Add the draft model `name` (a folder or Hub id) to `loaded`.
+
+    The context length becomes the shorter one of both models.
+    """
     with _of_the_draft():
         own = ModelSpec(name, trust_remote_code=spec.trust_remote_code, context=spec.context)
         draft = load(own, lazy=True)  # raises before any weights are read
@@ -131,10 +140,11 @@ def _with_draft(loaded: Loaded, spec: ModelSpec, name: str) -> Loaded:
 
 
 def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
-    """Download the models that `spec` names, where missing. Any thread; blocks.
+    """Download the models that `spec` names, unless they are on this machine. Blocks.
 
-    `progress` is called with the model's name, the bytes on disk and the bytes needed. Raises
-    ModelError as `load` does.
+    May be called on any thread. `progress` is called with the model's name, the bytes on disk and
+    the
+    bytes needed. Raises ModelError if a model cannot be found or downloaded.
     """
     resolve(spec.model, spec.revision, partial(progress, spec.model))
     if spec.draft is not None:
@@ -144,7 +154,7 @@ def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
 
 @contextmanager
 def _of_the_draft() -> Iterator[None]:
-    """Prefix the text of a ModelError with --draft-model."""
+    """Context that prefixes the text of a ModelError with "--draft-model: "."""
     try:
         yield
     except ModelError as error:
@@ -208,9 +218,11 @@ def _load_tokenizer(
 
 
 def _eos(config: Mapping[str, Any]) -> list[int] | None:
-    """Ids that end a turn, from config.json, also as mlx-lm merged it with generation_config.json.
+    """Return the ids of tokens that end a turn, as a model's configuration states them.
 
-    None without any. The tokenizer adds its own. Vision models have theirs in text_config.
+    `config` is config.json, possibly merged with generation_config.json by mlx-lm. Vision models
+    have
+    these ids in text_config. Returns None if there are none. The tokenizer adds its own ids.
     """
     found = config.get("eos_token_id")
     if found is None:
@@ -267,7 +279,7 @@ _TOKENIZER_FILES = (
 
 
 def checked_config(path: Path) -> dict[str, Any]:
-    """Parse config.json. Raises ModelError where it is missing, or not a model's."""
+    """Parse config.json. Raises ModelError if it is missing or not that of a model."""
     file = path / "config.json"
     if not file.exists():
         raise ModelError(f"{path} has no config.json, so it is not a model's folder.")
@@ -290,7 +302,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def check_files(path: Path) -> None:
-    """Raise ModelError unless a folder has all of its weights, and a tokenizer."""
+    """Raise ModelError unless a folder has all of its weights and a tokenizer."""
     if not any(path.glob("model*.safetensors")):
         raise ModelError(
             f"{path} has no weights (model*.safetensors). Other formats have to be converted "
@@ -312,8 +324,9 @@ def check_files(path: Path) -> None:
 def tokenizer_of(model: str | None) -> TokenizerWrapper:
     """Load the tokenizer and chat template of a folder or Hub id, without weights.
 
-    None is the built-in demo model. Of an id that is not in the Hub's cache, only small files are
-    downloaded. Raises ModelError.
+    None stands for the built-in demo model. For an id that is not in the Hub's cache, only small
+    files
+    are downloaded. Raises ModelError if the tokenizer cannot be loaded.
     """
     if model is None:
         with tempfile.TemporaryDirectory(prefix="mlxcache-") as folder:

@@ -1,7 +1,8 @@
 """Markers: strings in a model's output that open and close thinking and tool calls.
 
-Families are described as mlx-lm knows them; the format of gpt-oss, harmony, is described here. In
-it a reply is several messages, each with a header that names its channel:
+mlx-lm describes the markers of most model families. The format of gpt-oss, called harmony, is
+described here. In harmony a reply consists of several messages, each with a header that names its
+channel:
 
     <|channel|>analysis<|message|>thinking<|end|>
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
@@ -33,11 +34,15 @@ GENERIC_START, GENERIC_END = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Framing of a model family: `edges` lead from a state by a marker to the next state.
+    """Markers of a model family, as a state machine over its output.
 
-    `tokens` are the markers that the vocabulary has as one token. `initial` is the state in which a
-    reply begins, where it is always the same. `syntax` reads the text of a tool block, which
-    `opening` begins.
+    `edges`: for each state, the markers that end it and the next state of each. `tokens`: the
+    markers that
+    are one token of the vocabulary. `initial`: the state in which every reply begins, or None if
+    that
+    depends on the prompt. `syntax`: the reader of tool calls in the text of a tool block.
+    `opening`: the
+    marker that begins a tool block.
     """
 
     edges: Mapping[str, Mapping[str, str]]
@@ -58,11 +63,13 @@ PLAIN = Grammar(edges={NORMAL: {}, TOOL: {}})
 
 
 def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
-    """The framing of `tokenizer`'s model family, as mlx-lm describes it, or that of gpt-oss.
+    """Return the markers of the model family of `tokenizer`.
 
-    The same edges as those of `mlx_lm.generate.make_text_state_machine`, kept as strings so that a
-    malformed block can be returned as text. Without `tools` no block is a call. With `generic`,
-    blocks are `<tool_call>{json}</tool_call>` instead of the family's own.
+    Its edges are those of `mlx_lm.generate.make_text_state_machine`, as strings so that a malformed
+    tool
+    block can be returned as text, or those of gpt-oss. With `tools` False, no tool calls are
+    recognised.
+    With `generic`, tool blocks are `<tool_call>{json}</tool_call>` instead of the family's own.
     """
     if is_harmony(tokenizer):
         return _harmony(tokenizer, tools, generic)
@@ -85,12 +92,12 @@ def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
 
 
 def is_harmony(tokenizer: Any) -> bool:
-    """Tell if the model writes gpt-oss's format, which mlx-lm does not describe."""
+    """Return whether the model writes gpt-oss's format, which mlx-lm does not describe."""
     return not tokenizer.has_thinking and _speaks_harmony(tokenizer)
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Tell if the model's format has a place for reasoning."""
+    """Return whether the model's output format has a place for reasoning."""
     found = grammar(tokenizer, tools=False, generic=False)
     return found.harmony or any(REASONING in edges.values() for edges in found.edges.values())
 
@@ -153,13 +160,13 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
 def _speaks_harmony(tokenizer: Any) -> bool:
-    """Tell if the vocabulary has the format's own tokens."""
+    """Return whether the vocabulary has the control tokens of gpt-oss's format."""
     ids = [tokenizer.convert_tokens_to_ids(token) for token in _HARMONY_TOKENS]
     return None not in ids and tokenizer.unk_token_id not in ids
 
 
 def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
-    """Edges of gpt-oss's framing; the end of a header leads to `to`, and then `harmony_route`."""
+    """Return the edges of gpt-oss's format, in which headers lead to the state `to`."""
     return {
         HEADER: {MESSAGE: to},
         "normal": {"<|end|>": HEADER, "<|start|>": HEADER},
@@ -169,13 +176,16 @@ def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
 
 
 def harmony_route(header: str) -> str:
-    """The state of the message after `header`: a recipient makes it a tool call."""
+    """Return the state of the gpt-oss message that follows `header`.
+
+    A recipient in the header makes the message a tool call.
+    """
     if _RECIPIENT.search(header):
         return "tool"
     return "reasoning" if "<|channel|>analysis" in header else "normal"
 
 
 def may_be_header(text: str) -> bool:
-    """True if `text` can be the beginning of a message header of gpt-oss."""
+    """Return whether `text` can be the beginning of a message header of gpt-oss."""
     text = text.lstrip()
     return any(text.startswith(b) or b.startswith(text) for b in _HEADER_BEGINNINGS)

@@ -1,10 +1,13 @@
-"""Prompt caches of mlx-lm's own tools: written, read, and compared with a model. MLX thread only.
+"""Prompt cache files of mlx-lm's own tools: writing, reading, and comparing with a model.
 
-The format, as of mlx-lm 0.32.2 (mlx_lm/models/cache.py, save_prompt_cache): a safetensors file
-whose tensors are the caches' states, flattened; numbers, texts and None among them are small
-tensors too, listed in the metadata beside the classes' names and the tool's own entries: the model,
-as given to --model, and the tokenizer's configuration. Token ids are not in it; files written here
-add them. The file does not say which weights computed its KV: see `agrees`.
+The format, as of mlx-lm 0.32.2 (mlx_lm/models/cache.py, save_prompt_cache), is a safetensors file
+whose
+tensors are the flattened states of the caches. Numbers, texts and None in the states are small
+tensors too, which the metadata lists. The metadata also has the names of the cache classes, the
+model
+as given to --model, and the tokenizer's configuration. Files of mlx-lm have no token ids; files
+written here add them. A file does not say which weights computed its KV; see `agrees`. MLX thread
+only.
 """
 
 from __future__ import annotations
@@ -39,12 +42,15 @@ CHUNK_BYTES = 4 << 20
 
 
 class PromptCacheFile:
-    """A file for `mlx_lm.generate --prompt-cache-file`: iterate once for its `nbytes` bytes.
+    """A prompt cache file for `mlx_lm.generate --prompt-cache-file`, as an iterable of bytes.
 
-    `lineage` must be whole, with its opaque slots at its end, and must not be written to until the
-    iteration ends. One array at a time is copied; an error of the device is raised before its bytes
-    are handed out. `model` is the path or Hub id for the tool's
-    --model; `ids` are the lineage's tokens.
+    It can be iterated once and yields `nbytes` bytes in all. `lineage` must begin at position 0,
+    with
+    states of its newest position, and must not be written to until the iteration ends. `model`: the
+    path
+    or Hub id for the tool's --model. `ids`: the tokens of the lineage. One array at a time is
+    copied, and
+    a device error is raised before the bytes of that array are yielded.
     """
 
     def __init__(self, lineage: Lineage, model: str, ids: Tokens):
@@ -82,7 +88,7 @@ class PromptCacheFile:
 
 
 def _as_mlx_lm(cache: Any) -> Any:
-    """Convert to mlx-lm's own classes, without allocation padding. Views."""
+    """Convert a cache to mlx-lm's own classes, with views that leave out unused capacity."""
     parts = parts_of(cache)
     if parts is not None:
         return composed([_as_mlx_lm(part) for part in parts])
@@ -91,7 +97,10 @@ def _as_mlx_lm(cache: Any) -> Any:
 
 
 def _as_array(key: str, value: Any, kinds: list[tuple[str, str]]) -> mx.array:
-    """Convert `value` to the array that the file holds; note its kind in `kinds` if it was none."""
+    """Convert `value` to the array that the file holds for `key`.
+
+    If `value` is a text, a number or None, appends (key, kind) to `kinds`.
+    """
     if isinstance(value, mx.array):
         return value
     if isinstance(value, str):
@@ -119,12 +128,14 @@ _OTHERWISE = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptCache:
-    """KV of `length` tokens; every array is lazy.
+    """KV of `length` tokens from a prompt cache file, as lazy arrays.
 
-    `arrays`: as a lineage takes them, per linear slot, shape (1, heads, length, dim). None if
-    the file has only the newest positions of a sliding window: such KV cannot be truncated, so the
-    tokens have to be computed. `state`: that of the opaque slots.
-    `ids`: the tokens, if the file has them. `model`: the tool's name of the model.
+    `arrays`: those of each linear slot, shape (1, heads, length, dim). They are None if the file
+    has only
+    the newest positions of a sliding window: such KV cannot be truncated, so the tokens have to be
+    computed. `state`: the states of the opaque slots. `ids`: the tokens, or None if the file has
+    none.
+    `model`: the model's name as it was given to mlx-lm's tool.
     """
 
     length: int
@@ -135,7 +146,7 @@ class PromptCache:
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """The token ids that `mlx_lm.cache_prompt --prompt` makes of its argument."""
+    """Return the token ids that `mlx_lm.cache_prompt --prompt` makes of its argument."""
     if not tokenizer.has_chat_template:
         return list(tokenizer.encode(prompt))
     message = [{"role": "user", "content": prompt}]
@@ -146,10 +157,11 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def read_prompt_cache(path: Path, layout: Layout, stream: Any) -> PromptCache:
-    """Read the prompt cache in the file `path`, for a model of `layout`; arrays load on `stream`.
+    """Read the prompt cache file `path` for a model of `layout`.
 
-    Every shape is checked first. Raises SnapshotRefused where the file is not a prompt cache, or
-    not of this model's shapes.
+    Its arrays are lazy and load on `stream`. Every shape is checked first. Raises SnapshotRefused
+    if the
+    file is not a prompt cache or does not have the shapes of this model.
     """
     header = _header(path)
     try:
@@ -172,7 +184,7 @@ def _header(path: Path) -> Header:
 
 
 class _Reader:
-    """Reader of one file; uses only the keys that a cache of `layout` has."""
+    """Reader of one prompt cache file; uses only the keys that a cache of `layout` has."""
 
     def __init__(self, header: Header, arrays: Mapping[str, mx.array], layout: Layout):
         self._places: Mapping[str, Place] = {place.name: place for place in header.places}
@@ -181,7 +193,7 @@ class _Reader:
         self._layout = layout
 
     def read(self) -> PromptCache:
-        """Read the whole file. Raises SnapshotRefused."""
+        """Read the whole file. Raises SnapshotRefused if it does not fit the model."""
         found: list[tuple[Any, str]] = []
         caches = self._layout.make()
         for index, cache in enumerate(caches):
@@ -208,7 +220,10 @@ class _Reader:
         return PromptCache(length, arrays, state, ids, self._metadata.get("0.model"))
 
     def _length(self, linear: Sequence[tuple[Any, str]], state: State, ids: Tokens | None) -> int:
-        """Number of tokens covered, on which all parts of the file must agree."""
+        """Return the number of tokens that the file covers.
+
+        Raises SnapshotRefused if the parts of the file do not agree on it.
+        """
         lengths = {self._number(f"{key}.2") for _, key in linear}
         positions = [a.position(s) for a, s in zip(self._layout.checkpointed, state, strict=True)]
         lengths |= {position for position in positions if position is not None}
@@ -235,7 +250,7 @@ class _Reader:
             )
 
     def _slots(self, cache: Any, key: str) -> list[tuple[Any, str]]:
-        """The slots of one layer, each with the key of its state."""
+        """Return the slots of one layer, each with the key of its state in the file."""
         parts = parts_of(cache)
         if parts is None:
             return [(cache, key)]
@@ -248,7 +263,10 @@ class _Reader:
     def _linear(
         self, slot: Any, key: str, length: int, spec: Sequence[tuple[int, int, Any]]
     ) -> list[mx.array] | None:
-        """A linear slot's arrays; None where positions are missing."""
+        """Return the arrays of a linear slot, or None if the file lacks positions.
+
+        `spec`: (heads, dim, dtype) of each array.
+        """
         adapter = kv.sliced(slot)
         window = adapter.window(slot)
         for place, number in adapter.numbers(slot).items():
@@ -266,7 +284,7 @@ class _Reader:
         return found
 
     def _state(self, adapter: Checkpointed, key: str, like: Any) -> Any:
-        """An opaque slot's state in the form of `kv.capture`."""
+        """Return the state of an opaque slot in the form of the result of `kv.capture`."""
         try:
             return adapter.adopted(self._tree(key, like), like)
         except ValueError as error:
@@ -328,12 +346,15 @@ _TOLERANCE = 0.05  # relative to the values; those of other weights or tokens di
 
 
 def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
-    """Tell if `found` holds what `model` computes for `ids`, by computing a part of it again.
+    """Return whether `found` holds what `model` computes for `ids`.
 
-    A file does not say which weights made it nor, if mlx-lm wrote it, for which tokens. So every
-    layer's KV of the first tokens is computed again, and where the file has no token ids, the first
-    layer's of all tokens, which is cheap. False also where that cannot be done: without KV of the
-    first tokens, or where the first layer is not attention. Blocks while it computes.
+    A file does not say which weights made it nor, if mlx-lm wrote it, for which tokens. So the KV
+    of the
+    first tokens is computed again in every layer. If the file has no token ids, that of all tokens
+    is
+    computed again in the first layer, which is cheap. Returns False also if this is not possible:
+    without
+    KV of the first tokens, or if the first layer is not attention. Blocks while it computes.
     """
     if found.arrays is None or not layout.linear or not 0 < len(ids) == found.length:
         return False
@@ -350,9 +371,11 @@ def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
 def _first_layer_agrees(
     model: Any, layout: Layout, arrays: Sequence[Sequence[mx.array]], ids: Tokens
 ) -> bool:
-    """Compare the first layer's array that depends on the tokens alone: values, or MLA's latents.
+    """Compare the array of the first layer that depends on the tokens alone.
 
-    The other array depends on the position too, which differs here from that in the file.
+    That array is the values, or the latents of multi-head latent attention. The other array depends
+    on
+    the position too, and positions here differ from those in the file.
     """
     same: list[bool] = []
     for at in range(0, len(ids), _CHUNK):
@@ -365,7 +388,7 @@ def _first_layer_agrees(
 
 
 def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
-    """Comparable arrays of each linear slot after feeding `ids` alone. Lazy."""
+    """Feed only `ids`, and return lazy arrays of each linear slot that can be compared."""
     caches = layout.make()
     model(mx.array(ids[None]), cache=caches)
     slots = kv.flatten(caches)
@@ -375,7 +398,7 @@ def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
 def _comparable(
     layout: Layout, arrays: Sequence[Sequence[mx.array]], rows: slice
 ) -> list[list[mx.array]]:
-    """Some rows of each linear slot's arrays, in a form in which similar KV has similar numbers."""
+    """Convert some rows of each linear slot's arrays so that similar KV has similar numbers."""
     slots = kv.flatten(layout.make())
     return [
         kv.sliced(slots[i]).comparable(slots[i], [array[..., rows, :] for array in held])
@@ -388,7 +411,10 @@ def _alike(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
 
 
 def _rows_alike(ours: mx.array, theirs: mx.array) -> bool:
-    """Tell if the vectors of every position nearly agree; shape (1, heads, n, dim) both."""
+    """Return whether the vectors of every position nearly agree.
+
+    Both arrays have shape (1, heads, n, dim).
+    """
     a, b = ours.astype(mx.float32), theirs.astype(mx.float32)
     error, size = (mx.sum(x * x, axis=(0, 1, 3)) for x in (a - b, a))
     return bool(mx.all(error <= _TOLERANCE**2 * size + 1e-6).item())

@@ -1,4 +1,4 @@
-"""Parsing of sampled tokens to text, thinking and tool calls. Pure Python."""
+"""Parsing of generated tokens into text, thinking and tool calls. Pure Python."""
 
 from __future__ import annotations
 
@@ -31,20 +31,29 @@ _REREAD = -2
 
 
 class OutputParser:
-    """Parser of one reply: turns tokens into pieces, and decides when the reply is over.
+    """Parser of one reply: turns tokens into pieces, and decides when the reply ends.
 
-    `tokenizer` is mlx-lm's TokenizerWrapper. `tools` None or empty: tool calls are returned as
-    text. `parallel_tools` False: the first call ends the reply. `stop`: strings that end the
-    visible text. `thinking_open`: the prompt ends inside a think block. `continued`: it ends inside
-    the visible text of a message. `generic_tools`: calls
-    come as `<tool_call>{json}</tool_call>`. `stop_at_eos` False ignores the end of turn. `plain`:
-    all output is text. `prime`: the prompt's last tokens, where the first token's leading
-    space counts.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `tools`: definitions of the tools; if None or empty,
+    tool calls
+    are returned as text. `parallel_tools` False: the first call ends the reply. `stop`: strings
+    that end
+    the visible text. `thinking_open`: the prompt ends inside a think block. `continued`: the prompt
+    ends
+    inside the visible text of a message. `generic_tools`: calls are written as
+    `<tool_call>{json}</tool_call>` instead of the model family's own syntax. `stop_at_eos` False:
+    ignore
+    tokens that end the turn. `plain`: all output is text. `prime`: the last tokens of the prompt,
+    if the
+    leading space of the first token counts.
 
-    A marker is recognised in one token or in many, with two exceptions for text about markers: if
-    the vocabulary has the marker as one token, its spelled-out form opens neither thinking in the
-    middle of visible text, nor a tool call in thinking. The marker that closes a tool block may
-    stand in an argument: `tool_block` decides, and a call may be held back until more is known.
+    A marker (a string that opens or closes thinking or a tool call) is recognised in one token or
+    in many,
+    with two exceptions for text about markers: if the vocabulary has the marker as one token, its
+    spelled-out form opens neither thinking in the middle of visible text, nor a tool call in
+    thinking. The
+    marker that closes a tool block may also occur in an argument: `tool_block` decides, and a call
+    may be
+    held back until more is known.
     """
 
     def __init__(
@@ -90,18 +99,19 @@ class OutputParser:
 
     @property
     def in_text(self) -> bool:
-        """True while tokens are visible text."""
+        """Whether the next tokens are visible text."""
         return self._state == NORMAL and not self._calls
 
     @property
     def thinking(self) -> bool:
-        """True while a think block is open."""
+        """Whether a think block is open."""
         return self._state == REASONING
 
     def feed(self, token: int) -> list[Piece]:
-        """Parse the next token; return the pieces that it completes, in order, often none.
+        """Parse the next token, and return the pieces that it completes, in order.
 
-        A token that ends the turn flushes all that was held back, as `finish("stop")` does.
+        The list is often empty. A token that ends the turn also returns all text held back, as
+        `finish("stop")` does.
         """
         if self.done is not None:
             return []
@@ -113,10 +123,11 @@ class OutputParser:
         return self._taken()
 
     def finish(self, reason: FinishReason) -> list[Piece]:
-        """End the reply for `reason`, and set `done`; return the pieces that were held back.
+        """End the reply for `reason`, and return the pieces that were held back.
 
-        An open tool block is a call if it parses and the model ended its turn; else it is text.
-        Does nothing if the reply is over already.
+        Sets `done`. An open tool block is a call if it can be read and the model ended its turn;
+        otherwise it
+        is text. Does nothing if the reply has ended already.
         """
         if self.done is not None:
             return []
@@ -136,7 +147,7 @@ class OutputParser:
         return self._taken()
 
     def _drain(self) -> None:
-        """Read what was held back for a marker, as none follows."""
+        """Process the text that was held back as the possible beginning of a marker."""
         while self.done is None and (held := self._finders[self._state].flush()):
             state = self._state
             self._carry(held)
@@ -168,7 +179,7 @@ class OutputParser:
                 text = self._reread() + text
 
     def _is_prose(self, marker: str) -> bool:
-        """Tell if the model writes about a marker, and does not use it."""
+        """Return whether the model writes about `marker` instead of using it."""
         if self._token == _REREAD or self._is_token(marker):
             return False
         target = self._grammar.edges[self._state][marker]
@@ -179,7 +190,7 @@ class OutputParser:
         return self._state in (NORMAL, REASONING) and target not in (NORMAL, TOOL)
 
     def _is_token(self, marker: str) -> bool:
-        """Tell if a marker was written as its token, or has none."""
+        """Return whether `marker` was written as its own token, or has no such token."""
         return self._grammar.tokens.get(marker, self._token) == self._token
 
     def _carry(self, text: str) -> None:
@@ -201,7 +212,7 @@ class OutputParser:
                 self._state = NORMAL
 
     def _reread(self) -> str:
-        """Take back framing, or the end of a block, that turned out to be something else."""
+        """Take the text that must be parsed again, because it turned out not to be framing."""
         text, self._framing = self._framing, ""
         return text
 
@@ -227,7 +238,7 @@ class OutputParser:
             self._out.append(Thinking(text))
 
     def _cross(self, marker: str) -> None:
-        """Follow the edge of `marker` to the next state."""
+        """Change to the state that follows `marker`."""
         self._crossed = True
         source, target = self._state, self._grammar.edges[self._state][marker]
         if source == TOOL:
@@ -262,7 +273,10 @@ class OutputParser:
         )
 
     def _close_block(self, marker: str, target: str) -> None:
-        """End the tool block at `marker`, or read on if that may be part of an argument."""
+        """End the tool block at `marker`, or continue it if the marker may be part of an argument.
+
+        `target`: the state that follows the marker.
+        """
         block = self._block
         if block is None:
             self._state = target
@@ -280,7 +294,11 @@ class OutputParser:
             self._return_block(block, target)
 
     def _end_in_block(self, block: ToolBlock, reason: FinishReason, *, again: bool) -> None:
-        """End the reply within a tool block; what follows its end is left to be read `again`."""
+        """End the reply inside a tool block.
+
+        With `again`, text after the block is left to be parsed again. `reason`: the reason why the
+        reply ends.
+        """
         complete = reason == "stop" or self._grammar.open_ended
         if found := block.finished(self._reader.read, NORMAL, complete=complete):
             end, calls = found
@@ -293,7 +311,10 @@ class OutputParser:
     def _end_block(
         self, block: ToolBlock, target: str, calls: Sequence[ToolCall], after: int | None
     ) -> None:
-        """Take the calls of a block; its text from `after` on is read again."""
+        """Add the calls of a tool block to the reply, and change to the state `target`.
+
+        The text of the block from position `after` on is parsed again; None: there is none.
+        """
         if after is not None and block.follow() is Follow.TEXT:
             log.warning("text after a tool call is not part of the reply: the call was complete")
         self._block, self._state = None, target
@@ -308,14 +329,18 @@ class OutputParser:
             self.done = "tool_calls"
 
     def _read_again(self, block: ToolBlock, after: int | None) -> str:
-        """Put back a block's text from `after` on; return what precedes it."""
+        """Have a block's text from position `after` on parsed again; return the text before it."""
         text, rest = block.split(after)
         if rest:
             self._framing, self._token = rest, _REREAD
         return text
 
     def _return_block(self, block: ToolBlock, target: str, *, whole: bool = False) -> None:
-        """Return a block that is no call, up to its first closing marker, to the text around it."""
+        """Return a tool block that holds no call as text.
+
+        The block ends at its first closing marker, or with `whole` at its end. `target`: the next
+        state.
+        """
         text = self._read_again(block, None if whole else block.first)
         if self._grammar.syntax is not None:
             log.warning(
@@ -335,7 +360,7 @@ class OutputParser:
             self._say(text)
 
     def _flush(self) -> None:
-        """Emit what was held back, at the end of the reply."""
+        """Emit all text that was held back, at the end of the reply."""
         if self._state == REASONING:
             self._think(self._thought.flush())
         if self._calls:
@@ -358,9 +383,9 @@ class OutputParser:
 
 
 def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
-    """Make a function that parses the ids of whole replies: `read(ids, *, tools, ...)` to pieces.
+    """Make a function `read(ids, **options)` that parses the tokens of whole replies to pieces.
 
-    Its keywords are those of OutputParser. Safe in any thread.
+    The options are the keyword arguments of OutputParser. The function may be called on any thread.
     """
 
     def read(ids: Sequence[int], **how: Any) -> list[Piece]:
@@ -374,9 +399,9 @@ def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
 class Finder:
     """Search for the first of several strings in text that arrives in pieces.
 
-    The string that is completed first is found, and of several completed by the same character the
-    longest, so the result does not depend on the pieces. Text that may begin one of the strings is
-    held back, and no other.
+    The string that is completed first is found; if one character completes several, the longest is.
+    So the
+    result does not depend on the pieces. Only text that may begin one of the strings is held back.
     """
 
     def __init__(self, patterns: Iterable[str]):
@@ -386,9 +411,11 @@ class Finder:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None, str]:
-        """Add text; return the text free of all strings, the string found or None, and the rest.
+        """Add text; return the text before the string found, the string, and the rest.
 
-        Once a string is found nothing is held back; the caller handles the rest.
+        If no string is found, returns the text that cannot be part of one, None and "". Once a
+        string is found
+        nothing is held back, and the caller must handle the rest.
         """
         text = self._held + text
         found = min(
@@ -404,7 +431,7 @@ class Finder:
         return text[:cut], None, ""
 
     def _cut(self, text: str) -> int:
-        """Start of the longest tail that begins one of the strings."""
+        """Return the start of the longest end of `text` that may begin one of the strings."""
         for at in range(max(0, len(text) - self._reach), len(text)):
             if text[at] in self._starts and self._begins(text[at:]):
                 return at
@@ -414,7 +441,7 @@ class Finder:
         return any(p.startswith(tail) for p in self.patterns)
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the text."""
+        """Return the text held back, when no more text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -422,9 +449,11 @@ class Finder:
 class Visible:
     """Visible text of a reply: cut at a stop string, and without the template's own newlines.
 
-    Templates put newlines between thinking, text and tool calls, and add them again when they
-    render the message. So newlines after a think block, one newline before a tool call, and blank
-    text that precedes either are not part of the text. `begun`: other text precedes this one.
+    Chat templates put newlines between thinking, text and tool calls, and add them again when they
+    render
+    the message. So newlines after a think block, one newline before a tool call, and blank text
+    before
+    either are not part of the text. `begun`: the message already has visible text before this one.
     """
 
     def __init__(self, stop: Iterable[str], *, begun: bool = False):
@@ -438,7 +467,10 @@ class Visible:
         """The stop string that ended the text."""
 
     def add(self, text: str) -> str:
-        """Add text; return the text to emit now. Once `stop` is set the text is over."""
+        """Add text, and return the text that can be emitted now.
+
+        If it completes a stop string, sets `stop`; no text may be added afterwards.
+        """
         if self._after_thinking:
             text = text.lstrip("\n")
             self._after_thinking = not text
@@ -454,16 +486,16 @@ class Visible:
         return self._out(text)
 
     def before_thinking(self) -> str:
-        """Return the text held back, as a think block begins; empty if it is blank."""
+        """Return the text held back when a think block begins; empty if it is blank."""
         text = self.flush()
         return text if self._said else ""
 
     def after_thinking(self) -> None:
-        """Note the end of a think block: newlines that follow are the template's."""
+        """Record the end of a think block, after which newlines belong to the template."""
         self._after_thinking = True
 
     def before_call(self) -> str:
-        """Return the text held back, as a tool call follows."""
+        """Return the text held back when a tool call begins, without its last newline."""
         return self.before_thinking().removesuffix("\n")
 
     def flush(self) -> str:
@@ -479,7 +511,9 @@ class Visible:
 class Thought:
     """Text of one think block, without the newlines next to its markers.
 
-    Templates write those themselves. All else is kept; a blank block counts as none.
+    Chat templates write those newlines themselves. All other text is kept. A block of white space
+    only
+    counts as none.
     """
 
     def __init__(self) -> None:
@@ -487,7 +521,7 @@ class Thought:
         self._begun = False
 
     def add(self, text: str) -> str:
-        """Add text; return the text to emit now."""
+        """Add text, and return the text that can be emitted now."""
         text, self._held = self._held + text, ""
         if not self._begun:
             if not text.strip():
@@ -500,6 +534,6 @@ class Thought:
         return text
 
     def flush(self) -> str:
-        """Return the newline held back, where the block ends without its closing marker."""
+        """Return the newline held back, if the block ends without its closing marker."""
         text, self._held = self._held if self._begun else "", ""
         return text

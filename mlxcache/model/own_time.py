@@ -1,7 +1,9 @@
-"""Time that a model itself takes, by mlx-lm without a server: a program for `mlxcache bench`.
+"""Measurement of a model by mlx-lm without a server: a program for `mlxcache bench`.
 
-`python -m mlxcache.model.own_time MODEL` reads one JSON object per line, lengths in tokens, and
-answers each with one, or with `{"error"}`:
+`python -m mlxcache.model.own_time MODEL` reads one question per line from standard input, and
+prints one
+answer per line. Both are JSON objects; lengths are in tokens. If the model cannot be measured, it
+prints `{"error"}` and ends. Questions and their answers:
 
     {"prefix", "fed"}     {"seconds", "kv_bytes_per_token"}: a warm turn
     {"prefix", "reply"}   {"tokens_s", "peak_bytes"}: mlx_lm.generate after a prefix
@@ -35,10 +37,11 @@ TOKEN_IDS = 256
 
 
 class OwnTime:
-    """A loaded model with one cache of its own, which is cut back before each measurement.
+    """A loaded model with one cache, which is truncated to a prefix before each measurement.
 
-    Raises ValueError for a model whose cache cannot be cut: its state at the prefix would have to
-    be copied, and the copy would be measured too.
+    Raises ValueError if the model's cache cannot be truncated: its state at the prefix would have
+    to be
+    copied, and the copy would be measured too.
     """
 
     def __init__(self, path: Path):
@@ -50,11 +53,13 @@ class OwnTime:
         self.rng = np.random.default_rng(0)
 
     def seconds(self, prefix: int, fed: int) -> float:
-        """Time from feeding `fed` new tokens (at least 1) after `prefix` to the next token.
+        """Measure the seconds from feeding `fed` tokens after `prefix` tokens to the next token.
 
-        Measures mlx-lm's `generate_step` up to its first yield: it feeds all but one, feeds the
-        last, draws a token, and starts the next step. The tokens are random, which does not affect
-        the time.
+        `fed` is at least 1. Measures mlx-lm's `generate_step` up to its first yield: it feeds all
+        tokens but
+        one, feeds the last, draws a token, and starts the next step. The tokens are random, which
+        does not
+        affect the time.
         """
         self._reach(prefix)
         prompt = mx.array(self._tokens(fed))
@@ -69,10 +74,11 @@ class OwnTime:
         return taken
 
     def decoding(self, prefix: int, reply: int) -> tuple[float, int]:
-        """Speed of `mlx_lm.generate` after `prefix` tokens, for a reply of `reply` (2 at least).
+        """Measure `mlx_lm.generate` for a reply of `reply` tokens after `prefix` tokens.
 
-        Returns tokens per second after the first token, and the bytes of MLX's peak beyond those
-        that were active at that token. No token ends the reply.
+        `reply` is at least 2. Returns tokens per second after the first token, and the bytes of
+        MLX's peak
+        memory above those that were active at that token. No token ends the reply.
         """
         self._reach(prefix - 1)
         tokenizer = load_tokenizer(self.path)
@@ -91,8 +97,9 @@ class OwnTime:
         return (len(times) - 1) / (times[-1] - times[0]), max(0, peak)
 
     def prefill(self, prompt: int, step: int) -> float:
-        """Prompt tokens per second of mlx-lm with `prefill_step_size` of `step`, from an empty
-        cache.
+        """Measure the prefill of mlx-lm from an empty cache, in prompt tokens per second.
+
+        `prompt`: length of the prompt in tokens. `step`: mlx-lm's `prefill_step_size`.
         """
         tokens = mx.array(self._tokens(prompt))
         cache = make_prompt_cache(self.model)
@@ -111,7 +118,7 @@ class OwnTime:
         return prompt / taken
 
     def kv_bytes_per_token(self) -> float:
-        """KV bytes per token over all layers, from the arrays' shapes.
+        """Return the KV bytes per token over all layers, from the shapes of the arrays.
 
         Keys and values have shape (1, heads, positions, width); positions include padding.
         """
@@ -133,9 +140,11 @@ class OwnTime:
         mx.synchronize()
 
     def _reach(self, prefix: int) -> None:
-        """Bring the cache to `prefix` tokens: cut it, or add the missing ones.
+        """Bring the cache to `prefix` tokens, by truncating it or adding the missing ones.
 
-        Plain KV is filled with noise, as its values do not affect the time; else they are fed.
+        Plain KV is filled with noise, because its values do not affect the time. For other caches
+        random tokens
+        are fed.
         """
         if self._length() and all(type(layer) is KVCache for layer in self.cache):
             self._fill(prefix - self._length())
@@ -147,7 +156,7 @@ class OwnTime:
         trim_prompt_cache(self.cache, self._length() - prefix)
 
     def _fill(self, count: int) -> None:
-        """Append `count` positions of random KV."""
+        """Append `count` positions of random KV to the cache."""
         for layer in self.cache if count > 0 else ():
             shapes = [(*array.shape[:2], count, array.shape[3]) for array in layer.state[:2]]
             noise = [mx.random.normal(shape, dtype=layer.keys.dtype) for shape in shapes]
@@ -158,10 +167,14 @@ class OwnTime:
 
 
 def rounding(model: Any, tokens: Tokens, split: int) -> float:
-    """Largest difference between the last position's log-probabilities, fed in two ways.
+    """Measure how much log-probabilities change if a prompt is fed in other passes.
 
-    In passes of 2,048 tokens; and up to `split`, then the rest. With mlx-lm's own cache, so that it
-    is the rounding of the model's dtype, and of nothing else. MLX thread only.
+    Returns the largest difference between the last position's log-probabilities after two ways of
+    feeding
+    `tokens`: in passes of 2,048 tokens, and in such passes up to position `split`, then the rest.
+    Uses
+    mlx-lm's own cache, so the difference is only the rounding of the model's dtype. MLX thread
+    only.
     """
     ends = [list(range(2048, len(tokens), 2048)), [*range(2048, split, 2048), split]]
     rows = []
@@ -176,7 +189,10 @@ def rounding(model: Any, tokens: Tokens, split: int) -> float:
 
 
 def answer(own: OwnTime, line: str) -> dict[str, float]:
-    """Measure once. Raises ValueError or KeyError if `line` is not a valid question."""
+    """Make the measurement that a line of input asks for, and return its results.
+
+    Raises ValueError or KeyError if `line` is not a valid question.
+    """
     question = json.loads(line)
     if "reply" in question:
         rate, peak = own.decoding(int(question["prefix"]), int(question["reply"]))
@@ -188,7 +204,7 @@ def answer(own: OwnTime, line: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Answer the questions on standard input until it ends."""
+    """Answer questions on standard input until it ends."""
     try:
         own = OwnTime(Path(sys.argv[1]))
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""A model and its draft model as one model with one list of caches.
+"""A model and its draft model, combined into one model with one list of caches.
 
-Both are fed every token, so that their KV is one lineage of one length and is always kept,
-committed, written and restored together.
+Both are fed every token, so their KV is one lineage of one length, and is always kept, committed,
+written and restored together.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mlxcache.model.kv import Caches
 
 
 class Pair(nn.Module):  # type: ignore[misc]
-    """A model and its draft model. Called as a model, it feeds both and returns the model's logits.
+    """A model and its draft model. Calling it feeds both and returns the logits of the model.
 
-    `vocab_size` and `draft_vocab_size` are the numbers of their logits.
+    `vocab_size` and `draft_vocab_size` are the numbers of logits of the two.
     """
 
     def __init__(self, model: nn.Module, draft: nn.Module, vocab_size: int, draft_vocab_size: int):
@@ -33,24 +33,32 @@ class Pair(nn.Module):  # type: ignore[misc]
         self._own = len(make_prompt_cache(model))
 
     def make_cache(self) -> Caches:
-        """Empty caches for one sequence: the model's, then the draft's."""
+        """Create empty caches for one sequence: those of the model, then those of the draft
+        model.
+        """
         return [*make_prompt_cache(self.model), *make_prompt_cache(self.draft)]
 
     def __call__(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
-        """Feed `tokens`, shape (1, n), to both; return the model's logits, shape (1, n, V).
+        """Feed `tokens`, shape (1, n), to both models.
 
-        `inputs` go to the model alone: the draft sees placeholders in the place of images.
+        Returns the logits of the model, shape (1, n, V). `inputs` go to the model only: the draft
+        model gets
+        placeholders instead of images.
         """
         self._draft(tokens, cache)
         return self.verify(tokens, cache, **inputs)
 
     def verify(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
-        """Feed `tokens` to the model alone; return its logits."""
+        """Feed `tokens`, shape (1, n), to the model only; return its logits, shape (1, n, V)."""
         logits: mx.array = self.model(tokens, cache=cache[: self._own], **inputs)
         return logits
 
     def propose(self, tokens: mx.array, cache: Caches) -> mx.array:
-        """Feed `tokens` to the draft alone; return its logits, padded to the model's number."""
+        """Feed `tokens`, shape (1, n), to the draft model only, and return its logits.
+
+        They are cut or padded with minus infinity to the number of logits of the model, shape (1,
+        n, V).
+        """
         logits = self._draft(tokens, cache)
         lacking = self._vocab_size - self._draft_vocab_size
         if lacking <= 0:
@@ -65,7 +73,7 @@ class Pair(nn.Module):  # type: ignore[misc]
         return logits
 
     def rewind_draft(self, cache: Caches, count: int) -> None:
-        """Shorten the draft's caches alone by `count` positions."""
+        """Remove the newest `count` positions from the draft model's caches only."""
         for slot in kv.flatten(cache[self._own :]):
             kv.set_offset(slot, slot.offset - count)
 
@@ -73,7 +81,7 @@ class Pair(nn.Module):  # type: ignore[misc]
 def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
     """Combine a model and its draft model into one.
 
-    Raises ModelError if the cache of a layer of either cannot be truncated at every token.
+    Raises ModelError if the cache of any layer cannot be truncated at every token.
     """
     for name, one in (("model", model), ("draft model", draft)):
         names = unfit(one)
@@ -91,7 +99,10 @@ _WHY = {"window": " (a sliding window)", "checkpoint": " (a state of one positio
 
 
 def unfit(model: nn.Module) -> list[str]:
-    """Names of a model's cache classes that cannot be truncated at every token, with the reason."""
+    """Return the cache classes of a model that cannot be truncated at every token.
+
+    Each name is followed by the reason in parentheses, if it is known.
+    """
     found = set()
     for slot in kv.flatten(kv.make_caches(model)):
         adapter = adapter_of(slot)
@@ -102,7 +113,7 @@ def unfit(model: nn.Module) -> list[str]:
 
 
 def check_tokenizers(tokenizer: TokenizerWrapper, draft: TokenizerWrapper) -> None:
-    """Raise ModelError unless both have the same token for each id."""
+    """Raise ModelError unless both tokenizers have the same token for each id."""
     mine, theirs = tokenizer.get_vocab(), draft.get_vocab()
     if mine == theirs:
         return

@@ -1,8 +1,9 @@
 """Quantised KV: keys and values in 4 or 8 bits, from the first token on. MLX thread only.
 
-mlx-lm can start to quantise a cache at some length (`quantized_kv_start`), but then replies depend
-on where the chunks of the prompt ended. Each position is quantised by itself, along its heads, so
-that quantising from the first token on avoids that.
+mlx-lm can begin to quantise a cache at some length (`quantized_kv_start`), but replies then depend
+on
+where the chunks of the prompt ended. Quantising from the first token on avoids that, because each
+position is quantised by itself, along its heads.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ _REASONS = {
 def quantised(
     model: Any, make: Callable[[], list[Any]], bits: int, *, compare: bool = True
 ) -> Callable[[], list[Any]]:
-    """Make a function that returns empty caches with KV of `bits` bits, from `make` for plain ones.
+    """Make a function that returns empty caches with quantised KV of `bits` bits.
 
-    Recurrent layers stay as they are. `model` is fed a few tokens, plain and quantised, and the
-    logits are compared, then MLX's products with long KV; without `compare` nothing is computed.
+    `make` returns plain caches. Caches of recurrent layers stay as they are. To check the result,
+    `model`
+    is fed a few tokens, plain and quantised, and the logits are compared; then MLX's products with
+    long KV
+    are checked. Without `compare` nothing is computed.
 
-    Raises ModelError, naming the class, where mlx-lm cannot run this model on such caches, and
-    where MLX multiplies them wrongly on this device.
+    Raises ModelError, with the name of the class, if mlx-lm cannot run this model on such caches,
+    or if MLX
+    multiplies them wrongly on this device.
     """
     plain = make()
     check_classes(plain, bits)
@@ -62,7 +67,10 @@ def quantised(
 
 
 def _replaced(cache: Any, group: int | None, bits: int) -> Any:
-    """Replace the KV in a layer's cache by quantised KV."""
+    """Replace the KV in a layer's cache by quantised KV.
+
+    `group`: numbers that share a scale, or None to return the cache unchanged.
+    """
     if group is None:
         return cache
     if (parts := parts_of(cache)) is not None:
@@ -71,7 +79,10 @@ def _replaced(cache: Any, group: int | None, bits: int) -> Any:
 
 
 def check_classes(caches: Sequence[Any], bits: int) -> None:
-    """Raise ModelError, naming them, if a model's caches are of classes without quantised KV."""
+    """Raise ModelError with the names of the cache classes that cannot be quantised, if any.
+
+    Also raises ModelError if none of `caches` holds KV.
+    """
     refused = sorted({name for cache in caches for name in _refused(cache)})
     if refused:
         named = ", ".join(
@@ -83,7 +94,7 @@ def check_classes(caches: Sequence[Any], bits: int) -> None:
 
 
 def _refused(cache: Any) -> set[str]:
-    """Names of a layer's classes that can neither be quantised nor stay as they are."""
+    """Return the classes of a layer's caches that can neither be quantised nor stay as they are."""
     parts = parts_of(cache)
     if parts is None:
         fine = type(cache) is KVCache or isinstance(adapter_of(cache), Recurrent)
@@ -94,12 +105,16 @@ def _refused(cache: Any) -> set[str]:
 
 
 def _kv(cache: Any) -> KVCache | None:
-    """The cache of a layer's keys and values, or None."""
+    """Return the part of a layer's cache that holds keys and values, or None."""
     return next((part for part in parts_of(cache) or [cache] if type(part) is KVCache), None)
 
 
 def _group(cache: Any, bits: int) -> int | None:
-    """The group size of a layer that was fed; None where it is not quantised."""
+    """Return how many numbers of a layer's KV share a scale; None if it is not quantised.
+
+    The layer must have been fed. Raises ModelError if no supported group size divides its head
+    size.
+    """
     found = _kv(cache)
     if found is None or found.empty():
         return None
@@ -117,7 +132,11 @@ def _group(cache: Any, bits: int) -> int | None:
 def _try(
     model: Any, tokens: mx.array, expected: mx.array | None, caches: list[Any], bits: int
 ) -> None:
-    """Raise ModelError unless the model, fed on 8-bit `caches`, gives about `expected`."""
+    """Raise ModelError unless the model works with quantised KV.
+
+    It is fed `tokens` with 8-bit `caches`, and its logits must be about `expected`, unless that is
+    None.
+    """
     try:
         made = model(tokens, cache=caches)
         if expected is None or _alike(made, expected):
@@ -134,8 +153,9 @@ def _try(
 def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: int) -> None:
     """Raise ModelError unless MLX multiplies long KV of these sizes correctly on this device.
 
-    A few tokens do not show it: beyond 1,024, a GPU may leave a part of each head unwritten whose
-    size is no multiple of 64. Source: https://github.com/ml-explore/mlx/issues/4250
+    A few tokens do not show the error: beyond 1,024 tokens, a GPU may leave part of each head
+    unwritten if
+    the head's size is no multiple of 64. Source: https://github.com/ml-explore/mlx/issues/4250
     """
     sizes = {
         (found.values.shape[-1], group)
@@ -157,7 +177,7 @@ def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: in
 
 
 def _noise(rows: int, size: int) -> mx.array:
-    """Numbers of a normal distribution, the same each time, shape (1, 1, rows, size)."""
+    """Return normally distributed numbers of shape (1, 1, rows, size), the same each time."""
     return mx.random.normal((1, 1, rows, size), key=mx.random.key(rows))
 
 
@@ -167,7 +187,7 @@ def _alike(made: mx.array, expected: mx.array) -> bool:
 
 
 def _latent(model: Any) -> set[str]:
-    """Names of the classes of layers that compute keys and values from a latent."""
+    """Return the class names of layers that compute keys and values from a latent."""
     if not isinstance(model, nn.Module):
         return set()
     return {type(m).__name__ for _, m in model.named_modules() if hasattr(m, "kv_lora_rank")}

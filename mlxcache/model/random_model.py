@@ -1,7 +1,8 @@
-"""Models of random weights in the shapes of real ones, for measurements where no model is at hand.
+"""Models with random weights and the shapes of real ones, for measurements without a download.
 
-Their replies have no meaning, but every token depends on the whole context, and a pass costs what
-it costs in the real model: same layers, same bytes. The tokenizer is the demo model's.
+Their replies have no meaning, but every token depends on the whole context, and a forward pass
+costs
+what it costs in the real model: same layers, same bytes. The tokenizer is that of the demo model.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Qwen3 model without experts. `tied`: the head's rows are the embeddings."""
+    """Sizes of a Qwen3 model without experts.
+
+    `hidden`, `intermediate`, `head_dim`: widths. `layers`, `heads`, `kv_heads`: counts. `tied`: the
+    output
+    head has the same weights as the embeddings.
+    """
 
     hidden: int
     layers: int
@@ -63,11 +69,13 @@ SIZES = {
 
 
 def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: int = 0) -> Path:
-    """Write a model folder that `mlx_lm.load` loads, and return it. Blocks; MLX thread only.
+    """Write the folder of a random model for `mlx_lm.load`, and return the folder.
 
-    `size` is a key of SIZES (KeyError). One layer at a time is held in memory. Replies consist of
-    characters that encode to the generated tokens, as those of a trained model do, and never end
-    by themselves.
+    `size`: a key of SIZES; raises KeyError for any other. One layer at a time is held in memory.
+    Replies
+    consist of characters that encode to exactly the generated tokens, as those of a trained model
+    mostly
+    do, and never end by themselves. Blocks; MLX thread only.
     """
     shape = SIZES[size]
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +105,10 @@ def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: in
 
 
 def lonely_letters(vocabulary: Mapping[str, int]) -> list[str]:
-    """Choose characters of which no pair, nor one doubled, is a token."""
+    """Choose characters so that no two of them, or one doubled, form a token together.
+
+    `vocabulary`: token ids by token.
+    """
     chosen: list[str] = []
     for letter in LETTERS:
         among = [*chosen, letter]
@@ -132,7 +143,7 @@ def _config(shape: Shape, eos: int, weights: Weights) -> dict[str, Any]:
 
 
 def _parts(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Shapes of the parameters by name, a file's at a time."""
+    """Yield the shapes of the parameters by name, one dict for each file."""
     hidden, inner = shape.hidden, shape.intermediate
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     ends: dict[str, tuple[int, ...]] = {
@@ -167,10 +178,13 @@ def _drawn(
     tokens: int,
     tied: bool,
 ) -> dict[str, mx.array]:
-    """Random bfloat16 parameters of one file, by their names with `.weight`.
+    """Draw the random bfloat16 parameters of one file, by their names with `.weight`.
 
-    Of embeddings and head, only the rows of the tokenizer's ids below `tokens` are drawn; others
-    are zeros, as no prompt has them and a reply must not.
+    In the embeddings and the output head, only the rows of ids below `tokens` are drawn, which are
+    those of
+    the tokenizer. The others are zeros: no prompt contains them and no reply should. `spoken`: ids
+    that a
+    reply may contain.
     """
     found = {}
     for (name, size), one in zip(part.items(), mx.random.split(key, len(part)), strict=True):
@@ -191,14 +205,18 @@ def _drawn(
 
 
 def _head_scales(size: tuple[int, ...], spoken: list[int], *, quiet: float) -> mx.array:
-    """Factors of a head's rows, shape (rows, 1): those of `spoken` can win, the others cannot."""
+    """Return factors for the rows of an output head, shape (rows, 1).
+
+    With them only the tokens in `spoken` are ever the likeliest. `quiet`: the factor of the others,
+    relative to those.
+    """
     factors = mx.full((size[0], 1), quiet)
     factors[mx.array(spoken)] = 1.0
     return factors * (LOGIT_SPREAD / math.sqrt(size[1]))
 
 
 def _quantised(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """The same parameters, matrices in 4 bits as mlx-lm stores them."""
+    """Quantise the matrices among `arrays` to 4 bits, in the form in which mlx-lm stores them."""
     found: dict[str, mx.array] = {}
     for name, array in arrays.items():
         if array.ndim == 1:

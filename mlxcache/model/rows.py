@@ -1,4 +1,4 @@
-"""Rows of a batch cache, one sequence each: join, drop and read them. MLX thread only."""
+"""Rows of a batch cache, with one sequence each: join, drop and read them. MLX thread only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP = BatchKVCache.step
 
 
 def _shadow(cache: Any) -> Any:
-    """A shallow copy of a batch cache, whose changes do not affect the original."""
+    """Return a shallow copy of a batch cache, whose changes do not affect the original."""
     parts = parts_of(cache)
     return copy(cache) if parts is None else composed([copy(part) for part in parts])
 
@@ -27,8 +27,10 @@ def _shadow(cache: Any) -> Any:
 def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
     """Build batch caches with copies of `rows` and of `others`, left-padded to the longest.
 
-    Each of `others` holds one sequence, and so does `rows` unless it is `batched`; none is changed.
-    Evaluated layer by layer: the peak is five arrays of a layer above input and result.
+    Each of `others` holds one sequence, and so does `rows` unless it is `batched`. None of them is
+    changed.
+    The copies are evaluated layer by layer, with a peak of five arrays of a layer above input and
+    result.
     """
     joint = []
     for mine, *theirs in zip(rows, *others, strict=True):
@@ -43,9 +45,10 @@ def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
 
 
 def _merged(caches: Sequence[Any]) -> Any:
-    """Build one batch cache with copies of `caches`, one sequence each, and `STEP` more positions.
+    """Build one batch cache with copies of `caches`, which hold one sequence each.
 
-    Without those the first step would copy all of it again.
+    Its capacity is `STEP` positions larger: without those, the first step would copy all of it
+    again.
     """
     if (first := parts_of(caches[0])) is not None:
         others = [parts_of(cache) or [] for cache in caches[1:]]
@@ -69,7 +72,10 @@ def _merged(caches: Sequence[Any]) -> Any:
 
 
 def keep_rows(batch: Caches, rows: Sequence[int]) -> None:
-    """Drop all rows but `rows`, and padding that no row needs then; layer by layer."""
+    """Drop all rows of a batch but `rows`, and padding that no remaining row needs.
+
+    Evaluates the result layer by layer.
+    """
     for cache in batch:
         cache.filter(list(rows))
         mx.eval(tree_arrays(cache.state))
@@ -78,9 +84,11 @@ def keep_rows(batch: Caches, rows: Sequence[int]) -> None:
 def row_tail(
     layout: Layout, batch: Sequence[Any], row: int, count: int
 ) -> tuple[list[list[mx.array]], Caches]:
-    """Slice the newest `count` positions of a row: linear slots' arrays, and opaque slots.
+    """Slice the newest `count` positions of one row of a batch.
 
-    `count` must not exceed the smallest window. Lazy; evaluate before the next step.
+    Returns the arrays of each linear slot, and the opaque slots. `count` must not exceed the
+    smallest
+    sliding window. The result is lazy, and must be evaluated before the next step.
     """
     slots = kv.flatten(batch)
     linear: list[list[mx.array]] = []

@@ -1,7 +1,8 @@
 """Sampling of the next token: validation, samplers, penalties, log-probabilities.
 
-Samplers take log-probabilities, processors take raw logits, both as mlx-lm's `GenerationBatch`
-calls them. All functions but `validate` run on the MLX thread.
+Samplers take log-probabilities and processors take raw logits, as mlx-lm's `GenerationBatch` calls
+them.
+All functions but `validate` run on the MLX thread.
 """
 
 from __future__ import annotations
@@ -44,15 +45,18 @@ _SEED_MASK = (1 << 64) - 1
 
 
 def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
-    """Check the ranges of all fields.
+    """Check the ranges of all sampling fields.
 
-    `temperature` 0 to 5 (OpenAI allows 2; with min_p, local models are run hotter), `top_p` (0, 1],
-    `min_p` [0, 1], `top_k` from -1 (-1 and 0: off), presence and frequency penalties -2 to 2,
+    `temperature` 0 to 5 (OpenAI allows 2, but with min_p local models are run at higher values),
+    `top_p`
+    (0, 1], `min_p` [0, 1], `top_k` from -1 (-1 and 0: off), presence and frequency penalties -2 to
+    2,
     `repetition_penalty` 0.01 to 100, `repetition_context` from 1, `xtc_probability` [0, 1],
-    `xtc_threshold` [0, 0.5], biases -100 to 100 on token ids below `vocab_size`,
-    `seed` of 64 bits, signed or not.
+    `xtc_threshold` [0, 0.5], biases -100 to 100 on token ids below `vocab_size`, `seed` of 64 bits,
+    signed
+    or not.
 
-    Raises BadRequest, its `param` naming the field; NaN and infinities are in no range.
+    Raises BadRequest, whose `param` is the name of the field. NaN and infinities are in no range.
     """
     _within("temperature", sampling.temperature, 0.0, 5.0)
     _within("top_p", sampling.top_p, 0.0, 1.0)
@@ -99,9 +103,10 @@ def make_sampler(sampling: Sampling, vocab_size: int, kept: Sequence[int] = ()) 
     """Make a function from log-probabilities, shape (B, V), to token ids, shape (B,).
 
     All greedy requests share one function, so that a batch of them is drawn in one call. Any other
-    request has an object of its own with its own random key: the same seed draws the same tokens
-    alone or in a batch. `vocab_size` is V; a top_k of V or more is off. `kept`: tokens that XTC
-    never removes.
+    request
+    has an object of its own with its own random key: the same seed draws the same tokens alone or
+    in a
+    batch. `vocab_size` is V; a top_k of V or more is off. `kept`: tokens that XTC never removes.
     """
     if sampling.temperature < COLDEST:
         return greedy_sampler  # type: ignore[no-any-return]
@@ -109,7 +114,10 @@ def make_sampler(sampling: Sampling, vocab_size: int, kept: Sequence[int] = ()) 
 
 
 class _Draw:
-    """Filters in mlx-lm's order (top_p, min_p, XTC, top_k), then draws with its own key."""
+    """Sampler that filters in mlx-lm's order (top_p, min_p, XTC, top_k), then draws a token.
+
+    It has its own random key, which changes with each draw.
+    """
 
     def __init__(self, sampling: Sampling, vocab_size: int, kept: Sequence[int]):
         self._sampling = sampling
@@ -140,9 +148,11 @@ class _Draw:
         return mx.argmax(logprobs / chosen.temperature + noise, axis=-1)
 
     def _exclude(self, logprobs: mx.array, key: mx.array) -> mx.array:
-        """Remove the likeliest tokens, all but the last above the threshold, in some draws.
+        """Apply XTC: in some draws, remove the likeliest tokens.
 
-        mlx-lm draws from MLX's global generator whether to; here the request's own key decides.
+        All tokens above the threshold are removed except the least likely of them. mlx-lm decides
+        by MLX's
+        global generator whether to remove them; here the request's own key decides.
         """
         chosen = self._sampling
         fewer = apply_xtc(logprobs, 1.0, chosen.xtc_threshold, self._kept)
@@ -150,7 +160,7 @@ class _Draw:
         return mx.where(drawn < chosen.xtc_probability, fewer, logprobs)
 
     def skip(self, count: int) -> None:
-        """Change the key as `count` draws would."""
+        """Advance the random key as `count` draws would."""
         for done in range(1, count + 1):
             self._key, _ = mx.random.split(self._key)
             if done % SPLITS_AT_ONCE == 0:
@@ -159,23 +169,31 @@ class _Draw:
 
 
 def text_ends(tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a turn or a line, which XTC keeps, as in mlx-lm's server."""
+    """Return the ids of tokens that end a turn or a line.
+
+    XTC never removes them, as in mlx-lm's server.
+    """
     return *sorted(tokenizer.eos_token_ids), *tokenizer.encode("\n", add_special_tokens=False)
 
 
 def skip_draws(sampler: Sampler, count: int) -> None:
-    """Bring a sampler of `make_sampler` into the state that it has after `count` draws."""
+    """Advance a sampler of `make_sampler` to its state after `count` draws."""
     if isinstance(sampler, _Draw):
         sampler.skip(count)
 
 
 def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:
-    """Make functions of (all token ids so far, shape (n,); logits, shape (1, V)) to new logits.
+    """Make functions that apply penalties and biases to logits.
 
-    The repetition penalty (https://arxiv.org/abs/1909.05858) applies to the newest
-    `repetition_context` tokens, prompt included. Presence and frequency penalties are OpenAI's
-    (https://platform.openai.com/docs/api-reference/chat/create): they count the tokens after
-    `prompt_len`, over the whole reply. Empty if all are off.
+    Each takes all token ids so far, shape (n,), and logits, shape (1, V), and returns new logits.
+    The list
+    is empty if all penalties and biases are off. The repetition penalty
+    (https://arxiv.org/abs/1909.05858)
+    applies to the newest `repetition_context` tokens, prompt included. Presence and frequency
+    penalties are
+    OpenAI's (https://platform.openai.com/docs/api-reference/chat/create): they count the tokens
+    after the
+    first `prompt_len`, over the whole reply.
     """
     processors: list[Processor] = []
     if sampling.repetition_penalty != 1:
@@ -211,9 +229,11 @@ def _bias(sampling: Sampling) -> Processor:
 
 
 def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
-    """Set the logits of forbidden tokens to minus infinity, shape (rows, V); one mask per row.
+    """Set the logits of forbidden tokens to minus infinity.
 
-    A row without a mask keeps its logits. Tokens beyond a mask's end are forbidden.
+    `logits` have shape (rows, V), with one mask per row. A row whose mask is None keeps its logits.
+    Tokens
+    beyond the end of a mask are forbidden.
     """
     width = logits.shape[-1]
     words = (width + 31) // 32
@@ -232,10 +252,11 @@ def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
 
 
 def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> TokenLogprob:
-    """Log-probabilities of one sampled token and of the `n` likeliest, as the API returns them.
+    """Return the log-probabilities of a sampled token and of the `n` likeliest, for the API.
 
-    `logprobs` has shape (V,), natural, after penalties, bias and mask; `n` from 0. The alternatives
-    are sorted, likeliest first, without tokens that cannot be drawn. Evaluates.
+    `logprobs`: natural logarithms, shape (V,), after penalties, bias and mask. `n` may be 0. The
+    alternatives are sorted, the likeliest first, without tokens that cannot be drawn. Evaluates the
+    array.
     """
     values = logprobs.astype(mx.float32)
     n = min(n, values.shape[0])
@@ -253,9 +274,10 @@ def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> Toke
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Text of one token, with its leading space.
+    """Return the text of one token, with its leading space.
 
-    Bytes that are no whole character are surrogate escapes, or U+FFFD if they are not known.
+    Bytes that are no whole character become surrogate escapes, or U+FFFD if the bytes are not
+    known.
     """
     piece = tokenizer.convert_ids_to_tokens(token)
     if piece is None:
@@ -268,7 +290,10 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 
 def _token_bytes(piece: str) -> bytes | None:
-    """Bytes of a token as vocabularies write them; None for another notation."""
+    """Return the bytes of a token from its notation in a vocabulary.
+
+    Returns None for an unknown notation.
+    """
     if _BYTE.fullmatch(piece):
         return bytes([int(piece[3:5], 16)])
     values = [_BYTE_OF.get(character) for character in piece]

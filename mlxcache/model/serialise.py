@@ -1,8 +1,10 @@
 """Conversion of KV and states between MLX arrays and tensors in files. MLX thread only.
 
-A run's tensors are token-major, shape (tokens, heads, dim), so that a block of tokens is one range
-of bytes in each. A checkpoint's tensors are the arrays of its state, and a skeleton: JSON with the
-place of each array in the state's nested tuples.
+The tensors of a run (KV of consecutive tokens) are token-major, shape (tokens, heads, dim), so that
+a
+block of tokens is one range of bytes in each. The tensors of a checkpoint are the arrays of its
+state
+and a skeleton: JSON with the place of each array in the nested tuples of the state.
 """
 
 from __future__ import annotations
@@ -47,21 +49,26 @@ Arrays = Sequence[Sequence[mx.array]]
 
 
 def run_name(slot: int, array: int) -> str:
-    """The name of a run's tensor: `slot` indexes `Layout.specs`, `array` its arrays."""
+    """Return the name of a run's tensor in a file.
+
+    `slot`: index into `Layout.specs`. `array`: index of one of the slot's arrays.
+    """
     return f"kv.{slot}.{array}"
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """The safetensors name of a dtype. Raises ValueError where it has none."""
+    """Return the safetensors name of a dtype. Raises ValueError if it has none."""
     if dtype not in _NAMES:
         raise ValueError(f"safetensors has no name for {dtype}")
     return _NAMES[dtype]
 
 
 def to_tensors(named: Iterable[tuple[str, mx.array]]) -> list[Tensor]:
-    """Wrap evaluated arrays as tensors, without a copy: they must not be written to afterwards.
+    """Wrap arrays as tensors without a copy.
 
-    Raises ValueError for an array that is not row-contiguous, or of a dtype that has no name.
+    The arrays must not be written to afterwards. Raises ValueError for an array that is not
+    row-contiguous
+    or whose dtype has no name in safetensors.
     """
     held = [(name, array, _readable(array)) for name, array in named]
     mx.eval([view for _, _, view in held])
@@ -72,9 +79,9 @@ def to_tensors(named: Iterable[tuple[str, mx.array]]) -> list[Tensor]:
 
 
 def _readable(array: mx.array) -> mx.array:
-    """`array` in a dtype that the buffer protocol and NumPy know: bfloat16 as uint16. Lazy.
+    """Return `array` in a dtype that NumPy and the buffer protocol support, as a lazy view.
 
-    The view is made by the CPU, which can do so after the GPU has failed.
+    bfloat16 becomes uint16. The CPU makes the view, which works even after the GPU has failed.
     """
     return array.view(mx.uint16, stream=mx.cpu) if array.dtype == mx.bfloat16 else array
 
@@ -89,14 +96,15 @@ def _bytes_of(array: mx.array) -> memoryview:
 
 
 def run_bytes(layout: Layout, tokens: int) -> int:
-    """Bytes of a run of `tokens` tokens."""
+    """Return the bytes of the tensors of a run of `tokens` tokens."""
     return tokens * layout.bytes_per_token
 
 
 def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[Tensor]:
-    """Copy `spans` into `out`, of `run_bytes` bytes; return the run's tensors.
+    """Copy the KV of `spans` into `out`, a buffer of `run_bytes` bytes, and return its tensors.
 
-    `out` should be memory used before: the first touch of a fresh page costs more than the copy.
+    `out` should be memory that was used before: the first access to a new page costs more than the
+    copy.
     Blocks until the device has computed the spans.
     """
     readable = _all_readable(spans)
@@ -114,9 +122,9 @@ def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[T
 
 
 def _all_readable(spans: Sequence[Span]) -> dict[int, list[list[mx.array]]]:
-    """Views of all arrays of each lineage in `spans`, by its id: waited for once, all together.
+    """Return views of all arrays of each lineage in `spans`, by the `id` of the lineage.
 
-    Drop them before the next write to the lineages.
+    Waits once for all of them. The caller must drop the views before the next write to a lineage.
     """
     owners = {id(owner): owner for owner, _, _ in spans}
     views = {
@@ -138,14 +146,17 @@ def _copy(out: npt.NDArray[np.uint8], parts: Sequence[npt.NDArray[Any]]) -> None
 
 
 def _rows(span: Span, readable: mx.array) -> npt.NDArray[Any]:
-    """A span's part of one array as a view, shape (tokens, heads, dim); drop it before a write."""
+    """Return a span's part of one array as a view, shape (tokens, heads, dim).
+
+    The caller must drop it before the next write to the lineage.
+    """
     owner, start, end = span
     seen: npt.NDArray[Any] = np.asarray(readable)[0, :, start - owner.base : end - owner.base]
     return seen.swapaxes(0, 1)
 
 
 def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
-    """Required dtype and (heads, dim) of a run's tensors, by name."""
+    """Return the dtype and (heads, dim) that each tensor of a run must have, by tensor name."""
     return {
         run_name(i, j): (_NAMES[dtype], (heads, dim))
         for i, spec in enumerate(layout.specs)
@@ -154,13 +165,19 @@ def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
 
 
 def late_names(layout: Layout) -> frozenset[str]:
-    """Names of a run's tensors of sliding-window layers; only positions near its end use them."""
+    """Return the names of a run's tensors that belong to sliding-window layers.
+
+    A prompt uses only those of its last positions.
+    """
     sliding = [i for i, window in enumerate(layout.windows) if window is not None]
     return frozenset(run_name(i, j) for i in sliding for j in range(len(layout.specs[i])))
 
 
 def layout_key(layout: Layout) -> str:
-    """Text that identifies a layout's tensors: KV is readable between layouts of one key."""
+    """Return a text that identifies the tensors of a layout.
+
+    KV in files can be read by every layout with the same text.
+    """
     return json.dumps(
         {
             "linear": layout.linear,
@@ -173,9 +190,11 @@ def layout_key(layout: Layout) -> str:
 
 
 def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
-    """Load a run's file: lazy arrays, read on `stream`; shape (tokens, heads, dim) each.
+    """Load the file of a run as lazy arrays of shape (tokens, heads, dim), by slot.
 
-    Raises Corrupt unless they are exactly those of `layout`, all of as many tokens.
+    The arrays are read on `stream`. Raises Corrupt unless they are exactly those of `layout`, all
+    with the
+    same number of tokens.
     """
     found = _load(path, stream)
     out: list[list[mx.array]] = []
@@ -195,12 +214,12 @@ def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
 
 
 def row_major(arrays: Arrays, first: int, last: int) -> list[list[mx.array]]:
-    """Slice rows [first, last) of a run's arrays, shape (1, heads, n, dim) each. Lazy."""
+    """Slice tokens [first, last) of a run's arrays, lazily, to shape (1, heads, n, dim)."""
     return [[array[first:last].swapaxes(0, 1)[None] for array in slot] for slot in arrays]
 
 
 def state_tensors(state: State) -> list[Tensor]:
-    """Convert an evaluated state to tensors, the skeleton first.
+    """Convert an evaluated state to tensors, with the skeleton first.
 
     Raises ValueError for a state that holds anything but arrays, numbers and None.
     """
@@ -211,7 +230,10 @@ def state_tensors(state: State) -> list[Tensor]:
 
 
 def _fold(value: Any, arrays: list[mx.array]) -> Any:
-    """Convert `value` to JSON; its arrays go to `arrays`, with {"array": index} in their places."""
+    """Convert `value` to JSON, with {"array": index} in place of each array.
+
+    The arrays are appended to `arrays`.
+    """
     if isinstance(value, mx.array):
         arrays.append(value)
         return {"array": len(arrays) - 1}
@@ -223,7 +245,7 @@ def _fold(value: Any, arrays: list[mx.array]) -> Any:
 
 
 def load_state(path: Path, layout: Layout, stream: Any) -> State:
-    """Load a checkpoint's file; its arrays are lazy, read on `stream`.
+    """Load the file of a checkpoint, as a state of lazy arrays that are read on `stream`.
 
     Raises Corrupt unless the state has the structure and shapes of `layout`.
     """
@@ -248,7 +270,12 @@ def _skeleton(path: Path, array: mx.array | None) -> Any:
 
 
 def _unfold(value: Any, like: Any, found: dict[str, mx.array], path: Path) -> Any:
-    """Replace references in `value` by the arrays of `found`, checked against `like`."""
+    """Replace each {"array": index} in `value` by an array of `found`.
+
+    The arrays taken are removed from `found`. Raises Corrupt, with the name `path`, if structure,
+    shapes or
+    dtypes differ from `like`.
+    """
     wrong = Corrupt(f"{path} holds a state that is not of this model's shape.")
     if isinstance(like, tuple):
         if not isinstance(value, list) or len(value) != len(like):
