@@ -49,8 +49,7 @@ def transient_bytes(limit: int, least: int = 0) -> int:
     """Return the bytes of a budget of `limit` bytes that are set aside for forward passes.
 
     This is an eighth of `limit`, or `least` if that is more, but at most a third of `limit`.
-    `least`:
-    the bytes that the longest passes need.
+    `least`: the bytes that the longest passes need.
     """
     return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
 
@@ -81,8 +80,7 @@ class Talk:
     """Shape of an agent's conversation, in tokens, for the simulation.
 
     `head`: tools and system prompt. Each turn adds `asked` tokens, which end with a generation
-    prompt
-    of `generation` tokens, and then a reply of `replied` tokens.
+    prompt of `generation` tokens, and then a reply of `replied` tokens.
     """
 
     head: int = 8000
@@ -94,8 +92,7 @@ class Talk:
         """Yield the turns of a conversation that grows to `tokens` tokens.
 
         Each item is a tuple of the positions of marks, the cached tokens, the length of the prompt,
-        and the
-        length with the reply.
+        and the length with the reply.
         """
         marks: list[int] = []
         begin, end = min(self.head, tokens // 2), 0
@@ -128,10 +125,8 @@ class Fit:
     """Capacity of a model within budgets of `ram` and `disk` bytes.
 
     `disk` is 0 without a disk tier. `room`: bytes of `ram` that remain for conversations.
-    `longest`:
-    tokens of the longest prompt that fits, unless forward passes need more memory than is set
-    aside.
-    `held`: the result for each length that was asked for.
+    `longest`: tokens of the longest prompt that fits, unless forward passes need more memory than
+    is set aside. `held`: the result for each length that was asked for.
     """
 
     ram: int
@@ -162,8 +157,7 @@ def warnings(layout: Layout, *, context: int, weights: int, ram: int, machine: i
     """Return warnings to log at the start if the model does not fit the machine's memory.
 
     `context`: tokens. `weights`: bytes of the weights. `ram`: the budget in bytes. `machine`: bytes
-    of
-    memory that a model and its cache may take.
+    of memory that a model and its cache may take.
     """
     found = []
     one = context * layout.bytes_per_token + layout.running_bytes + layout.checkpoint_bytes

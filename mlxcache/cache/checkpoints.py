@@ -19,12 +19,10 @@ def stops(
     """Return the positions in (cached, length) at which a prefill takes a checkpoint, ascending.
 
     `marks`: the marks of the prompt; without any, its last token counts as one. `parted`: a
-    position
-    at which an earlier prompt diverged, or 0. Positions are the marks, `parted`, and one every
-    `SPACING`
-    tokens between them. Of positions less than `MARK_DISTANCE` apart, only the first is taken.
-    `most`:
-    approximate maximum number of positions; the first mark, the last mark and `parted` always stay.
+    position at which an earlier prompt diverged, or 0. Positions are the marks, `parted`, and one
+    every `SPACING` tokens between them. Of positions less than `MARK_DISTANCE` apart, only the
+    first is taken. `most`: approximate maximum number of positions; the first mark, the last mark
+    and `parted` always stay.
     """
     last = length - 1
     wanted = sorted({*(marks or [last]), min(parted, last)})
@@ -69,10 +67,8 @@ class Trail:
         """Choose nodes whose checkpoints to drop, so that at most `most` are left on the path.
 
         `end`: the length of the path in tokens. `coming`: positions of checkpoints that are about
-        to be
-        added. `worth`: only checkpoints worth less than this are dropped; see `tree.thinning`.
-        Returns the
-        nodes in the order in which to drop their checkpoints.
+        to be added. `worth`: only checkpoints worth less than this are dropped; see
+        `tree.thinning`. Returns the nodes in the order in which to drop their checkpoints.
         """
         at = {node.end: node for node in self.nodes}
         positions = sorted({*at, *coming})

@@ -27,10 +27,8 @@ class DiskTier:
     """The disk tier of one namespace: its store, pending writes and restores.
 
     It owns the store and closes it. `pending_limit`: maximum bytes of copies that wait to be
-    written.
-    `wake()` is called from other threads when there is work for the MLX thread. Methods are called
-    on
-    the MLX thread unless they say otherwise.
+    written. `wake()` is called from other threads when there is work for the MLX thread. Methods
+    are called on the MLX thread unless they say otherwise.
     """
 
     def __init__(

@@ -57,10 +57,9 @@ class Lease:
     `matched`: prompt tokens shared with earlier prompts in RAM, whether they can be reused or not.
     `node`: the node of the tree that the lease has locked, or None before the first commit of a new
     lineage. `awaiting_state`: KV is present, but the state of layers that cannot be sliced must
-    still be
-    restored from disk. `written`: tokens handed to the disk tier. `evict`: how its later
-    reservations
-    make room. `state_bytes`: bytes reserved for the states of layers that cannot be sliced.
+    still be restored from disk. `written`: tokens handed to the disk tier. `evict`: how its later
+    reservations make room. `state_bytes`: bytes reserved for the states of layers that cannot be
+    sliced.
     """
 
     lineage: Lineage
@@ -85,8 +84,7 @@ class KVCache:
     """Operations by which requests use KV. Each reserves bytes before it allocates them.
 
     Results are valid until the next operation that mutates the cache. Nodes locked by a lease stay
-    until
-    the lease is released. Create an instance with `KVCache.open`; it owns `ram` and `disk`.
+    until the lease is released. Create an instance with `KVCache.open`; it owns `ram` and `disk`.
     """
 
     def __init__(self, ram: RamTier, disk: DiskTier | None = None):
@@ -114,14 +112,10 @@ class KVCache:
         """Open a cache for models of `layout`, with a disk tier if `store` is given.
 
         The cache owns the store. `pending_limit`: maximum bytes of copies that wait to be written.
-        `wake()`
-        is called from other threads when there is work for the MLX thread. `worth`: scores segments
-        for
-        eviction; by default it is made from the layout. `device_buffers`: maximum number of buffers
-        that
-        the device can hold, None for no limit. `copy_bytes`: bytes of KV copied in one evaluation,
-        0 for one
-        array at a time.
+        `wake()` is called from other threads when there is work for the MLX thread. `worth`: scores
+        segments for eviction; by default it is made from the layout. `device_buffers`: maximum
+        number of buffers that the device can hold, None for no limit. `copy_bytes`: bytes of KV
+        copied in one evaluation, 0 for one array at a time.
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
         tree = PrefixTree(layout.bytes_per_token, worth)
@@ -186,16 +180,12 @@ class KVCache:
         """Lease a lineage that holds the longest reusable prefix of `ids`.
 
         Reserves room for all of `ids` and for the first tokens of a reply of `reply` tokens.
-        Returns None
-        if there is no room. `planned`: position up to which KV and state will be restored from
-        disk; all KV
-        in RAM below it is then used, even without a state to continue from. `evict`: how to make
-        room;
-        "wait" blocks for writes to disk, after which more can be evicted. `hints` tell how the use
-        of the
-        prefix is counted. Mutates the tree (uses, splits, evictions) and lineages. Raises MLX's
-        error if a
-        copy fails, after releasing what was reserved.
+        Returns None if there is no room. `planned`: position up to which KV and state will be
+        restored from disk; all KV in RAM below it is then used, even without a state to continue
+        from. `evict`: how to make room; "wait" blocks for writes to disk, after which more can be
+        evicted. `hints` tell how the use of the prefix is counted. Mutates the tree (uses, splits,
+        evictions) and lineages. Raises MLX's error if a copy fails, after releasing what was
+        reserved.
         """
         match, main = self.tree.match(ids), self._mains.main_beside(ids, hints)
         self.tree.uses.renew(main)
@@ -268,10 +258,8 @@ class KVCache:
         """Load one verified file into the lease, and commit it.
 
         Returns True once all of `lookup.target` is restored. Mutates lease and tree, and blocks
-        while one
-        file is read. Raises StoreError, OSError, RuntimeError or ValueError if a file cannot be
-        used; call
-        `cancel_restore` then.
+        while one file is read. Raises StoreError, OSError, RuntimeError or ValueError if a file
+        cannot be used; call `cancel_restore` then.
         """
         assert self.disk is not None
         before = lease.length
@@ -291,8 +279,7 @@ class KVCache:
         """Release a lease whose restore failed, and keep what was committed if it is intact.
 
         A file may fail as late as when its arrays are evaluated. The buffers of the lineage are
-        then
-        unusable, and are released.
+        then unusable, and are released.
         """
         self.abandon(lease)
 
@@ -317,12 +304,10 @@ class KVCache:
         """Add the first `lease.length` tokens of `ids` to the tree.
 
         `ids`: the tokens of the request, shape (n,). `checkpoint`: also store the state at their
-        end, if the
-        model has layers that cannot be sliced. Mutates the tree and moves the lock of the lease.
-        May evict
-        to make room for the checkpoint, and leaves the checkpoint out if there is none. Waits for
-        the device
-        and raises the device's error if a command failed; nothing is committed then.
+        end, if the model has layers that cannot be sliced. Mutates the tree and moves the lock of
+        the lease. May evict to make room for the checkpoint, and leaves the checkpoint out if there
+        is none. Waits for the device and raises the device's error if a command failed; nothing is
+        committed then.
         """
         lineage = lease.lineage
         if not self.layout.cacheable or not lineage.length:
@@ -359,10 +344,8 @@ class KVCache:
         """Make the lease's lineage hold segments of its path that other lineages held.
 
         These are segments whose KV was lost, and segments that were fed again because there was no
-        state to
-        continue from. The lineage has their KV anyway, so other copies can be released. Segments
-        after
-        those stay with the other lineage.
+        state to continue from. The lineage has their KV anyway, so other copies can be released.
+        Segments after those stay with the other lineage.
         """
         lineage, path = lease.lineage, node.path()[1:]
         holds = any(n.value is lineage and n.end <= lease.cached for n in path)
@@ -378,8 +361,7 @@ class KVCache:
         """Queue committed tokens for writing to disk, if at least `PERSIST_TOKENS` are new.
 
         Queues whole blocks only; with `whole`, any number of tokens to the last one. Does not
-        block. The
-        path stays locked in RAM until it is on disk.
+        block. The path stays locked in RAM until it is on disk.
         """
         if self.disk is None or lease.node is None:
             return
@@ -396,8 +378,8 @@ class KVCache:
         """Commit and persist all that a request computed. The lease stays until `release`.
 
         Nothing is committed if a restore is incomplete. If a pass produced NaN, its tokens are
-        removed
-        instead. Waits for the device, and raises the device's error before doing anything else.
+        removed instead. Waits for the device, and raises the device's error before doing anything
+        else.
         """
         if lease.awaiting_state:
             return
@@ -445,10 +427,8 @@ class KVCache:
         """Release the buffers of every lineage that a device error may have damaged.
 
         The tree keeps referring to such lineages, as it does to evicted ones. In the other lineages
-        only
-        committed positions may be used: call `abandon` for their leases. See `model.device` for
-        these
-        errors.
+        only committed positions may be used: call `abandon` for their leases. See `model.device`
+        for these errors.
         """
         for lineage in [*self.ram.idle.values(), *self.ram.busy.values()]:
             if lineage.survives_failure():
@@ -460,8 +440,7 @@ class KVCache:
         """Remove from both tiers what a request computed, because the model produced NaN.
 
         Keeps the prefix that the request reused, and what other requests share, as far as their KV
-        is
-        finite: an earlier request may have left NaN too. The lease stays, without a node.
+        is finite: an earlier request may have left NaN too. The lease stays, without a node.
         """
         kept = self._finite_prefix(ids, min(lease.cached, finite_upto(lease.lineage)))
         log.warning("model produced NaN; kept %d of %d tokens", kept, len(ids))
@@ -477,8 +456,7 @@ class KVCache:
         """Return how many leading tokens of `ids` in the tree to keep after NaN.
 
         `reused`: tokens that the request had reused. Tokens that another conversation shares were
-        computed
-        by that conversation too, so they are kept if their KV is finite.
+        computed by that conversation too, so they are kept if their KV is finite.
         """
         match = self.tree.match(ids, touch=False)
         parted = [node.end for node in match.nodes if len(node.children) > 1]
@@ -566,8 +544,7 @@ class KVCache:
         """Collect finished writes, and give the writer's thread at most one more job.
 
         Must be called on each tick of the scheduler. `decoding`: replies wait meanwhile, so copies
-        for the
-        disk take only a small share of the time.
+        for the disk take only a small share of the time.
         """
         if self.disk is not None:
             self.disk.pump(decoding=decoding)
@@ -576,8 +553,7 @@ class KVCache:
         """Write what is not on disk yet, then release everything.
 
         Blocks for about `seconds` at most. Returns an upper bound of the number of tokens that were
-        not
-        written.
+        not written.
         """
         left = self.disk.close(seconds) if self.disk is not None else 0
         self.clear()

@@ -26,10 +26,9 @@ class CacheHints:
 
     `conversation_key`: number of leading tokens that identify the conversation, or None if unknown.
     `head`: number of leading tokens that are tools and system prompt. `label`: the label of the
-    session.
-    `keeps`: the client's keep hints, as pairs of a position up to which to keep the prefix and the
-    seconds to keep it after each use. `asked`: a client waits for the request; False if the server
-    computes it ahead of use.
+    session. `keeps`: the client's keep hints, as pairs of a position up to which to keep the prefix
+    and the seconds to keep it after each use. `asked`: a client waits for the request; False if the
+    server computes it ahead of use.
     """
 
     conversation_key: int | None = None
@@ -59,8 +58,7 @@ class ConversationId:
     """Identity of a conversation, by digests of leading tokens.
 
     `digest`: that of the first `key_tokens` tokens. `head`: that of tools and system prompt, empty
-    if
-    there are none.
+    if there are none.
     """
 
     key_tokens: int
@@ -84,13 +82,10 @@ class MainConversation:
     """The main conversation of a session, as of its newest turn.
 
     `tokens` and `nodes`: length and tree nodes of that turn. `turns`: number of turns.
-    `side_requests`:
-    number of requests of the session since then that belonged to other conversations. `rival`:
-    another
-    conversation with the same tools and system prompt, and its number of consecutive turns; it may
-    become the main one. `former`: the previous main conversation, which becomes the main one again
-    if
-    it continues.
+    `side_requests`: number of requests of the session since then that belonged to other
+    conversations. `rival`: another conversation with the same tools and system prompt, and its
+    number of consecutive turns; it may become the main one. `former`: the previous main
+    conversation, which becomes the main one again if it continues.
     """
 
     id: ConversationId
@@ -169,8 +164,7 @@ class MainConversations:
         """Return whether a request begins a new main conversation.
 
         That is so if the former one was a title request, for example, or after the client compacted
-        the
-        conversation. `tokens`: the length of the request with its reply.
+        the conversation. `tokens`: the length of the request with its reply.
         """
         now = ConversationId.of(ids, hints)
         same_head = bool(now.head) and now.head == main.id.head

@@ -1,8 +1,8 @@
 """Placement of a request: the choice of the lineage that it continues in, and its content.
 
 A lineage that ends where the matched prefix ends is continued in place. One that holds more is
-split
-first. If no idle lineage can be continued, the prefix is copied into a new one. MLX thread only.
+split first. If no idle lineage can be continued, the prefix is copied into a new one. MLX thread
+only.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, Sta
     """Return how many tokens of a match can be reused, and the state at that position.
 
     At least one token of the prompt is left to feed, because its logits are needed. The state is
-    None
-    if the model has no layers that need one.
+    None if the model has no layers that need one.
     """
     if not layout.cacheable:
         return 0, None
@@ -74,9 +73,8 @@ class Placement:
         """Continue the idle lineage that needs the fewest copied tokens, or fill a new one.
 
         The result holds the first `cached` tokens of `match`, has room for `least` positions, and
-        is marked
-        as in use. Reserves the bytes for it, making room as `evict` says. Returns None if there is
-        no room.
+        is marked as in use. Reserves the bytes for it, making room as `evict` says. Returns None if
+        there is no room.
         """
         spans: list[Span] = match.spans(cached) if cached else []
         best, cost = -1, cached
@@ -130,8 +128,7 @@ class Placement:
         """Continue a request in the buffers of the lineage of `spans[at]`.
 
         This is done in place if its buffers start at position 0 and hold `least` positions;
-        otherwise they
-        are copied into larger ones. Returns None if there is no room.
+        otherwise they are copied into larger ones. Returns None if there is no room.
         """
         owner, _, end = spans[at]
         cached = spans[-1][2]
@@ -164,8 +161,7 @@ class Placement:
         """Context in which `lineage` gets buffers of `capacity` positions, already charged.
 
         If the body raises, the bytes that were not allocated are released. A lineage that is not
-        `leased`
-        then becomes idle again if its content is intact, and is discarded if not.
+        `leased` then becomes idle again if its content is intact, and is discarded if not.
         """
         try:
             yield

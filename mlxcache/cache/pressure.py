@@ -69,8 +69,7 @@ class Observation:
     """Result of the latest memory check, with sizes in bytes.
 
     `footprint`: the size of the process. `max_footprint`: its highest value so far. `expected`: the
-    size
-    that weights and budget account for. `parts`: eighths of the budget that are withheld.
+    size that weights and budget account for. `parts`: eighths of the budget that are withheld.
     """
 
     level: PressureLevel = PressureLevel.NORMAL
@@ -84,8 +83,8 @@ class Pressure:
     """Monitor of the machine's memory, in a thread of its own; withholds budget under pressure.
 
     `post` runs an action on the MLX thread. `base`: bytes of the process besides all that MLX
-    holds.
-    `weights`: bytes of the weights. The other arguments replace the operating system in tests.
+    holds. `weights`: bytes of the weights. The other arguments replace the operating system in
+    tests.
     """
 
     def __init__(

@@ -60,8 +60,7 @@ class BufferCount:
     """Number of device buffers that lineages and checkpoints take, and its limit.
 
     Metal limits the number of buffers besides their bytes. `device_limit`: buffers that the device
-    can
-    hold, None for no limit.
+    can hold, None for no limit.
     """
 
     def __init__(self, layout: Layout, device_limit: int | None):
@@ -94,10 +93,8 @@ class RamTier:
 
     The tree refers to the lineages as its values. `write_behind` is None without a disk tier.
     `device_buffers`: maximum number of buffers of the device. `copy_bytes`: bytes that new lineages
-    copy
-    in one evaluation. `dropped` counts evictions of KV that is then lost, `spilled` those of KV
-    that is
-    on disk too.
+    copy in one evaluation. `dropped` counts evictions of KV that is then lost, `spilled` those of
+    KV that is on disk too.
     """
 
     def __init__(
@@ -148,8 +145,7 @@ class RamTier:
         """Reserve a buffer of at least `least` positions, which replaces one of `held` positions.
 
         Adds room for growth if that fits. Returns the capacity in positions. Returns None, and
-        reserves
-        nothing, if not even `least` positions fit.
+        reserves nothing, if not even `least` positions fit.
         """
         for capacity in (with_slack(least), least):
             if self.reserve_kv(capacity - held, held, evict=evict):
@@ -168,10 +164,8 @@ class RamTier:
         """Charge `size` bytes to `kind`, making room as `evict` says.
 
         A negative `size` releases bytes. `passing`: bytes needed only during the operation, which
-        may use
-        what is set aside for forward passes. Returns False, and charges nothing, if there is no
-        room. May
-        block if `evict` is "wait".
+        may use what is set aside for forward passes. Returns False, and charges nothing, if there
+        is no room. May block if `evict` is "wait".
         """
         needed = max(0, size) + max(0, passing - self._bytes_of("transient"))
         if not self.make_room(needed, evict=evict):
@@ -187,8 +181,8 @@ class RamTier:
         """Free budget until `size` bytes fit, and return whether they do.
 
         First compacts idle lineages with unused positions, then evicts by score, lowest first.
-        Evicts
-        nothing if all idle entries together would not suffice. May block if `evict` is "wait".
+        Evicts nothing if all idle entries together would not suffice. May block if `evict` is
+        "wait".
         """
         if evict == "no":
             return self.budget.free >= size
@@ -222,10 +216,8 @@ class RamTier:
         """Evict once from the end of the leaf with the lowest score.
 
         Returns False if every leaf is in use. `needed`: bytes to free, if the leaf has as many.
-        Checkpoints
-        on its path that save less than `worth` are dropped before tokens of the leaf, unless the
-        leaf was
-        replaced: its path then belongs to another conversation.
+        Checkpoints on its path that save less than `worth` are dropped before tokens of the leaf,
+        unless the leaf was replaced: its path then belongs to another conversation.
         """
         leaf = self.tree.least_leaf()
         if leaf is None:
@@ -290,8 +282,7 @@ class RamTier:
         """Withhold `size` bytes of the budget in total, evicting as needed.
 
         If less than before is withheld, the difference becomes available. Entries that requests
-        use, or that
-        are not on disk yet, are not evicted: call again later to withhold the rest.
+        use, or that are not on disk yet, are not evicted: call again later to withhold the rest.
         """
         withheld = self._bytes_of(WITHHELD)
         if size <= withheld:
@@ -305,8 +296,7 @@ class RamTier:
         """Remove the tokens of `node` from position `keep` on; return the number of tokens removed.
 
         Removes nothing and returns 0 if a request or a pending write uses the node, or if other
-        segments
-        follow it.
+        segments follow it.
         """
         if node.locks or node.children or node.detached:
             return 0
@@ -322,8 +312,7 @@ class RamTier:
         """Compact idle lineages to the range that the tree uses.
 
         The most recent `WHOLE_LINEAGES` of them stay as they are if they start at position 0, so
-        that
-        requests can continue them.
+        that requests can continue them.
         """
         self._bound_buffers(evict=evict)
         spare = [x for x in self.idle.values() if self._has_spare(x)]
@@ -399,12 +388,9 @@ class RamTier:
         """Reserve `size` bytes for a checkpoint at `node`, on a path of `end` tokens.
 
         To stay within the limits for one path and for all checkpoints, drops other checkpoints of
-        this path,
-        then those of other paths, without waiting for the disk. The caller must hold one lock on
-        the path;
-        checkpoints that other requests lock are not dropped. Returns False, and reserves nothing,
-        if there
-        is no room.
+        this path, then those of other paths, without waiting for the disk. The caller must hold one
+        lock on the path; checkpoints that other requests lock are not dropped. Returns False, and
+        reserves nothing, if there is no room.
         """
         for each in self._superseded(node, end, self.max_checkpoints(end)):
             if self._locked_once(each):

@@ -39,16 +39,13 @@ class DiskLookup:
     tokens.
 
     `known`: leading tokens that are in RAM; files with only those are not verified. `found`: the
-    search
-    has ended. `target`: position up to which to restore, 0 if the gain would be too small. `pieces`
-    and
-    `state`: the files to read for that. `verified`: position up to which checksums were verified.
-    `state_verified`: the checksums of the checkpoint were verified, or there is none. `failed`:
-    nothing
-    more will be verified. `dropped`: no request needs the result any more; set by the MLX thread.
-    `shared`: tokens shared with earlier prompts on disk, whether they can be restored or not. Files
-    that end before `windows_from` are read without the arrays of sliding windows, because no later
-    position uses those.
+    search has ended. `target`: position up to which to restore, 0 if the gain would be too small.
+    `pieces` and `state`: the files to read for that. `verified`: position up to which checksums
+    were verified. `state_verified`: the checksums of the checkpoint were verified, or there is
+    none. `failed`: nothing more will be verified. `dropped`: no request needs the result any more;
+    set by the MLX thread. `shared`: tokens shared with earlier prompts on disk, whether they can be
+    restored or not. Files that end before `windows_from` are read without the arrays of sliding
+    windows, because no later position uses those.
     """
 
     ids: Tokens
@@ -174,9 +171,8 @@ class Restorer:
         """Append one verified file to `lineage`, or set the checkpoint's state after the last one.
 
         Returns True once the lineage holds `lookup.target` positions and their state. Blocks while
-        one file
-        of at most 32 MiB or 2,048 tokens is read. Raises StoreError if a file can no longer be
-        used.
+        one file of at most 32 MiB or 2,048 tokens is read. Raises StoreError if a file can no
+        longer be used.
         """
         if lookup.failed:
             raise StoreError("a file of the prefix cannot be used")

@@ -111,8 +111,7 @@ class RetryBackoff:
     """Pauses after disk errors, and the paths to write when the disk works again.
 
     The paths are not locked in RAM: a path that is evicted or merged into a longer one is removed
-    from
-    the list. `wake_in(seconds)` wakes the MLX thread after a pause.
+    from the list. `wake_in(seconds)` wakes the MLX thread after a pause.
     """
 
     def __init__(
@@ -178,14 +177,10 @@ class PathWrite:
     """The write of one path of the tree, from its queueing to its last durable file.
 
     `wanted`: the checkpoints on the path. `asked`: the store was asked what it already has. After
-    that,
-    `at` is the next token to hand to the writer, and `states` are the checkpoints to write after
-    the
-    runs. `in_flight`: number of jobs that the writer has. `lost`: files that this path continues
-    were
-    evicted in the meantime. `reused`: prompt tokens that the request reused, to be counted as a use
-    of
-    their files. `tries`: number of restarts.
+    that, `at` is the next token to hand to the writer, and `states` are the checkpoints to write
+    after the runs. `in_flight`: number of jobs that the writer has. `lost`: files that this path
+    continues were evicted in the meantime. `reused`: prompt tokens that the request reused, to be
+    counted as a use of their files. `tries`: number of restarts.
     """
 
     node: Node
@@ -246,10 +241,8 @@ def _lacking(positions: list[int], present: list[int]) -> set[int]:
     """Return the positions of checkpoints that the disk has never had.
 
     `positions`: those of the path's checkpoints, ascending. `present`: those of checkpoints on
-    disk. A
-    checkpoint before the newest one on disk was there once and was thinned, so it is not written
-    again,
-    except for the first of the path.
+    disk. A checkpoint before the newest one on disk was there once and was thinned, so it is not
+    written again, except for the first of the path.
     """
     newer = {at for at in positions if at > max(present, default=0)}
     head = {at for at in positions[:1] if at < min(present, default=0)}
@@ -431,8 +424,7 @@ class WriteBehind:
         """Return the next job of a path, or None if it has none.
 
         If there is no memory for a copy, pauses writing and returns None. Raises a device error:
-        the KV may
-        then be damaged.
+        the KV may then be damaged.
         """
         try:
             return (
@@ -539,8 +531,7 @@ class WriteBehind:
         """Block until a path is on disk and may be evicted from RAM.
 
         Returns False if no path is being written. After `seconds` without any progress every path
-        is
-        unlocked, so that replies do not wait for the disk.
+        is unlocked, so that replies do not wait for the disk.
         """
         before, deadline = len(self._queue) + len(self._handed), self._clock() + seconds
         while before and len(self._queue) + len(self._handed) >= before:

@@ -45,8 +45,7 @@ def memory_groups(root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
     """Yield the folders of this process's memory control groups and of the groups above them.
 
     `root`: the folder where control groups are mounted. Inside a container, the process's own group
-    is
-    mounted there, whatever its path is. `own`: the file that lists the process's groups.
+    is mounted there, whatever its path is. `own`: the file that lists the process's groups.
     """
     yield from (root, root / "memory")
     try:

@@ -22,10 +22,8 @@ class Keys:
     """API keys of a server.
 
     `values`: the keys. `names`: the names that the file gives to some of them. `owned`: each key
-    has
-    sessions of its own. It is false for a single key that is not from a file: then all clients
-    share
-    all sessions.
+    has sessions of its own. It is false for a single key that is not from a file: then all clients
+    share all sessions.
     """
 
     values: tuple[str, ...] = field(default=(), repr=False)

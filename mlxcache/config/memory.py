@@ -63,8 +63,7 @@ def read_mac_pressure(ask: Callable[[str], int | None] | None = None) -> MemoryP
     """Read the memory pressure level of the macOS kernel.
 
     The kernel's numbers are 1 for normal, 2 for a warning and 4 for critical. `ask` returns a
-    kernel
-    value by its name.
+    kernel value by its name.
     Source: https://developer.apple.com/documentation/dispatch/dispatchsource/memorypressureevent
     """
     number = (ask or _sysctl)(_MAC_LEVEL)
@@ -84,9 +83,8 @@ def read_linux_pressure(
     """Derive the memory pressure on Linux from stalled time and from memory in use.
 
     Returns the highest level that any of the two gives. `root` and `own` are those of
-    `memory_groups`.
-    `stalls`: the PSI (pressure stall information) file of the machine. `free` returns the available
-    part of the machine's memory, from 0 to 1.
+    `memory_groups`. `stalls`: the PSI (pressure stall information) file of the machine. `free`
+    returns the available part of the machine's memory, from 0 to 1.
     """
     found = [NO_PRESSURE]
     files = [stalls, *(folder / "memory.pressure" for folder in memory_groups(root, own))]
@@ -198,8 +196,7 @@ def trim_heap() -> bool:
     """Return unused heap pages to the operating system. Blocks for about 2 ms.
 
     Threads that allocate in parallel leave holes in the heap, which amount to tens of megabytes in
-    a
-    server that runs for hours. Returns False if the C library has no call for it.
+    a server that runs for hours. Returns False if the C library has no call for it.
     """
     call = heap_trimmer()
     if call is None:

@@ -26,8 +26,7 @@ def read_rules(value: object) -> Mapping[str, bool]:
     """Parse switches of canonicalisation rules into a map from rule to on (True) or off.
 
     `value`: a table, a text such as `RULE=on,RULE=off`, or a list of such texts. Raises ValueError
-    for
-    any other value and for an unknown rule.
+    for any other value and for an unknown rule.
     """
     if isinstance(value, Mapping):
         pairs = [(str(name), state) for name, state in value.items()]

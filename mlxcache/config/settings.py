@@ -1,8 +1,8 @@
 """The settings of a server, with one entry for each.
 
 A field of `Settings` defines all of a setting: type, default, parser and help text. The names of
-its flag, environment variable and config.toml key follow from the name of the field, and
-`SETTINGS` lists the entries. To add a setting, add one field.
+its flag, environment variable and config.toml key follow from the name of the field, and `SETTINGS`
+lists the entries. To add a setting, add one field.
 """
 
 from __future__ import annotations
@@ -51,10 +51,8 @@ class Setting:
 
     `read` converts a flag, a variable or a TOML value to the value of the setting, and raises
     ValueError, TypeError or ConfigError if it is not valid. `panel`: the heading of the flag in
-    --help.
-    `metavar`: the placeholder of its value in --help, empty for a switch. `repeatable`: the flag
-    may be
-    given several times.
+    --help. `metavar`: the placeholder of its value in --help, empty for a switch. `repeatable`: the
+    flag may be given several times.
     """
 
     name: str
@@ -116,11 +114,9 @@ class Settings:
     """All settings of `mlxcache serve`, in the order of its help. Lengths are in tokens.
 
     None means no limit, or the default that the help names. `ram_limit` and `disk_limit` convert
-    `ram`
-    and `disk` to bytes; `read_keys` collects the API keys. `canonicalise` holds only the rules that
-    were
-    switched explicitly; `rules` has all of them. Raises ConfigError if two values contradict each
-    other.
+    `ram` and `disk` to bytes; `read_keys` collects the API keys. `canonicalise` holds only the
+    rules that were switched explicitly; `rules` has all of them. Raises ConfigError if two values
+    contradict each other.
     """
 
     model: str | None = _setting(

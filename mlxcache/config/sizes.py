@@ -41,10 +41,8 @@ def read_size(text: str | int) -> Size:
 
     Decimal units are powers of 1000 (`KB`, `MB`, `GB`, `TB`, also without the B), binary ones
     powers of 1024 (`KiB`, `MiB`, `GiB`, `TiB`). Case does not matter, and a number without a unit
-    is
-    bytes. Raises ConfigError for anything else, for 0, for more than 100%, and for a text without a
-    unit
-    below `LEAST_BARE`; the message then names the unit that was probably meant.
+    is bytes. Raises ConfigError for anything else, for 0, for more than 100%, and for a text
+    without a unit below `LEAST_BARE`; the message then names the unit that was probably meant.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return _positive(text, text)
@@ -89,9 +87,8 @@ def ram_limit(
     An explicit size is used unchanged, and a percentage is of `machine_bytes`. `auto` is a part of
     the memory that the weights leave: on Metal, three quarters of the rest of `working_set_bytes`
     (the device's recommended working set, None elsewhere); elsewhere, half of the rest of the
-    machine's
-    memory, so that other programs have memory too. It is at least 64 MB. Raises ConfigError if
-    `setting` is not a size.
+    machine's memory, so that other programs have memory too. It is at least 64 MB. Raises
+    ConfigError if `setting` is not a size.
     """
     explicit = parse_size(setting, total=machine_bytes)
     if explicit is not None:
@@ -123,10 +120,8 @@ def disk_limit(setting: str | int, folder: Path) -> int:
     """Return the limit in bytes of the disk tier in `folder`, or 0 for "off".
 
     `folder` need not exist. A percentage is of the whole disk that holds `folder`. `auto` is a
-    quarter
-    of the free space, in which the files already in `folder` count as free, and at most 200 GB.
-    Raises
-    ConfigError if `setting` is not a size or is below `LEAST_DISK`.
+    quarter of the free space, in which the files already in `folder` count as free, and at most 200
+    GB. Raises ConfigError if `setting` is not a size or is below `LEAST_DISK`.
     """
     if setting == "off":
         return 0

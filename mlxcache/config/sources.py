@@ -32,8 +32,7 @@ def load_settings(
 
     A flag that is None was not given, and an empty variable counts as not set. The file is
     `config_path` or the one that `MLXCACHE_CONFIG` names, which must exist; otherwise it is the
-    default
-    file, if that exists. Raises ConfigError with the name of the flag, variable or key.
+    default file, if that exists. Raises ConfigError with the name of the flag, variable or key.
     """
     values = _from_file(_config_file(config_path, environ))
     for name, setting in SETTINGS.items():
@@ -53,8 +52,7 @@ def unknown_variables(
     """Return unknown variables that begin with MLXCACHE_, each with the most similar known one.
 
     The second item of a pair is None if no known variable is similar. Known are the variables of
-    all
-    settings, `MLXCACHE_CONFIG`, and those in `more`.
+    all settings, `MLXCACHE_CONFIG`, and those in `more`.
     """
     known = {*more, *(one.variable for one in (*SETTINGS.values(), CONFIG))}
     # compared without the common prefix, which would make any two of them similar

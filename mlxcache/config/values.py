@@ -1,7 +1,7 @@
 """Parsers of setting values from flags, environment variables and TOML values.
 
-Flags and variables are text; TOML values have types. Each function raises ValueError or
-ConfigError with the reason, to which the caller adds the name of the source.
+Flags and variables are text; TOML values have types. Each function raises ValueError or ConfigError
+with the reason, to which the caller adds the name of the source.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def read_files(value: object) -> tuple[Path, ...]:
     """Read the paths of existing files from a list or from a text.
 
     The text separates paths by `os.pathsep`, as PATH does. Raises ValueError for a path that is not
-    a
-    file.
+    a file.
     """
     given = value.split(os.pathsep) if isinstance(value, str) else value
     if not isinstance(given, list | tuple):

@@ -2,6 +2,5 @@
 
 This is the only package that imports mlx_lm, and only its modules `adapters`, `quantise` and `rows`
 name the cache classes of mlx-lm. It works with arrays, tokens and files of weights. It uses no
-prefix
-tree, budget, request, session or store.
+prefix tree, budget, request, session or store.
 """

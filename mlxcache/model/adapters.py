@@ -33,8 +33,8 @@ class Sliced:
     """Adapter of a class whose slots hold a row for every position.
 
     `name`: mlx-lm's name of the class. `places`: the keys of a slot's arrays in its `state`.
-    `verb`: the
-    kind of reuse. `batchable`: mlx-lm has a batch version of the class, for several sequences.
+    `verb`: the kind of reuse. `batchable`: mlx-lm has a batch version of the class, for several
+    sequences.
     """
 
     verb = "slice"
@@ -148,10 +148,8 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
     """Cache of a sliding-window layer that keeps every position instead of a ring of the newest.
 
     The model gets exactly what `RotatingKVCache` would return: the last `max_size - 1` positions
-    and
-    the new ones, in temporal order. Nothing is overwritten, so the window before any position can
-    be
-    sliced out later, and a step appends in place.
+    and the new ones, in temporal order. Nothing is overwritten, so the window before any position
+    can be sliced out later, and a step appends in place.
     """
 
     step = 256
@@ -224,8 +222,7 @@ class Checkpointed:
     """Adapter of a class whose slots hold a state that stands for exactly one position.
 
     `name`: mlx-lm's name of the class. `batchable`: mlx-lm has a batch version of the class.
-    `growing`:
-    the axis of its arrays that may have any size, or None if all sizes are fixed.
+    `growing`: the axis of its arrays that may have any size, or None if all sizes are fixed.
     """
 
     verb = "checkpoint"
@@ -275,8 +272,7 @@ class Checkpointed:
         """Convert a state saved by mlx-lm to the form that the method `state` returns.
 
         `like`: a state of the model, whose fixed numbers it must have. Raises ValueError if its
-        numbers
-        contradict each other.
+        numbers contradict each other.
         """
         return state
 

@@ -13,8 +13,7 @@ def copied(array: mx.array) -> mx.array:
     """Copy `array` lazily into a buffer of its own.
 
     `mx.contiguous` and assignment to a full slice may share the buffer instead, and a small view
-    would
-    then keep a large buffer alive.
+    would then keep a large buffer alive.
     """
     return array * mx.array(1, array.dtype)
 

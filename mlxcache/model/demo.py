@@ -50,11 +50,9 @@ def materialise(directory: Path | None = None) -> Path:
     """Write the demo model's folder for `mlx_lm.load` if it is missing, and return its path.
 
     The folder lies inside `directory`, by default inside the default cache folder. Its name
-    contains a
-    digest of the shipped files, so a new version never uses the folder of an old one. Weights are
-    shipped as float16 and written as float32, because float16 is slow on a CPU. Several processes
-    may
-    call this at once: whole folders are renamed into place. MLX thread only.
+    contains a digest of the shipped files, so a new version never uses the folder of an old one.
+    Weights are shipped as float16 and written as float32, because float16 is slow on a CPU. Several
+    processes may call this at once: whole folders are renamed into place. MLX thread only.
 
     Raises ModelError if the package lacks its data or the folder cannot be written.
     """
@@ -160,11 +158,9 @@ def template(*, thinking: bool) -> str:
     """Return the Jinja source of the ChatML chat template, with tools.
 
     System and developer turns keep their places; one at the very start shares its turn with the
-    tools.
-    With `thinking`, a reply begins inside an open think block, which is closed at once if
+    tools. With `thinking`, a reply begins inside an open think block, which is closed at once if
     `enable_thinking` is false. The reasoning of replies before the last user message is then
-    omitted, as
-    in the templates of reasoning models.
+    omitted, as in the templates of reasoning models.
     """
     return TEMPLATE.replace("THINKS", "true" if thinking else "false")
 
@@ -173,8 +169,7 @@ def write_tokenizer(directory: Path, tokenizer: str, *, context: int, thinking: 
     """Write tokenizer.json and tokenizer_config.json, in the form that transformers reads.
 
     `tokenizer`: the text of tokenizer.json. `context`: the maximum length in tokens. `thinking`
-    chooses
-    the chat template.
+    chooses the chat template.
     """
     (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     config: dict[str, Any] = {

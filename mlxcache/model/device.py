@@ -70,8 +70,7 @@ def is_device_error(error: BaseException | None) -> bool:
     """Return whether `error` reports a command that failed on the device, now or earlier.
 
     After such an error, no result since the last `confirm` can be trusted, whichever request it
-    belongs
-    to.
+    belongs to.
     """
     return isinstance(error, RuntimeError) and _DEVICE_ERROR.search(str(error)) is not None
 
@@ -85,8 +84,7 @@ def confirm() -> None:
     """Wait for all commands of this thread's stream, and raise the error of any that failed.
 
     Afterwards every result so far is confirmed. Returns at once on a CPU, where an evaluation
-    raises its
-    own errors.
+    raises its own errors.
     """
     if defers_errors():
         mx.synchronize()

@@ -34,9 +34,8 @@ class Group:
     """Layers of a model that cache in the same way.
 
     `layers`: number of layers. `kinds`: kinds of caches in one layer, the hardest to reuse last.
-    `size`:
-    tokens of a window or chunk, None if there is none. `cls`: names of mlx-lm's cache classes.
-    `bytes_per_token` and `checkpoint_bytes` are those of one layer.
+    `size`: tokens of a window or chunk, None if there is none. `cls`: names of mlx-lm's cache
+    classes. `bytes_per_token` and `checkpoint_bytes` are those of one layer.
     """
 
     layers: int
@@ -52,8 +51,7 @@ class Examined:
     """Description, cache layout and groups of layers of a model, as far as its files tell.
 
     `unquantised`: the reason why its KV cannot be quantised, or None. `undrafted`: the reason why
-    it
-    cannot be used with a draft model, or None.
+    it cannot be used with a draft model, or None.
     """
 
     info: ModelInfo
@@ -67,14 +65,10 @@ def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
     """Determine how a model's layers cache and how many bytes they need, without its weights.
 
     `kv_bits`: bits of stored keys and values, None for the model's dtype. If the model is not on
-    this
-    machine, only its config.json is downloaded, and random weights that are never computed replace
-    its
-    own. With a draft model, both models are examined as one, and both must be on this machine.
-    Blocks
-    for a download. Raises ModelError if the model cannot be found or fed, or if it cannot be used
-    with
-    `kv_bits` or the draft model.
+    this machine, only its config.json is downloaded, and random weights that are never computed
+    replace its own. With a draft model, both models are examined as one, and both must be on this
+    machine. Blocks for a download. Raises ModelError if the model cannot be found or fed, or if it
+    cannot be used with `kv_bits` or the draft model.
     """
     try:
         if spec.draft is not None and None in (here(spec.model, spec.revision), here(spec.draft)):

@@ -48,19 +48,14 @@ def fingerprint(
     """Return the namespace of the model in folder `path`, as 32 hexadecimal digits.
 
     The digest covers the content of the weights, of the configuration (parsed JSON), of Python code
-    that
-    the model runs, of the adapter and of the draft model in folder `draft`; `layout_key`, which
-    stands for
-    the shapes and dtypes of KV; and the versions of mlx-lm and of stored KV. It covers no name, so
-    a model
-    has the same namespace wherever its folder is.
+    that the model runs, of the adapter and of the draft model in folder `draft`; `layout_key`,
+    which stands for the shapes and dtypes of KV; and the versions of mlx-lm and of stored KV. It
+    covers no name, so a model has the same namespace wherever its folder is.
 
     Files are identified by their SHA-256. In a Hub cache that is the name of the file's blob. Other
-    files
-    are read once, and their digests are stored in the file `memo` and used while size, times and
-    inode
-    are unchanged. `progress` is called with the bytes read so far and the total. Blocks while it
-    reads.
+    files are read once, and their digests are stored in the file `memo` and used while size, times
+    and inode are unchanged. `progress` is called with the bytes read so far and the total. Blocks
+    while it reads.
 
     Raises ModelError with the name of a file that cannot be read.
     """
@@ -219,8 +214,7 @@ def _save_memo(
     """Write the memo file with `fresh` digests added, and without files that no longer exist.
 
     A file that changed within the last two seconds is left out, because another change within the
-    same
-    tick of the file system's clock would not show.
+    same tick of the file system's clock would not show.
     """
     files = {name: entry for name, entry in known.items() if Path(name).exists()}
     settled = time.time_ns() - _SETTLED_NS

@@ -78,12 +78,10 @@ def resolve(model: str, revision: str | None = None, progress: Progress | None =
 
     A model on the Hub is downloaded if needed: the same files that mlx-lm takes, into the Hub's own
     cache. An id whose files are all there costs one request, or none with HF_HUB_OFFLINE=1.
-    `progress`
-    is called with bytes on disk and bytes needed. Blocks.
+    `progress` is called with bytes on disk and bytes needed. Blocks.
 
     Raises ModelError, which says what to do, if there is no such folder or id, if the model is
-    gated, if
-    there is no network, or if the disk is full.
+    gated, if there is no network, or if the disk is full.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -125,8 +123,7 @@ def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
     """Download only the configuration of a model on the Hub.
 
     Returns its folder, and the bytes of the model's weights. Raises ModelError, within seconds if
-    the Hub
-    cannot be reached.
+    the Hub cannot be reached.
     """
     try:
         # before the download, which would be retried
@@ -198,8 +195,7 @@ def _bar(progress: Progress) -> type[Any]:
     """Make a progress bar class for snapshot_download that reports to `progress`.
 
     snapshot_download makes three bars: bytes received, bytes written, files fetched. The second one
-    is
-    reported, because its total is the sum of the files' sizes.
+    is reported, because its total is the sum of the files' sizes.
     """
     lock = threading.Lock()
 

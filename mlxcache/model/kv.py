@@ -2,9 +2,8 @@
 
 A slot is the cache object of a layer, or of a part of one. It is linear (rows for every position,
 token axis -2, so any range of positions can be sliced out) or opaque (a state that stands for
-exactly
-one position, and needs checkpoints); `adapters` decides by class. A model with an unknown class is
-served, but nothing of it is cached.
+exactly one position, and needs checkpoints); `adapters` decides by class. A model with an unknown
+class is served, but nothing of it is cached.
 """
 
 from __future__ import annotations
@@ -145,19 +144,14 @@ class Layout:
     """Cache layout of one model.
 
     `make`: returns empty caches for one sequence. `vocab_size`: number of logits.
-    `bytes_per_token`: KV
-    bytes of one position in all linear slots. `checkpoint_bytes`: maximum bytes of the states of
-    all
-    opaque slots at one position. `running_bytes`: the same during a step. `linear`: indices of the
-    linear
-    slots that the model fills. `specs`: for each of those, (heads, dim, dtype) of its arrays.
-    `windows`:
-    for each of those, its sliding window in tokens, or None. `checkpointed`: adapters of the opaque
-    slots. `batchable`: several sequences can be fed as a batch. `states`: the structure of the
-    result of
-    `capture`, with an ArraySpec for each array, and the numbers in it. `unknown`: names of cache
-    classes
-    without an adapter; such a model is not cached.
+    `bytes_per_token`: KV bytes of one position in all linear slots. `checkpoint_bytes`: maximum
+    bytes of the states of all opaque slots at one position. `running_bytes`: the same during a
+    step. `linear`: indices of the linear slots that the model fills. `specs`: for each of those,
+    (heads, dim, dtype) of its arrays. `windows`: for each of those, its sliding window in tokens,
+    or None. `checkpointed`: adapters of the opaque slots. `batchable`: several sequences can be fed
+    as a batch. `states`: the structure of the result of `capture`, with an ArraySpec for each
+    array, and the numbers in it. `unknown`: names of cache classes without an adapter; such a model
+    is not cached.
     """
 
     make: Callable[[], Caches]
@@ -202,8 +196,7 @@ class Layout:
         """Return the bytes of one sequence in a batch that is padded to `length` positions.
 
         That is the KV of `length` positions in each layer (at most the window's in a layer with a
-        sliding
-        window) and the states of all opaque slots.
+        sliding window) and the states of all opaque slots.
         """
         total = self.checkpoint_bytes
         for spec, window in zip(self.specs, self.windows, strict=True):
@@ -232,10 +225,8 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
     """Determine the cache layout of a model by feeding it a few tokens.
 
     `kv_bits`: bits of quantised KV, None for plain KV. Without `evaluate` nothing is computed and
-    no
-    lazy weight is read, because shapes suffice. Raises ModelError if KV cannot be quantised, and
-    any
-    error of the model itself.
+    no lazy weight is read, because shapes suffice. Raises ModelError if KV cannot be quantised, and
+    any error of the model itself.
     """
     make: Callable[[], Caches] = partial(make_caches, model)
     if kv_bits is not None:

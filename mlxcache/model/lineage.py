@@ -22,24 +22,18 @@ class Lineage:
     """KV for positions [base, length) of one token sequence, in buffers of `capacity` positions.
 
     With `base` 0 the lineage is *whole*: the model can be fed with `caches`, which appends in
-    place.
-    With `base` above 0 it is *compact*: only its own range is there, to be sliced from. Linear
-    slots have
-    rows for every position; opaque slots have a state for one position.
+    place. With `base` above 0 it is *compact*: only its own range is there, to be sliced from.
+    Linear slots have rows for every position; opaque slots have a state for one position.
 
     Every method evaluates its result, in groups of arrays of up to `copy_bytes` bytes, or one array
-    if
-    that is larger. This is also the peak of memory above the result.
+    if that is larger. This is also the peak of memory above the result.
 
     Below position `window_valid_from`, the arrays of sliding windows may hold no values. The model
-    may
-    still be fed from positions that are at least one window later, because their windows contain
-    none of
-    those.
+    may still be fed from positions that are at least one window later, because their windows
+    contain none of those.
 
     `passes` counts the writes to the buffers since `mark_confirmed`, whose results may be wrong on
-    a
-    device that reports errors late.
+    a device that reports errors late.
     """
 
     __slots__ = (
@@ -88,8 +82,7 @@ class Lineage:
         """Replace every buffer by copies of `sources`, with `capacity` positions each.
 
         `sources` are contiguous spans. If MLX fails, the lineage is released, unless its own
-        content was only
-        to be copied into larger buffers.
+        content was only to be copied into larger buffers.
         """
         try:
             self._refill(sources, capacity)
@@ -150,8 +143,7 @@ class Lineage:
         """Return positions [start, stop) of one array as a lazy slice.
 
         `slot` and `array` are indices into `Layout.specs`. The caller must drop the slice before
-        the next
-        write to the lineage.
+        the next write to the lineage.
         """
         whole = kv.arrays_of(self.linear[slot])[array]
         return whole[..., start - self.base : stop - self.base, :]
@@ -176,8 +168,7 @@ class Lineage:
         """Replace the content by copies of `sources`, in buffers of `capacity` positions.
 
         `sources` are contiguous spans, which may be of this lineage. If they start at position 0,
-        the lineage
-        becomes whole.
+        the lineage becomes whole.
         """
         self._rebuild(sources, capacity)
 
@@ -203,14 +194,10 @@ class Lineage:
         """Return whether all confirmed positions are intact after a device error.
 
         Confirmed are those that were there at the last `mark_confirmed`. They are intact if nothing
-        was written
-        since, or if there was one write and it was made in place: such a write changes new
-        positions only. MLX
-        copies a buffer that has another reader, and a copy that failed has lost every position;
-        several writes
-        may have copied to another buffer and back. If only some buffers were enlarged the result is
-        False,
-        because they take more memory than was reserved.
+        was written since, or if there was one write and it was made in place: such a write changes
+        new positions only. MLX copies a buffer that has another reader, and a copy that failed has
+        lost every position; several writes may have copied to another buffer and back. If only some
+        buffers were enlarged the result is False, because they take more memory than was reserved.
         """
         sizes = {array.shape[2] for slot in self.linear for array in kv.arrays_of(slot)}
         if not sizes <= {self.capacity}:
@@ -244,10 +231,9 @@ class Lineage:
         """Append `count` positions from `tail`, which yields the arrays of each linear slot.
 
         Each array has shape (1, heads, count, dim). `held`: positions for which computing `tail`
-        takes memory,
-        by default `count`; with an iterator, as many slots are computed at a time as fit in
-        `copy_bytes`, at
-        least one. With `windows` False, the arrays of sliding windows hold no values.
+        takes memory, by default `count`; with an iterator, as many slots are computed at a time as
+        fit in `copy_bytes`, at least one. With `windows` False, the arrays of sliding windows hold
+        no values.
         """
         end, held = self.length + count, count if held is None else held
         self.note_pass()

@@ -52,12 +52,10 @@ class ModelSpec:
     """A model to load, with its options.
 
     `model`: a folder or a Hub id. `revision`: the Hub's branch, tag or commit. `adapter`: a folder
-    with
-    adapter_config.json and adapters.safetensors. `draft`: folder or Hub id of a draft model.
+    with adapter_config.json and adapters.safetensors. `draft`: folder or Hub id of a draft model.
     `trust_remote_code`: allow Python code in the model's folder to run. `context`: context length
-    in
-    tokens, at most the model's own. `chat_template`: a file or the template itself, instead of the
-    model's. `id`: the name that clients see.
+    in tokens, at most the model's own. `chat_template`: a file or the template itself, instead of
+    the model's. `id`: the name that clients see.
     """
 
     model: str
@@ -76,10 +74,8 @@ class Loaded:
     """A model that is ready to run.
 
     `config`: config.json as mlx-lm reads it. `path`: the model's folder. `vision`: its image
-    processor, or
-    None if the model takes no images. `draft`: the folder of the draft model, or None; with a draft
-    model,
-    `model` is a `Pair`, and `info` describes both.
+    processor, or None if the model takes no images. `draft`: the folder of the draft model, or
+    None; with a draft model, `model` is a `Pair`, and `info` describes both.
     """
 
     model: nn.Module
@@ -95,10 +91,8 @@ def load(spec: ModelSpec, progress: Progress | None = None, *, lazy: bool = Fals
     """Load the model that `spec` names. Blocks; MLX thread only.
 
     With `lazy`, each weight is read when it is first used. A model on the Hub is downloaded first;
-    to keep
-    the MLX thread free, call `fetch` in another thread before. Raises ModelError, which names the
-    file at
-    fault or says what to do.
+    to keep the MLX thread free, call `fetch` in another thread before. Raises ModelError, which
+    names the file at fault or says what to do.
     """
     path = resolve(spec.model, spec.revision, progress)
     config = own = checked_config(path)
@@ -143,8 +137,7 @@ def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
     """Download the models that `spec` names, unless they are on this machine. Blocks.
 
     May be called on any thread. `progress` is called with the model's name, the bytes on disk and
-    the
-    bytes needed. Raises ModelError if a model cannot be found or downloaded.
+    the bytes needed. Raises ModelError if a model cannot be found or downloaded.
     """
     resolve(spec.model, spec.revision, partial(progress, spec.model))
     if spec.draft is not None:
@@ -221,8 +214,7 @@ def _eos(config: Mapping[str, Any]) -> list[int] | None:
     """Return the ids of tokens that end a turn, as a model's configuration states them.
 
     `config` is config.json, possibly merged with generation_config.json by mlx-lm. Vision models
-    have
-    these ids in text_config. Returns None if there are none. The tokenizer adds its own ids.
+    have these ids in text_config. Returns None if there are none. The tokenizer adds its own ids.
     """
     found = config.get("eos_token_id")
     if found is None:
@@ -325,8 +317,7 @@ def tokenizer_of(model: str | None) -> TokenizerWrapper:
     """Load the tokenizer and chat template of a folder or Hub id, without weights.
 
     None stands for the built-in demo model. For an id that is not in the Hub's cache, only small
-    files
-    are downloaded. Raises ModelError if the tokenizer cannot be loaded.
+    files are downloaded. Raises ModelError if the tokenizer cannot be loaded.
     """
     if model is None:
         with tempfile.TemporaryDirectory(prefix="mlxcache-") as folder:

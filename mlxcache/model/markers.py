@@ -37,12 +37,9 @@ class Grammar:
     """Markers of a model family, as a state machine over its output.
 
     `edges`: for each state, the markers that end it and the next state of each. `tokens`: the
-    markers that
-    are one token of the vocabulary. `initial`: the state in which every reply begins, or None if
-    that
-    depends on the prompt. `syntax`: the reader of tool calls in the text of a tool block.
-    `opening`: the
-    marker that begins a tool block.
+    markers that are one token of the vocabulary. `initial`: the state in which every reply begins,
+    or None if that depends on the prompt. `syntax`: the reader of tool calls in the text of a tool
+    block. `opening`: the marker that begins a tool block.
     """
 
     edges: Mapping[str, Mapping[str, str]]
@@ -66,10 +63,9 @@ def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
     """Return the markers of the model family of `tokenizer`.
 
     Its edges are those of `mlx_lm.generate.make_text_state_machine`, as strings so that a malformed
-    tool
-    block can be returned as text, or those of gpt-oss. With `tools` False, no tool calls are
-    recognised.
-    With `generic`, tool blocks are `<tool_call>{json}</tool_call>` instead of the family's own.
+    tool block can be returned as text, or those of gpt-oss. With `tools` False, no tool calls are
+    recognised. With `generic`, tool blocks are `<tool_call>{json}</tool_call>` instead of the
+    family's own.
     """
     if is_harmony(tokenizer):
         return _harmony(tokenizer, tools, generic)

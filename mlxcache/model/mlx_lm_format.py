@@ -1,13 +1,11 @@
 """Prompt cache files of mlx-lm's own tools: writing, reading, and comparing with a model.
 
 The format, as of mlx-lm 0.32.2 (mlx_lm/models/cache.py, save_prompt_cache), is a safetensors file
-whose
-tensors are the flattened states of the caches. Numbers, texts and None in the states are small
-tensors too, which the metadata lists. The metadata also has the names of the cache classes, the
-model
-as given to --model, and the tokenizer's configuration. Files of mlx-lm have no token ids; files
-written here add them. A file does not say which weights computed its KV; see `agrees`. MLX thread
-only.
+whose tensors are the flattened states of the caches. Numbers, texts and None in the states are
+small tensors too, which the metadata lists. The metadata also has the names of the cache classes,
+the model as given to --model, and the tokenizer's configuration. Files of mlx-lm have no token ids;
+files written here add them. A file does not say which weights computed its KV; see `agrees`. MLX
+thread only.
 """
 
 from __future__ import annotations
@@ -45,12 +43,9 @@ class PromptCacheFile:
     """A prompt cache file for `mlx_lm.generate --prompt-cache-file`, as an iterable of bytes.
 
     It can be iterated once and yields `nbytes` bytes in all. `lineage` must begin at position 0,
-    with
-    states of its newest position, and must not be written to until the iteration ends. `model`: the
-    path
-    or Hub id for the tool's --model. `ids`: the tokens of the lineage. One array at a time is
-    copied, and
-    a device error is raised before the bytes of that array are yielded.
+    with states of its newest position, and must not be written to until the iteration ends.
+    `model`: the path or Hub id for the tool's --model. `ids`: the tokens of the lineage. One array
+    at a time is copied, and a device error is raised before the bytes of that array are yielded.
     """
 
     def __init__(self, lineage: Lineage, model: str, ids: Tokens):
@@ -131,11 +126,9 @@ class PromptCache:
     """KV of `length` tokens from a prompt cache file, as lazy arrays.
 
     `arrays`: those of each linear slot, shape (1, heads, length, dim). They are None if the file
-    has only
-    the newest positions of a sliding window: such KV cannot be truncated, so the tokens have to be
-    computed. `state`: the states of the opaque slots. `ids`: the tokens, or None if the file has
-    none.
-    `model`: the model's name as it was given to mlx-lm's tool.
+    has only the newest positions of a sliding window: such KV cannot be truncated, so the tokens
+    have to be computed. `state`: the states of the opaque slots. `ids`: the tokens, or None if the
+    file has none. `model`: the model's name as it was given to mlx-lm's tool.
     """
 
     length: int
@@ -160,8 +153,7 @@ def read_prompt_cache(path: Path, layout: Layout, stream: Any) -> PromptCache:
     """Read the prompt cache file `path` for a model of `layout`.
 
     Its arrays are lazy and load on `stream`. Every shape is checked first. Raises SnapshotRefused
-    if the
-    file is not a prompt cache or does not have the shapes of this model.
+    if the file is not a prompt cache or does not have the shapes of this model.
     """
     header = _header(path)
     try:
@@ -349,12 +341,10 @@ def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
     """Return whether `found` holds what `model` computes for `ids`.
 
     A file does not say which weights made it nor, if mlx-lm wrote it, for which tokens. So the KV
-    of the
-    first tokens is computed again in every layer. If the file has no token ids, that of all tokens
-    is
-    computed again in the first layer, which is cheap. Returns False also if this is not possible:
-    without
-    KV of the first tokens, or if the first layer is not attention. Blocks while it computes.
+    of the first tokens is computed again in every layer. If the file has no token ids, that of all
+    tokens is computed again in the first layer, which is cheap. Returns False also if this is not
+    possible: without KV of the first tokens, or if the first layer is not attention. Blocks while
+    it computes.
     """
     if found.arrays is None or not layout.linear or not 0 < len(ids) == found.length:
         return False
@@ -374,8 +364,7 @@ def _first_layer_agrees(
     """Compare the array of the first layer that depends on the tokens alone.
 
     That array is the values, or the latents of multi-head latent attention. The other array depends
-    on
-    the position too, and positions here differ from those in the file.
+    on the position too, and positions here differ from those in the file.
     """
     same: list[bool] = []
     for at in range(0, len(ids), _CHUNK):

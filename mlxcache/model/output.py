@@ -34,26 +34,18 @@ class OutputParser:
     """Parser of one reply: turns tokens into pieces, and decides when the reply ends.
 
     `tokenizer`: mlx-lm's TokenizerWrapper. `tools`: definitions of the tools; if None or empty,
-    tool calls
-    are returned as text. `parallel_tools` False: the first call ends the reply. `stop`: strings
-    that end
-    the visible text. `thinking_open`: the prompt ends inside a think block. `continued`: the prompt
-    ends
-    inside the visible text of a message. `generic_tools`: calls are written as
-    `<tool_call>{json}</tool_call>` instead of the model family's own syntax. `stop_at_eos` False:
-    ignore
-    tokens that end the turn. `plain`: all output is text. `prime`: the last tokens of the prompt,
-    if the
-    leading space of the first token counts.
+    tool calls are returned as text. `parallel_tools` False: the first call ends the reply. `stop`:
+    strings that end the visible text. `thinking_open`: the prompt ends inside a think block.
+    `continued`: the prompt ends inside the visible text of a message. `generic_tools`: calls are
+    written as `<tool_call>{json}</tool_call>` instead of the model family's own syntax.
+    `stop_at_eos` False: ignore tokens that end the turn. `plain`: all output is text. `prime`: the
+    last tokens of the prompt, if the leading space of the first token counts.
 
     A marker (a string that opens or closes thinking or a tool call) is recognised in one token or
-    in many,
-    with two exceptions for text about markers: if the vocabulary has the marker as one token, its
-    spelled-out form opens neither thinking in the middle of visible text, nor a tool call in
-    thinking. The
-    marker that closes a tool block may also occur in an argument: `tool_block` decides, and a call
-    may be
-    held back until more is known.
+    in many, with two exceptions for text about markers: if the vocabulary has the marker as one
+    token, its spelled-out form opens neither thinking in the middle of visible text, nor a tool
+    call in thinking. The marker that closes a tool block may also occur in an argument:
+    `tool_block` decides, and a call may be held back until more is known.
     """
 
     def __init__(
@@ -126,8 +118,7 @@ class OutputParser:
         """End the reply for `reason`, and return the pieces that were held back.
 
         Sets `done`. An open tool block is a call if it can be read and the model ended its turn;
-        otherwise it
-        is text. Does nothing if the reply has ended already.
+        otherwise it is text. Does nothing if the reply has ended already.
         """
         if self.done is not None:
             return []
@@ -400,8 +391,8 @@ class Finder:
     """Search for the first of several strings in text that arrives in pieces.
 
     The string that is completed first is found; if one character completes several, the longest is.
-    So the
-    result does not depend on the pieces. Only text that may begin one of the strings is held back.
+    So the result does not depend on the pieces. Only text that may begin one of the strings is held
+    back.
     """
 
     def __init__(self, patterns: Iterable[str]):
@@ -414,8 +405,7 @@ class Finder:
         """Add text; return the text before the string found, the string, and the rest.
 
         If no string is found, returns the text that cannot be part of one, None and "". Once a
-        string is found
-        nothing is held back, and the caller must handle the rest.
+        string is found nothing is held back, and the caller must handle the rest.
         """
         text = self._held + text
         found = min(
@@ -450,10 +440,9 @@ class Visible:
     """Visible text of a reply: cut at a stop string, and without the template's own newlines.
 
     Chat templates put newlines between thinking, text and tool calls, and add them again when they
-    render
-    the message. So newlines after a think block, one newline before a tool call, and blank text
-    before
-    either are not part of the text. `begun`: the message already has visible text before this one.
+    render the message. So newlines after a think block, one newline before a tool call, and blank
+    text before either are not part of the text. `begun`: the message already has visible text
+    before this one.
     """
 
     def __init__(self, stop: Iterable[str], *, begun: bool = False):
@@ -512,8 +501,7 @@ class Thought:
     """Text of one think block, without the newlines next to its markers.
 
     Chat templates write those newlines themselves. All other text is kept. A block of white space
-    only
-    counts as none.
+    only counts as none.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,8 @@
 """Measurement of a model by mlx-lm without a server: a program for `mlxcache bench`.
 
 `python -m mlxcache.model.own_time MODEL` reads one question per line from standard input, and
-prints one
-answer per line. Both are JSON objects; lengths are in tokens. If the model cannot be measured, it
-prints `{"error"}` and ends. Questions and their answers:
+prints one answer per line. Both are JSON objects; lengths are in tokens. If the model cannot be
+measured, it prints `{"error"}` and ends. Questions and their answers:
 
     {"prefix", "fed"}     {"seconds", "kv_bytes_per_token"}: a warm turn
     {"prefix", "reply"}   {"tokens_s", "peak_bytes"}: mlx_lm.generate after a prefix
@@ -40,8 +39,7 @@ class OwnTime:
     """A loaded model with one cache, which is truncated to a prefix before each measurement.
 
     Raises ValueError if the model's cache cannot be truncated: its state at the prefix would have
-    to be
-    copied, and the copy would be measured too.
+    to be copied, and the copy would be measured too.
     """
 
     def __init__(self, path: Path):
@@ -56,10 +54,8 @@ class OwnTime:
         """Measure the seconds from feeding `fed` tokens after `prefix` tokens to the next token.
 
         `fed` is at least 1. Measures mlx-lm's `generate_step` up to its first yield: it feeds all
-        tokens but
-        one, feeds the last, draws a token, and starts the next step. The tokens are random, which
-        does not
-        affect the time.
+        tokens but one, feeds the last, draws a token, and starts the next step. The tokens are
+        random, which does not affect the time.
         """
         self._reach(prefix)
         prompt = mx.array(self._tokens(fed))
@@ -77,8 +73,7 @@ class OwnTime:
         """Measure `mlx_lm.generate` for a reply of `reply` tokens after `prefix` tokens.
 
         `reply` is at least 2. Returns tokens per second after the first token, and the bytes of
-        MLX's peak
-        memory above those that were active at that token. No token ends the reply.
+        MLX's peak memory above those that were active at that token. No token ends the reply.
         """
         self._reach(prefix - 1)
         tokenizer = load_tokenizer(self.path)
@@ -143,8 +138,7 @@ class OwnTime:
         """Bring the cache to `prefix` tokens, by truncating it or adding the missing ones.
 
         Plain KV is filled with noise, because its values do not affect the time. For other caches
-        random tokens
-        are fed.
+        random tokens are fed.
         """
         if self._length() and all(type(layer) is KVCache for layer in self.cache):
             self._fill(prefix - self._length())
@@ -170,11 +164,9 @@ def rounding(model: Any, tokens: Tokens, split: int) -> float:
     """Measure how much log-probabilities change if a prompt is fed in other passes.
 
     Returns the largest difference between the last position's log-probabilities after two ways of
-    feeding
-    `tokens`: in passes of 2,048 tokens, and in such passes up to position `split`, then the rest.
-    Uses
-    mlx-lm's own cache, so the difference is only the rounding of the model's dtype. MLX thread
-    only.
+    feeding `tokens`: in passes of 2,048 tokens, and in such passes up to position `split`, then the
+    rest. Uses mlx-lm's own cache, so the difference is only the rounding of the model's dtype. MLX
+    thread only.
     """
     ends = [list(range(2048, len(tokens), 2048)), [*range(2048, split, 2048), split]]
     rows = []

@@ -33,17 +33,14 @@ class Pair(nn.Module):  # type: ignore[misc]
         self._own = len(make_prompt_cache(model))
 
     def make_cache(self) -> Caches:
-        """Create empty caches for one sequence: those of the model, then those of the draft
-        model.
-        """
+        """Create empty caches for one sequence: the model's, then the draft model's."""
         return [*make_prompt_cache(self.model), *make_prompt_cache(self.draft)]
 
     def __call__(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
         """Feed `tokens`, shape (1, n), to both models.
 
         Returns the logits of the model, shape (1, n, V). `inputs` go to the model only: the draft
-        model gets
-        placeholders instead of images.
+        model gets placeholders instead of images.
         """
         self._draft(tokens, cache)
         return self.verify(tokens, cache, **inputs)

@@ -1,9 +1,8 @@
 """Quantised KV: keys and values in 4 or 8 bits, from the first token on. MLX thread only.
 
 mlx-lm can begin to quantise a cache at some length (`quantized_kv_start`), but replies then depend
-on
-where the chunks of the prompt ended. Quantising from the first token on avoids that, because each
-position is quantised by itself, along its heads.
+on where the chunks of the prompt ended. Quantising from the first token on avoids that, because
+each position is quantised by itself, along its heads.
 """
 
 from __future__ import annotations
@@ -42,14 +41,11 @@ def quantised(
     """Make a function that returns empty caches with quantised KV of `bits` bits.
 
     `make` returns plain caches. Caches of recurrent layers stay as they are. To check the result,
-    `model`
-    is fed a few tokens, plain and quantised, and the logits are compared; then MLX's products with
-    long KV
-    are checked. Without `compare` nothing is computed.
+    `model` is fed a few tokens, plain and quantised, and the logits are compared; then MLX's
+    products with long KV are checked. Without `compare` nothing is computed.
 
     Raises ModelError, with the name of the class, if mlx-lm cannot run this model on such caches,
-    or if MLX
-    multiplies them wrongly on this device.
+    or if MLX multiplies them wrongly on this device.
     """
     plain = make()
     check_classes(plain, bits)
@@ -154,8 +150,8 @@ def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: in
     """Raise ModelError unless MLX multiplies long KV of these sizes correctly on this device.
 
     A few tokens do not show the error: beyond 1,024 tokens, a GPU may leave part of each head
-    unwritten if
-    the head's size is no multiple of 64. Source: https://github.com/ml-explore/mlx/issues/4250
+    unwritten if the head's size is no multiple of 64. Source:
+    https://github.com/ml-explore/mlx/issues/4250
     """
     sizes = {
         (found.values.shape[-1], group)

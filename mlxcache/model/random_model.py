@@ -1,8 +1,8 @@
 """Models with random weights and the shapes of real ones, for measurements without a download.
 
 Their replies have no meaning, but every token depends on the whole context, and a forward pass
-costs
-what it costs in the real model: same layers, same bytes. The tokenizer is that of the demo model.
+costs what it costs in the real model: same layers, same bytes. The tokenizer is that of the demo
+model.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Shape:
     """Sizes of a Qwen3 model without experts.
 
     `hidden`, `intermediate`, `head_dim`: widths. `layers`, `heads`, `kv_heads`: counts. `tied`: the
-    output
-    head has the same weights as the embeddings.
+    output head has the same weights as the embeddings.
     """
 
     hidden: int
@@ -72,10 +71,8 @@ def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: in
     """Write the folder of a random model for `mlx_lm.load`, and return the folder.
 
     `size`: a key of SIZES; raises KeyError for any other. One layer at a time is held in memory.
-    Replies
-    consist of characters that encode to exactly the generated tokens, as those of a trained model
-    mostly
-    do, and never end by themselves. Blocks; MLX thread only.
+    Replies consist of characters that encode to exactly the generated tokens, as those of a trained
+    model mostly do, and never end by themselves. Blocks; MLX thread only.
     """
     shape = SIZES[size]
     folder.mkdir(parents=True, exist_ok=True)
@@ -181,10 +178,8 @@ def _drawn(
     """Draw the random bfloat16 parameters of one file, by their names with `.weight`.
 
     In the embeddings and the output head, only the rows of ids below `tokens` are drawn, which are
-    those of
-    the tokenizer. The others are zeros: no prompt contains them and no reply should. `spoken`: ids
-    that a
-    reply may contain.
+    those of the tokenizer. The others are zeros: no prompt contains them and no reply should.
+    `spoken`: ids that a reply may contain.
     """
     found = {}
     for (name, size), one in zip(part.items(), mx.random.split(key, len(part)), strict=True):

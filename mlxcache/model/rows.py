@@ -28,9 +28,8 @@ def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
     """Build batch caches with copies of `rows` and of `others`, left-padded to the longest.
 
     Each of `others` holds one sequence, and so does `rows` unless it is `batched`. None of them is
-    changed.
-    The copies are evaluated layer by layer, with a peak of five arrays of a layer above input and
-    result.
+    changed. The copies are evaluated layer by layer, with a peak of five arrays of a layer above
+    input and result.
     """
     joint = []
     for mine, *theirs in zip(rows, *others, strict=True):
@@ -87,8 +86,7 @@ def row_tail(
     """Slice the newest `count` positions of one row of a batch.
 
     Returns the arrays of each linear slot, and the opaque slots. `count` must not exceed the
-    smallest
-    sliding window. The result is lazy, and must be evaluated before the next step.
+    smallest sliding window. The result is lazy, and must be evaluated before the next step.
     """
     slots = kv.flatten(batch)
     linear: list[list[mx.array]] = []

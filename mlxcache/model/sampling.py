@@ -1,8 +1,7 @@
 """Sampling of the next token: validation, samplers, penalties, log-probabilities.
 
 Samplers take log-probabilities and processors take raw logits, as mlx-lm's `GenerationBatch` calls
-them.
-All functions but `validate` run on the MLX thread.
+them. All functions but `validate` run on the MLX thread.
 """
 
 from __future__ import annotations
@@ -48,13 +47,10 @@ def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
     """Check the ranges of all sampling fields.
 
     `temperature` 0 to 5 (OpenAI allows 2, but with min_p local models are run at higher values),
-    `top_p`
-    (0, 1], `min_p` [0, 1], `top_k` from -1 (-1 and 0: off), presence and frequency penalties -2 to
-    2,
-    `repetition_penalty` 0.01 to 100, `repetition_context` from 1, `xtc_probability` [0, 1],
-    `xtc_threshold` [0, 0.5], biases -100 to 100 on token ids below `vocab_size`, `seed` of 64 bits,
-    signed
-    or not.
+    `top_p` (0, 1], `min_p` [0, 1], `top_k` from -1 (-1 and 0: off), presence and frequency
+    penalties -2 to 2, `repetition_penalty` 0.01 to 100, `repetition_context` from 1,
+    `xtc_probability` [0, 1], `xtc_threshold` [0, 0.5], biases -100 to 100 on token ids below
+    `vocab_size`, `seed` of 64 bits, signed or not.
 
     Raises BadRequest, whose `param` is the name of the field. NaN and infinities are in no range.
     """
@@ -103,10 +99,9 @@ def make_sampler(sampling: Sampling, vocab_size: int, kept: Sequence[int] = ()) 
     """Make a function from log-probabilities, shape (B, V), to token ids, shape (B,).
 
     All greedy requests share one function, so that a batch of them is drawn in one call. Any other
-    request
-    has an object of its own with its own random key: the same seed draws the same tokens alone or
-    in a
-    batch. `vocab_size` is V; a top_k of V or more is off. `kept`: tokens that XTC never removes.
+    request has an object of its own with its own random key: the same seed draws the same tokens
+    alone or in a batch. `vocab_size` is V; a top_k of V or more is off. `kept`: tokens that XTC
+    never removes.
     """
     if sampling.temperature < COLDEST:
         return greedy_sampler  # type: ignore[no-any-return]
@@ -151,8 +146,7 @@ class _Draw:
         """Apply XTC: in some draws, remove the likeliest tokens.
 
         All tokens above the threshold are removed except the least likely of them. mlx-lm decides
-        by MLX's
-        global generator whether to remove them; here the request's own key decides.
+        by MLX's global generator whether to remove them; here the request's own key decides.
         """
         chosen = self._sampling
         fewer = apply_xtc(logprobs, 1.0, chosen.xtc_threshold, self._kept)
@@ -186,13 +180,10 @@ def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:
     """Make functions that apply penalties and biases to logits.
 
     Each takes all token ids so far, shape (n,), and logits, shape (1, V), and returns new logits.
-    The list
-    is empty if all penalties and biases are off. The repetition penalty
-    (https://arxiv.org/abs/1909.05858)
-    applies to the newest `repetition_context` tokens, prompt included. Presence and frequency
-    penalties are
-    OpenAI's (https://platform.openai.com/docs/api-reference/chat/create): they count the tokens
-    after the
+    The list is empty if all penalties and biases are off. The repetition penalty
+    (https://arxiv.org/abs/1909.05858) applies to the newest `repetition_context` tokens, prompt
+    included. Presence and frequency penalties are OpenAI's
+    (https://platform.openai.com/docs/api-reference/chat/create): they count the tokens after the
     first `prompt_len`, over the whole reply.
     """
     processors: list[Processor] = []
@@ -232,8 +223,7 @@ def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
     """Set the logits of forbidden tokens to minus infinity.
 
     `logits` have shape (rows, V), with one mask per row. A row whose mask is None keeps its logits.
-    Tokens
-    beyond the end of a mask are forbidden.
+    Tokens beyond the end of a mask are forbidden.
     """
     width = logits.shape[-1]
     words = (width + 31) // 32

@@ -1,10 +1,8 @@
 """Conversion of KV and states between MLX arrays and tensors in files. MLX thread only.
 
 The tensors of a run (KV of consecutive tokens) are token-major, shape (tokens, heads, dim), so that
-a
-block of tokens is one range of bytes in each. The tensors of a checkpoint are the arrays of its
-state
-and a skeleton: JSON with the place of each array in the nested tuples of the state.
+a block of tokens is one range of bytes in each. The tensors of a checkpoint are the arrays of its
+state and a skeleton: JSON with the place of each array in the nested tuples of the state.
 """
 
 from __future__ import annotations
@@ -67,8 +65,7 @@ def to_tensors(named: Iterable[tuple[str, mx.array]]) -> list[Tensor]:
     """Wrap arrays as tensors without a copy.
 
     The arrays must not be written to afterwards. Raises ValueError for an array that is not
-    row-contiguous
-    or whose dtype has no name in safetensors.
+    row-contiguous or whose dtype has no name in safetensors.
     """
     held = [(name, array, _readable(array)) for name, array in named]
     mx.eval([view for _, _, view in held])
@@ -104,8 +101,7 @@ def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[T
     """Copy the KV of `spans` into `out`, a buffer of `run_bytes` bytes, and return its tensors.
 
     `out` should be memory that was used before: the first access to a new page costs more than the
-    copy.
-    Blocks until the device has computed the spans.
+    copy. Blocks until the device has computed the spans.
     """
     readable = _all_readable(spans)
     tensors: list[Tensor] = []
@@ -193,8 +189,7 @@ def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
     """Load the file of a run as lazy arrays of shape (tokens, heads, dim), by slot.
 
     The arrays are read on `stream`. Raises Corrupt unless they are exactly those of `layout`, all
-    with the
-    same number of tokens.
+    with the same number of tokens.
     """
     found = _load(path, stream)
     out: list[list[mx.array]] = []
@@ -273,8 +268,7 @@ def _unfold(value: Any, like: Any, found: dict[str, mx.array], path: Path) -> An
     """Replace each {"array": index} in `value` by an array of `found`.
 
     The arrays taken are removed from `found`. Raises Corrupt, with the name `path`, if structure,
-    shapes or
-    dtypes differ from `like`.
+    shapes or dtypes differ from `like`.
     """
     wrong = Corrupt(f"{path} holds a state that is not of this model's shape.")
     if isinstance(like, tuple):

@@ -1,7 +1,7 @@
 """One tool block of a reply as it arrives, and the places where it may end.
 
-The marker that closes a block may also stand in an argument, spelled out or as the token itself.
-A marker within a value is part of it. One after which the block may be complete is an end, and the
+The marker that closes a block may also stand in an argument, spelled out or as the token itself. A
+marker within a value is part of it. One after which the block may be complete is an end, and the
 block waits for what follows: blank text and then another call, or the reply's end, confirm it.
 Anything else may be more of the argument, so the last end counts at which the block can be read.
 """

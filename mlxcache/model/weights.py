@@ -16,8 +16,8 @@ def shared_bytes(model: nn.Module) -> int:
     """Bytes of weights that rows of a batch read once, and rows stepped apart read for each row.
 
     Every token reads k of a layer's n experts. Two tokens have k * k / n of them in common, if the
-    router spreads tokens evenly; experts count by that share, and not at all where k is unknown.
-    An embedding is looked up and not read, unless it also computes the logits.
+    router spreads tokens evenly; experts count by that share, and not at all where k is unknown. An
+    embedding is looked up and not read, unless it also computes the logits.
     """
     modules = dict(model.named_modules())
     tied = not any(name.endswith("lm_head") for name in modules)

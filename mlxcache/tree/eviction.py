@@ -39,9 +39,8 @@ class Worth:
     """Function that computes the worth of a segment: log of frequency x cost / size.
 
     The formula is that of GreedyDual-Size-Frequency. The logarithm keeps frequent use in the past
-    from
-    outweighing current use. Cost / size is limited to a factor of two, and one use weighs more than
-    that factor: at the same clock, a segment that was reused outlasts one that was not.
+    from outweighing current use. Cost / size is limited to a factor of two, and one use weighs more
+    than that factor: at the same clock, a segment that was reused outlasts one that was not.
 
     `bytes_per_token`: bytes of KV. `checkpoint_bytes`: bytes of one checkpoint. `growth`: measured
     relative increase of a token's compute time for each token before it.
@@ -55,8 +54,7 @@ class Worth:
         """Return the worth of a segment of `tokens` tokens that ends at position `end`.
 
         `uses`: how often it was reused. `nbytes`: bytes of its KV and checkpoint together. `kept`:
-        a
-        client's keep hint for it is still valid.
+        a client's keep hint for it is still valid.
         """
         frequency = 1.0 + log2(1 + min(uses, MOST_USES))
         return frequency + KEPT_MORE * kept + PLACE * self.place(tokens, end, nbytes)
@@ -65,8 +63,7 @@ class Worth:
         """Rank the cost of computing a segment again, per byte that evicting it frees.
 
         The cost is compared with that of the first tokens of a prompt: the result is 0 for about
-        the
-        same, 1 for at least twice as much, -1 for at most half. Arguments are those of `of`.
+        the same, 1 for at least twice as much, -1 for at most half. Arguments are those of `of`.
         """
         usual = self.bytes_per_token + self.checkpoint_bytes / CHECKPOINT_TOKENS
         if nbytes <= 0 or usual <= 0 or tokens <= 0:
@@ -81,9 +78,8 @@ class EvictionOrder:
     Using a node needs no update of the heap: the key stored for a node is a lower bound of its true
     key, and is corrected when the node reaches the top. A change that lowers a key must be followed
     by `renew`; the expiry of keep hints is handled here. A node that reaches the top while
-    `eligible`
-    returns False for it is dropped, and must be added again once it is eligible. `now` returns
-    seconds, and is used for keep hints only.
+    `eligible` returns False for it is dropped, and must be added again once it is eligible. `now`
+    returns seconds, and is used for keep hints only.
     """
 
     def __init__(
@@ -159,9 +155,8 @@ class EvictionOrder:
         """Advance the clock before `node`, which holds `share` of all bytes, is evicted.
 
         If the node was reused, the clock advances to its score; otherwise it advances by `share`
-        only, a
-        number from 0 to 1. Prompts that are used once can then pass through a small budget without
-        lowering the rank of other entries much.
+        only, a number from 0 to 1. Prompts that are used once can then pass through a small budget
+        without lowering the rank of other entries much.
         """
         if node.usage.count and not node.usage.replaced:
             self.clock = max(self.clock, self.value(node))
@@ -172,8 +167,7 @@ class EvictionOrder:
         """Return the last position inside `node` up to which a keep hint is valid.
 
         A hint for the end of the node is not considered. Returns the start of the node if there is
-        no such
-        hint.
+        no such hint.
         """
         now, usage = self.now(), node.usage
         within = [at for at, _ in usage.keeps if node.start < at < node.end]

@@ -19,14 +19,10 @@ class Usage:
 
     `clock`: the eviction order's clock at the last use. `count`: number of requests that reused the
     segment; a new segment of a conversation starts with the count of that conversation. `reach`:
-    the
-    highest position up to which a request reused it. `replaced`: the segment was never reused, and
-    a
-    later request of its conversation diverged before it. `keeps`: clients' keep hints, as pairs of
-    a
-    position up to which to keep the tokens and the seconds to keep them after each use. `seen`:
-    time
-    of the last use, in seconds.
+    the highest position up to which a request reused it. `replaced`: the segment was never reused,
+    and a later request of its conversation diverged before it. `keeps`: clients' keep hints, as
+    pairs of a position up to which to keep the tokens and the seconds to keep them after each use.
+    `seen`: time of the last use, in seconds.
     """
 
     clock: float = 0.0
@@ -73,17 +69,14 @@ class Node:
     """One segment: the tokens of [start, end), whose KV is in `value` at those positions.
 
     Only the tree changes it. The identity of a node follows its end: splitting an edge keeps the
-    node
-    as the lower part, and merging two nodes keeps the lower one. Any later call that changes the
-    tree
-    may extend, merge or remove the node unless it is locked.
+    node as the lower part, and merging two nodes keeps the lower one. Any later call that changes
+    the tree may extend, merge or remove the node unless it is locked.
 
     `tokens`: int32, shape (end - start,), owned by the node. `checkpoint`: the state at `end`, of
     `checkpoint_bytes` bytes, or None. `locks`: number of locks on this node and on all nodes below
-    it.
-    `used_at`: the tree's tick of the last use. `asked`: a caller requested a boundary at `end` and
-    has
-    neither locked the node nor set a checkpoint since; such a node is not merged with its child.
+    it. `used_at`: the tree's tick of the last use. `asked`: a caller requested a boundary at `end`
+    and has neither locked the node nor set a checkpoint since; such a node is not merged with its
+    child.
     """
 
     __slots__ = (
@@ -141,11 +134,10 @@ class Match:
     """Result of a lookup: the longest prefix of some tokens that a tree held at that time.
 
     `length`: number of tokens that match. `nodes`: the nodes on the path from the top down, without
-    the
-    root; the last one may match only in part. `checkpoints`: pairs `(position, node)` in ascending
-    order, for fully matched nodes with a checkpoint. `segments`: `(value, start, end)` for each of
-    `nodes`, limited to the matched part. Later changes of the tree change the nodes, but no other
-    field.
+    the root; the last one may match only in part. `checkpoints`: pairs `(position, node)` in
+    ascending order, for fully matched nodes with a checkpoint. `segments`: `(value, start, end)`
+    for each of `nodes`, limited to the matched part. Later changes of the tree change the nodes,
+    but no other field.
     """
 
     length: int

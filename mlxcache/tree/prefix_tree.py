@@ -100,8 +100,7 @@ class Edges:
         """Mark the segments below `node` as replaced.
 
         Called when their conversation continues in another branch. Segments that were reused are
-        not
-        marked, nor is anything below them. Takes O(1), amortised over insertions.
+        not marked, nor is anything below them. Takes O(1), amortised over insertions.
         """
         pending = list(node.children.values())
         while pending:
@@ -116,8 +115,7 @@ class Edges:
 
         The edge of `node` is extended if it is a leaf with the same value, without a checkpoint and
         with at most `count` uses; with more uses it is shared with other conversations. Otherwise a
-        new
-        node starts with `count` uses.
+        new node starts with `count` uses.
         """
         self.tokens += len(tail)
         grows = node is not self.root and node.value is value and count >= node.usage.count
@@ -234,8 +232,7 @@ def same_conversation(node: Node, key: int | None) -> bool:
     """Return whether tokens appended after `node` belong to the same conversation as `node`.
 
     The first `key` tokens of a prompt identify its conversation, so the answer is True if `node`
-    ends
-    at or after them. With `key` None it is True only for a leaf.
+    ends at or after them. With `key` None it is True only for a leaf.
     """
     if key is None:
         return node.end > 0 and not node.children
@@ -253,10 +250,8 @@ class Uses:
 
         Returns the number of uses of its conversation, or 0 if the tree holds none of it. The first
         `key` tokens identify the conversation (see `same_conversation`). Segments of the
-        conversation
-        after the point where the request diverges are marked as replaced, and so evicted first,
-        unless
-        they were reused. May split an edge.
+        conversation after the point where the request diverges are marked as replaced, and so
+        evicted first, unless they were reused. May split an edge.
         """
         nodes, length = [node for node in match.nodes if node.end <= match.length], match.length
         if match.nodes and length == tokens:
@@ -279,8 +274,7 @@ class Uses:
         """Mark the path to the last attached node of `nodes` as used now.
 
         Each node on it gets at least `least` uses. For a conversation that no request uses at the
-        moment,
-        but that is expected to continue.
+        moment, but that is expected to continue.
         """
         last = next((node for node in reversed(nodes) if not node.detached), None)
         path = last.path()[1:] if last is not None else []
@@ -325,10 +319,8 @@ class PrefixTree:
     Each edge is a segment, and each shared prefix is held once. A value is addressed by absolute
     position, so all segments of one value lie on one path and never overlap. Where another value
     already held some tokens, a value has a gap. Values are compared by identity. Token ids are
-    int32 of
-    shape (n,), and edges own copies of them. Not thread-safe: only one thread may call it. Counts
-    are
-    kept up to date with each change, and reading them takes O(1).
+    int32 of shape (n,), and edges own copies of them. Not thread-safe: only one thread may call it.
+    Counts are kept up to date with each change, and reading them takes O(1).
 
     `bytes_per_token`: bytes of KV. `worth`: scores segments for eviction. `now`: returns seconds.
     `uses` counts the uses of segments.
@@ -383,10 +375,8 @@ class PrefixTree:
         """Find the longest prefix of `tokens` in the tree; it may end inside an edge.
 
         Changes nothing but, with `touch`, the time of last use of the nodes on the path; a node
-        inside
-        which `tokens` diverge is not touched. Raises TypeError if `tokens` is an array that is not
-        int32
-        of shape (n,).
+        inside which `tokens` diverge is not touched. Raises TypeError if `tokens` is an array that
+        is not int32 of shape (n,).
         """
         ids = as_tokens(tokens)
         nodes: list[Node] = []
@@ -411,20 +401,14 @@ class PrefixTree:
         """Add `tokens` to the tree, and return the node that ends at position `len(tokens)`.
 
         Tokens already in the tree keep their value. The missing tail becomes a new segment of
-        `value`, or
-        extends the leaf that it follows if the leaf has the same value and no checkpoint. The whole
-        path
-        counts as used. A new segment starts with the uses of its conversation, which its first
-        `key`
-        tokens identify (see `Uses.found`). Without tokens, the root is returned. The caller must
-        lock the
-        node before anything else may evict it.
+        `value`, or extends the leaf that it follows if the leaf has the same value and no
+        checkpoint. The whole path counts as used. A new segment starts with the uses of its
+        conversation, which its first `key` tokens identify (see `Uses.found`). Without tokens, the
+        root is returned. The caller must lock the node before anything else may evict it.
 
         Raises TypeError if `tokens` is an array that is not int32 of shape (n,). Raises ValueError,
-        with
-        nothing changed, if `value` already holds other tokens at the positions of the tail; cut
-        those
-        first.
+        with nothing changed, if `value` already holds other tokens at the positions of the tail;
+        cut those first.
         """
         ids = as_tokens(tokens)
         found = self.match(ids, touch=False)
@@ -444,12 +428,10 @@ class PrefixTree:
         """Create a boundary inside the edge of `node` at absolute `position`.
 
         Returns the part above the boundary. Changes the tree: a new node takes [start, position)
-        with the
-        same value, locks and last use. `node` becomes the lower part, and keeps its checkpoint,
-        children
-        and `end`. The boundary stays until a lock on it is released or a checkpoint at it is
-        dropped. If
-        `position` is `node.end`, nothing is split and `node` is returned.
+        with the same value, locks and last use. `node` becomes the lower part, and keeps its
+        checkpoint, children and `end`. The boundary stays until a lock on it is released or a
+        checkpoint at it is dropped. If `position` is `node.end`, nothing is split and `node` is
+        returned.
 
         Raises ValueError if `position` is not in (start, end], or if `node` has left the tree.
         """
@@ -466,8 +448,8 @@ class PrefixTree:
         """Store `state`, of `nbytes` bytes, as the checkpoint at `node.end`.
 
         Returns the state that it replaces, or None. Changes the node and the counts. Raises
-        ValueError for
-        the root, for a node that has left the tree, if `state` is None, or if `nbytes` is negative.
+        ValueError for the root, for a node that has left the tree, if `state` is None, or if
+        `nbytes` is negative.
         """
         self._require_attached(node)
         if node is self.root or state is None or nbytes < 0:
@@ -478,8 +460,7 @@ class PrefixTree:
         """Remove the checkpoint at `node.end`, and return its state. The KV of the node stays.
 
         Changes the node and the counts. An unlocked node that was separate only because of its
-        checkpoint
-        is merged into its child. Raises ValueError if the node has no checkpoint.
+        checkpoint is merged into its child. Raises ValueError if the node has no checkpoint.
         """
         if node.checkpoint is None:
             raise ValueError(f"{node} has no checkpoint")
@@ -492,8 +473,7 @@ class PrefixTree:
         """Protect `node` and all nodes above it from being cut, merged or evicted.
 
         Changes the lock counts on the path; each `lock` needs one `unlock`. Raises ValueError if
-        `node` has
-        left the tree.
+        `node` has left the tree.
         """
         self._require_attached(node)
         for each in node.path():
@@ -503,8 +483,7 @@ class PrefixTree:
         """Undo one `lock` of `node`.
 
         Changes the lock counts on the path. Boundaries that are no longer needed are merged away,
-        so
-        `node` may leave the tree. Raises ValueError if `node` is not locked.
+        so `node` may leave the tree. Raises ValueError if `node` is not locked.
         """
         self._require_attached(node)
         if node.locks == 0:
@@ -527,10 +506,8 @@ class PrefixTree:
         """Make `value` the holder of the KV of `nodes`, at the same absolute positions.
 
         Changes the nodes, and merges those that now continue a neighbour with the same value.
-        Raises
-        ValueError, with nothing changed, if a node is the root or has left the tree, or if `nodes`
-        and the
-        nodes that already hold `value` do not all lie on one path.
+        Raises ValueError, with nothing changed, if a node is the root or has left the tree, or if
+        `nodes` and the nodes that already hold `value` do not all lie on one path.
         """
         together = {*nodes, *self._edges.holdings.of(value)}
         if not together:
@@ -549,8 +526,7 @@ class PrefixTree:
         """Return the range [start, end) from the first to the last position that `value` holds.
 
         Tokens inside the range may belong to other values. Returns None if no node holds `value`.
-        Takes
-        O(1) and changes nothing.
+        Takes O(1) and changes nothing.
         """
         nodes = self._edges.holdings.of(value)
         return (nodes[0].start, nodes[-1].end) if nodes else None
@@ -576,10 +552,8 @@ class PrefixTree:
 
         Returns the removed part. Changes the tree. If `position` is `node.start`, the whole node is
         removed; its parent may then become a leaf, or be merged into its one remaining child of the
-        same
-        value. Raises ValueError if `position` is not in [start, end), or if `node` is the root,
-        locked, not
-        a leaf, or no longer in the tree.
+        same value. Raises ValueError if `position` is not in [start, end), or if `node` is the
+        root, locked, not a leaf, or no longer in the tree.
         """
         self._require_attached(node)
         if node.locks or node.children or not node.start <= position < node.end:

@@ -32,9 +32,8 @@ def allowed(kv_bytes: int, checkpoint_bytes: int, limit: int) -> int:
     """Return the bytes that the checkpoints of one path may take in a tier of `limit` bytes.
 
     `kv_bytes`: bytes of the path's KV. `checkpoint_bytes`: bytes of one checkpoint. The result is a
-    few
-    checkpoints plus `kv_bytes` plus a small share of `limit`, so it grows with the tokens of the
-    path.
+    few checkpoints plus `kv_bytes` plus a small share of `limit`, so it grows with the tokens of
+    the path.
     """
     return FEWEST * checkpoint_bytes + kv_bytes + int(limit * PATH_SHARE)
 
@@ -52,10 +51,8 @@ def checkpoints_to_drop(
 
     `positions`: those of the checkpoints, in tokens, ascending. `end`: the length of the path in
     tokens. `kept`: positions that must stay. `parted`: positions where other paths branch, which
-    count
-    as worth more. `worth`: only checkpoints worth less than this are dropped, even if more than
-    `most`
-    are then left. The first position and the newest 4 always stay.
+    count as worth more. `worth`: only checkpoints worth less than this are dropped, even if more
+    than `most` are then left. The first position and the newest 4 always stay.
 
     Returns the positions to drop, in the order in which to drop them.
     """

@@ -186,8 +186,8 @@ def _pythonic_call(lark: Lark, tool: Tool) -> str:
 class Tags:
     """A syntax with a tag for each parameter, as texts in which `{}` stands for the name.
 
-    `ends`: what a string value must not contain, because it would seem to end it.
-    `line`: True where the template may write a line break between the parts.
+    `ends`: what a string value must not contain, because it would seem to end it. `line`: True
+    where the template may write a line break between the parts.
     """
 
     call: str

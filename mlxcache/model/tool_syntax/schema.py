@@ -1,8 +1,8 @@
 """Parameters of tools by their JSON schemas: types, and a check that prefers one reading.
 
-The check covers what decides between two readings of a call: types, required and known
-properties, enum and const, through $ref, anyOf, oneOf, allOf and nullable. It accepts whatever it
-does not know, because it refuses no call: clients validate arguments themselves.
+The check covers what decides between two readings of a call: types, required and known properties,
+enum and const, through $ref, anyOf, oneOf, allOf and nullable. It accepts whatever it does not
+know, because it refuses no call: clients validate arguments themselves.
 Source: https://json-schema.org/draft/2020-12/json-schema-validation
 """
 

@@ -23,11 +23,11 @@ CDATA, CDATA_END = "<![CDATA[", "]]>"
 class TagSyntax:
     """A family's tags, as regular expressions that match at one place in bounded time.
 
-    `call` opens a call (group `call`: its name), `parameter` a parameter (groups `name`, and
-    `hint` where the model writes the type), `close` closes a parameter and `end` a call; `end` is
-    empty where the block's own marker closes the call. `blank` may stand between tags. `several`:
-    a block holds several calls. `wrap` is what the template adds at both ends of a value; with
-    `cdata` it wraps values that hold markup so. `unescape` undoes what it does to names.
+    `call` opens a call (group `call`: its name), `parameter` a parameter (groups `name`, and `hint`
+    where the model writes the type), `close` closes a parameter and `end` a call; `end` is empty
+    where the block's own marker closes the call. `blank` may stand between tags. `several`: a block
+    holds several calls. `wrap` is what the template adds at both ends of a value; with `cdata` it
+    wraps values that hold markup so. `unescape` undoes what it does to names.
     """
 
     def __init__(
