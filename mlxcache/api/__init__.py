@@ -1,5 +1,5 @@
-"""HTTP: routes, streams, access checks, metrics and the dashboard, over an engine and `wire`.
+"""HTTP API: routes, streams, access checks, metrics and the dashboard, over an engine and `wire`.
 
 The only package that imports Starlette and sse-starlette. Handlers check a request, call the engine
-and shape its answer; they hold no state of a conversation and never call MLX.
+and encode its answer. They keep no state of a conversation and never call MLX.
 """

@@ -1,8 +1,8 @@
-"""Access checks: web pages of foreign origins, CORS, API keys, and a rate-limited log of refusals.
+"""Access checks: web pages of other origins, CORS, API keys, and a rate-limited log of refusals.
 
-A page that a person visits can make their browser send requests to 127.0.0.1, and, by pointing
-its own host name there (DNS rebinding), also read the answers. Such requests carry the page's name
-in Host and Origin, and newer browsers say in Sec-Fetch-Site that another site made them.
+A web page can make its visitor's browser send requests to 127.0.0.1 and, by pointing its own host
+name there (DNS rebinding), also read the answers. Such requests carry the page's host name in Host
+and Origin, and newer browsers mark them as cross-site in Sec-Fetch-Site.
 """
 
 from __future__ import annotations
@@ -58,11 +58,14 @@ def foreign_origin(
     any_host: bool = False,
     linkable: bool = False,
 ) -> str | None:
-    """Return the name of the foreign web page that made a request, or None if there is none.
+    """Return the name of the web page of another site that made a request, or None if none did.
 
-    Pages of this server and of the origins `allowed` are not foreign. Nor are origins of other
-    schemes, for example an editor's `vscode-webview://...`; the hidden origin `null` is foreign.
-    `any_host`: accept every name in Host. `linkable`: the path may be opened by a link.
+    Requests are allowed from pages of this server, from the origins `allowed`, and from origins
+    with
+    other schemes, such as an editor's `vscode-webview://...`. The hidden origin `null` is refused.
+    With
+    `any_host`, every name in Host is accepted. `linkable` allows links on other pages to open the
+    path.
     """
     host, origin = headers.get("host", ""), headers.get("origin", "").lower()
     if not any_host and not is_local(_host_name(f"//{host}")):
@@ -81,7 +84,7 @@ def foreign_origin(
 
 
 def is_local(name: str | None) -> bool:
-    """Return True for an IP address, and for a name that only this machine or network resolves."""
+    """Return whether `name` is an IP address, or a name that is only resolved locally."""
     if name is None:
         return False
     name = name.rstrip(".").lower()
@@ -95,7 +98,7 @@ def is_local(name: str | None) -> bool:
 
 
 def _is_navigation(headers: Headers) -> bool:
-    """Return True if the answer becomes a page of its own, not a frame in another one."""
+    """Return whether the browser will show the response as a page, not inside a frame."""
     mode, destination = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
     return mode == "navigate" and destination == "document"
 
@@ -108,10 +111,11 @@ def _host_name(url: str) -> str | None:
 
 
 def _address(url: str, like: str = "") -> tuple[str, int] | None:
-    """Return host and port of `url`; None if it cannot be parsed.
+    """Return the host and port of `url`; None if it cannot be parsed.
 
-    The default port is that of the scheme: 443 for https, otherwise 80. A `url` without a scheme
-    has the scheme of the URL `like`.
+    The default port is that of the scheme: 443 for https, otherwise 80. If `url` has no scheme,
+    that of
+    the URL `like` is used.
     """
     try:
         parts = urlsplit(url)
@@ -123,9 +127,10 @@ def _address(url: str, like: str = "") -> tuple[str, int] | None:
 
 
 def check_page(settings: ApiSettings, request: Request) -> None:
-    """Raise HTTPException for a foreign page (403), and for too many headers (431).
+    """Raise HTTPException for a request of another site's page (403) or too many headers (431).
 
-    Where there are keys, or with `any_host`, every host name is accepted: a page cannot know a key.
+    If keys are required, or with `any_host`, every host name is accepted: a page does not have a
+    key.
     """
     raw = request.scope["headers"]
     if len(raw) > MAX_HEADERS or sum(len(k) + len(v) for k, v in raw) > MAX_HEADER_BYTES:
@@ -151,7 +156,7 @@ def check_page(settings: ApiSettings, request: Request) -> None:
 
 
 class OriginMiddleware(CORSMiddleware):
-    """Starlette's CORS for the origins in the settings. Cookies are never allowed."""
+    """CORS for the origins in the settings. Cookies are never allowed."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings):
         super().__init__(
@@ -165,7 +170,7 @@ class OriginMiddleware(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Return 204 with the permissions, or 403 without any."""
+        """Answer a preflight request: 204 with the permissions, or 403 without any."""
         # Starlette answers 200 with a text, and lists permissions also in a refusal.
         answer = super().preflight_response(request_headers)
         if answer.status_code != 200:
@@ -179,7 +184,10 @@ class OriginMiddleware(CORSMiddleware):
 
 
 class Keyring:
-    """Accepted API keys: `common` without an owner, each of `owned` with its own sessions."""
+    """API keys that the server accepts.
+
+    The key `common` has no owner. Each of `owned` has an owner, with its own sessions.
+    """
 
     def __init__(self, common: str | None, owned: tuple[str, ...] = ()):
         keys: list[tuple[str, str | None]] = [(key, owner_of(key)) for key in owned]
@@ -189,13 +197,15 @@ class Keyring:
         self._keys = [(sha256(key.encode()).digest(), owner) for key, owner in keys]
 
     def __bool__(self) -> bool:
-        """Return True if a key is required."""
+        """Return whether a key is required."""
         return bool(self._keys)
 
     def find_owner(self, headers: Headers) -> str | None:
         """Return the owner of the key in `Authorization: Bearer` or `X-Api-Key`.
 
-        Compares both with all keys, in constant time. Raises Unauthorized if none matches.
+        None stands for the common key. Both headers are compared with all keys in constant time.
+        Raises
+        Unauthorized if none matches.
         """
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
@@ -213,7 +223,10 @@ class Keyring:
 
 
 def check_key(keys: Keyring, request: Request) -> None:
-    """Set `OWNER` to the owner of a request's key. Raises Unauthorized without a valid one."""
+    """Set `OWNER` to the owner of the request's key.
+
+    Raises Unauthorized if a key is required and the request has no valid one.
+    """
     needs_key = keys and request.scope["path"] not in KEYLESS_PATHS
     OWNER.set(keys.find_owner(request.headers) if needs_key else None)
 
@@ -222,13 +235,13 @@ def check_key(keys: Keyring, request: Request) -> None:
 
 
 class CheckMiddleware:
-    """Refuse the requests for which `check` raises HTTPException or Unauthorized."""
+    """Middleware that refuses requests for which `check` raises HTTPException or Unauthorized."""
 
     def __init__(self, app: ASGIApp, check: Callable[[Request], None], refusals: RefusalLog):
         self._app, self._check, self._refusals = app, check, refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on, or refuse it; other types than HTTP pass through."""
+        """Check one request, then pass it on or answer with an error. Checks only HTTP."""
         if scope["type"] == "http":
             request = Request(scope)
             try:
@@ -241,9 +254,11 @@ class CheckMiddleware:
 
 
 class RefusalLog:
-    """Log refused requests, one line in `LOG_INTERVAL_S` and never a key.
+    """Rate-limited log of refused requests, which never contains a key.
 
-    So a client that tries keys cannot fill the disk with lines; the rest is counted.
+    At most one line is logged per `LOG_INTERVAL_S`, and refusals in between are counted. A client
+    that
+    tries many keys thus cannot fill the disk.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -252,7 +267,10 @@ class RefusalLog:
         self._unlogged = 0
 
     def log_refusal(self, request: Request, error: Exception) -> None:
-        """Log a refusal, or count it. The path is logged as a literal, cut at 100 characters."""
+        """Log a refused request, or only count it within `LOG_INTERVAL_S` of the last line.
+
+        The path is quoted and cut to 100 characters.
+        """
         now = self._clock()
         if now < self._silent_until:
             self._unlogged += 1

@@ -1,7 +1,7 @@
 """Endpoints of Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens.
 
-Source: https://docs.anthropic.com/en/api/messages. Query strings and `anthropic-beta` headers are
-ignored.
+Query strings and `anthropic-beta` headers are ignored.
+Source: https://docs.anthropic.com/en/api/messages
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 
 def routes(deps: http.Deps) -> list[Route]:
-    """Return the routes of this API."""
+    """Return the routes of Anthropic's API."""
 
     async def messages(request: Request) -> Response:
-        """Generate one reply to a conversation."""
+        """Generate a reply to a conversation."""
         body = await http.read_json(request, types.Request, deps)
         if body.stream:
             return await _streamed(request, body, deps)
         return http.json_response(await http.while_connected(request, _whole(request, body, deps)))
 
     async def count_tokens(request: Request) -> Response:
-        """Count the tokens of a conversation's prompt; nothing is generated."""
+        """Count the tokens of a conversation's prompt without generating a reply."""
         body = await http.read_json(request, types.Conversation, deps)
         chat, _ = to_chat(body, strict=False, images=http.accepts_images(deps))
         http.require_model(deps)

@@ -1,6 +1,8 @@
-"""The HTTP application as a value: routes, error handlers, middleware.
+"""The HTTP application: routes, error handlers and middleware.
 
-The middleware of every request: its id, security headers, error counts, and a 500 for a bug.
+Its own middleware adds request ids and security headers, counts errors, and answers 500 if a
+handler
+fails unexpectedly.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ log = logging.getLogger(__name__)
 
 
 def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette:
-    """Build the HTTP application over `engine`, which may still be loading its model.
+    """Build the HTTP application for `engine`, which may still be loading its model.
 
-    Requests of web pages are refused, except from this server's own pages and
+    Requests from web pages are refused, except from this server's own pages and the origins in
     `settings.origins`.
     """
     settings = settings or ApiSettings()
@@ -68,7 +70,7 @@ def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette
 
 
 def _middleware(deps: Deps) -> list[Middleware]:
-    """Middleware from the outermost inwards."""
+    """Return the middleware, outermost first."""
     settings, refusals = deps.settings, RefusalLog()
     keys = Keyring(settings.api_key, settings.owned_keys)
     # Pages are refused before CORS adds headers. A preflight carries no key, so CORS comes before
@@ -84,16 +86,16 @@ def _middleware(deps: Deps) -> list[Middleware]:
 
 
 class RequestMiddleware:
-    """Give each request an id, add `SECURITY_HEADERS`, and count error responses by status.
+    """Middleware that gives each request an id, adds `SECURITY_HEADERS` and counts error responses.
 
-    Errors of `/health` are not counted: clients poll it until the model is loaded.
+    Errors of `/health` are not counted, because clients poll it until the model is loaded.
     """
 
     def __init__(self, app: ASGIApp, error_counts: Counter[int]):
         self._app, self._error_counts = app, error_counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection; other types than HTTP pass through."""
+        """Handle one ASGI connection. Connections other than HTTP are passed on unchanged."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -113,13 +115,16 @@ class RequestMiddleware:
 
 
 class FallbackMiddleware:
-    """Answer 500 for an exception without a handler; re-raise it if the response has begun."""
+    """Middleware that answers 500 for an exception without a handler.
+
+    The exception is logged, and raised again if the response has already begun.
+    """
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection; other types than HTTP pass through."""
+        """Handle one ASGI connection. Connections other than HTTP are passed on unchanged."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

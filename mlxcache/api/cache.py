@@ -54,7 +54,7 @@ def routes(deps: Deps) -> list[Route]:
 
 
 async def read_figures(deps: Deps, request: Request) -> Response:
-    """Return the figures of both tiers, and of requests since the server started."""
+    """Return figures of RAM, disk and the prefix tree, and of requests since the server started."""
     # In a thread: the figures of the disk wait for its lock.
     return json_response(await asyncio.to_thread(deps.engine.figures))
 
@@ -63,7 +63,10 @@ async def read_figures(deps: Deps, request: Request) -> Response:
 
 
 async def warm_prefix(deps: Deps, request: Request) -> Response:
-    """Compute the prefix that the body describes: a chat request, or a system prompt as text."""
+    """Compute a prefix ahead of its first use.
+
+    The body is a chat request of either API, or a system prompt as plain text.
+    """
     body = await read_body(request, deps.settings.max_body_bytes)
     require_model(deps)
     work = warm(deps.engine, body, get_request_id(request))
@@ -71,11 +74,14 @@ async def warm_prefix(deps: Deps, request: Request) -> Response:
 
 
 async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, Any]:
-    """Compute the prefix that `body` describes, and return its counts in tokens and seconds.
+    """Compute the prefix that `body` describes, and return its token counts and seconds.
 
-    The prefix of a chat request ends where the reply would begin; without a user message it ends
-    where that message would begin. A body that is not a JSON object is a system prompt. Raises
-    BadRequest for a body that is neither, and what `Engine.submit` raises.
+    The prefix of a chat request ends where the reply would begin. Without a user message, it ends
+    where
+    the first user message would begin. A body that does not begin with `{` is a system prompt. `id`
+    is
+    the request id; None makes a new one. Raises BadRequest for other bodies, and the errors of
+    `Engine.submit`.
     """
     began = time.perf_counter()
     prompts = [await engine.render(chat) for chat in chats_to_warm(body)]
@@ -112,7 +118,7 @@ def _common_prefix(one: Prompt, other: Prompt) -> Prompt:
 
 
 def _refuse_owners() -> None:
-    """Raise HTTPException (403) for the key of an owner: the files belong to all owners."""
+    """Raise HTTPException (403) if the request's key has an owner: the files are shared."""
     if OWNER.get() is not None:
         raise HTTPException(
             403,
@@ -122,7 +128,7 @@ def _refuse_owners() -> None:
 
 
 async def check(deps: Deps, request: Request) -> Response:
-    """Read all files on disk and list what is wrong with them."""
+    """Read all files of the cache on disk and list the problems found."""
     _refuse_owners()
     problems = await require_sessions(deps).check()
     data = [{"path": str(one.path), "what": one.what} for one in problems]
@@ -130,7 +136,10 @@ async def check(deps: Deps, request: Request) -> Response:
 
 
 async def prune(deps: Deps, request: Request) -> Response:
-    """Read all files and remove damaged ones; with `?limit_bytes=` also the least recently used."""
+    """Read all files of the cache on disk and remove damaged ones.
+
+    With `?limit_bytes=`, also remove the least recently used files until at most that size is left.
+    """
     _refuse_owners()
     has_limit = "limit_bytes" in request.query_params
     limit = read_number(request, "limit_bytes", 0) if has_limit else None
@@ -139,9 +148,9 @@ async def prune(deps: Deps, request: Request) -> Response:
 
 
 async def clear(deps: Deps, request: Request) -> Response:
-    """Empty both tiers; pinned sessions stay on disk unless `?pinned=true`.
+    """Remove all sessions and cached tokens; pinned sessions stay on disk unless `?pinned=true`.
 
-    On a server with several keys, only what belongs to the request's key is cleared.
+    On a server with several keys, only sessions and tokens of the request's key are removed.
     """
     pinned = request.query_params.get("pinned", "false")
     if pinned not in ("true", "false"):
@@ -154,9 +163,9 @@ async def clear(deps: Deps, request: Request) -> Response:
 
 
 async def tree(deps: Deps, request: Request) -> Response:
-    """Show the prefix tree of the `?limit=` sessions used last, as at most `?nodes=` nodes.
+    """Show the prefix tree of the `?limit=` most recent sessions, in at most `?nodes=` nodes.
 
-    Both from 1 to 1,000; 100 sessions and 200 nodes by default.
+    Both are from 1 to 1,000. The defaults are 100 sessions and 200 nodes.
     """
     sessions, limit = require_sessions(deps), read_number(request, "limit", DEFAULT_SESSIONS)
     nodes = read_number(request, "nodes", DEFAULT_NODES)
@@ -169,7 +178,10 @@ async def tree(deps: Deps, request: Request) -> Response:
 async def build_tree(
     sessions: SessionBook, listed: Sequence[Listed], nodes: int = DEFAULT_NODES
 ) -> dict[str, Any]:
-    """Build the prefix tree of `listed` sessions, in a thread, for the current owner."""
+    """Build the object of the prefix tree for the sessions in `listed` and the current owner.
+
+    Runs in a thread. Sessions of other namespaces are left out.
+    """
     own = [one for one in listed if one.session.namespace == sessions.namespace]
     owner = OWNER.get()
     return await asyncio.to_thread(tree_view, own, sessions.decode, owner=owner, most=nodes)

@@ -1,4 +1,4 @@
-"""The choices of one request: a stream of the engine for each, read and closed as one."""
+"""The choices of one request: several engine streams that are read and closed as one."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ Indexed = tuple[int, Event]
 
 
 class Choices:
-    """Streams of the choices of one request. The first that fails ends all."""
+    """Streams of the choices of one request. If one fails, all are ended."""
 
     def __init__(self, streams: Sequence[Stream]):
         self._streams = streams
 
     @property
     def record(self) -> RequestRecord:
-        """Record of the first choice."""
+        """Record of the request's first choice."""
         return self._streams[0].record
 
     async def read(self) -> AsyncGenerator[Indexed, None]:
-        """Yield the events of all choices as they come. Raises what a stream raises.
+        """Yield the events of all choices as they arrive, each with the index of its choice.
 
-        At most one event is read ahead of each choice: a stream must notice a client that stalls.
+        Raises the error of the first stream that fails. At most one event is buffered, so that a
+        stream
+        notices a client that stops reading.
         """
         if len(self._streams) == 1:
             async for event in self._streams[0]:
@@ -59,7 +61,10 @@ class Choices:
             await asyncio.wait(tasks)
 
     async def gather(self) -> list[WholeReply]:
-        """Read all replies to their ends. Raises as `gather_reply` does, for the first failure."""
+        """Read all choices to their ends and return their replies.
+
+        Raises the first error of `gather_reply`.
+        """
         tasks = [asyncio.ensure_future(gather_reply(one)) for one in self._streams]
         try:
             return await asyncio.gather(*tasks)
@@ -68,7 +73,7 @@ class Choices:
                 task.cancel()
 
     async def aclose(self) -> None:
-        """Cancel the choices that are not over. Idempotent."""
+        """Cancel the choices that have not ended. Idempotent."""
         for stream in self._streams:
             await close_stream(stream)
 
@@ -76,7 +81,7 @@ class Choices:
 async def _forward(
     index: int, stream: Stream, ready: asyncio.Queue[Indexed | Exception | None]
 ) -> None:
-    """Put the events of a stream, then None or the error that it raised."""
+    """Put the events of a stream into `ready`, then None or the error that ended the stream."""
     end: Exception | None = None
     try:
         async for event in stream:
@@ -87,10 +92,11 @@ async def _forward(
 
 
 async def start_choices(deps: Deps, jobs: Sequence[Job]) -> Choices:
-    """Submit `jobs`, and wait for the admission of the first, at most `queue_grace` seconds.
+    """Submit `jobs` and wait until the first is admitted, at most `queue_grace` seconds.
 
-    The caller closes the choices; they are closed already if this is cancelled or raises. Raises
-    what `Engine.submit` raises.
+    The caller must close the choices. If this function raises or is cancelled, they are already
+    closed.
+    Raises the errors of `Engine.submit`.
     """
     streams: list[Stream] = []
     choices = Choices(streams)

@@ -1,6 +1,6 @@
 """The dashboard: static files of this package.
 
-The files hold no data, so they need no key: the page asks the API like any client, with the key.
+The files need no key, because they hold no data. The page calls the API with the user's key.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HEADERS = {
 
 
 def _files() -> dict[str, tuple[str, bytes]]:
-    """Return each file's type and content, by its URL path."""
+    """Return the content type and content of each file by its URL path."""
     found = {}
     for file in files("mlxcache.api").joinpath("page").iterdir():
         kind = TYPES.get(file.name[file.name.rfind(".") :])
@@ -63,7 +63,7 @@ FILES = _files()
 
 
 def routes() -> list[Route]:
-    """Return the routes of the page and its files."""
+    """Return the routes of the dashboard's page and files."""
     return [
         Route(ROOT, lead_to_page, methods=["GET"]),
         Route(PAGE, file, methods=["GET"]),
@@ -72,12 +72,12 @@ def routes() -> list[Route]:
 
 
 async def lead_to_page(_: Request) -> Response:
-    """Redirect to the page: the server's bare address is what people type."""
+    """Redirect to the dashboard, so that the server's bare address can be opened in a browser."""
     return RedirectResponse(PAGE)
 
 
 async def file(request: Request) -> Response:
-    """Return one file, or 304 if the browser has it."""
+    """Return the dashboard or one of its files, or 304 if the browser has the current version."""
     found = FILES.get(request.url.path)
     if found is None:
         raise NotFound("The dashboard has no such file.")

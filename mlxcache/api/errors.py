@@ -1,6 +1,6 @@
-"""Errors to responses: each error's status, and its shape in each API.
+"""Error responses: the status of each error and its body in each API.
 
-Shapes: https://platform.openai.com/docs/guides/error-codes and
+Sources: https://platform.openai.com/docs/guides/error-codes and
 https://docs.anthropic.com/en/api/errors.
 """
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A status, the error type in each API, and OpenAI's error code."""
+    """HTTP status of an error, its type in OpenAI's and in Anthropic's API, and OpenAI's code."""
 
     status: int
     openai: str
@@ -73,7 +73,7 @@ _UNEXPECTED = SHAPES[errors.MlxcacheError]
 
 
 def find_shape(error: Exception) -> Shape:
-    """Return status, types and code of the response to `error`; 500 if its class is unknown."""
+    """Return status, types and code for `error`. The status is 500 if its class is unknown."""
     if isinstance(error, HTTPException):
         other = Shape(error.status_code, "invalid_request_error", "invalid_request_error")
         return _HTTP.get(error.status_code, other)
@@ -84,7 +84,10 @@ def find_shape(error: Exception) -> Shape:
 
 
 def build_openai_error(error: Exception) -> dict[str, Any]:
-    """Build `{"error": {"message", "type", "param", "code"}}`."""
+    """Return the body of an error in OpenAI's API.
+
+    Its form is `{"error": {"message", "type", "param", "code"}}`.
+    """
     shape = find_shape(error)
     body = {
         "message": _message(error),
@@ -96,10 +99,13 @@ def build_openai_error(error: Exception) -> dict[str, Any]:
 
 
 def build_anthropic_error(error: Exception, request_id: str | None = None) -> dict[str, Any]:
-    """Build `{"type": "error", "error": {"type", "message"}, "request_id"}`.
+    """Return the body of an error in Anthropic's API.
 
-    The message for a prompt beyond the context has `prompt is too long`, which clients search for;
-    the refusal of a thread has the code in `error.details` by which the SDK goes on without one.
+    Its form is `{"type": "error", "error": {"type", "message"}, "request_id"}`. The message for a
+    prompt
+    beyond the context contains `prompt is too long`, which clients search for. The refusal of a
+    thread
+    has the code in `error.details` that makes the SDK continue without one.
     """
     message = _message(error)
     if isinstance(error, errors.ContextLengthExceeded) and "prompt is too long" not in message:
@@ -120,13 +126,13 @@ def _message(error: Exception) -> str:
 
 
 def is_anthropic_client(request: Request) -> bool:
-    """Return True for Anthropic's API, by the path or the `anthropic-version` header."""
+    """Return whether the path or the `anthropic-version` header is of Anthropic's API."""
     path = request.scope["path"]  # not request.url: it needs a valid Host header
     return path.startswith("/v1/messages") or "anthropic-version" in request.headers
 
 
 def error_response(request: Request, error: Exception) -> Response:
-    """Build the response for `error`, in the shape of the request's API."""
+    """Return the response for `error`, in the form of the API that the client uses."""
     id = request.scope.get("state", {}).get("request_id")
     anthropic = is_anthropic_client(request)
     body = build_anthropic_error(error, id) if anthropic else build_openai_error(error)

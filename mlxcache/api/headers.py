@@ -1,4 +1,4 @@
-"""Request headers that both APIs share: session label, client name, retry and time limit."""
+"""Request headers read by both APIs: session label, client name, retry count and time limit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def read_job_options(headers: Mapping[str, str]) -> dict[str, Any]:
-    """Return `retry` and `timeout_s`, fields of a Job.
+    """Return the fields `retry` and `timeout_s` of a Job, from the headers of its request.
 
-    `retry` comes from the header in which the SDKs of OpenAI and Anthropic count their attempts,
-    `timeout_s` from X-Request-Timeout. Raises BadRequest if that is not a number of seconds.
+    `retry` is True if the SDK of OpenAI or Anthropic reports an earlier attempt. `timeout_s` is the
+    value of X-Request-Timeout in seconds, or None. Raises BadRequest if that is not a number above
+    0.
     """
     attempts = headers.get("x-stainless-retry-count", "")
     return {"retry": attempts.isdecimal() and int(attempts) > 0, "timeout_s": _timeout(headers)}
@@ -46,9 +47,10 @@ def read_session_label(
 ) -> str | None:
     """Return the session label of a request, or None if it has none.
 
-    The first of: X-Session-Id, X-Claude-Code-Session-Id, the `session_id` inside Anthropic's
-    `metadata.user_id` (JSON, or the older `..._session_<uuid>`), OpenAI's `prompt_cache_key`.
-    At most 200 characters, none of them a control character.
+    The first of these is used: X-Session-Id, X-Claude-Code-Session-Id, the `session_id` in
+    Anthropic's
+    `metadata.user_id` (JSON, or the older form `..._session_<uuid>`), OpenAI's `prompt_cache_key`.
+    Control characters are removed, and the label is cut to 200 characters.
     """
     candidates = (
         headers.get("x-session-id"),
@@ -75,7 +77,7 @@ class _UserId(msgspec.Struct):
 
 
 def read_client_name(headers: Mapping[str, str]) -> str | None:
-    """Return the client program's name from User-Agent, for example `claude-cli/2.1.329`."""
+    """Return the client program from User-Agent, such as `claude-cli/2.1.329`; None if missing."""
     words = _CONTROL.sub("", headers.get("user-agent", "")).split()
     if not words:
         return None

@@ -1,4 +1,4 @@
-"""Parts of every route: settings and engine, request bodies and ids, JSON responses."""
+"""Helpers of all routes: settings, request bodies and ids, JSON responses, disconnects."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ _DRAIN_S = 10.0
 class ApiSettings:
     """Settings of the API, apart from the model. Times are in seconds.
 
-    `api_key`: the key that requests must carry; None: none. `owned_keys`: further keys, each with
-    sessions of its own. `origins`: web pages that may use the API. `any_host`: accept every host
-    name, also without a key. `default_max_tokens`: used where a request has no limit.
-    `ping_seconds`: longest silence in a stream. `stalled_seconds`: longest step of the MLX thread
-    before /health reports 503. `send_timeout`: longest time that a reader may stall. `queue_grace`:
-    longest wait in the queue before a streamed response starts. `recorder`: writes the bodies of
-    chat requests to files.
+    - `api_key`: key that requests must carry, or None.
+    - `owned_keys`: further keys, each with its own sessions.
+    - `origins`: origins of web pages that may use the API.
+    - `default_max_tokens`: limit for requests without one, or None.
+    - `ping_seconds`: longest silence in a stream.
+    - `stalled_seconds`: duration of a step of the MLX thread after which /health answers 503.
+    - `send_timeout`: longest time that a client may stop reading a stream.
+    - `queue_grace`: longest wait in the queue before a streamed response begins.
+    - `any_host`: accept every host name, even without a key.
+    - `recorder`: writes the bodies of chat requests to files, or None.
     """
 
     api_key: str | None = None
@@ -71,7 +74,7 @@ def _zero_counts() -> Counter[int]:
 
 @dataclass(frozen=True, slots=True)
 class Deps:
-    """Dependencies of the routes. `error_counts`: error responses by status."""
+    """Objects that the routes use: the engine, the settings, and error counts by HTTP status."""
 
     engine: Engine
     settings: ApiSettings
@@ -79,19 +82,22 @@ class Deps:
 
 
 def make_request_id() -> str:
-    """Return `req_` and 24 random hexadecimal digits."""
+    """Return a new request id: `req_` and 24 random hexadecimal digits."""
     return f"req_{secrets.token_hex(12)}"
 
 
 def get_request_id(request: Request) -> str:
-    """Return the id of a request: its job id in the engine, and a header of its response."""
+    """Return the id that the middleware gave to a request.
+
+    It is also the job's id in the engine, and is sent as a response header.
+    """
     return str(request.scope["state"]["request_id"])
 
 
 def require_model(deps: Deps) -> ModelInfo:
-    """Return the loaded model.
+    """Return a description of the loaded model.
 
-    Raises NotReady while it loads and while the server stops, ModelError if loading failed.
+    Raises NotReady while the model loads or the server stops, and ModelError if loading failed.
     """
     engine = deps.engine
     if engine.state == "ready" and engine.info is not None:
@@ -105,17 +111,20 @@ def require_model(deps: Deps) -> ModelInfo:
 
 
 def accepts_images(deps: Deps) -> bool:
-    """Return True if the loaded model takes images; False while none is loaded."""
+    """Return whether the loaded model accepts images; False if none is loaded."""
     return deps.engine.info is not None and deps.engine.info.has_images
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """Encode `body` as a JSON response."""
+    """Return a JSON response with `body`, encoded by msgspec."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def read_number(request: Request, name: str, default: int) -> int:
-    """Return a number of the query string, at most 17 digits. Raises BadRequest."""
+    """Return the whole number `name` from the query string, or `default` if it is absent.
+
+    Raises BadRequest for other text, and for more than 17 digits.
+    """
     text = request.query_params.get(name, str(default))
     if not (text.isascii() and text.isdecimal() and len(text) < 18):
         raise BadRequest(f"`{name}` must be a whole number.", param=name)
@@ -126,9 +135,9 @@ def read_number(request: Request, name: str, default: int) -> int:
 
 
 async def read_json(request: Request, type: type[T], deps: Deps) -> T:
-    """Read a body as a `type`, and record it if recording is on.
+    """Read a request's JSON body as a value of `type`, and record it if recording is on.
 
-    Raises what `read_body` and `decode` raise.
+    Raises the errors of `read_body` and `decode`.
     """
     body = await read_body(request, deps.settings.max_body_bytes)
     value = decode(type, body)
@@ -140,10 +149,10 @@ async def read_json(request: Request, type: type[T], deps: Deps) -> T:
 async def read_body(
     request: Request, limit: int, *, pause: float = BODY_PAUSE_S, seconds: float = BODY_S
 ) -> bytes:
-    """Read a whole body of at most `limit` bytes.
+    """Read a whole request body of at most `limit` bytes.
 
-    Raises TooLarge by the announced length or as soon as more arrives, and what `iterate_body`
-    raises.
+    Raises TooLarge if the announced or the received length exceeds the limit, and the errors of
+    `iterate_body`, which also uses `pause` and `seconds`.
     """
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
@@ -164,10 +173,11 @@ async def read_body(
 async def iterate_body(
     request: Request, pause: float = BODY_PAUSE_S, seconds: float | None = None
 ) -> AsyncIterator[bytes]:
-    """Yield a body in parts as they arrive.
+    """Yield a request body in parts as they arrive.
 
-    Raises HTTPException (408) if no part comes for `pause` seconds or the body is not complete
-    after `seconds`, ClientDisconnect if the client leaves.
+    Raises HTTPException (408) if no part arrives for `pause` seconds or the body is incomplete
+    after
+    `seconds`, and ClientDisconnect if the client disconnects.
     """
     end = None if seconds is None else time.monotonic() + seconds
     async with aclosing(request.stream()) as parts:
@@ -190,9 +200,10 @@ def _too_large(limit: int) -> TooLarge:
 
 
 async def _drain(request: Request) -> None:
-    """Read and drop the rest of a body, within limits.
+    """Read and discard the rest of a request body, up to limits of size and time.
 
-    A connection closed on unread data is reset, and the client would see that, not the answer.
+    If a connection is closed before all data is read, it is reset, and the client may not see the
+    response.
     """
     if "100-continue" in request.headers.get("expect", "").lower():
         return
@@ -210,9 +221,9 @@ async def _drain(request: Request) -> None:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it if the client disconnects. The body must have been read.
+    """Await `work` and return its result; cancel it if the client disconnects.
 
-    Raises what `work` raises, or ClientDisconnect.
+    The request body must have been read. Raises the errors of `work`, and ClientDisconnect.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_for_disconnect(request))

@@ -1,7 +1,7 @@
-"""`GET /v1/live`: the server's state as server-sent events, polled once for all readers.
+"""`GET /v1/live`: the server's state as server-sent events.
 
-A `Feed` polls the engine for one owner, only while that owner has readers, and each reader gets the
-parts that changed.
+One `Feed` per owner polls the engine while that owner has readers, and sends each of them the parts
+that changed.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ MAX_READERS = 32
 
 
 class Feed:
-    """The state that one owner may see. Use from the event loop.
+    """Live state of the server, as far as one owner may see it. For the event loop only.
 
-    Nothing is queued: a slow reader gets the present state and misses intermediate ones. Sessions
-    are read only after something may have changed, because that asks the MLX thread; figures wait
-    for the disk, so a thread reads them.
+    Nothing is queued: a slow reader receives the current state and misses intermediate ones.
+    Sessions
+    are read only if they may have changed, because that uses the MLX thread. Figures are read in a
+    thread, because they wait for the disk.
     """
 
     def __init__(self, engine: Engine, owner: str | None):
@@ -84,10 +85,10 @@ class Feed:
         self._sessions_due = self._figures_due = 0.0
 
     async def watch(self, parts: Sequence[str]) -> AsyncGenerator[tuple[str, Any], None]:
-        """Yield (part, body) for each of `parts` as it is now, then after each change.
+        """Yield (part, body) for each of `parts` in its current state, then after each change.
 
         The body of `requests` holds only the requests that changed. The last item is
-        ("end", {"reason"}).
+        `("end", {"reason": ...})`.
         """
         self._wanted.update(parts)
         self._readers += 1
@@ -172,9 +173,9 @@ class Feed:
             await asyncio.sleep(BUSY_S if runs else IDLE_S)
 
     def _poll(self) -> bool:
-        """Read the parts that need no wait, and start the other reads that are due.
+        """Read the parts that are available at once, and start reading the others that are due.
 
-        Returns True while a request runs.
+        Returns whether any request is running.
         """
         engine, now = self._engine, asyncio.get_running_loop().time()
         info = engine.info
@@ -223,7 +224,7 @@ class Feed:
             self._sessions = asyncio.create_task(self._read_sessions())
 
     async def _read_sessions(self) -> None:
-        """Read the sessions and their tree, unless nothing can have changed in them."""
+        """Read the sessions and their tree, unless nothing in them can have changed."""
         book, loop = self._engine.sessions, asyncio.get_running_loop()
         try:
             held = await asyncio.to_thread(self._held_bytes)
@@ -244,7 +245,7 @@ class Feed:
         self._sessions_due = loop.time() + min(MAX_SESSIONS_S, max(SESSIONS_S, cost))
 
     def _held_bytes(self) -> Any:
-        """Return figures of both tiers that change whenever their content changes."""
+        """Return figures of RAM and disk that change whenever their content changes."""
         figures = self._engine.figures()
         tiers = [figures.get(tier, {}).get("used_bytes") for tier in ("ram", "disk")]
         return (*tiers, figures.get("pending_bytes"), figures.get("segments"))
@@ -254,12 +255,12 @@ class Feed:
 
 
 def routes(deps: Deps) -> list[Route]:
-    """Return the route of the stream."""
+    """Return the route of the live updates."""
     return [Route("/v1/live", partial(live, deps, LiveReaders(deps)), methods=["GET"])]
 
 
 class LiveReaders:
-    """Readers of all owners, counted, and a feed for each owner."""
+    """Number of readers of each owner, and one feed per owner."""
 
     def __init__(self, deps: Deps):
         self._deps = deps
@@ -267,9 +268,9 @@ class LiveReaders:
         self._readers: Counter[str | None] = Counter()
 
     def enter(self) -> Callable[[], None]:
-        """Count one more reader of the current owner; return a function to call when it leaves.
+        """Count one more reader of the current owner; return a function that removes it.
 
-        Raises TooMany if the owner has `MAX_READERS` already; other owners do not count.
+        Raises TooMany if the owner already has `MAX_READERS`.
         """
         owner = OWNER.get()
         if self._readers[owner] >= MAX_READERS:
@@ -280,7 +281,7 @@ class LiveReaders:
         return partial(self._readers.subtract, (owner,))
 
     async def stream_events(self, parts: list[str]) -> AsyncGenerator[ServerSentEvent, None]:
-        """Yield the events of the current owner's feed, until the server stops."""
+        """Yield the current owner's live updates as server-sent events, until the server stops."""
         owner = OWNER.get()
         if owner not in self._feeds:
             self._feeds[owner] = Feed(self._deps.engine, owner)
@@ -290,9 +291,11 @@ class LiveReaders:
 
 
 async def live(deps: Deps, readers: LiveReaders, request: Request) -> Response:
-    """Stream the present state, then each change; `?parts=` selects parts, separated by commas.
+    """Stream the current state, then each change, as server-sent events.
 
-    Available also while the model loads. 429 if too many streams are open.
+    `?parts=` selects parts, separated by commas. Available even while the model loads. The status
+    is 429
+    if too many streams are open.
     """
     parts = request.query_params.get("parts", ",".join(PARTS)).split(",")
     if not set(parts) <= set(PARTS):
@@ -304,7 +307,7 @@ async def live(deps: Deps, readers: LiveReaders, request: Request) -> Response:
 
 
 class LiveStream(EventSourceResponse):
-    """A live stream; it leaves its feed however the response ends."""
+    """Response that streams live updates. When it ends, it always calls `leave`."""
 
     def __init__(
         self, events: AsyncGenerator[Any, None], settings: ApiSettings, leave: Callable[[], None]
@@ -319,7 +322,7 @@ class LiveStream(EventSourceResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events; return early if the client disconnects or stalls."""
+        """Send updates until the server stops or the client disconnects or stops reading."""
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:

@@ -1,6 +1,6 @@
 """`GET /metrics`: the server's figures as Prometheus metrics, read at each scrape.
 
-Conventions: https://prometheus.io/docs/practices/naming/.
+Source of the conventions: https://prometheus.io/docs/practices/naming/
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ Kind = Literal["counter", "gauge"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A metric taken from the figures.
+    """Description of a metric that is taken from the engine's figures.
 
-    `name` is without the prefix, and without the `_total` of a counter; `labels` are label names.
-    `path` leads to a number, or to a mapping of label values to numbers.
+    `name` lacks the prefix and the `_total` of a counter. `labels` are the names of labels. `path`
+    is the
+    dotted path of keys to a number, or to a mapping from label values to numbers.
     """
 
     kind: Kind
@@ -57,7 +58,7 @@ class Family:
     def iterate_samples(
         self, figures: Mapping[str, Any]
     ) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield (label values, number) for each value that `figures` have."""
+        """Yield label values with a number, for each value of this metric in `figures`."""
         value: Any = figures
         for key in self.path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -157,7 +158,10 @@ FAMILIES = (*_REQUESTS, *_MEMORY, *_DISK, *_SERVER)
 
 
 def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the mappings that `FAMILIES` need: states as 0 or 1, tables without their totals."""
+    """Return `figures` with the mappings that `FAMILIES` need.
+
+    States become 0 or 1, and totals are removed from tables.
+    """
     tiers = {tier: figures.get(tier, {}) for tier in ("ram", "disk")}
     disk, queue = tiers["disk"], figures.get("queue", {})
     level = figures.get("pressure", {}).get("level")
@@ -184,14 +188,14 @@ def routes(deps: Deps) -> list[Route]:
 async def metrics(
     collector: EngineCollector, registry: CollectorRegistry, request: Request
 ) -> Response:
-    """Return all metrics of the server, as text or, by `Accept`, as OpenMetrics."""
+    """Return all metrics of the server as Prometheus text or, by `Accept`, as OpenMetrics."""
     await collector.refresh()
     body, type = _encode(registry, request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": type})
 
 
 def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """Return the body and its content type."""
+    """Return the metrics and their content type, in the format that `accept` prefers."""
     try:
         encode, type = choose_encoder(accept)
         return encode(registry), type
@@ -200,25 +204,22 @@ def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 
 
 class EngineCollector(Collector):
-    """Prometheus collector that exports the engine's figures and counts.
-
-    Call from the event loop.
-    """
+    """Prometheus collector of the engine's figures and counts. Call it from the event loop."""
 
     def __init__(self, engine: Engine, error_counts: Counter[int]):
         self._engine, self._error_counts = engine, error_counts
         self._figures: dict[str, Any] = {}
 
     async def refresh(self) -> None:
-        """Read the figures again; this waits for the disk, never for the MLX thread."""
+        """Read the engine's figures in a thread, because they wait for the disk."""
         self._figures = await run_sync(self._engine.figures)
 
     def describe(self) -> list[Metric]:
-        """Return no metrics: there are no values before a model is loaded."""
+        """Return no metrics, because there are no values before a model is loaded."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each metric once, also those without a value."""
+        """Yield each metric once, even if it has no value."""
         engine, tally = self._engine, self._engine.tally
         counts = {
             "build": {(__version__, engine.info.id if engine.info else ""): 1},

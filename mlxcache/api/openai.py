@@ -61,9 +61,9 @@ Whole = Callable[[Sequence[WholeReply], Envelope, Wish], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Reply format of one endpoint: id prefix, object names, and builders of the bodies.
+    """Reply format of one endpoint: prefix of ids, object names, and builders of the bodies.
 
-    `called`: the `finish_reason` of a reply that calls tools.
+    `called` is the `finish_reason` of a reply that calls tools.
     """
 
     id_prefix: str
@@ -83,7 +83,7 @@ TEXT = Endpoint("cmpl-", "text_completion", "text_completion", text_completion, 
 
 
 def routes(deps: Deps) -> list[Route]:
-    """Return the routes of this API."""
+    """Return the routes of OpenAI's API."""
     return [
         Route("/v1/chat/completions", partial(chat_completions, deps), methods=["POST"]),
         Route("/v1/completions", partial(completions, deps), methods=["POST"]),
@@ -91,7 +91,7 @@ def routes(deps: Deps) -> list[Route]:
 
 
 async def chat_completions(deps: Deps, request: Request) -> Response:
-    """Generate one reply to a conversation."""
+    """Generate a reply to a conversation."""
     body = await read_json(request, ChatRequest, deps)
     wire.check_supported(body)
     chat = wire.to_chat(body, images=accepts_images(deps))
@@ -122,7 +122,7 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
 
 
 async def completions(deps: Deps, request: Request) -> Response:
-    """Continue a text, or token ids as they are."""
+    """Continue a prompt given as text or as token ids, without a chat template."""
     body = await read_json(request, TextRequest, deps)
     wire.check_supported(body)
     given = wire.read_prompts(body)
@@ -155,7 +155,7 @@ async def completions(deps: Deps, request: Request) -> Response:
 
 
 def _jobs(jobs: Sequence[Job], body: Generation) -> list[Job]:
-    """Return the jobs of all choices, those of the first of `jobs` first."""
+    """Return a job for each choice of each of `jobs`, in the order of `jobs`."""
     n = wire.read_choices(body)
     made = [
         replace(job, sampling=wire.of_choice(job.sampling, i)) for job in jobs for i in range(n)

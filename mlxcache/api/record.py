@@ -1,6 +1,6 @@
-"""Bodies of chat requests written to a folder, for `mlxcache explain`; off by default.
+"""Recording of chat request bodies in a folder, for `mlxcache explain`. Off by default.
 
-Only bodies are written: no headers, so no keys.
+Headers are not recorded, so keys are not written.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _NAME = re.compile(r"\d{8}T\d{6}\.\d{6}Z-[a-z]+-req_[0-9a-f]+\.json")
 
 
 class Recorder:
-    """Writes request bodies to `folder` in a thread, and removes the oldest files.
+    """Writer of request bodies to files in `folder`. The oldest files are removed.
 
-    The folder and the files are private to the user; other files in the folder are not touched.
-    Raises ConfigError if the folder cannot be made or read.
+    At most `files` files and `nbytes` bytes are kept. Folder and files are private to the user, and
+    other files in the folder are not touched. Raises ConfigError if the folder cannot be created or
+    read.
     """
 
     def __init__(self, folder: Path, *, files: int = MAX_FILES, nbytes: int = MAX_BYTES):
@@ -47,7 +48,7 @@ class Recorder:
         self._failing = False
 
     def record(self, id: str, path: str, body: bytes) -> None:
-        """Queue a body to be written, if `path` is a recorded endpoint. Does not block."""
+        """Queue a body to be written if `path` is a recorded endpoint. Does not block."""
         kind = RECORDED.get(path)
         if kind is not None:
             self._pool.submit(self._save, id, kind, body, time.time_ns())
@@ -86,5 +87,5 @@ class Recorder:
                 path.unlink()
 
     def close(self) -> None:
-        """Write all queued bodies, and stop. Blocks."""
+        """Write all queued bodies and stop the writer. Blocks."""
         self._pool.shutdown()

@@ -49,14 +49,14 @@ Handler = Callable[[Deps, Request], Awaitable[Response]]
 
 
 class Patch(msgspec.Struct, forbid_unknown_fields=True):
-    """Changes to a session; a `name` of null removes it."""
+    """Changes to a session. A `name` of null removes the name."""
 
     name: Name | msgspec.UnsetType | None = msgspec.UNSET
     pinned: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Fork(msgspec.Struct, forbid_unknown_fields=True):
-    """A fork's name and place; without `at_tokens` it is at the end."""
+    """Name of a new session, and number of tokens to keep; without `at_tokens`, all are kept."""
 
     name: Name | None = None
     at_tokens: int | None = None
@@ -77,20 +77,20 @@ def routes(deps: Deps) -> list[Route]:
 
 
 def require_sessions(deps: Deps) -> SessionBook:
-    """Return the sessions. Raises what `require_model` raises."""
+    """Return the engine's sessions. Raises the errors of `require_model`."""
     require_model(deps)
     return deps.engine.sessions
 
 
 async def list_sessions(deps: Deps, request: Request) -> Response:
-    """List sessions, the last used first: `?limit=` of them, 100 by default."""
+    """List the `?limit=` most recently used sessions, 100 by default."""
     sessions, limit = require_sessions(deps), read_number(request, "limit", DEFAULT_SESSIONS)
     data = [one.as_object() for one in await sessions.list(limit)]
     return json_response({"object": "list", "data": data})
 
 
 async def show(deps: Deps, request: Request) -> Response:
-    """Show one session with its leaves."""
+    """Show one session with its leaves: the main conversation and those of sub-agents."""
     return json_response((await require_sessions(deps).get(_id(request))).as_object(leaves=True))
 
 
@@ -104,14 +104,14 @@ async def patch(deps: Deps, request: Request) -> Response:
 
 
 async def delete(deps: Deps, request: Request) -> Response:
-    """Remove a session, and the KV that no other session uses."""
+    """Remove a session and the cached tokens that no other session uses."""
     id = _id(request)
     await require_sessions(deps).delete(id)
     return json_response({"id": id, "object": "session.deleted", "deleted": True})
 
 
 async def fork(deps: Deps, request: Request) -> Response:
-    """Fork a session into a new one that continues from it; the body may be empty."""
+    """Create a session that continues from an existing one. The body may be empty."""
     sessions = require_sessions(deps)
     body = decode(Fork, await read_body(request, deps.settings.max_body_bytes) or b"{}")
     name = to_one_line(body.name) if body.name else None
@@ -120,7 +120,7 @@ async def fork(deps: Deps, request: Request) -> Response:
 
 
 async def snapshot(deps: Deps, request: Request) -> Response:
-    """Export a session as one streamed file; `?format=` is `mlxcache` or `mlx-lm`."""
+    """Export a session as one file. `?format=` is `mlxcache` (the default) or `mlx-lm`."""
     id, format = _id(request), request.query_params.get("format", "mlxcache")
     if format not in ("mlxcache", "mlx-lm"):
         raise BadRequest("`format` must be 'mlxcache' or 'mlx-lm'.", param="format")
@@ -138,9 +138,11 @@ async def snapshot(deps: Deps, request: Request) -> Response:
 
 
 async def restore(deps: Deps, request: Request) -> Response:
-    """Import a session from the snapshot in the body; `?name=` names it.
+    """Import a session from the snapshot in the body. `?name=` sets its name.
 
-    For a prompt cache of mlx-lm, the body begins with `?prompt_bytes=` bytes of its prompt as text.
+    If the body is a prompt cache of mlx-lm, it must begin with the prompt's text, whose length in
+    bytes
+    is given by `?prompt_bytes=`.
     """
     files = require_sessions(deps).files
     name = to_one_line(request.query_params.get("name", ""))[:MAX_NAME] or None

@@ -1,6 +1,6 @@
-"""Replies as server-sent events: pings, stalled readers, disconnects, errors after the start.
+"""Replies as server-sent events: pings, stalled clients, disconnects, errors after the start.
 
-Built on sse-starlette's EventSourceResponse, which sends, pings and listens for a disconnect.
+Built on EventSourceResponse of sse-starlette, which sends, pings and detects disconnects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 def make_event(data: Any, *, name: str | None = None) -> ServerSentEvent:
-    """Encode `data` as JSON on one line; `name` becomes the `event:` line."""
+    """Return an event with `data` as JSON on one line. `name` becomes the `event:` line."""
     text = msgspec.json.encode(data).decode()
     if not text.isascii():
         text = text.translate(_LINE_ENDS)
@@ -43,23 +43,26 @@ def make_event(data: Any, *, name: str | None = None) -> ServerSentEvent:
 
 
 def make_raw_event(text: str) -> ServerSentEvent:
-    """Make an event of `text` as it is, for example `[DONE]`."""
+    """Return an event with `text` as it is, such as `[DONE]`."""
     return ServerSentEvent(text, sep="\n")
 
 
 def make_comment(text: str) -> ServerSentEvent:
-    """Make a comment: clients skip it, and proxies see that the connection is alive."""
+    """Return a comment, which clients ignore.
+
+    It shows proxies that the connection is still in use.
+    """
     return ServerSentEvent(comment=text, sep="\n")
 
 
 class ReplyProgress:
-    """Phase of one reply, sent as a comment (a ping) when no event was sent for a while."""
+    """Phase of one reply, sent as a comment if no event was sent for a while."""
 
     def __init__(self) -> None:
         self._text = "queued"
 
     def update(self, event: Event) -> None:
-        """Set the phase that follows from an event of the stream; call it for each event."""
+        """Set the phase according to an event. Call this for every event of the stream."""
         match event:
             case Progress(done, total):
                 self._text = f"prefill {done}/{total}"
@@ -69,7 +72,7 @@ class ReplyProgress:
                 self._text = "decode"
 
     def to_comment(self) -> ServerSentEvent:
-        """Make a comment: `queued`, `prefill DONE/TOTAL` in tokens, or `decode`."""
+        """Return a comment: `queued`, `prefill DONE/TOTAL` in tokens, or `decode`."""
         return make_comment(self._text)
 
 
@@ -80,10 +83,12 @@ async def close_stream(stream: Closable) -> None:
 
 
 async def start_stream(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
-    """Submit `job` and wait for its admission, at most `queue_grace` seconds.
+    """Submit `job` and wait until it is admitted, at most `queue_grace` seconds.
 
-    The second value is None if the job is still queued then. The caller closes the stream; it is
-    closed already if this is cancelled or raises. Raises what `Engine.submit` raises.
+    The second value is None if the job is still queued after that. The caller must close the
+    stream. If
+    this function raises or is cancelled, the stream is already closed. Raises the errors of
+    `Engine.submit`.
     """
     stream = await deps.engine.submit(job)
     try:
@@ -94,7 +99,7 @@ async def start_stream(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
 
 
 class Closable(Protocol):
-    """A stream of the engine, or several that are read as one."""
+    """An engine stream, or several that are read as one."""
 
     @property
     def record(self) -> RequestRecord: ...
@@ -103,7 +108,7 @@ class Closable(Protocol):
 
 
 class EventStream(EventSourceResponse):
-    """A streamed reply. It owns its engine stream and closes it however the response ends."""
+    """Response that streams a reply. Its engine stream is closed however the response ends."""
 
     def __init__(
         self,
@@ -114,7 +119,12 @@ class EventStream(EventSourceResponse):
         ping: Callable[[], ServerSentEvent],
         on_error: Callable[[Exception], ServerSentEvent],
     ):
-        """`ping` makes the event sent in a silence, `on_error` the last event of a failed reply."""
+        """Create a response that sends `events` of `stream`.
+
+        `ping` makes the event that is sent during a silence, and `on_error` the last event of a
+        reply that
+        failed.
+        """
         self._stream = stream
         self.stopping = anyio.Event()
         super().__init__(
@@ -129,7 +139,7 @@ class EventStream(EventSourceResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events; return early if the client disconnects or stalls."""
+        """Send all events; return early if the client disconnects or stops reading."""
         watch = asyncio.ensure_future(self._close_on_shutdown())
         try:
             await super().__call__(scope, receive, send)

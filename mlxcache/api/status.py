@@ -21,7 +21,7 @@ TIMINGS = ("queue_s", "render_s", "match_s", "restore_s", "prefill_s", "first_to
 
 
 def routes(deps: Deps) -> list[Route]:
-    """Return the routes; all of them only read."""
+    """Return the routes of the server's state, all of which only read."""
     handlers = {
         "/health": health,
         "/v1/models": models,
@@ -37,7 +37,10 @@ def routes(deps: Deps) -> list[Route]:
 
 
 async def health(deps: Deps, request: Request) -> Response:
-    """Return 200 only while the model can serve; a stalled MLX thread gives 503."""
+    """Report the server's state: status 200 only while requests can be served, otherwise 503.
+
+    The server is `stalled` if one step of the model has taken longer than a minute.
+    """
     engine = deps.engine
     body: dict[str, Any] = {"status": engine.state, "stalled_s": round(engine.silent_s, 1)}
     if engine.state == "ready" and engine.info is not None:
@@ -52,7 +55,7 @@ async def health(deps: Deps, request: Request) -> Response:
 
 
 async def models(deps: Deps, request: Request) -> Response:
-    """List the one model, in a form for clients of OpenAI and of Anthropic."""
+    """List the served model, with the fields that clients of OpenAI and Anthropic expect."""
     info = require_model(deps)
     return json_response(
         {
@@ -66,12 +69,12 @@ async def models(deps: Deps, request: Request) -> Response:
 
 
 async def model(deps: Deps, request: Request) -> Response:
-    """Describe the one model, under any name."""
+    """Describe the served model, whatever name the path has."""
     return json_response(describe_model(require_model(deps), _name(request)))
 
 
 async def lm_studio_models(deps: Deps, request: Request) -> Response:
-    """List the one model in LM Studio's form.
+    """List the served model in the format of LM Studio.
 
     Source: https://lmstudio.ai/docs/developer/rest/endpoints.
     """
@@ -79,7 +82,7 @@ async def lm_studio_models(deps: Deps, request: Request) -> Response:
 
 
 async def lm_studio_model(deps: Deps, request: Request) -> Response:
-    """Describe the one model in LM Studio's form, under any name."""
+    """Describe the served model in the format of LM Studio, whatever name the path has."""
     return json_response(_lm_studio_object(require_model(deps), _name(request)))
 
 
@@ -91,11 +94,11 @@ def _name(request: Request) -> str:
 
 
 def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
-    """Build a model object with the fields of OpenAI, Anthropic and other local servers.
+    """Return a model object with the fields of OpenAI, Anthropic and other local servers.
 
     Lengths are in tokens: `max_context_length` is the model's own limit, the other two are this
-    server's. `sampling_defaults` apply where a request does not state the field. `created` is in
-    seconds since 1970.
+    server's.
+    `sampling_defaults` apply if a request omits the field. `created` is in seconds since 1970.
     """
     return {
         "id": name or info.id,
@@ -112,7 +115,7 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
 
 
 def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
-    """Build a model object in LM Studio's form; unknown fields are null."""
+    """Return a model object in the format of LM Studio. Unknown fields are null."""
     publisher, slash, _ = info.id.partition("/")
     return {
         "id": name or info.id,
@@ -129,13 +132,13 @@ def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any
 
 
 async def requests(deps: Deps, request: Request) -> Response:
-    """List recent requests, newest first: `?limit=` of them, 100 by default."""
+    """List the `?limit=` most recent requests, newest first; 100 by default."""
     records = deps.engine.requests()[: read_number(request, "limit", 100)]
     return json_response({"object": "list", "data": [describe_request(r) for r in records]})
 
 
 async def one_request(deps: Deps, request: Request) -> Response:
-    """Show one recent request: its tokens, timings and why a prefix was not reused."""
+    """Show one recent request: its tokens, timings, and why part of its prefix was not reused."""
     id = str(request.path_params["id"])
     record = await deps.engine.request(id)
     if record is None:
@@ -144,7 +147,7 @@ async def one_request(deps: Deps, request: Request) -> Response:
 
 
 def describe_request(record: RequestRecord) -> Mapping[str, Any]:
-    """Build a request's object; times are in seconds, counts in tokens."""
+    """Return the object of a request. Times are in seconds, counts in tokens."""
     computed = record.cached_tokens or record.fed_tokens
     return {
         "id": record.id,
@@ -173,11 +176,12 @@ def describe_request(record: RequestRecord) -> Mapping[str, Any]:
 
 
 def measure_progress(record: RequestRecord, now: float | None = None) -> dict[str, Any] | None:
-    """Return the phase of a request and its progress in tokens, or None once it is over.
+    """Return the phase of a request and its progress in tokens, or None if it has ended.
 
-    `done_tokens` of `total_tokens`: prompt tokens in the cache; in `decode` tokens of the reply,
-    whose total is unknown (null). `tokens_per_s` is the reply's average so far, null before its
-    second token. `now`: seconds since 1970.
+    During prefill, `done_tokens` of `total_tokens` counts prompt tokens in the cache. In `decode`,
+    `done_tokens` counts tokens of the reply, and the total is None because it is unknown.
+    `tokens_per_s`
+    is the reply's average so far, None before its second token. `now` is in seconds since 1970.
     """
     if record.status not in ("queued", "prefill", "decode"):
         return None
@@ -195,7 +199,10 @@ def measure_progress(record: RequestRecord, now: float | None = None) -> dict[st
 
 
 def _speed(record: RequestRecord, now: float) -> float | None:
-    """Return the reply's tokens per second since its first one."""
+    """Return the reply's tokens per second since its first token; None before the second.
+
+    `now` is in seconds since 1970.
+    """
     timing = record.timing
     if "first_token_s" not in timing or record.generated_tokens < 2:
         return None

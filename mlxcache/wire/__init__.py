@@ -1,6 +1,7 @@
-"""Request and reply bodies of the OpenAI and Anthropic APIs, to and from `Chat` and engine events.
+"""Bodies of the OpenAI and Anthropic APIs, converted to `Chat` and from engine events.
 
-Field names of both APIs stop here: below it there are only the types of `mlxcache.types`. It must
-not know HTTP (no status, header, route or stream) nor the engine, so that `embed` and the command
-line can use it without a server.
+Field names of both APIs are used only here; the layers below use the types of `mlxcache.types`. The
+package uses neither HTTP (statuses, headers, routes, streams) nor the engine, so that `embed` and
+the
+command line can use it without a server.
 """

@@ -1,7 +1,7 @@
-"""The output that Anthropic's bodies ask for: its format, and the tools that are or must be called.
+"""Output settings in Anthropic's request bodies: the reply's format, and which tools are called.
 
 Sources: https://docs.anthropic.com/en/docs/build-with-claude/structured-outputs and
-.../agents-and-tools/tool-use/implement-tool-use.
+https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/implement-tool-use.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from mlxcache.wire.formats import format_of_schema
 
 
 def read_format(body: Conversation) -> OutputFormat | None:
-    """Return the format of the reply's text; None: free text.
+    """Return the required format of the reply's text, or None for free text.
 
     `output_format` is the older name of `output_config.format`. Raises Unsupported for a type other
-    than `json_schema`, BadRequest if the schema is missing or both fields are set.
+    than
+    `json_schema`, and BadRequest if the schema is missing or both fields are set.
     """
     newer, older = "output_config.format", "output_format"
     form = body.output_config.format if body.output_config else None
@@ -38,7 +39,10 @@ def read_format(body: Conversation) -> OutputFormat | None:
 
 
 def check_not_continued(chat: Chat, form: OutputFormat | None) -> None:
-    """Raise BadRequest if a message is to be continued in a format, as Anthropic's API does."""
+    """Raise BadRequest if the last message shall be continued although a format is required.
+
+    Anthropic's API does so too.
+    """
     if form is not None and chat.continue_final:
         raise BadRequest(
             f"{form.param} is the format of a whole reply: the assistant's last message cannot be "
@@ -48,10 +52,11 @@ def check_not_continued(chat: Chat, form: OutputFormat | None) -> None:
 
 
 def read_tool_choice(body: Conversation, tools: Sequence[Function]) -> ToolChoice | None:
-    """Return which of `tools` may or must be called; None: calls are returned as text.
+    """Return which of `tools` may or must be called; with None, calls are returned as text.
 
-    Forced calls and thinking go together, other than in Anthropic's API: the model thinks first.
-    Raises BadRequest for an unknown type or tool, and for a forced call without tools.
+    Unlike in Anthropic's API, a forced call does not exclude thinking: the model thinks first.
+    Raises
+    BadRequest for an unknown type or tool, and for a forced call without tools.
     """
     choice = body.tool_choice
     kind = choice.type if choice else "auto"

@@ -1,7 +1,9 @@
-"""Engine events to a Messages object of Anthropic's API, or to the events that build one.
+"""Conversion of engine events to a message of Anthropic's API, whole or streamed.
 
-Sources: https://docs.anthropic.com/en/api/messages and .../messages-streaming. Both forms come from
-`ContentBlocks`, so a streamed reply and a whole one hold the same blocks.
+Both forms are made by `ContentBlocks`, so that a streamed reply and a whole one have the same
+blocks.
+Sources: https://docs.anthropic.com/en/api/messages and
+https://docs.anthropic.com/en/api/messages-streaming.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ STOP_REASONS: Mapping[FinishReason, str] = {
 
 
 class ContentBlocks:
-    """Content blocks of one reply as it grows; `content` holds the finished ones.
+    """Content blocks of a reply while it is generated. `content` holds the finished ones.
 
-    White space at the start of a text or thinking block is held back until other text follows: a
-    block of white space alone is never sent, because clients drop it, or are refused when they send
-    it back. `show_thinking` False: reasoning is sent only inside its signature.
+    White space at the start of a text or thinking block is held back until other text follows. A
+    block
+    of white space alone is therefore never sent: clients drop it, or are refused when they send it
+    back.
+    If `show_thinking` is False, reasoning is sent only inside its signature.
     """
 
     def __init__(self, *, show_thinking: bool = True):
@@ -46,7 +50,7 @@ class ContentBlocks:
         self._started = False
 
     def feed(self, piece: Piece) -> list[StreamEvent]:
-        """Return the events that `piece` adds.
+        """Add a piece of the reply and return the stream events that result.
 
         Raises GenerationFailed if a tool call's arguments are not a JSON object.
         """
@@ -57,7 +61,7 @@ class ContentBlocks:
         return [*ended, *self._grow(piece.text)]
 
     def close(self) -> list[StreamEvent]:
-        """Return the events that end the open block, if there is one."""
+        """Close the open block, if there is one, and return the events that end it."""
         return list(self._end())
 
     def _end(self) -> Iterator[StreamEvent]:
@@ -124,10 +128,12 @@ def _parse_arguments(call: ToolCall) -> tuple[str, dict[str, Any]]:
 
 
 def count_usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, int]:
-    """Build `usage`, in tokens: three disjoint counts that add up to the prompt, and the output.
+    """Return the `usage` object of a message, in tokens.
 
-    `cache_read_input_tokens` were not fed, `cache_creation_input_tokens` were fed up to the last
-    cache_control mark, `input_tokens` after it.
+    Three counts add up to the prompt: `cache_read_input_tokens` were cached,
+    `cache_creation_input_tokens` were fed up to the last cache_control mark, and `input_tokens`
+    were fed
+    after that. `output_tokens` counts the reply.
     """
     creation = max(0, (prompt.breakpoint or 0) - cached)
     return {
@@ -139,7 +145,7 @@ def count_usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, in
 
 
 def begin_message(id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
-    """Build a message without content and stop reason."""
+    """Return a message object without content and stop reason."""
     return {
         "id": id,
         "type": "message",
@@ -160,11 +166,12 @@ REPETITION = {
 
 
 def end_fields(finished: Finished, *, whole: bool = False) -> dict[str, Any]:
-    """Build `stop_reason` and `stop_sequence` of a reply that ended by itself.
+    """Return the fields `stop_reason` and `stop_sequence` of a reply that was not cut off.
 
-    A loop is an `end_turn`, because agents ask for more after `max_tokens`, with `stop_details`.
-    `whole`: a format or a call was required, and part of it is of no use. Then a loop is
-    `max_tokens`: after `end_turn` it would be parsed.
+    A reply stopped for repeating itself has `end_turn` and `stop_details`, because agents would
+    request
+    more after `max_tokens`. With `whole`, a format or a tool call was required, and a part of it is
+    useless: then the reason is `max_tokens`, because clients parse a reply that has `end_turn`.
     """
     cut = whole and finished.reason == "repetition"
     fields: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""Messages bodies of Anthropic's API to `Chat`, tools and `Sampling`.
+"""Conversion of Anthropic's Messages bodies to `Chat`, tools and `Sampling`.
 
-A conversation that grows by a turn must begin with the same messages. So each rule here depends
-only on a block and on the blocks before it: never on later blocks, on whether a text came as a
-string or as a list, or on cache_control. Texts of one message are joined by a blank line; empty
-texts are left out.
+When a conversation grows by a turn, its earlier messages must be converted to the same result. Each
+rule here therefore depends only on a block and the blocks before it: never on later blocks, on
+whether a text was sent as a string or as a list, or on cache_control. Texts of one message are
+joined by a blank line, and empty texts are left out.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ Function = Mapping[str, Any]
 def to_chat(
     body: types.Conversation, *, strict: bool = True, images: bool = False
 ) -> tuple[Chat, tuple[Function, ...]]:
-    """Convert `body` to a chat and all tools that may be called, deferred ones included.
+    """Convert `body` to a chat and to all tools that may be called, including deferred ones.
 
-    A final assistant message is continued. If it cannot be (it ends in a tool call, in reasoning or
-    in white space), `strict` raises BadRequest; otherwise it counts as complete. `images`: the
-    model takes images; otherwise they raise Unsupported.
+    A final assistant message is continued. If it ends in a tool call, in reasoning or in white
+    space, it
+    cannot be: `strict` then raises BadRequest, otherwise the message is taken as complete. `images`
+    tells
+    whether the model accepts images.
 
     Raises:
-        Unsupported: a field or block that would change the answer is not supported.
-        BadRequest: a block is malformed, or not allowed where it is.
+        Unsupported: the body has an unsupported field or block that would change the answer, or an
+            image that the model does not accept.
+        BadRequest: a block is malformed, or not allowed at its place.
     """
     _check_supported(body)
     try:
@@ -74,7 +77,7 @@ def to_chat(
 def to_sampling(body: types.Request) -> Sampling:
     """Convert the sampling fields. The default temperature is 1, as Anthropic documents.
 
-    What the body leaves out is `unset`, so that the model's own defaults apply.
+    Omitted fields are listed in `unset`, so that the model's own defaults apply to them.
     """
     top_p = 1.0 if body.top_p is None else body.top_p
     stated = {name for name in ("temperature", "top_p", "top_k") if getattr(body, name) is not None}
@@ -88,13 +91,13 @@ def to_sampling(body: types.Request) -> Sampling:
 
 
 def read_thinking_budget(body: types.Request) -> int | None:
-    """Return the most tokens of thinking; None: no limit."""
+    """Return the maximum tokens of thinking, or None if there is no limit."""
     config = body.thinking
     return config.budget_tokens if config is not None and config.type == "enabled" else None
 
 
 def shows_thinking(body: types.Request) -> bool:
-    """Return False if the client asked to have reasoning omitted from what it is sent."""
+    """Return whether reasoning is sent to the client, which may ask to omit it."""
     return body.thinking is None or body.thinking.display != "omitted"
 
 
@@ -122,7 +125,11 @@ def _template_args(config: types.ThinkingConfig | None) -> Mapping[str, Any]:
 
 
 class _ChatWriter:
-    """Messages written so far; `breakpoint` is how many the last cache_control mark covers."""
+    """Builder of a chat's messages from those of a request body.
+
+    `breakpoint` is the number of messages before the last cache_control mark, or None without a
+    mark.
+    """
 
     def __init__(self, tools: Toolbox, images: ImageReader):
         self.messages: list[dict[str, Any]] = []
@@ -131,7 +138,7 @@ class _ChatWriter:
         self._tool_names: dict[str, str] = {}
 
     def begin(self, body: types.Conversation) -> None:
-        """Write the system prompt."""
+        """Add the system prompt, if there is one."""
         texts, marked = self._blocks.read_texts(body.system or "", "system")
         if any(texts):
             self.messages.append({"role": "system", "content": _join(texts)})
@@ -139,7 +146,10 @@ class _ChatWriter:
             self.breakpoint = 0
 
     def write(self, message: types.Message, where: str) -> None:
-        """Write one message; tool results in it become messages of their own."""
+        """Add one message of the body. Tool results in it become messages of their own.
+
+        `where` is the message's path in the body, for errors.
+        """
         if message.role == "assistant":
             self._write_assistant(message.content, where)
         elif message.role == "user":
@@ -153,9 +163,9 @@ class _ChatWriter:
         self.breakpoint = len(self.messages)
 
     def continue_last(self, *, strict: bool) -> bool:
-        """Return True if the final assistant message can be continued; remove it if it is empty.
+        """Return whether the final assistant message can be continued; remove an empty one.
 
-        `strict`: raise BadRequest instead of returning False for one that is not empty.
+        With `strict`, raises BadRequest for a message that is not empty and cannot be continued.
         """
         last = self.messages[-1]
         content = last["content"]
@@ -184,7 +194,7 @@ class _ChatWriter:
             self.mark()
 
     def _write_user(self, content: types.Content, where: str) -> None:
-        """Write texts, images and tool results in order, then the images of the results."""
+        """Add texts, images and tool results in order, then the images of the results."""
         before = len(self.messages)
         items: list[Item] = []
         result_images: list[Item] = []
@@ -210,7 +220,10 @@ class _ChatWriter:
             self.mark()
 
     def _write_tool_result(self, block: types.ToolResult, where: str) -> list[Item]:
-        """Write a tool result's text, and return its images: tool messages take none."""
+        """Add a message with a tool result's text, and return its images.
+
+        Tool messages cannot hold images.
+        """
         items, marked = self._blocks.read_items(block.content or "", where)
         images = [item for item in items if not isinstance(item, str)]
         content = _join([item for item in items if isinstance(item, str)])
@@ -263,10 +276,11 @@ class _ChatWriter:
 
 
 class BlockReader:
-    """Content blocks to text, or to images where a message may hold them.
+    """Converter of content blocks to text, or to images if the message may hold them.
 
-    Results of tools that only Anthropic's servers run, such as a web search in the history, become
-    their JSON behind their name. A reference to a tool becomes that tool's description.
+    Results of tools that run on Anthropic's servers, such as a web search in the history, become
+    their
+    name and JSON. A reference to a tool becomes the tool's description.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):
@@ -274,19 +288,19 @@ class BlockReader:
         self._images = images
 
     def read_item(self, block: types.Block, where: str) -> Item:
-        """Return a block's text or its image. Raises what `read_text` raises."""
+        """Return a block's text or its image. Raises the errors of `read_text`."""
         if isinstance(block, types.Image) and self._images.supported:
             return self._images.read_source(block.source, where)
         return self.read_text(block, where)
 
     def read_items(self, content: types.Content, where: str) -> tuple[list[Item], bool]:
-        """Return each block's text or image, and True if any block has a cache_control mark."""
+        """Return each block's text or image, and whether any block has a cache_control mark."""
         found = list(_read_blocks(content, where))
         items = [self.read_item(block, at) for at, block in found]
         return items, any(_has_mark(block) for _, block in found)
 
     def read_texts(self, content: types.Content, where: str) -> tuple[list[str], bool]:
-        """Return each block's text, and True if any block has a cache_control mark."""
+        """Return each block's text, and whether any block has a cache_control mark."""
         found = list(_read_blocks(content, where))
         texts = [self.read_text(block, at) for at, block in found]
         return texts, any(_has_mark(block) for _, block in found)
@@ -294,8 +308,9 @@ class BlockReader:
     def read_text(self, block: types.Block, where: str) -> str:
         """Return a block's text.
 
-        Raises Unsupported for an image if the model takes none, BadRequest for a block that has no
-        text.
+        Raises Unsupported for an image if the model does not accept images, and BadRequest for a
+        block
+        without text.
         """
         match block:
             case types.Text(text=text):
@@ -353,7 +368,7 @@ class BlockReader:
 
 
 def _read_blocks(content: types.Content, where: str) -> Iterator[tuple[str, types.Block]]:
-    """Yield each block with its path in the body; a string is one text block."""
+    """Yield each block with its path in the body. A string is yielded as one text block."""
     if isinstance(content, str):
         yield where, types.Text(content)
         return
@@ -390,13 +405,16 @@ def _without_encrypted(value: Any) -> Any:
 class Toolbox:
     """Tools of one request, in the client's order.
 
-    `head`: tools described at the start of the prompt. `all`: tools that may be called; these say
-    which are `strict`, which is no part of the prompt. A tool with `defer_loading` is not in the
-    head: a `tool_reference` in a tool result, or a `tool_addition` in a system message, describes
-    it at that place, so that loading it leaves the head unchanged.
+    `head` holds the tools that are described at the start of the prompt. `all` holds all tools that
+    may
+    be called, with `strict`, which is not part of the prompt. A tool with `defer_loading` is not in
+    `head`: it is described where a `tool_reference` in a tool result or a `tool_addition` in a
+    system
+    message loads it, so that the start of the prompt stays the same.
 
-    Raises Unsupported for a tool that only Anthropic's servers run, BadRequest for one without a
-    name or a schema.
+    Raises Unsupported for a tool that runs on Anthropic's servers, and BadRequest for one without a
+    name
+    or a schema.
     """
 
     def __init__(self, tools: Iterable[types.Tool]):
@@ -409,7 +427,7 @@ class Toolbox:
                 self.head.append(function)
 
     def describe_loaded(self, name: str) -> str:
-        """Return the text of a reference to the tool `name`: the same each time it is sent."""
+        """Return the text for a reference to the tool `name`. It is the same every time."""
         if name in self._deferred:
             return _describe(name, self._deferred[name])
         if any(function["function"]["name"] == name for function in self.head):
@@ -417,7 +435,7 @@ class Toolbox:
         return f"The tool {name} is not available."
 
     def define(self, tool: types.Tool, where: str) -> str:
-        """Add a tool that a message defines, and return the text that describes it."""
+        """Add a tool that a message defines, and return the text that describes the tool."""
         function = self._add(tool, where)
         self._deferred[tool.name] = function
         return _describe(tool.name, function)

@@ -1,7 +1,8 @@
-"""Bodies of Anthropic's Messages API: the fields that can change an answer.
+"""Types of Anthropic's Messages bodies, with the fields that can change an answer.
 
-Source: https://docs.anthropic.com/en/api/messages. All other fields are ignored. Blocks stay
-plain objects until `read_block`, so that an error can name the block and its type.
+All other fields are ignored. Blocks stay plain objects until `read_block`, so that an error can
+name
+the block and its type. Source: https://docs.anthropic.com/en/api/messages
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ Content = str | list[RawBlock]
 
 
 class Block(Struct):
-    """A content block."""
+    """Base class of content blocks."""
 
 
 class Marked(Block, kw_only=True):
-    """A content block that may have a `cache_control` mark."""
+    """Base class of content blocks that may have a `cache_control` mark."""
 
     cache_control: Any = None
 
@@ -40,7 +41,7 @@ class Thinking(Block):
 
 
 class RedactedThinking(Block):
-    """Reasoning encrypted by Anthropic; it is not rendered."""
+    """Reasoning that Anthropic encrypted. It is not part of the prompt."""
 
 
 class ToolUse(Marked):
@@ -96,14 +97,14 @@ class Compaction(Marked):
 
 
 class ToolChange(Marked):
-    """A tool added or removed; `tool` names it, or defines it under `definition`."""
+    """Addition or removal of a tool. `tool` has its name, or its definition under `definition`."""
 
     type: str
     tool: dict[str, Any]
 
 
 class Fallback(Block):
-    """The place where another model took over; it is not rendered."""
+    """Marker of the place where another model continued the reply. It is not part of the prompt."""
 
 
 BLOCKS: dict[str, type[Block]] = {
@@ -201,11 +202,13 @@ class Request(Conversation, kw_only=True):
 
 
 def read_block(raw: RawBlock, where: str) -> Block:
-    """Convert one content block by its `type`. `where` is its path in the body, for errors.
+    """Convert a content block to the type that its `type` names.
+
+    `where` is the block's path in the body, for errors.
 
     Raises:
-        Unsupported: blocks of this type cannot be rendered.
-        BadRequest: the type is missing, or a field is missing or of the wrong type.
+        Unsupported: blocks of this type are not supported.
+        BadRequest: a field is missing or has the wrong type.
     """
     kind = raw.get("type")
     if not isinstance(kind, str):
@@ -217,7 +220,7 @@ def read_block(raw: RawBlock, where: str) -> Block:
 
 
 def read_tool(raw: Any, where: str) -> Tool:
-    """Convert one entry of `tools`. Raises BadRequest if a field is of the wrong type."""
+    """Convert an entry of `tools`; `where` is its path in the body. Raises BadRequest."""
     return _convert(raw, Tool, where)
 
 

@@ -1,6 +1,6 @@
-"""Chat requests of either API, outside of an endpoint: detect the API, convert, compare.
+"""Chat requests of either API without an endpoint: detect the API, convert, compare.
 
-Recorded requests and prefixes to warm come as JSON without the path they were sent to.
+Recorded requests and prompts to warm are JSON without the path to which they were sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPENINGS = ("0", "x")
 
 
 def parse_chat_request(body: bytes) -> dict[str, Any]:
-    """Parse a chat request. Raises BadRequest unless it is a JSON object with messages."""
+    """Parse a chat request. Raises BadRequest if it is not a JSON object with messages."""
     request = decode(dict[str, Any], body)
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -45,7 +45,10 @@ def parse_chat_request(body: bytes) -> dict[str, Any]:
 
 
 def is_anthropic(request: dict[str, Any]) -> bool:
-    """Return True if a request can only be Anthropic's; one that fits both counts as OpenAI's."""
+    """Return whether a request must be of Anthropic's API.
+
+    A request that is valid in both APIs counts as OpenAI's.
+    """
     tools = request.get("tools") or []
     if "system" in request or any(isinstance(t, dict) and "function" not in t for t in tools):
         return True
@@ -55,7 +58,7 @@ def is_anthropic(request: dict[str, Any]) -> bool:
 
 
 def request_to_chat(request: dict[str, Any]) -> Chat:
-    """Convert a request of either API; an image becomes a text that holds its digest.
+    """Convert a request of either API to a chat. Images are replaced by text with their digest.
 
     Fields that an endpoint would refuse are ignored. Raises BadRequest for a malformed message.
     """
@@ -63,10 +66,11 @@ def request_to_chat(request: dict[str, Any]) -> Chat:
 
 
 def chats_to_warm(body: bytes) -> list[Chat]:
-    """Convert what `POST /v1/cache/warm` takes: a chat request, or a system prompt as plain text.
+    """Convert the body of `POST /v1/cache/warm`: a chat request, or a system prompt as plain text.
 
-    A request without a user message gives two chats, whose first user messages differ: the common
-    beginning of their prompts is the prefix to warm. Raises BadRequest.
+    A request without a user message gives two chats with different user messages; the common
+    beginning
+    of their prompts is the prefix to warm. Raises BadRequest.
     """
     if not body.lstrip().startswith(b"{"):
         try:
@@ -94,7 +98,7 @@ def chats_to_warm(body: bytes) -> list[Chat]:
 
 
 def _to_chat(request: dict[str, Any], *, check: bool) -> Chat:
-    """Convert a request; `check`: refuse unsupported fields of OpenAI's."""
+    """Convert a request to a chat; `check` refuses unsupported fields of OpenAI's API."""
     if is_anthropic(request):
         body = msgspec.json.encode({"model": "any", **request})
         conversation = decode(anthropic_types.Conversation, body)
@@ -116,14 +120,14 @@ def _without_images(value: Any) -> Any:
 
 
 def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Name the differences between two requests that leave their prompts the same."""
+    """Return the names of differences between two requests that do not change their prompts."""
     keys = sorted({*one, *other} - _RENDERED - _TEMPLATE_ARGS)
     found = [key for key in keys if one.get(key) != other.get(key)]
     return found + _differences_in_form(one, other)
 
 
 def _differences_in_form(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Name cache marks that differ, and different spellings of the same message."""
+    """Return names for cache marks that differ, and for different spellings of the same message."""
     pairs = [(_head(one), _head(other))]
     pairs += list(zip(one["messages"], other["messages"], strict=False))
     found: list[str] = []
@@ -149,9 +153,9 @@ def _has_mark(value: Any) -> bool:
 
 
 def _plain(value: Any, *, marks_only: bool = False) -> Any:
-    """Remove cache_control and, unless `marks_only`, unify spellings.
+    """Return `value` without cache_control and, unless `marks_only`, with one spelling.
 
-    A list of one text becomes a string, and arguments in JSON text become objects.
+    A list with one text becomes a string, and arguments in JSON text become objects.
     """
     if isinstance(value, list):
         items = [_plain(item, marks_only=marks_only) for item in value]

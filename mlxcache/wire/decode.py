@@ -1,4 +1,4 @@
-"""Decode JSON into a typed value, strictly in shape and leniently in text."""
+"""Decoding of JSON to typed values: strict about types, tolerant of broken text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ MAX_DEPTH = 100
 
 
 def decode(type: type[T], body: bytes) -> T:
-    """Decode the JSON `body` as a `type`.
+    """Decode the JSON `body` as a value of `type`.
 
-    Half of a surrogate pair, which JavaScript clients send when they cut a string inside an
-    emoji, becomes U+FFFD. Raises BadRequest, with the field's path as `param` if there is one.
+    Half of a surrogate pair, which JavaScript clients send if they cut a string inside an emoji,
+    becomes
+    U+FFFD. Raises BadRequest, whose `param` is the path of the wrong field, if there is one.
     """
     try:
         try:
@@ -51,7 +52,7 @@ def decode(type: type[T], body: bytes) -> T:
 
 
 def _describe_wrong(body: bytes, error: Exception) -> str:
-    """Say why `body` cannot be decoded; `error` is the decoder's."""
+    """Describe why `body` cannot be decoded. `error` is that of the JSON decoder."""
     if body.startswith(BOM):
         return "The body is not valid JSON: it begins with a byte order mark. Send it without."
     try:
@@ -62,7 +63,7 @@ def _describe_wrong(body: bytes, error: Exception) -> str:
 
 
 def _values(type: type[Any], path: str) -> list[bool | str | int | None]:
-    """Return the values that the field at `path`, such as `messages[0].role`, can have."""
+    """Return the values allowed for the field at `path`, such as `messages[0].role`."""
     found = _options([inspect.type_info(type)])
     for name, item in re.findall(r"([^.\[\]]+)|(\[[^\]]*\])", path):
         below: list[inspect.Type] = []
@@ -88,7 +89,7 @@ def _options(types: Iterable[inspect.Type]) -> list[inspect.Type]:
 
 
 def _is_deep(value: object) -> bool:
-    """Return True if `value` is too deep for later recursion, for example in a template."""
+    """Return whether `value` is nested too deeply for later recursion, such as in a template."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[object] = []

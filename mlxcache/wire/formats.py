@@ -1,4 +1,4 @@
-"""Formats that a reply may be required to have, for both APIs."""
+"""Reply formats that both APIs can require."""
 
 from __future__ import annotations
 
@@ -11,5 +11,8 @@ from mlxcache.types import OutputFormat
 
 
 def format_of_schema(schema: Mapping[str, Any], param: str) -> OutputFormat:
-    """Return the format of JSON that is valid by `schema`; the order of its keys is kept."""
+    """Return the format for JSON that is valid by `schema`, keeping the order of the schema's keys.
+
+    `param` is the field of the request that holds the schema, for errors.
+    """
     return OutputFormat("json_schema", msgspec.json.encode(schema).decode(), param)

@@ -1,4 +1,4 @@
-"""Images in the bodies of both APIs. They come as base64 in the body; no URL is fetched."""
+"""Images in the bodies of both APIs. They must be base64 in the body; no URL is fetched."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Item = str | Image
 
 
 class ImageReader:
-    """Image parts of one request to `Image`. `supported`: the model takes images.
+    """Converter of one request's image parts to `Image`.
 
-    Every method takes `where`, a part's path in the body, for its errors. It raises Unsupported for
-    an image that is only referred to, BadRequest for a malformed one and for one beyond
-    `MAX_IMAGES`.
+    `supported` tells whether the model accepts images. Methods take `where`, the part's path in the
+    body,
+    for errors. They raise Unsupported for an image given by a URL to fetch, and BadRequest for a
+    malformed image or more than `MAX_IMAGES` images.
     """
 
     def __init__(self, supported: bool):
@@ -30,7 +31,7 @@ class ImageReader:
         self._count = 0
 
     def read_url(self, url: Any, where: str) -> Image:
-        """Return the image in a `data:` URL, given as a string or as an object with `url`."""
+        """Return the image in a `data:` URL, which is a string or an object with `url`."""
         url = url.get("url") if isinstance(url, dict) else url
         if not isinstance(url, str):
             raise BadRequest(f"{where}: an image needs its URL, a string.", param=where)
@@ -57,7 +58,7 @@ class ImageReader:
         return self.read_base64(source.get("data"), where)
 
     def read_base64(self, data: Any, where: str) -> Image:
-        """Return the image that `data` encodes. Its format is checked later, when it is decoded."""
+        """Return the image in the base64 text `data`. Its file format is checked later."""
         self._count += 1
         if self._count > MAX_IMAGES:
             raise BadRequest(f"A request takes at most {MAX_IMAGES} images.", param=where)
@@ -71,7 +72,10 @@ class ImageReader:
 
 
 def join_items(items: list[Item], separator: str) -> str | list[Item]:
-    """Join adjacent texts by `separator` and drop empty ones; without images, return one string."""
+    """Join adjacent texts with `separator` and drop empty ones.
+
+    Returns one string if there are no images, else a list of texts and images.
+    """
     found: list[Item] = []
     for item in items:
         if isinstance(item, str) and found and isinstance(found[-1], str):

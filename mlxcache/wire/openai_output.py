@@ -1,7 +1,7 @@
-"""The output that OpenAI's bodies ask for: its format, and the tools that are or must be called.
+"""Output settings in OpenAI's request bodies: the reply's format, and which tools are called.
 
-Sources: https://platform.openai.com/docs/guides/structured-outputs and .../function-calling;
-extensions: see `openai_types`.
+Sources: https://platform.openai.com/docs/guides/structured-outputs and
+https://platform.openai.com/docs/guides/function-calling. Extensions are listed in `openai_types`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FORMATS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def read_format(body: types.Generation) -> OutputFormat | None:
-    """Return the format of the reply; None: free text.
+    """Return the required format of the reply, or None for free text.
 
     Raises:
-        Unsupported: a kind of format, or an option of vLLM's, that is not supported.
-        BadRequest: a field is incomplete, or two fields ask for a format.
+        Unsupported: the kind of format, or an option of vLLM, is not supported.
+        BadRequest: a field is incomplete, or two fields require a format.
     """
     found = list(_formats(body))
     if len(found) > 1:
@@ -103,9 +103,9 @@ def _structured_outputs(asked: types.StructuredOutputs) -> Iterator[OutputFormat
 def _constraints(
     *given: tuple[Literal["json_schema", "regex", "choice", "grammar"], str, Any],
 ) -> Iterator[OutputFormat]:
-    """Yield the formats that are set, of each kind, field and value.
+    """Yield a format for each of `given` that is set: its kind, the field's name, and the value.
 
-    An empty expression or grammar counts as not set: some clients always send the field.
+    An empty expression or grammar counts as not set, because some clients always send the field.
     """
     for kind, name, value in given:
         if value is None or value == "":
@@ -139,9 +139,11 @@ def _encode_choices(choices: Sequence[str], field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools that a reply may or must call, as in `Job`; `tools` None: calls are returned as text.
+    """Tools that a reply may or must call, as in `Job`.
 
-    `named`: the client forced one function by its name, to be called exactly once.
+    If `tools` is None, calls are returned as text. `parallel` allows several calls in one reply.
+    `named`
+    is True if the client forced one function by name, which is then called exactly once.
     """
 
     tools: tuple[Mapping[str, Any], ...] | None = None
@@ -151,13 +153,15 @@ class ToolUse:
 
 
 def read_tool_use(body: types.ChatRequest, rendered: Sequence[Mapping[str, Any]]) -> ToolUse:
-    """Return which tools may be called, and how. `rendered`: those of the prompt, in order.
+    """Return which tools may be called, and how.
 
-    Tools are rendered in any case and without `strict`, so that the prefix stays the same.
+    `rendered` are the tools in the prompt, in order. They are always rendered, and without
+    `strict`, so
+    that the prefix stays the same whatever the choice.
 
     Raises:
-        Unsupported: the choice is of a type that is not supported.
-        BadRequest: the choice is malformed, names an unknown tool, or there are no tools.
+        Unsupported: the type of choice is not supported.
+        BadRequest: the choice is malformed or names an unknown tool, or there are no tools.
     """
     choice = body.tool_choice or "auto"
     asked = types.ToolChoice(choice) if isinstance(choice, str) else choice

@@ -1,7 +1,8 @@
-"""Engine events to the objects and chunks of OpenAI's chat and text completions.
+"""Conversion of engine events to objects and chunks of OpenAI's chat and text completions.
 
-Sources: https://platform.openai.com/docs/api-reference/chat/object, .../chat/streaming and
-.../completions/object.
+Sources: https://platform.openai.com/docs/api-reference/chat/object,
+https://platform.openai.com/docs/api-reference/chat/streaming and
+https://platform.openai.com/docs/api-reference/completions/object.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Payload = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields that all chunks of one reply share. `created` is in seconds since 1970."""
+    """Fields that a reply object and all chunks of a reply have.
+
+    `created` is in seconds since 1970.
+    """
 
     id: str
     model: str
@@ -31,7 +35,7 @@ class Envelope:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def wrap(self, **fields: Any) -> Payload:
-        """Build a reply object or a chunk from these fields and `fields`."""
+        """Return a reply object or a chunk that has these fields and `fields`."""
         return {
             "id": self.id,
             "object": self.object,
@@ -44,12 +48,17 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Parts of a reply that a request asked for: log-probabilities, usage in a stream, choices.
+    """Properties of a reply that the request asked for.
 
-    `n`: choices of each prompt; those of the first prompt come first. `echoes`: the text of each
-    prompt, which its choices begin with; empty: none. `called`: the `finish_reason` if tools were
-    called. OpenAI's is `stop` where `tool_choice` names the function, also in a stream. `whole`: a
-    format or a call was required, and part of it is of no use.
+    `logprobs` includes log-probabilities, and `include_usage` the usage at the end of a stream. `n`
+    is the
+    number of choices of each prompt; choices are ordered by prompt. `echoes` holds the text of each
+    prompt
+    if choices must begin with it, else nothing. `called` is the `finish_reason` of a reply that
+    calls
+    tools; OpenAI uses `stop` if `tool_choice` names the function. `whole` is True if a format or a
+    call
+    was required, so that a part of the reply is useless.
     """
 
     logprobs: bool = False
@@ -60,14 +69,16 @@ class Wish:
     whole: bool = False
 
     def echo(self, index: int) -> str:
-        """Return the text that a choice begins with."""
+        """Return the text with which the choice number `index` begins; often empty."""
         return self.echoes[index // self.n] if self.echoes else ""
 
 
 def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
-    """Build `usage` of all choices, in tokens; `prompt_tokens` includes the cached ones.
+    """Return the `usage` object of all choices, in tokens.
 
-    A prompt counts once, as the choice that computed it found it; `n`: choices of each prompt.
+    `n` is the number of choices of each prompt. A prompt is counted once, with the cached tokens
+    that
+    the choice which computed it found. `prompt_tokens` includes cached tokens.
     """
     prompt = sum(last.prompt_tokens for last in lasts[::n])
     generated = sum(last.generated_tokens for last in lasts)
@@ -84,10 +95,13 @@ def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
 
 
 def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | None]:
-    """Build `finish_reason` and, as vLLM, `stop_reason`: the stop string that ended the reply.
+    """Return `finish_reason` and vLLM's `stop_reason`, the stop string that ended the reply.
 
-    A loop is a `stop` for the reason `repetition`: agents ask for more after `length`. Where the
-    reply had to be whole it is `length`: after `stop` it would be parsed.
+    A reply stopped for repeating itself has the reasons `stop` and `repetition`, because agents
+    would
+    request more after `length`. If the reply had to be whole, it has `length`, because clients
+    parse a
+    reply that has `stop`.
     """
     looped = "repetition" if last.reason == "repetition" else None
     return {
@@ -104,7 +118,7 @@ def _finish_reason(last: Finished, wish: Wish, *, called: bool) -> str:
 
 
 def chat_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> Payload:
-    """Build the `chat.completion` object of whole replies."""
+    """Return the `chat.completion` object of finished replies."""
     choices = [_chat_choice(reply, i, wish) for i, reply in enumerate(replies)]
     usage = count_usage([reply.last for reply in replies], wish.n)
     return envelope.wrap(choices=choices, usage=usage)
@@ -128,7 +142,7 @@ def _chat_choice(reply: WholeReply, index: int, wish: Wish) -> Payload:
 
 
 def text_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> Payload:
-    """Build the `text_completion` object of whole replies; reasoning is part of their text."""
+    """Return the `text_completion` object of finished replies. Their text includes reasoning."""
     choices = [
         {
             "index": i,
@@ -144,9 +158,9 @@ def text_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wis
 
 
 class Chunks:
-    """Chunks of one streamed choice: `begin`, then `feed` for each engine event.
+    """Chunks of one streamed choice: call `begin`, then `feed` for each engine event.
 
-    `last` is the final event of a reply that ended by itself; None before.
+    `last` is the final event of the reply, None until the reply has ended by itself.
     """
 
     _empty: ClassVar[Payload]
@@ -160,11 +174,11 @@ class Chunks:
         self._called = False
 
     def begin(self) -> list[Payload]:
-        """Return the chunks before the first token."""
+        """Return the chunks to send before the first token."""
         return []
 
     def feed(self, event: Event) -> list[Payload]:
-        """Return the chunks that `event` adds. Raises what `finished_or_raise` raises."""
+        """Return the chunks for an engine event. Raises the errors of `finished_or_raise`."""
         if isinstance(event, Piece):
             probs = self._held.take(event)
             return self._feed(event, self._show(probs))
@@ -194,21 +208,21 @@ class Chunks:
 
 
 def usage_chunk(envelope: Envelope, chunks: Sequence[Chunks], n: int) -> Payload:
-    """Build the chunk that ends a stream with its usage; `n`: choices of each prompt.
+    """Return the last chunk of a stream, with the usage; `n` is the number of choices per prompt.
 
-    Raises what `finished_or_raise` raises for a choice that did not end.
+    Raises the errors of `finished_or_raise` if a choice did not end by itself.
     """
     usage = count_usage([finished_or_raise(one.last) for one in chunks], n)
     return envelope.wrap(choices=[], usage=usage)
 
 
 class ChatChunks(Chunks):
-    """`chat.completion.chunk` objects."""
+    """Chunks of a streamed chat completion: `chat.completion.chunk` objects."""
 
     _empty: ClassVar[Payload] = {"delta": {}}
 
     def begin(self) -> list[Payload]:
-        """Return the chunk that names the role."""
+        """Return the chunk that has the role `assistant`."""
         return [self._delta({"role": "assistant", "content": ""})]
 
     def _feed(self, piece: Piece, probs: Payload | None) -> list[Payload]:
@@ -230,7 +244,7 @@ class ChatChunks(Chunks):
 
 
 class TextChunks(Chunks):
-    """`text_completion` objects, a piece of text each."""
+    """Chunks of a streamed text completion: `text_completion` objects with a piece of text each."""
 
     _empty: ClassVar[Payload] = {"text": ""}
 
@@ -239,7 +253,7 @@ class TextChunks(Chunks):
         self._lists = TextLogprobs()
 
     def begin(self) -> list[Payload]:
-        """Return the chunk that repeats the prompt, if the request asked for it."""
+        """Return a chunk with the prompt's text if the request has `echo`, else nothing."""
         echo = self._wish.echo(self._index)
         return [self._chunk({"text": echo})] if echo else []
 
@@ -283,14 +297,17 @@ def _raw(token: str) -> bytes:
 
 
 class TextLogprobs:
-    """Writer of the parallel lists of text completions; `text_offset` counts characters."""
+    """Builder of the `logprobs` lists of a text completion. `text_offset` counts characters."""
 
     def __init__(self) -> None:
         self._characters = 0
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Build the lists of the next tokens. `top_logprobs` always has the sampled token, too."""
+        """Return the lists for the next tokens.
+
+        `top_logprobs` always includes the sampled token.
+        """
         return {
             "tokens": [_legacy_token(t.token) for t in tokens],
             "token_logprobs": [max(t.logprob, -9999.0) for t in tokens],
@@ -299,7 +316,7 @@ class TextLogprobs:
         }
 
     def _advance(self, raw: bytes) -> int:
-        """Move past a token, and return the place of the character that it begins in."""
+        """Advance past a token; return the index of the character in which it begins."""
         cut_short = bool(self._decoder.getstate()[0]) and raw[:1] != b"" and raw[0] & 0xC0 != 0x80
         start = self._characters + cut_short  # the bytes before it became a U+FFFD
         self._characters += len(self._decoder.decode(raw))
@@ -307,7 +324,7 @@ class TextLogprobs:
 
 
 def _legacy_token(token: str) -> str:
-    """Return the text of a token, or its bytes as OpenAI escapes them if it cuts a character."""
+    """Return a token's text, or its bytes in OpenAI's escaped form if it is part of a character."""
     try:
         token.encode()
     except UnicodeEncodeError:

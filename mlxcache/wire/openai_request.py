@@ -1,6 +1,6 @@
-"""OpenAI's bodies to `Chat`, `Prompt`, `Sampling` and limits.
+"""Conversion of OpenAI's request bodies to `Chat`, `Prompt`, `Sampling` and limits.
 
-A field that would change the answer and is not supported raises BadRequest, which names it.
+An unsupported field that would change the answer raises BadRequest with the field's name.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ MAX_CHOICES, MAX_REPLIES = 16, 128
 
 
 def check_supported(body: Generation) -> None:
-    """Raise Unsupported for the first field that would change the answer and is not supported.
+    """Raise Unsupported for the first unsupported field that would change the answer.
 
-    Raises BadRequest for fields that contradict each other.
+    Raises BadRequest if fields contradict each other.
     """
     echoes = isinstance(body, TextRequest)
     for field in UnsupportedFields.__struct_fields__:
@@ -103,8 +103,9 @@ def _check_continuation(body: ChatRequest) -> None:
 def to_sampling(body: Generation) -> Sampling:
     """Convert the sampling fields. The default temperature is 1, as OpenAI documents.
 
-    What the body leaves out is `unset`, so that the model's own defaults apply. `top_p` 0 leaves
-    only the likeliest token, so it means greedy. A seed is taken modulo 2**63.
+    Omitted fields are listed in `unset`, so that the model's own defaults apply to them. A `top_p`
+    of 0
+    leaves only the likeliest token, so it means greedy sampling. A seed is taken modulo 2**63.
     """
     plain = Sampling()
     greedy = body.top_p == 0
@@ -135,9 +136,11 @@ def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def read_choices(body: Generation) -> int:
-    """Return `n`, the choices of each prompt. Raises BadRequest unless it is from 1 to 16.
+    """Return `n`, the number of choices of each prompt.
 
-    Raises Unsupported for a `best_of` other than `n`: choices are not ranked.
+    Raises BadRequest unless it is from 1 to 16, and Unsupported for a `best_of` other than `n`,
+    because
+    choices are not ranked.
     """
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MAX_CHOICES:
@@ -148,21 +151,21 @@ def read_choices(body: Generation) -> int:
 
 
 def wants_logprobs(body: Generation) -> bool:
-    """Return True if the reply is to carry log-probabilities."""
+    """Return whether the request asks for log-probabilities."""
     if isinstance(body, ChatRequest):
         return bool(body.logprobs)
     return isinstance(body, TextRequest) and body.logprobs is not None
 
 
 def of_choice(sampling: Sampling, index: int) -> Sampling:
-    """Return the sampling of choice number `index` of a prompt: its seed is `seed` + `index`."""
+    """Return the sampling of choice number `index` of a prompt, whose seed is `seed` + `index`."""
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
 def read_stop_strings(body: Generation) -> tuple[str, ...]:
-    """Return the stop strings. Raises BadRequest for an empty one, and for more than 16."""
+    """Return the stop strings. Raises BadRequest if one is empty or there are more than 16."""
     given = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(given) > 16:
         raise BadRequest("`stop` takes at most 16 strings.", param="stop")
@@ -172,9 +175,11 @@ def read_stop_strings(body: Generation) -> tuple[str, ...]:
 
 
 def read_max_tokens(body: Generation, default: int | None) -> int | None:
-    """Return the limit of the reply in tokens, else `default`; None and -1 mean no limit.
+    """Return the maximum tokens of the reply, or None for no limit.
 
-    Raises BadRequest for other values below 1.
+    `default` is used if the request has no limit, and -1 means no limit. Raises BadRequest for
+    other
+    values below 1.
     """
     limit = body.max_tokens
     param = "max_tokens"
@@ -190,12 +195,13 @@ def read_max_tokens(body: Generation, default: int | None) -> int | None:
 
 
 def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
-    """Convert `body` to a chat. `images`: the model takes images.
+    """Convert `body` to a chat. `images` tells whether the model accepts images.
 
-    Unless the client decides, as in vLLM, a last message of the assistant's is continued if it has
-    text and no tool calls, and left out if it has nothing.
+    Unless the client says otherwise, a final assistant message is continued if it has text and no
+    tool
+    calls, and removed if it is empty.
 
-    Raises Unsupported for other media, and for images if the model takes none; BadRequest for a
+    Raises Unsupported for other media, and for images if the model accepts none; BadRequest for a
     malformed message or tool.
     """
     reader = ImageReader(images)
@@ -219,10 +225,11 @@ def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
 
 
 def read_thinking_budget(body: ChatRequest, *, takes_effort: bool) -> int | None:
-    """Return the most tokens of thinking; None: no limit.
+    """Return the maximum tokens of thinking, or None for no limit.
 
-    `takes_effort`: the chat template takes the effort itself; otherwise `EFFORT_BUDGETS` apply. -1
-    means no limit.
+    `takes_effort` tells whether the chat template uses the effort itself; otherwise
+    `EFFORT_BUDGETS` turns
+    it into tokens. -1 in the request means no limit.
     """
     stated = (
         body.thinking_budget,
@@ -303,7 +310,7 @@ def _content(message: Message, index: int, images: ImageReader) -> str | list[It
 
 
 def _texts(message: Message) -> tuple[str, ...]:
-    """The parts of a message's text that are not empty; none where it is one string."""
+    """Return the non-empty text parts of a message; empty if its content is a string."""
     parts = message.content if isinstance(message.content, list) else []
     return tuple(text for part in parts if (text := part.text or part.refusal))
 
@@ -333,9 +340,9 @@ def _calls(message: Message, index: int) -> list[dict[str, Any]]:
 
 
 def parse_arguments(function: CalledFunction) -> dict[str, Any]:
-    """Return a call's arguments as the object that templates take; `{}` if there are none.
+    """Return the arguments of a tool call as the object that chat templates expect.
 
-    Text that is not a JSON object becomes the value of the one key `_raw`.
+    Missing arguments give {}. Text that is not a JSON object becomes the value of the key `_raw`.
     """
     text = function.arguments
     if not isinstance(text, str):
@@ -349,10 +356,11 @@ def parse_arguments(function: CalledFunction) -> dict[str, Any]:
 
 
 def read_prompts(body: TextRequest) -> list[str | Prompt]:
-    """Return the prompts to complete: each a text, or a prompt of the token ids given.
+    """Return the prompts to complete: texts, or `Prompt` objects made of the given token ids.
 
-    Raises BadRequest for an empty list, an invalid token id, a mixture of texts and ids, and for
-    more than `MAX_REPLIES` choices of all prompts.
+    Raises BadRequest for an empty list, an invalid token id, a mixture of texts and ids, and more
+    than
+    `MAX_REPLIES` choices in total.
     """
     given: str | Sequence[str | int | list[int]] = body.prompt
     if isinstance(given, str):

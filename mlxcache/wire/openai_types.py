@@ -1,8 +1,9 @@
-"""Bodies of OpenAI's Chat Completions and Completions: the fields that can change an answer.
+"""Types of OpenAI's completion bodies, with the fields that can change an answer.
 
-Source: https://platform.openai.com/docs/api-reference/chat/create and .../completions/create;
-`top_k`, `min_p`, `repetition_penalty`, `repetition_context_size`, `xtc_probability`,
-`xtc_threshold`, `chat_template_kwargs` and `reasoning_content` are extensions of local servers.
+Sources: https://platform.openai.com/docs/api-reference/chat/create and
+https://platform.openai.com/docs/api-reference/completions/create. `top_k`, `min_p`,
+`repetition_penalty`, `repetition_context_size`, `xtc_probability`, `xtc_threshold`,
+`chat_template_kwargs` and `reasoning_content` are extensions of local servers.
 `structured_outputs` and the older `guided_...` are vLLM's
 (https://docs.vllm.ai/en/latest/features/structured_outputs/), top-level `json_schema` and `grammar`
 llama.cpp's (https://github.com/ggml-org/llama.cpp/tree/master/tools/server). All other fields are
@@ -21,7 +22,7 @@ Name = Annotated[str, Meta(min_length=1)]
 
 
 class Part(Struct):
-    """One part of a message's content: text, or an image for models that take images."""
+    """One part of a message's content: text, or an image if the model accepts images."""
 
     type: str
     text: str | None = None
@@ -31,7 +32,7 @@ class Part(Struct):
 
 
 class CalledFunction(Struct):
-    """A call in the history; `arguments` is JSON text, or an object from some clients."""
+    """A tool call in the history. `arguments` is JSON text, or an object from some clients."""
 
     name: Name
     arguments: str | dict[str, Any] | None = None
@@ -43,7 +44,7 @@ class Call(Struct):
 
 
 class Message(Struct):
-    """One message; `function` and `function_call` are the API's older names."""
+    """One message of a conversation. `function` and `function_call` are older names."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
@@ -57,7 +58,7 @@ class Message(Struct):
 
 
 class Function(Struct):
-    """A function; `strict`: calls have arguments that are valid by `parameters`."""
+    """A function that may be called. If `strict`, arguments are always valid by `parameters`."""
 
     name: Name
     description: str | None = None
@@ -79,7 +80,7 @@ class NamedFunction(Struct):
 
 
 class AllowedTool(Struct):
-    """A reference to a tool: Chat Completions nests the name, Responses does not."""
+    """A reference to a tool by name. Chat Completions nests the name; Responses does not."""
 
     type: str
     function: NamedFunction | None = None
@@ -92,7 +93,7 @@ class AllowedTools(Struct):
 
 
 class ToolChoice(Struct):
-    """The object form of `tool_choice`; each type has its own fields."""
+    """The object form of `tool_choice`. Each type has its own fields."""
 
     type: str
     function: NamedFunction | None = None
@@ -101,7 +102,7 @@ class ToolChoice(Struct):
 
 
 class JsonSchema(Struct):
-    """A named schema; `strict` false changes nothing: the reply follows the schema in any case."""
+    """A named schema. The reply follows the schema even if `strict` is false."""
 
     schema: dict[str, Any]
     name: str | None = None
@@ -110,7 +111,7 @@ class JsonSchema(Struct):
 
 
 class Format(Struct):
-    """The format of a reply; `schema` beside `json_object` is an extension of local servers."""
+    """The format of a reply. `schema` beside `json_object` is an extension of local servers."""
 
     type: str
     json_schema: JsonSchema | None = None
@@ -118,7 +119,7 @@ class Format(Struct):
 
 
 class StructuredOutputs(Struct):
-    """The format of a reply as vLLM names it: exactly one of the first five, no other."""
+    """The format of a reply in vLLM's form: exactly one of the first five fields, and no others."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -132,7 +133,7 @@ class StructuredOutputs(Struct):
 
 
 class Thinking(Struct):
-    """The switch for reasoning that GLM and DeepSeek clients send, and its budget in tokens."""
+    """The switch for reasoning, as GLM and DeepSeek clients send it, and a budget in tokens."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=0)] | None = None
@@ -142,14 +143,16 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Reasoning(Struct):
-    """Effort, or most tokens, of reasoning. Source: https://openrouter.ai/docs/use-cases/reasoning-tokens."""
+    """The effort of reasoning, or its maximum tokens.
+    Source: https://openrouter.ai/docs/use-cases/reasoning-tokens.
+    """
 
     effort: Effort | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
 class UnsupportedFields(Struct, kw_only=True):
-    """Fields that would change the answer and are not supported: using one is an error."""
+    """Fields that would change the answer but are not supported. Using one is an error."""
 
     adapters: Any = None
     audio: Any = None
@@ -169,7 +172,7 @@ class UnsupportedFields(Struct, kw_only=True):
 
 
 class Generation(UnsupportedFields, kw_only=True):
-    """Fields of both endpoints: sampling, length limits and streaming."""
+    """Fields of both endpoints: sampling, length limits, formats and streaming."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -225,7 +228,7 @@ class ChatRequest(Generation, kw_only=True):
 
 
 class TextRequest(Generation, kw_only=True):
-    """The body of POST /v1/completions; `prompt`: a text, token ids, or a list of either."""
+    """The body of POST /v1/completions. `prompt` is a text, token ids, or a list of either."""
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None

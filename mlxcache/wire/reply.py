@@ -1,4 +1,4 @@
-"""A whole reply, gathered from the engine's events."""
+"""A whole reply, gathered from the events of an engine stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxcache.types import Event, Finished, Piece, Text, Thinking, TokenLogprob,
 
 @dataclass(slots=True)
 class WholeReply:
-    """Text, reasoning, tool calls and log probabilities of one finished reply."""
+    """Text, reasoning, tool calls and log-probabilities of a finished reply."""
 
     last: Finished
     text: str = ""
@@ -22,10 +22,11 @@ class WholeReply:
 
 
 class HeldLogprobs:
-    """Log-probabilities of visible text, held until the text that they belong to is sent.
+    """Log-probabilities of visible text, held until that text is sent.
 
-    Those of a stop string, of blanks before a tool call, or of the newlines that a template writes
-    after a think block, are then never sent.
+    Log-probabilities of text that is never sent are dropped: a stop string, blanks before a tool
+    call, or
+    the newlines that a template writes after a think block.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,10 @@ class HeldLogprobs:
         self._begun = False
 
     def take(self, piece: Piece) -> Sequence[TokenLogprob]:
-        """Hold those of `piece`, and release all if it has text; drop all at the end of a text."""
+        """Hold the log-probabilities of `piece`; return those of text that is now sent.
+
+        The held ones are dropped if `piece` is not text.
+        """
         if not isinstance(piece, Text):
             self._held, self._begun = [], False
             return ()
@@ -41,7 +45,7 @@ class HeldLogprobs:
         return self._release(piece.text) if piece.text else ()
 
     def end(self, last: Finished) -> Sequence[TokenLogprob]:
-        """Release the rest, unless a stop string ended the reply."""
+        """Return the remaining log-probabilities, or none if a stop string ended the reply."""
         rest = self._release("")
         return () if last.stop_sequence is not None else rest
 
@@ -54,9 +58,9 @@ class HeldLogprobs:
 
 
 async def gather_reply(events: AsyncIterable[Event]) -> WholeReply:
-    """Read `events` to their end.
+    """Read `events` to the end and return the whole reply.
 
-    Raises what `events` raises, and what `finished_or_raise` raises.
+    Raises the errors of `events` and of `finished_or_raise`.
     """
     text: list[str] = []
     thinking: list[str] = []
@@ -83,8 +87,11 @@ async def gather_reply(events: AsyncIterable[Event]) -> WholeReply:
 def finished_or_raise(last: Finished | None) -> Finished:
     """Return the final event of a reply that ended by itself.
 
-    Raises GenerationFailed if the model failed, NotReady if the reply was cut short. A client that
-    disconnected does not read the error, so the only other cause is that the server is stopping.
+    Raises GenerationFailed if the model failed, and NotReady if the reply was cancelled or has no
+    final
+    event. A client that disconnected does not read the error, so the remaining cause is that the
+    server
+    is stopping.
     """
     if last is not None and last.reason == "error":
         raise GenerationFailed("The model failed while it was answering.")

@@ -1,4 +1,4 @@
-"""Times for which clients ask to keep prompts: hints for eviction, without effect on a reply.
+"""Times for which clients want prompts kept: hints for eviction, without effect on replies.
 
 Sources: https://docs.anthropic.com/en/docs/build-with-claude/prompt-caching (`cache_control`), and
 https://platform.openai.com/docs/guides/prompt-caching (`prompt_cache_retention`).
@@ -18,7 +18,10 @@ RetentionHints = tuple[tuple[int, float], ...]
 
 
 def hints_from_marks(body: types.Conversation, breakpoint: int | None) -> RetentionHints:
-    """Read the `cache_control` marks of `body`; the last of them is at `breakpoint` messages."""
+    """Return retention hints from the `cache_control` marks of `body`.
+
+    `breakpoint` is the number of messages before the last mark, or None.
+    """
     head = [tool.cache_control for tool in body.tools or ()]
     head += _marks(body.system)
     rest = [mark for message in body.messages for mark in _marks(message.content)]
@@ -29,7 +32,10 @@ def hints_from_marks(body: types.Conversation, breakpoint: int | None) -> Retent
 
 
 def hints_from_retention(retention: Any, messages: int) -> RetentionHints:
-    """Read `prompt_cache_retention`, a hint for all `messages`; an unknown value gives none."""
+    """Return a retention hint for all `messages` from `prompt_cache_retention`.
+
+    Empty if the value is unknown.
+    """
     known = {"in_memory": MINUTES_5, "in-memory": MINUTES_5, "24h": DAY}
     seconds = known.get(retention) if isinstance(retention, str) else None
     return ((messages, seconds),) if seconds else ()
@@ -42,6 +48,9 @@ def _marks(content: types.Content | None) -> list[Any]:
 
 
 def _longest(marks: Iterable[Any]) -> float:
-    """Return seconds, 0 without a mark. An unknown `ttl` counts as the shorter time."""
+    """Return the longest time of `marks` in seconds, or 0 without a mark.
+
+    An unknown `ttl` counts as the shorter time.
+    """
     given = [mark for mark in marks if isinstance(mark, dict)]
     return max((HOUR if mark.get("ttl") == "1h" else MINUTES_5 for mark in given), default=0.0)

@@ -1,11 +1,13 @@
-"""Signatures of thinking blocks: opaque to a client, they carry the reasoning itself.
+"""Signatures of thinking blocks. Clients cannot read them; they contain the reasoning itself.
 
 A client may ask not to be shown the reasoning (`display: "omitted"`), and then sends the block back
 with an empty text. The signature restores the text, so that the next turn renders to the same
-tokens without state in the server.
+tokens
+without state in the server.
 
-A signature is `mlxcache1.DIGEST.TEXT`: TEXT is the reasoning, deflated, in URL-safe base64; DIGEST
-is BLAKE2b over the reasoning. It is not secret, and proves only that the text is complete.
+A signature is `mlxcache1.DIGEST.TEXT`: TEXT is the reasoning, deflated, in URL-safe base64. DIGEST
+is
+BLAKE2b over the reasoning; it is not secret and proves only that the text is complete.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ _LIMIT = 8 * 1024 * 1024
 
 
 def sign_thinking(text: str) -> str:
-    """Return the signature that carries `text`."""
+    """Return a signature from which `recover_thinking` restores `text`."""
     raw = text.encode()
     packed = base64.urlsafe_b64encode(zlib.compress(raw, 6)).decode()
     return f"{_PREFIX}.{_digest(raw)}.{packed}"
 
 
 def recover_thinking(shown: str, signature: str | None) -> str:
-    """Return the reasoning of a block that a client sent back: its text, else its signature's.
+    """Return the reasoning of a block that a client sent back: its text, else the signature's.
 
     A signature of another server, a damaged one, and one of more than 8 MiB unpacked give an empty
-    text. Raises nothing.
+    text.
     """
     if shown or not signature:
         return shown

@@ -57,8 +57,9 @@ _EMOJI_JOINERS = "\u200d\ufe0f"
 def title_from_messages(messages: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the title of a conversation, or None if no user message has typed text.
 
-    At most `MAX_TITLE` characters, none of them a control character. Messages that a client writes
-    itself are skipped, and so are machine-made elements at the start of a message, such as
+    It has at most `MAX_TITLE` characters and no control characters. Messages that a client writes
+    itself
+    are skipped, and so are machine-made elements at the start of a message, such as
     `<system-reminder>...</system-reminder>`.
     """
     texts = [_text(m.get("content")) for m in messages if m.get("role") == "user"]
@@ -74,7 +75,7 @@ def _text(content: Any) -> str:
 
 
 def title_from_text(text: str) -> str | None:
-    """Return the beginning of `text` on one line, or None if nothing of it is typed."""
+    """Return the beginning of `text` on one line, or None if the user typed none of it."""
     title = to_one_line(_typed(text[:_MAX_READ]).lstrip()[: 100 * MAX_TITLE])
     quoted = _QUOTED.fullmatch(title)
     title = quoted[1] if quoted else title
@@ -84,12 +85,15 @@ def title_from_text(text: str) -> str | None:
 
 
 def to_one_line(text: str) -> str:
-    """Return `text` on one line, without control and other invisible characters."""
+    """Return `text` on one line, without control characters and other invisible characters."""
     return " ".join("".join(map(_visible, text)).split())
 
 
 def _typed(text: str) -> str:
-    """Remove what a client wrote around the typed part of `text`; "" if it wrote all of it."""
+    """Return the part of `text` that the user typed.
+
+    Text that a client added around it is left out.
+    """
     at = 0
     while (match := _ELEMENT.match(text, at)) is not None:
         name = re.sub(r"^user[-_]", "", match[1].lower())
