@@ -61,11 +61,9 @@ def foreign_origin(
     """Return the name of the web page of another site that made a request, or None if none did.
 
     Requests are allowed from pages of this server, from the origins `allowed`, and from origins
-    with
-    other schemes, such as an editor's `vscode-webview://...`. The hidden origin `null` is refused.
-    With
-    `any_host`, every name in Host is accepted. `linkable` allows links on other pages to open the
-    path.
+    with other schemes, such as an editor's `vscode-webview://...`. The hidden origin `null` is
+    refused. With `any_host`, every name in Host is accepted. `linkable` allows links on other pages
+    to open the path.
     """
     host, origin = headers.get("host", ""), headers.get("origin", "").lower()
     if not any_host and not is_local(_host_name(f"//{host}")):
@@ -114,8 +112,7 @@ def _address(url: str, like: str = "") -> tuple[str, int] | None:
     """Return the host and port of `url`; None if it cannot be parsed.
 
     The default port is that of the scheme: 443 for https, otherwise 80. If `url` has no scheme,
-    that of
-    the URL `like` is used.
+    that of the URL `like` is used.
     """
     try:
         parts = urlsplit(url)
@@ -204,8 +201,7 @@ class Keyring:
         """Return the owner of the key in `Authorization: Bearer` or `X-Api-Key`.
 
         None stands for the common key. Both headers are compared with all keys in constant time.
-        Raises
-        Unauthorized if none matches.
+        Raises Unauthorized if none matches.
         """
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
@@ -257,8 +253,7 @@ class RefusalLog:
     """Rate-limited log of refused requests, which never contains a key.
 
     At most one line is logged per `LOG_INTERVAL_S`, and refusals in between are counted. A client
-    that
-    tries many keys thus cannot fill the disk.
+    that tries many keys thus cannot fill the disk.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):

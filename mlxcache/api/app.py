@@ -1,8 +1,7 @@
 """The HTTP application: routes, error handlers and middleware.
 
 Its own middleware adds request ids and security headers, counts errors, and answers 500 if a
-handler
-fails unexpectedly.
+handler fails unexpectedly.
 """
 
 from __future__ import annotations

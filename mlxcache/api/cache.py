@@ -77,11 +77,9 @@ async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, 
     """Compute the prefix that `body` describes, and return its token counts and seconds.
 
     The prefix of a chat request ends where the reply would begin. Without a user message, it ends
-    where
-    the first user message would begin. A body that does not begin with `{` is a system prompt. `id`
-    is
-    the request id; None makes a new one. Raises BadRequest for other bodies, and the errors of
-    `Engine.submit`.
+    where the first user message would begin. A body that does not begin with `{` is a system
+    prompt. `id` is the request id; None makes a new one. Raises BadRequest for other bodies, and
+    the errors of `Engine.submit`.
     """
     began = time.perf_counter()
     prompts = [await engine.render(chat) for chat in chats_to_warm(body)]

@@ -33,8 +33,7 @@ class Choices:
         """Yield the events of all choices as they arrive, each with the index of its choice.
 
         Raises the error of the first stream that fails. At most one event is buffered, so that a
-        stream
-        notices a client that stops reading.
+        stream notices a client that stops reading.
         """
         if len(self._streams) == 1:
             async for event in self._streams[0]:
@@ -95,8 +94,7 @@ async def start_choices(deps: Deps, jobs: Sequence[Job]) -> Choices:
     """Submit `jobs` and wait until the first is admitted, at most `queue_grace` seconds.
 
     The caller must close the choices. If this function raises or is cancelled, they are already
-    closed.
-    Raises the errors of `Engine.submit`.
+    closed. Raises the errors of `Engine.submit`.
     """
     streams: list[Stream] = []
     choices = Choices(streams)

@@ -102,10 +102,8 @@ def build_anthropic_error(error: Exception, request_id: str | None = None) -> di
     """Return the body of an error in Anthropic's API.
 
     Its form is `{"type": "error", "error": {"type", "message"}, "request_id"}`. The message for a
-    prompt
-    beyond the context contains `prompt is too long`, which clients search for. The refusal of a
-    thread
-    has the code in `error.details` that makes the SDK continue without one.
+    prompt beyond the context contains `prompt is too long`, which clients search for. The refusal
+    of a thread has the code in `error.details` that makes the SDK continue without one.
     """
     message = _message(error)
     if isinstance(error, errors.ContextLengthExceeded) and "prompt is too long" not in message:

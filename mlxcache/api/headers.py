@@ -48,9 +48,8 @@ def read_session_label(
     """Return the session label of a request, or None if it has none.
 
     The first of these is used: X-Session-Id, X-Claude-Code-Session-Id, the `session_id` in
-    Anthropic's
-    `metadata.user_id` (JSON, or the older form `..._session_<uuid>`), OpenAI's `prompt_cache_key`.
-    Control characters are removed, and the label is cut to 200 characters.
+    Anthropic's `metadata.user_id` (JSON, or the older form `..._session_<uuid>`), OpenAI's
+    `prompt_cache_key`. Control characters are removed, and the label is cut to 200 characters.
     """
     candidates = (
         headers.get("x-session-id"),

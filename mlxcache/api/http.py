@@ -176,8 +176,7 @@ async def iterate_body(
     """Yield a request body in parts as they arrive.
 
     Raises HTTPException (408) if no part arrives for `pause` seconds or the body is incomplete
-    after
-    `seconds`, and ClientDisconnect if the client disconnects.
+    after `seconds`, and ClientDisconnect if the client disconnects.
     """
     end = None if seconds is None else time.monotonic() + seconds
     async with aclosing(request.stream()) as parts:

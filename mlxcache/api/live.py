@@ -64,9 +64,8 @@ class Feed:
     """Live state of the server, as far as one owner may see it. For the event loop only.
 
     Nothing is queued: a slow reader receives the current state and misses intermediate ones.
-    Sessions
-    are read only if they may have changed, because that uses the MLX thread. Figures are read in a
-    thread, because they wait for the disk.
+    Sessions are read only if they may have changed, because that uses the MLX thread. Figures are
+    read in a thread, because they wait for the disk.
     """
 
     def __init__(self, engine: Engine, owner: str | None):
@@ -87,8 +86,8 @@ class Feed:
     async def watch(self, parts: Sequence[str]) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield (part, body) for each of `parts` in its current state, then after each change.
 
-        The body of `requests` holds only the requests that changed. The last item is
-        `("end", {"reason": ...})`.
+        The body of `requests` holds only the requests that changed. The last item is `("end",
+        {"reason": ...})`.
         """
         self._wanted.update(parts)
         self._readers += 1
@@ -294,8 +293,7 @@ async def live(deps: Deps, readers: LiveReaders, request: Request) -> Response:
     """Stream the current state, then each change, as server-sent events.
 
     `?parts=` selects parts, separated by commas. Available even while the model loads. The status
-    is 429
-    if too many streams are open.
+    is 429 if too many streams are open.
     """
     parts = request.query_params.get("parts", ",".join(PARTS)).split(",")
     if not set(parts) <= set(PARTS):

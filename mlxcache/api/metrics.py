@@ -45,8 +45,7 @@ class Family:
     """Description of a metric that is taken from the engine's figures.
 
     `name` lacks the prefix and the `_total` of a counter. `labels` are the names of labels. `path`
-    is the
-    dotted path of keys to a number, or to a mapping from label values to numbers.
+    is the dotted path of keys to a number, or to a mapping from label values to numbers.
     """
 
     kind: Kind

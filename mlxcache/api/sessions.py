@@ -141,8 +141,7 @@ async def restore(deps: Deps, request: Request) -> Response:
     """Import a session from the snapshot in the body. `?name=` sets its name.
 
     If the body is a prompt cache of mlx-lm, it must begin with the prompt's text, whose length in
-    bytes
-    is given by `?prompt_bytes=`.
+    bytes is given by `?prompt_bytes=`.
     """
     files = require_sessions(deps).files
     name = to_one_line(request.query_params.get("name", ""))[:MAX_NAME] or None

@@ -86,9 +86,8 @@ async def start_stream(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
     """Submit `job` and wait until it is admitted, at most `queue_grace` seconds.
 
     The second value is None if the job is still queued after that. The caller must close the
-    stream. If
-    this function raises or is cancelled, the stream is already closed. Raises the errors of
-    `Engine.submit`.
+    stream. If this function raises or is cancelled, the stream is already closed. Raises the errors
+    of `Engine.submit`.
     """
     stream = await deps.engine.submit(job)
     try:
@@ -122,8 +121,7 @@ class EventStream(EventSourceResponse):
         """Create a response that sends `events` of `stream`.
 
         `ping` makes the event that is sent during a silence, and `on_error` the last event of a
-        reply that
-        failed.
+        reply that failed.
         """
         self._stream = stream
         self.stopping = anyio.Event()

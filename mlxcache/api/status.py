@@ -97,8 +97,8 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
     """Return a model object with the fields of OpenAI, Anthropic and other local servers.
 
     Lengths are in tokens: `max_context_length` is the model's own limit, the other two are this
-    server's.
-    `sampling_defaults` apply if a request omits the field. `created` is in seconds since 1970.
+    server's. `sampling_defaults` apply if a request omits the field. `created` is in seconds since
+    1970.
     """
     return {
         "id": name or info.id,
@@ -180,8 +180,8 @@ def measure_progress(record: RequestRecord, now: float | None = None) -> dict[st
 
     During prefill, `done_tokens` of `total_tokens` counts prompt tokens in the cache. In `decode`,
     `done_tokens` counts tokens of the reply, and the total is None because it is unknown.
-    `tokens_per_s`
-    is the reply's average so far, None before its second token. `now` is in seconds since 1970.
+    `tokens_per_s` is the reply's average so far, None before its second token. `now` is in seconds
+    since 1970.
     """
     if record.status not in ("queued", "prefill", "decode"):
         return None

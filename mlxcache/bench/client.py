@@ -34,12 +34,9 @@ class Reply:
     """Text, times and token counts of one streamed reply.
 
     Times are in seconds since the request was sent: `first_s` until the first text, `last_s` until
-    the
-    last, `total_s` until the end of the stream. The counts are those that the server reported.
-    Without
-    them, `prompt_tokens` and `cached_tokens` are None, and `generated_tokens` is the number of
-    pieces
-    received. `request` is the request id, if the server sent one.
+    the last, `total_s` until the end of the stream. The counts are those that the server reported.
+    Without them, `prompt_tokens` and `cached_tokens` are None, and `generated_tokens` is the number
+    of pieces received. `request` is the request id, if the server sent one.
     """
 
     text: str

@@ -134,8 +134,7 @@ class FailingDevice:
         """Overwrite the results of a failed evaluation with wrong numbers.
 
         `fed` holds the passes that it included: caches, and their lengths in tokens before the
-        pass. Their KV
-        buffers are overwritten too.
+        pass. Their KV buffers are overwritten too.
         """
         buffers = [
             (array, start, slot.offset)
@@ -158,8 +157,7 @@ class FailingDevice:
         """Write wrong numbers to part of an evaluated array.
 
         With `copied`, they go to a new buffer, as when another array shares the old one. Otherwise
-        the
-        buffer is changed in place.
+        the buffer is changed in place.
         """
         wrong = _wrong(array[part], nan=self._nan)
         reader = array[...] if copied else None

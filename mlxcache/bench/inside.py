@@ -107,8 +107,7 @@ class Inside:
         """Submit a request and return its stream of events. Raises MlxcacheError.
 
         With `endless`, tokens that end a turn are never sampled. `top` is the number of likeliest
-        tokens
-        whose log-probabilities are reported, None for none.
+        tokens whose log-probabilities are reported, None for none.
         """
         self._asked += 1
         ends = self.core.loaded.tokenizer.eos_token_ids if endless else ()

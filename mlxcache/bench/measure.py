@@ -23,10 +23,8 @@ class Sample:
 
     `first_s` is the time to the first text, the mean of all replies, and `wall_s` the time of the
     scenario. `rate` is the tokens per second of a reply after its first token, `throughput` those
-    of all
-    replies together. `fed_tokens` counts prompt tokens that were not cached. Counts are means too,
-    and
-    None if the server reported none.
+    of all replies together. `fed_tokens` counts prompt tokens that were not cached. Counts are
+    means too, and None if the server reported none.
     """
 
     first_s: float
@@ -54,8 +52,7 @@ class Results:
     """Samples by scenario and server, failures, and details of warm turns.
 
     `pairs` compares warm turns of this server with the model's own time. `timings` holds this
-    server's
-    own timing, in seconds, of each warm turn.
+    server's own timing, in seconds, of each warm turn.
     """
 
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
@@ -74,8 +71,7 @@ class Results:
         """Return the median over repetitions of this server's figure divided by the other server's.
 
         Both are measured within seconds, so that a change of the machine's speed during the run has
-        no
-        effect. None if no repetition can be compared.
+        no effect. None if no repetition can be compared.
         """
         taken = self.samples.get(scenario, {})
         pairs = zip(taken.get(OURS, ()), taken.get(server, ()), strict=False)
@@ -119,8 +115,7 @@ class Plan:
     """Scenarios to run, number of repetitions, and a function that makes each one's `Visit`.
 
     With `keep`, all repetitions share one visit: conversations continue, and scenarios that begin
-    one
-    are run only once. This saves most of the time if prompts are long.
+    one are run only once. This saves most of the time if prompts are long.
     """
 
     scenarios: Sequence[str]
@@ -143,8 +138,7 @@ def play(servers: Sequence[Server], plan: Plan, own: OwnTime | None) -> Results:
     """Run the scenarios of `plan` at all `servers` and return the results. Blocks.
 
     The order of the servers rotates with each repetition. A server that fails in a scenario skips
-    it in
-    later repetitions. `own` measures the model's own time, if it is not None.
+    it in later repetitions. `own` measures the model's own time, if it is not None.
     """
     results = Results({name: {server.name: [] for server in servers} for name in plan.scenarios})
     out: set[tuple[str, str]] = set()

@@ -35,8 +35,7 @@ class OwnTime:
         """Measure the decoding of `reply` tokens after `prefix` cached ones.
 
         Returns tokens per second, and the peak memory in bytes beyond that held at the first token.
-        Raises
-        NoOwnTime.
+        Raises NoOwnTime.
         """
         answer = self._answer(prefix=prefix, reply=reply)
         return answer["tokens_s"], answer["peak_bytes"]
@@ -78,8 +77,7 @@ def measuring(model: Path, logs: Path) -> Iterator[OwnTime | None]:
     """Start a process that measures the model in `model` with mlx-lm alone; end it with the block.
 
     Blocks until the model is loaded. Yields None if it cannot be measured: it cannot be loaded, or
-    its
-    cache cannot be cut back. The process writes errors to `own_time.log` in `logs`.
+    its cache cannot be cut back. The process writes errors to `own_time.log` in `logs`.
     """
     command = [sys.executable, "-m", "mlxcache.model.own_time", str(model)]
     with program(command, logs / "own_time.log", stdin=subprocess.PIPE) as process:

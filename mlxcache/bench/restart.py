@@ -26,8 +26,7 @@ class Round:
 
     Times are seconds until the first text. Counts are those of the third turn, None if the server
     reports none: `restored_tokens` came from disk, and `lost_tokens` are tokens of the first turn
-    and
-    its reply that were no longer cached, 0 or less if all were.
+    and its reply that were no longer cached, 0 or less if all were.
     """
 
     cold_s: float

@@ -143,8 +143,7 @@ def conduct(
     """Run `measure`, print its figures and bounds, and write them to `json_file` if given.
 
     `model` is the model's name in the file. Exits with status 1 if one of FAILURES is raised, or
-    with
-    `strict` if a bound does not hold.
+    with `strict` if a bound does not hold.
     """
     console = report.wide_console()
     with scratch() as folder:
@@ -170,8 +169,7 @@ def scratch() -> Iterator[Path]:
 
     The first SIGTERM or SIGHUP raises KeyboardInterrupt, so that servers are ended. Later ones are
     ignored, even after the block: a closed terminal sends several, which must not interrupt the
-    cleanup
-    and the report. SIGHUP stays ignored under nohup.
+    cleanup and the report. SIGHUP stays ignored under nohup.
     """
     interrupted: list[int] = []
 

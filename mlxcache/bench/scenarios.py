@@ -60,9 +60,8 @@ class Visit:
 
     All text is generated from `seed`; different seeds share no text. A conversation begins when a
     scenario first needs it, and later scenarios continue it. `main` has a long first prompt,
-    `other` and
-    `draft` have the same system prompt as `main`, the first line of `billed` changes each turn, and
-    `grown` reaches its length over several turns.
+    `other` and `draft` have the same system prompt as `main`, the first line of `billed` changes
+    each turn, and `grown` reaches its length over several turns.
     """
 
     client: Client

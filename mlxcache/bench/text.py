@@ -22,8 +22,7 @@ class Filler:
     """Generator of text with an exact number of tokens of a model.
 
     Tokens are counted with `tokenizer.json` in the model's `folder`. Raises OSError or ValueError
-    if
-    that file is missing or cannot be parsed.
+    if that file is missing or cannot be parsed.
     """
 
     def __init__(self, folder: Path):

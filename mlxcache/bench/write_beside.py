@@ -32,8 +32,7 @@ class Paces:
     """Tokens per second of a reply, and seconds of writing, per repetition.
 
     `alone` is measured without writing, `plain` and `plain_s` beside a plain thread that writes,
-    `store`
-    and `store_s` beside the disk tier.
+    `store` and `store_s` beside the disk tier.
     """
 
     alone: list[float] = field(default_factory=list)
@@ -49,8 +48,7 @@ def write_beside(
     """Measure a reply while `total` bytes are written by the disk tier, and by a plain thread.
 
     Repeats that `runs` times. The plain thread writes files of the same sizes in the same way: it
-    syncs
-    each and then renames it. Blocks. Raises ValueError, MlxcacheError, OSError.
+    syncs each and then renames it. Blocks. Raises ValueError, MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 

@@ -149,8 +149,7 @@ def find_holder(port: int) -> str | None:
     """Return the name and process id of the program that listens on `port`.
 
     None if no process of this user does. Processes are examined one by one, because on macOS only
-    root
-    may list all connections at once.
+    root may list all connections at once.
     """
     for process in psutil.process_iter():
         try:

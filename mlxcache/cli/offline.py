@@ -90,8 +90,7 @@ class Offline:
         """Import the snapshot at `path` and return the new session; no model is needed.
 
         `progress` receives bytes. Raises MlxcacheError for a prompt cache of mlx-lm, or if `prompt`
-        is not
-        None: both need a server.
+        is not None: both need a server.
         """
         if prompt is not None:
             raise MlxcacheError(

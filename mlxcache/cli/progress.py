@@ -75,8 +75,7 @@ def loading_bar(console: Console) -> Iterator[Callable[[str, float | None], None
     """Show the progress of loading a model on `console`; yield a function to update it.
 
     The function takes the name of a step and the fraction done, from 0 to 1, or None if unknown.
-    Any
-    thread may call it. Without a terminal, a line is printed per step and per tenth of it.
+    Any thread may call it. Without a terminal, a line is printed per step and per tenth of it.
     """
     shown: tuple[str, int] | None = None
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())

@@ -44,8 +44,7 @@ class Remote:
 
     Every request blocks. NoServer is raised if the server does not answer. An error response raises
     MlxcacheError with the server's message, or NotFound for 404. Progress callbacks run in the
-    calling
-    thread.
+    calling thread.
     """
 
     def __init__(self, url: str, api_key: str | None = None):
@@ -71,8 +70,7 @@ class Remote:
         """Return the body of `GET /health`, or None if no mlxcache server answers.
 
         The key is not sent, because another program may be listening at the address. The answer of
-        another
-        program is not read either, because it may be endless.
+        another program is not read either, because it may be endless.
         """
         try:
             request = self._http.build_request("GET", "/health", timeout=ANSWER_S)
@@ -125,8 +123,7 @@ class Remote:
         """Download a session to the file at `path` and return the number of bytes written.
 
         `progress` receives the bytes written and their total. Raises MlxcacheError if the server
-        closes the
-        connection early.
+        closes the connection early.
         """
         done = 0
         with (
@@ -180,8 +177,8 @@ class Remote:
     def warm(self, body: bytes, progress: Step) -> dict[str, Any]:
         """Have the server compute a prefix ahead of its first use, and return the result.
 
-        `body` is a chat request or a system prompt. `progress` receives tokens, polled from
-        `GET /v1/requests` every half second.
+        `body` is a chat request or a system prompt. `progress` receives tokens, polled from `GET
+        /v1/requests` every half second.
         """
         before = {one["id"] for one in self._warmed()}
         with ThreadPoolExecutor(1) as pool:
@@ -226,8 +223,7 @@ class Remote:
         """Yield the name and body of each of `parts`, now and after each change.
 
         Parts are those of `GET /v1/live`, such as `requests`. Blocks between updates and ends when
-        the
-        server ends the stream.
+        the server ends the stream.
         """
         name = ""
         with self._request("GET", "/v1/live", params={"parts": ",".join(parts)}) as response:

@@ -15,8 +15,8 @@ from mlxcache.config import load_settings
 def serve(*, flags: Flags, config: Config = None) -> None:
     """Serve a model to coding agents, over the OpenAI and the Anthropic API.
 
-    Without --model a small built-in demo is served.
-    Every flag is also a variable (--max-tokens: MLXCACHE_MAX_TOKENS) and a key of config.toml.
+    Without --model a small built-in demo is served. Every flag is also a variable (--max-tokens:
+    MLXCACHE_MAX_TOKENS) and a key of config.toml.
     """
     with reporting():
         settings = load_settings(flags, os.environ, config)

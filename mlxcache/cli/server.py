@@ -1,8 +1,7 @@
 """Server process: port, engine, HTTP server, signals, and the shutdown of all of them.
 
 Requests are answered at once, with 503 while the model loads. The first Ctrl-C or SIGTERM ends
-every
-reply, keeps the computed KV, and exits within ten seconds. A second one exits immediately.
+every reply, keeps the computed KV, and exits within ten seconds. A second one exits immediately.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ async def run(settings: Settings, console: Console) -> None:
     """Run a server until SIGINT or SIGTERM.
 
     Raises CannotListen, ConfigError, InUse or ModelError. A dead MLX thread also raises ModelError,
-    so
-    that a supervisor can restart the process.
+    so that a supervisor can restart the process.
     """
     sys.setswitchinterval(SWITCH_S)
     _raise_descriptor_limit()
@@ -225,8 +223,7 @@ def announced(settings: Settings, url: str) -> Iterator[None]:
     """List the server in its cache folder while it runs, so that commands find it.
 
     If the folder cannot be written, only a warning is logged. Raises InUse while a command that
-    changes
-    the folder's files holds it.
+    changes the folder's files holds it.
     """
     with ExitStack() as stack:
         try:

@@ -28,8 +28,7 @@ def complete_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Return completions of `incomplete` from the cache folder's sessions, each with a hint.
 
     Ids that match come first, with the session's name or title as the hint. Names that match
-    follow,
-    with the id as the hint.
+    follow, with the id as the hint.
     """
     # Here and not above: a shell that completes something else need not wait for it.
     from mlxcache.store.mac_folder import STORE, locate_cache_dir  # noqa: PLC0415

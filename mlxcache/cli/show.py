@@ -68,10 +68,8 @@ def print_table(
     """Print `rows` as a table.
 
     `columns` holds pairs of a heading and `left` or `right`; if all headings are empty, their line
-    is
-    omitted. If the terminal is too narrow, only the column with index `cut` is shortened, so that
-    ids in
-    the others can be copied.
+    is omitted. If the terminal is too narrow, only the column with index `cut` is shortened, so
+    that ids in the others can be copied.
     """
     cells = ([visible(cell).replace("\n", " ") for cell in row] for row in rows)
     lines = [[heading for heading, _ in columns], *cells]
@@ -108,8 +106,7 @@ def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally
     """Print the requests of a server's run, mean times to the first token, reuse and time saved.
 
     `figures` is the body of `GET /v1/cache`, which must count at least one request. `tally` holds
-    the
-    times by kind of request.
+    the times by kind of request.
     """
     requests, saved = figures["requests"], figures["saved"]
     tokens = {f"{name}_tokens": count for name, count in figures["tokens"].items()}
@@ -137,8 +134,7 @@ def no_sessions_text(computing: int, where: str = "") -> str:
     """Return the sentence to print in place of an empty list of sessions.
 
     `computing` counts the requests that run or wait and may become sessions. `where` names the
-    server
-    or the folder.
+    server or the folder.
     """
     place = f" ({where})" if where else ""
     if not computing:

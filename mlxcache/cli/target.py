@@ -54,9 +54,8 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
     """Find the running server. Blocks until it answers or a timeout of seconds passes.
 
     The server is the one at `url`, else one that uses `cache_dir`. If both are None, it is the one
-    at
-    $MLXCACHE_URL, else one that uses the configured folder, else the one at the configured address.
-    Raises NoServer if none answers, and ConfigError for wrong settings.
+    at $MLXCACHE_URL, else one that uses the configured folder, else the one at the configured
+    address. Raises NoServer if none answers, and ConfigError for wrong settings.
     """
     from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - httpx takes a while
     from mlxcache.store.lock import servers  # noqa: PLC0415
@@ -117,8 +116,7 @@ def located(
     """Decorate a command: replace its `where` by --json, --url, --api-key and --cache-dir.
 
     The wrapper calls `command` with the target that `find` returns, and prints the result. Options
-    of
-    the command override those of its group. A MlxcacheError is printed and ends the command.
+    of the command override those of its group. A MlxcacheError is printed and ends the command.
     """
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)

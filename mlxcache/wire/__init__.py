@@ -2,6 +2,5 @@
 
 Field names of both APIs are used only here; the layers below use the types of `mlxcache.types`. The
 package uses neither HTTP (statuses, headers, routes, streams) nor the engine, so that `embed` and
-the
-command line can use it without a server.
+the command line can use it without a server.
 """

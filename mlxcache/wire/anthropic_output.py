@@ -19,8 +19,7 @@ def read_format(body: Conversation) -> OutputFormat | None:
     """Return the required format of the reply's text, or None for free text.
 
     `output_format` is the older name of `output_config.format`. Raises Unsupported for a type other
-    than
-    `json_schema`, and BadRequest if the schema is missing or both fields are set.
+    than `json_schema`, and BadRequest if the schema is missing or both fields are set.
     """
     newer, older = "output_config.format", "output_format"
     form = body.output_config.format if body.output_config else None
@@ -55,8 +54,7 @@ def read_tool_choice(body: Conversation, tools: Sequence[Function]) -> ToolChoic
     """Return which of `tools` may or must be called; with None, calls are returned as text.
 
     Unlike in Anthropic's API, a forced call does not exclude thinking: the model thinks first.
-    Raises
-    BadRequest for an unknown type or tool, and for a forced call without tools.
+    Raises BadRequest for an unknown type or tool, and for a forced call without tools.
     """
     choice = body.tool_choice
     kind = choice.type if choice else "auto"

@@ -36,10 +36,8 @@ class ContentBlocks:
     """Content blocks of a reply while it is generated. `content` holds the finished ones.
 
     White space at the start of a text or thinking block is held back until other text follows. A
-    block
-    of white space alone is therefore never sent: clients drop it, or are refused when they send it
-    back.
-    If `show_thinking` is False, reasoning is sent only inside its signature.
+    block of white space alone is therefore never sent: clients drop it, or are refused when they
+    send it back. If `show_thinking` is False, reasoning is sent only inside its signature.
     """
 
     def __init__(self, *, show_thinking: bool = True):
@@ -132,8 +130,7 @@ def count_usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, in
 
     Three counts add up to the prompt: `cache_read_input_tokens` were cached,
     `cache_creation_input_tokens` were fed up to the last cache_control mark, and `input_tokens`
-    were fed
-    after that. `output_tokens` counts the reply.
+    were fed after that. `output_tokens` counts the reply.
     """
     creation = max(0, (prompt.breakpoint or 0) - cached)
     return {
@@ -169,9 +166,9 @@ def end_fields(finished: Finished, *, whole: bool = False) -> dict[str, Any]:
     """Return the fields `stop_reason` and `stop_sequence` of a reply that was not cut off.
 
     A reply stopped for repeating itself has `end_turn` and `stop_details`, because agents would
-    request
-    more after `max_tokens`. With `whole`, a format or a tool call was required, and a part of it is
-    useless: then the reason is `max_tokens`, because clients parse a reply that has `end_turn`.
+    request more after `max_tokens`. With `whole`, a format or a tool call was required, and a part
+    of it is useless: then the reason is `max_tokens`, because clients parse a reply that has
+    `end_turn`.
     """
     cut = whole and finished.reason == "repetition"
     fields: dict[str, Any] = {

@@ -41,10 +41,8 @@ def to_chat(
     """Convert `body` to a chat and to all tools that may be called, including deferred ones.
 
     A final assistant message is continued. If it ends in a tool call, in reasoning or in white
-    space, it
-    cannot be: `strict` then raises BadRequest, otherwise the message is taken as complete. `images`
-    tells
-    whether the model accepts images.
+    space, it cannot be: `strict` then raises BadRequest, otherwise the message is taken as
+    complete. `images` tells whether the model accepts images.
 
     Raises:
         Unsupported: the body has an unsupported field or block that would change the answer, or an
@@ -279,8 +277,7 @@ class BlockReader:
     """Converter of content blocks to text, or to images if the message may hold them.
 
     Results of tools that run on Anthropic's servers, such as a web search in the history, become
-    their
-    name and JSON. A reference to a tool becomes the tool's description.
+    their name and JSON. A reference to a tool becomes the tool's description.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):
@@ -309,8 +306,7 @@ class BlockReader:
         """Return a block's text.
 
         Raises Unsupported for an image if the model does not accept images, and BadRequest for a
-        block
-        without text.
+        block without text.
         """
         match block:
             case types.Text(text=text):
@@ -406,15 +402,12 @@ class Toolbox:
     """Tools of one request, in the client's order.
 
     `head` holds the tools that are described at the start of the prompt. `all` holds all tools that
-    may
-    be called, with `strict`, which is not part of the prompt. A tool with `defer_loading` is not in
-    `head`: it is described where a `tool_reference` in a tool result or a `tool_addition` in a
-    system
-    message loads it, so that the start of the prompt stays the same.
+    may be called, with `strict`, which is not part of the prompt. A tool with `defer_loading` is
+    not in `head`: it is described where a `tool_reference` in a tool result or a `tool_addition` in
+    a system message loads it, so that the start of the prompt stays the same.
 
     Raises Unsupported for a tool that runs on Anthropic's servers, and BadRequest for one without a
-    name
-    or a schema.
+    name or a schema.
     """
 
     def __init__(self, tools: Iterable[types.Tool]):

@@ -1,8 +1,7 @@
 """Types of Anthropic's Messages bodies, with the fields that can change an answer.
 
 All other fields are ignored. Blocks stay plain objects until `read_block`, so that an error can
-name
-the block and its type. Source: https://docs.anthropic.com/en/api/messages
+name the block and its type. Source: https://docs.anthropic.com/en/api/messages
 """
 
 from __future__ import annotations

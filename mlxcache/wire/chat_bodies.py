@@ -69,8 +69,7 @@ def chats_to_warm(body: bytes) -> list[Chat]:
     """Convert the body of `POST /v1/cache/warm`: a chat request, or a system prompt as plain text.
 
     A request without a user message gives two chats with different user messages; the common
-    beginning
-    of their prompts is the prefix to warm. Raises BadRequest.
+    beginning of their prompts is the prefix to warm. Raises BadRequest.
     """
     if not body.lstrip().startswith(b"{"):
         try:

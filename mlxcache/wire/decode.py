@@ -23,8 +23,8 @@ def decode(type: type[T], body: bytes) -> T:
     """Decode the JSON `body` as a value of `type`.
 
     Half of a surrogate pair, which JavaScript clients send if they cut a string inside an emoji,
-    becomes
-    U+FFFD. Raises BadRequest, whose `param` is the path of the wrong field, if there is one.
+    becomes U+FFFD. Raises BadRequest, whose `param` is the path of the wrong field, if there is
+    one.
     """
     try:
         try:

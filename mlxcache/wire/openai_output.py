@@ -142,8 +142,7 @@ class ToolUse:
     """Tools that a reply may or must call, as in `Job`.
 
     If `tools` is None, calls are returned as text. `parallel` allows several calls in one reply.
-    `named`
-    is True if the client forced one function by name, which is then called exactly once.
+    `named` is True if the client forced one function by name, which is then called exactly once.
     """
 
     tools: tuple[Mapping[str, Any], ...] | None = None
@@ -156,8 +155,7 @@ def read_tool_use(body: types.ChatRequest, rendered: Sequence[Mapping[str, Any]]
     """Return which tools may be called, and how.
 
     `rendered` are the tools in the prompt, in order. They are always rendered, and without
-    `strict`, so
-    that the prefix stays the same whatever the choice.
+    `strict`, so that the prefix stays the same whatever the choice.
 
     Raises:
         Unsupported: the type of choice is not supported.

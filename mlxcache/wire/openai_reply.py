@@ -51,14 +51,10 @@ class Wish:
     """Properties of a reply that the request asked for.
 
     `logprobs` includes log-probabilities, and `include_usage` the usage at the end of a stream. `n`
-    is the
-    number of choices of each prompt; choices are ordered by prompt. `echoes` holds the text of each
-    prompt
-    if choices must begin with it, else nothing. `called` is the `finish_reason` of a reply that
-    calls
-    tools; OpenAI uses `stop` if `tool_choice` names the function. `whole` is True if a format or a
-    call
-    was required, so that a part of the reply is useless.
+    is the number of choices of each prompt; choices are ordered by prompt. `echoes` holds the text
+    of each prompt if choices must begin with it, else nothing. `called` is the `finish_reason` of a
+    reply that calls tools; OpenAI uses `stop` if `tool_choice` names the function. `whole` is True
+    if a format or a call was required, so that a part of the reply is useless.
     """
 
     logprobs: bool = False
@@ -77,8 +73,7 @@ def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
     """Return the `usage` object of all choices, in tokens.
 
     `n` is the number of choices of each prompt. A prompt is counted once, with the cached tokens
-    that
-    the choice which computed it found. `prompt_tokens` includes cached tokens.
+    that the choice which computed it found. `prompt_tokens` includes cached tokens.
     """
     prompt = sum(last.prompt_tokens for last in lasts[::n])
     generated = sum(last.generated_tokens for last in lasts)
@@ -98,10 +93,8 @@ def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | 
     """Return `finish_reason` and vLLM's `stop_reason`, the stop string that ended the reply.
 
     A reply stopped for repeating itself has the reasons `stop` and `repetition`, because agents
-    would
-    request more after `length`. If the reply had to be whole, it has `length`, because clients
-    parse a
-    reply that has `stop`.
+    would request more after `length`. If the reply had to be whole, it has `length`, because
+    clients parse a reply that has `stop`.
     """
     looped = "repetition" if last.reason == "repetition" else None
     return {

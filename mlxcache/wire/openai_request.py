@@ -104,8 +104,7 @@ def to_sampling(body: Generation) -> Sampling:
     """Convert the sampling fields. The default temperature is 1, as OpenAI documents.
 
     Omitted fields are listed in `unset`, so that the model's own defaults apply to them. A `top_p`
-    of 0
-    leaves only the likeliest token, so it means greedy sampling. A seed is taken modulo 2**63.
+    of 0 leaves only the likeliest token, so it means greedy sampling. A seed is taken modulo 2**63.
     """
     plain = Sampling()
     greedy = body.top_p == 0
@@ -139,8 +138,7 @@ def read_choices(body: Generation) -> int:
     """Return `n`, the number of choices of each prompt.
 
     Raises BadRequest unless it is from 1 to 16, and Unsupported for a `best_of` other than `n`,
-    because
-    choices are not ranked.
+    because choices are not ranked.
     """
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MAX_CHOICES:
@@ -178,8 +176,7 @@ def read_max_tokens(body: Generation, default: int | None) -> int | None:
     """Return the maximum tokens of the reply, or None for no limit.
 
     `default` is used if the request has no limit, and -1 means no limit. Raises BadRequest for
-    other
-    values below 1.
+    other values below 1.
     """
     limit = body.max_tokens
     param = "max_tokens"
@@ -198,8 +195,7 @@ def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
     """Convert `body` to a chat. `images` tells whether the model accepts images.
 
     Unless the client says otherwise, a final assistant message is continued if it has text and no
-    tool
-    calls, and removed if it is empty.
+    tool calls, and removed if it is empty.
 
     Raises Unsupported for other media, and for images if the model accepts none; BadRequest for a
     malformed message or tool.
@@ -228,8 +224,7 @@ def read_thinking_budget(body: ChatRequest, *, takes_effort: bool) -> int | None
     """Return the maximum tokens of thinking, or None for no limit.
 
     `takes_effort` tells whether the chat template uses the effort itself; otherwise
-    `EFFORT_BUDGETS` turns
-    it into tokens. -1 in the request means no limit.
+    `EFFORT_BUDGETS` turns it into tokens. -1 in the request means no limit.
     """
     stated = (
         body.thinking_budget,
@@ -359,8 +354,7 @@ def read_prompts(body: TextRequest) -> list[str | Prompt]:
     """Return the prompts to complete: texts, or `Prompt` objects made of the given token ids.
 
     Raises BadRequest for an empty list, an invalid token id, a mixture of texts and ids, and more
-    than
-    `MAX_REPLIES` choices in total.
+    than `MAX_REPLIES` choices in total.
     """
     given: str | Sequence[str | int | list[int]] = body.prompt
     if isinstance(given, str):

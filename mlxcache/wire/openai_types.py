@@ -3,11 +3,10 @@
 Sources: https://platform.openai.com/docs/api-reference/chat/create and
 https://platform.openai.com/docs/api-reference/completions/create. `top_k`, `min_p`,
 `repetition_penalty`, `repetition_context_size`, `xtc_probability`, `xtc_threshold`,
-`chat_template_kwargs` and `reasoning_content` are extensions of local servers.
-`structured_outputs` and the older `guided_...` are vLLM's
-(https://docs.vllm.ai/en/latest/features/structured_outputs/), top-level `json_schema` and `grammar`
-llama.cpp's (https://github.com/ggml-org/llama.cpp/tree/master/tools/server). All other fields are
-ignored.
+`chat_template_kwargs` and `reasoning_content` are extensions of local servers. `structured_outputs`
+and the older `guided_...` are vLLM's (https://docs.vllm.ai/en/latest/features/structured_outputs/),
+top-level `json_schema` and `grammar` llama.cpp's
+(https://github.com/ggml-org/llama.cpp/tree/master/tools/server). All other fields are ignored.
 """
 
 from __future__ import annotations

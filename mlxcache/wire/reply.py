@@ -25,8 +25,7 @@ class HeldLogprobs:
     """Log-probabilities of visible text, held until that text is sent.
 
     Log-probabilities of text that is never sent are dropped: a stop string, blanks before a tool
-    call, or
-    the newlines that a template writes after a think block.
+    call, or the newlines that a template writes after a think block.
     """
 
     def __init__(self) -> None:
@@ -88,10 +87,8 @@ def finished_or_raise(last: Finished | None) -> Finished:
     """Return the final event of a reply that ended by itself.
 
     Raises GenerationFailed if the model failed, and NotReady if the reply was cancelled or has no
-    final
-    event. A client that disconnected does not read the error, so the remaining cause is that the
-    server
-    is stopping.
+    final event. A client that disconnected does not read the error, so the remaining cause is that
+    the server is stopping.
     """
     if last is not None and last.reason == "error":
         raise GenerationFailed("The model failed while it was answering.")

@@ -2,12 +2,10 @@
 
 A client may ask not to be shown the reasoning (`display: "omitted"`), and then sends the block back
 with an empty text. The signature restores the text, so that the next turn renders to the same
-tokens
-without state in the server.
+tokens without state in the server.
 
 A signature is `mlxcache1.DIGEST.TEXT`: TEXT is the reasoning, deflated, in URL-safe base64. DIGEST
-is
-BLAKE2b over the reasoning; it is not secret and proves only that the text is complete.
+is BLAKE2b over the reasoning; it is not secret and proves only that the text is complete.
 """
 
 from __future__ import annotations

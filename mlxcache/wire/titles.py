@@ -58,8 +58,7 @@ def title_from_messages(messages: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the title of a conversation, or None if no user message has typed text.
 
     It has at most `MAX_TITLE` characters and no control characters. Messages that a client writes
-    itself
-    are skipped, and so are machine-made elements at the start of a message, such as
+    itself are skipped, and so are machine-made elements at the start of a message, such as
     `<system-reminder>...</system-reminder>`.
     """
     texts = [_text(m.get("content")) for m in messages if m.get("role") == "user"]

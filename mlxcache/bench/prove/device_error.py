@@ -28,8 +28,7 @@ class Outcomes:
     """Counts of replies by outcome: right, failed with an error, or wrong.
 
     `apart` is the largest difference of log-probabilities from the correct reply, and `tolerance`
-    the
-    largest that is accepted. `wrong` describes each wrong reply.
+    the largest that is accepted. `wrong` describes each wrong reply.
     """
 
     tolerance: float
@@ -43,9 +42,8 @@ async def device_error(model: Path, folder: Path, scale: Scale, found: Findings)
     """Send one prompt repeatedly, with a different evaluation failing each time, then continue it.
 
     Each reply must equal that of a cold cache or end in an error. The next turn, in which nothing
-    fails,
-    must equal that of a cold cache, which shows that no wrong KV was kept. Raises Unequal after all
-    replies if one is wrong.
+    fails, must equal that of a cold cache, which shows that no wrong KV was kept. Raises Unequal
+    after all replies if one is wrong.
     """
     picked: set[int] = set()
     on = FailingDevice(picked.__contains__)

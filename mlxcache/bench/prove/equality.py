@@ -46,8 +46,7 @@ async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
     """Compare warm replies (alone and beside others) and restored ones with cold ones.
 
     Does so at each length of `scale.equal`. Raises Unequal at the end if one differs by more than
-    the
-    tolerance.
+    the tolerance.
     """
     wrong: list[str] = []
     for length in scale.equal:
@@ -132,8 +131,7 @@ def compare(
     """Return the largest difference of log-probabilities, and whether the tokens agree.
 
     Tokens may diverge where the two likeliest of `cold` differ by at most `tolerance`. After that
-    nothing
-    is compared, because the contexts differ.
+    nothing is compared, because the contexts differ.
     """
     apart = 0.0
     for mine, theirs in zip(cold, other, strict=False):

@@ -52,10 +52,8 @@ class Findings:
     """Result of one scenario on one model.
 
     `tables` holds figures by title, row and column. `notes` are sentences about them, and `not_run`
-    lists
-    measurements that were left out, with reasons. `unchecked` holds bounds that these figures
-    cannot
-    show. `error` says why the scenario failed or was not run at all.
+    lists measurements that were left out, with reasons. `unchecked` holds bounds that these figures
+    cannot show. `error` says why the scenario failed or was not run at all.
     """
 
     name: str

@@ -55,8 +55,7 @@ def _forecast(known: tuple[int, float] | None, tokens: int) -> float:
     """Return the expected seconds of a cold first token, from one measured at another length.
 
     `known` is that length in tokens and its seconds; 0 is returned if it is None. The time of
-    attention
-    grows with the square of the length, all else in proportion to it.
+    attention grows with the square of the length, all else in proportion to it.
     """
     if known is None:
         return 0.0

@@ -52,9 +52,8 @@ def scrub(text: str, private: Iterable[str] | None = None) -> str:
     """Replace private strings, absolute paths, and URLs of other hosts in `text` by `...`.
 
     `private` defaults to `private_strings()`. Strings match in any case and as whole words. A path
-    is cut
-    up to a quote, `: ` or the end of its line, because names may contain blanks. Paths of installed
-    Python files are kept from their package on.
+    is cut up to a quote, `: ` or the end of its line, because names may contain blanks. Paths of
+    installed Python files are kept from their package on.
     """
     text = unicodedata.normalize("NFC", text.replace(_KNOWN, "").replace(_SLASH, ""))
     for root, package in _code_roots():

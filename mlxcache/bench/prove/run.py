@@ -66,8 +66,8 @@ class Options:
     """Options of one run of `mlxcache prove`.
 
     If `model` is None, models with random weights are made: one of `size` for each of `weights`.
-    `names`
-    are the scenarios. `out` is the report's path, whose folder is not mentioned in the report.
+    `names` are the scenarios. `out` is the report's path, whose folder is not mentioned in the
+    report.
     """
 
     model: str | None
@@ -113,8 +113,7 @@ class Proof:
     """Scenarios of one run and their findings so far.
 
     `folder` receives all files. `on_step` is called with each step, and `on_begin` with each
-    scenario
-    begun. `interrupted` is the reason why the run was cut short, or None.
+    scenario begun. `interrupted` is the reason why the run was cut short, or None.
     """
 
     options: Options
@@ -129,8 +128,7 @@ class Proof:
         """Run every scenario that fits the time limit, and record the others as not run. Blocks.
 
         The limit includes downloading and making models. Main thread only. Raises ModelError if the
-        user's
-        model cannot be loaded.
+        user's model cannot be loaded.
         """
         options = self.options
         clock = Clock(60 * options.minutes)

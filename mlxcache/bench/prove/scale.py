@@ -10,12 +10,10 @@ class Scale:
     """Lengths in tokens, and number of repetitions (`runs`).
 
     `short` and `long` are prompts of the first-token scenarios. `decode` are prompts of the
-    decoding
-    scenario, with replies of `reply` tokens and `crowds` of simultaneous replies. `prompt` is fed
-    in
-    passes of each of `passes` tokens. `deep` is the prefix of the memory scenarios, and `equal` are
-    those
-    of the equality scenario. `disk_bytes` is the size of sessions in the disk scenarios.
+    decoding scenario, with replies of `reply` tokens and `crowds` of simultaneous replies. `prompt`
+    is fed in passes of each of `passes` tokens. `deep` is the prefix of the memory scenarios, and
+    `equal` are those of the equality scenario. `disk_bytes` is the size of sessions in the disk
+    scenarios.
     """
 
     short: tuple[int, ...] = (4_000, 20_000)

@@ -1,8 +1,7 @@
 """Scenarios that run an engine in their own process: memory, buffer growth, disk tier, equality.
 
 `python -m mlxcache.bench.prove.within NAME OPTIONS` runs one and prints the `Findings` as JSON in
-its
-last line. A fatal error of the device thus ends only that process.
+its last line. A fatal error of the device thus ends only that process.
 """
 
 from __future__ import annotations
@@ -109,9 +108,8 @@ def split_at(intervals: Sequence[float], grown: Sequence[int]) -> tuple[list[flo
     """Split intervals between tokens into those in which a buffer grew and all others.
 
     `grown` holds the indices of intervals at whose end a buffer had grown. Steps are pipelined, so
-    that
-    growth may delay a neighbouring interval. The longest of the interval and its two neighbours is
-    therefore counted as that of the growth, and none of the three as another.
+    that growth may delay a neighbouring interval. The longest of the interval and its two
+    neighbours is therefore counted as that of the growth, and none of the three as another.
     """
     near = {at for number in grown for at in range(max(0, number - 1), number + 2)}
     longest = [max(intervals[max(0, number - 1) : number + 2]) for number in grown]

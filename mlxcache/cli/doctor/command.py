@@ -79,8 +79,7 @@ class Report:
     """Results of all checks, in display order.
 
     `model` holds the examined model and how many conversations fit in memory and on disk. It is
-    None
-    without --model, or if the model cannot be examined.
+    None without --model, or if the model cannot be examined.
     """
 
     findings: tuple[Finding, ...]
@@ -113,8 +112,7 @@ def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
     """Run all checks and return their results. Blocks for seconds.
 
     `quick` skips the measurement of the disk's speed. With `shown`, slow checks show a progress bar
-    on
-    standard error.
+    on standard error.
     """
     url = base_url(settings.host, settings.port)
     with count_bar("examining the machine and the model") if shown else nullcontext():
@@ -185,8 +183,7 @@ def _examine_model(
     """Examine the model that the settings name.
 
     Returns no findings and None if they name none, and one failed finding and None if the model
-    cannot
-    be examined.
+    cannot be examined.
     """
     if settings.model is None:
         return [], None

@@ -72,8 +72,8 @@ def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
     """Measure how fast the folder's disk writes and reads.
 
     Writes and syncs a test file of `size` bytes and reads it back; `step` is called with the bytes
-    done
-    and the total. Blocks for seconds. The file is removed, and the folder too if it did not exist.
+    done and the total. Blocks for seconds. The file is removed, and the folder too if it did not
+    exist.
     """
     made = not folder.exists()
     try:

@@ -15,8 +15,7 @@ class Finding:
     """Result of one check.
 
     `name` is the thing checked, `value` the result as text, and `remedy` one line of advice.
-    `figures`
-    holds bytes, seconds and counts by name, for programs.
+    `figures` holds bytes, seconds and counts by name, for programs.
     """
 
     name: str

@@ -117,8 +117,7 @@ def examine_mac(
     """Check a Mac's power, sleep and GPU.
 
     `chip` is its name, such as "Apple M4". `macos` is the version; if it is empty, the machine is
-    not a
-    Mac, and the result is empty.
+    not a Mac, and the result is empty.
     """
     if not macos:
         return []

@@ -103,8 +103,7 @@ def sessions(fit: Fit, *, checkpoints: bool) -> Iterator[Sequence[str]]:
     """Yield a table row per length of conversation.
 
     A row holds the length in tokens, then for RAM and for disk the size and how many such
-    conversations
-    fit. With `checkpoints`, the number of checkpoints in RAM and on disk is added.
+    conversations fit. With `checkpoints`, the number of checkpoints in RAM and on disk is added.
     """
     for held in fit.held:
         row = [f"{held.tokens:,} tokens", *_tier(held.ram_bytes, held.fit_ram)]

@@ -34,8 +34,7 @@ def choose_client(found: Service | None, model: str | None, context: int | None)
     """Print the menu and return the client that the user chooses. Blocks for the answer.
 
     `found` is the running server, if any; otherwise `model` and `context` (tokens) describe the
-    server
-    to be started. Raises ConfigError without a terminal, or if the input ends.
+    server to be started. Raises ConfigError without a terminal, or if the input ends.
     """
     names = " or ".join(name.value for name in CLIENTS)
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -67,9 +66,8 @@ def print_menu(
     """Print the machine's memory, the model, and one entry for each client.
 
     `found` is the running server, if any; otherwise `model` and `context` (tokens) describe the
-    server
-    to be started. A suggested command stands on a line of its own, unwrapped, so that it can be
-    copied.
+    server to be started. A suggested command stands on a line of its own, unwrapped, so that it can
+    be copied.
     """
     memory = machine_bytes() if memory is None else memory
     length = found.context if found is not None else context

@@ -38,8 +38,7 @@ class Service:
     """Server to which a client is pointed.
 
     `url` is its address without /v1, `model` the model's id, `context` the context length in
-    tokens.
-    `key` is the API key that it requires, or None.
+    tokens. `key` is the API key that it requires, or None.
     """
 
     url: str
@@ -73,10 +72,8 @@ class Setup:
     """Variables, arguments and settings that point a client at a server.
 
     `variables` are set in the environment, and those named in `unset` are removed because they
-    would
-    select another server. `arguments` come before the user's own. `settings` are written to a
-    temporary
-    file whose path is passed after `settings_flag`; if that is None, no file is written.
+    would select another server. `arguments` come before the user's own. `settings` are written to a
+    temporary file whose path is passed after `settings_flag`; if that is None, no file is written.
     """
 
     variables: Variables
@@ -130,8 +127,7 @@ def proxy_bypass(service: Service, environ: Mapping[str, str]) -> dict[str, str]
     """Return the variables that exclude a server on this machine from a configured proxy.
 
     Otherwise the prompts and the key would be sent to the proxy, which cannot reach the server.
-    Empty
-    without a proxy, or for a server on another machine.
+    Empty without a proxy, or for a server on another machine.
     """
     host = urlsplit(service.url).hostname or ""
     has_proxy = any(environ.get(name) or environ.get(name.lower()) for name in _PROXIES)
@@ -179,8 +175,7 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
     """Return the setup of Claude Code for `service`.
 
     `env` in Claude Code's settings files overrides the environment. A variable that is defined
-    there is
-    therefore passed in a further settings file by flag, which takes precedence.
+    there is therefore passed in a further settings file by flag, which takes precedence.
     """
     variables = claude_code_variables(service.url, service.model, service.context)
     own = list(_claude_settings(invocation))

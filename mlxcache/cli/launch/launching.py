@@ -162,8 +162,7 @@ class Launch:
         """Return a ready server, and its process if it was started here.
 
         A server is started if none is running. `signals` collects signals received meanwhile; one
-        of them
-        ends the wait. Blocks.
+        of them ends the wait. Blocks.
         """
         while not self.running:
             try:
@@ -182,8 +181,7 @@ class Launch:
         """Start a server in the background, without waiting until it is ready.
 
         Raises OtherServerStarted if an mlxcache server has taken the port, and MlxcacheError if the
-        server
-        cannot be started.
+        server cannot be started.
         """
         if self._elsewhere:
             raise MlxcacheError(
@@ -247,8 +245,7 @@ def _local_address(url: str) -> dict[str, str] | None:
     """Return the flags `host` and `port` for `url`, or None if it is not on this machine.
 
     None also stands for an https address or one without a port, where no server can be started.
-    Raises
-    ConfigError if `url` is not an HTTP address.
+    Raises ConfigError if `url` is not an HTTP address.
     """
     try:
         parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
@@ -297,8 +294,7 @@ def shell_lines(setup: Setup, service: Service, environ: Mapping[str, str]) -> l
     """Return lines for `eval` in a POSIX shell that set the client's variables.
 
     Each line is complete by itself. The key is read from MLXCACHE_API_KEY if that variable holds
-    it;
-    otherwise it is written out.
+    it; otherwise it is written out.
     """
     in_variable = service.key is not None and environ.get(KEY_VARIABLE) == service.key
     found = [f"unset {' '.join(setup.unset)};"] if setup.unset else []

@@ -71,8 +71,8 @@ def run_process(
     """Run the program `words` in this terminal until it ends, and return its exit status.
 
     The status is 128 plus the signal's number if a signal ended it. The signals in `early` are sent
-    to
-    it first. It inherits the open file `descriptors`. Raises MlxcacheError if it cannot be started.
+    to it first. It inherits the open file `descriptors`. Raises MlxcacheError if it cannot be
+    started.
     """
     running: list[subprocess.Popen[bytes]] = []
     missed: list[int] = []
@@ -111,8 +111,7 @@ def _settings_file(settings: Mapping[str, Any]) -> Iterator[tuple[Path, int]]:
     """Write `settings`, which may hold a key, to a temporary file and remove it at the end.
 
     Yields the file's path and a locked descriptor for the client to inherit. The lock shows that
-    the
-    file is in use for as long as this command or the client runs.
+    the file is in use for as long as this command or the client runs.
     """
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
         path = Path(folder) / _NAME

@@ -55,8 +55,7 @@ def query_server(url: str, key: str | None) -> Service | None:
 
     Returns None while it loads the model. Raises NoServer if no mlxcache server answers, and
     MlxcacheError if it cannot serve or requires another key. The key is sent only after the program
-    at
-    `url` has answered as an mlxcache server.
+    at `url` has answered as an mlxcache server.
     """
     if not server_answers(url):
         raise NoServer(f"Nothing answers at {url}, or it is not an mlxcache server.")
@@ -194,8 +193,7 @@ def open_log(folder: Path, port: int) -> tuple[Path, BinaryIO]:
     """Open an empty, locked log file in `folder` for a server on `port`.
 
     The server inherits the lock. If another server is still writing to a log for this port, that
-    log is
-    kept and a file with another name is opened. Raises OSError.
+    log is kept and a file with another name is opened. Raises OSError.
     """
     make_folder(folder)
     path = folder / f"serve-{port}.log"
@@ -234,10 +232,9 @@ def wait_until_ready(
     """Wait until the server at `url` is ready, and show its loading progress meanwhile.
 
     With `started`, only that process is queried and sent the key, and it is stopped if this
-    function
-    raises. A signal in `signals` ends the command as it would by default. Raises MlxcacheError if
-    the
-    server cannot serve, and OtherServerStarted if another mlxcache server took the port.
+    function raises. A signal in `signals` ends the command as it would by default. Raises
+    MlxcacheError if the server cannot serve, and OtherServerStarted if another mlxcache server took
+    the port.
     """
     served = None
     try:

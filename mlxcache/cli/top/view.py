@@ -153,8 +153,7 @@ def _stacked_bar(parts: Sequence[tuple[int, str, str]], limit: int) -> Text:
     """Return a bar of `BAR` cells that shows how `parts` fill `limit` bytes.
 
     A part is a size in bytes, a style and the character of its cells. A part above 0 has at least
-    one
-    cell. If the parts exceed `limit`, they fill the bar.
+    one cell. If the parts exceed `limit`, they fill the bar.
     """
     whole = max(limit, sum(size for size, _, _ in parts), 1)
     bar, filled = Text(no_wrap=True), 0
@@ -254,8 +253,7 @@ def _table(columns: Sequence[str | tuple[str, int]], width: int) -> Table:
     """Return an empty table that is `width` columns wide.
 
     A column given as (name, width) has that width, and is right-justified if it is negative. A
-    column
-    given as a name takes the remaining width.
+    column given as a name takes the remaining width.
     """
     fixed = [abs(one[1]) for one in columns if isinstance(one, tuple)]
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
