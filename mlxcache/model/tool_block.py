@@ -1,9 +1,10 @@
-"""One tool block of a reply as it arrives, and the places where it may end.
+"""One tool block of a reply while it arrives, and the positions at which it may end.
 
-The marker that closes a block may also stand in an argument, spelled out or as the token itself. A
-marker within a value is part of it. One after which the block may be complete is an end, and the
-block waits for what follows: blank text and then another call, or the reply's end, confirm it.
-Anything else may be more of the argument, so the last end counts at which the block can be read.
+A tool block is the text between the markers that open and close tool calls. The marker that closes
+it may also occur in an argument, spelled out or as a token. A marker inside a value belongs to that
+value. A marker after which the block may be complete is an *end*, but the block waits for the text
+that follows: white space and then another call, or the end of the reply, confirm the end. Any other
+text may continue the argument, so the last end counts at which the block can be read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SHOWN = 64  # characters that tell if a marker follows
 
 
 class Follow(Enum):
-    """The kind of text after the last end of a block."""
+    """Kind of text that follows the last possible end of a tool block."""
 
     NOTHING = auto()
     """Nothing yet, or what may become a marker."""
@@ -35,9 +36,10 @@ class Follow(Enum):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A closing marker from `body` to `after`, in characters of the block, that leads to `target`.
+    """A closing marker in a tool block, after which the block may be complete.
 
-    `clean` is False if a marker that opens a block stands before it and is still open.
+    It is at characters [body, after) of the block. `target`: the parser's state after it. `clean`
+    is False if an opening marker before it has no closing marker of its own.
     """
 
     body: int
@@ -50,10 +52,10 @@ Read = Callable[[str], list[ToolCall]]
 
 
 class ToolBlock:
-    """A block that `opening` began in the state `source`.
+    """A tool block that `opening` began while the parser was in the state `source`.
 
-    `marker` is what opens blocks, `confirming` the markers that confirm an end when they follow.
-    `head` is the part of the opening that the syntax reads as well.
+    `marker`: the text that opens tool blocks. `confirming`: markers that confirm an end if they
+    follow it. `head`: the part of the opening that the syntax reads as part of the block.
     """
 
     def __init__(
@@ -80,13 +82,13 @@ class ToolBlock:
 
     @property
     def text(self) -> str:
-        """The text of the block, without its opening."""
+        """Text of the block so far, without its opening."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
     def add(self, text: str) -> None:
-        """Add text to the block."""
+        """Append text to the block."""
         self._scanner.add(text)
         self._parts.append(text)
         self._run.append(text)
@@ -97,11 +99,14 @@ class ToolBlock:
                 self._next = (self._next + text).lstrip()[:_SHOWN]
 
     def closing(self) -> Closing:
-        """Judge a closing marker that comes next."""
+        """Return the role of a closing marker that follows the text so far."""
         return self._scanner.closing()
 
     def close(self, marker: str, target: str, verdict: Closing) -> None:
-        """Add a closing marker, which is an end unless it is within a value."""
+        """Append a closing marker, which is a possible end unless `verdict` is INSIDE.
+
+        `target`: the parser's state after the marker.
+        """
         clean = self._count_markers()
         body = self._size
         self.add(marker)
@@ -112,7 +117,10 @@ class ToolBlock:
             self._next, self._beyond, self._judged = "", 0, False
 
     def _count_markers(self) -> bool:
-        """Count the blocks that opened since the last closing; True if none is open but this."""
+        """Count opening markers since the last closing marker, and match one with the next.
+
+        Returns True if no other block is open, so that the next closing marker closes this block.
+        """
         self._depth += "".join(self._run).count(self._marker) if self._marker else 0
         if not self._depth:
             return True
@@ -120,7 +128,7 @@ class ToolBlock:
         return False
 
     def follow(self) -> Follow:
-        """The kind of text after the last end."""
+        """Return the kind of text that follows the last possible end."""
         if any(self._next.startswith(marker) for marker in self._confirming):
             return Follow.MARKER
         if any(marker.startswith(self._next) for marker in ("", *self._confirming)):
@@ -128,7 +136,10 @@ class ToolBlock:
         return Follow.TEXT
 
     def confirmed(self, read: Read) -> tuple[End, list[ToolCall]] | None:
-        """The end that what follows confirms, with the calls before it. None: look on."""
+        """Return the end that the following text confirms, with the calls before it.
+
+        Returns None if more text is needed. `read` reads the calls in a text.
+        """
         if not self._ends or self._judged:
             return None
         follow = self.follow()
@@ -146,10 +157,11 @@ class ToolBlock:
     def finished(
         self, read: Read, target: str, *, complete: bool
     ) -> tuple[End, list[ToolCall]] | None:
-        """The end of a block in which the reply ends, with the calls before it, or None.
+        """Return the end of a block in which the reply ends, with the calls before it, or None.
 
-        `complete`: the model ended its reply, so the block may end there. A reply that was cut off
-        within text after an end is not read: the text may belong to an argument.
+        `complete`: the model ended its reply, so the block may end there. If the reply was cut off
+        inside text after a possible end, no call is read, because that text may belong to an
+        argument.
         """
         ended = bool(self._ends) and self.follow() is not Follow.TEXT
         if not complete:
@@ -159,7 +171,10 @@ class ToolBlock:
         return self.best(read)
 
     def best(self, read: Read) -> tuple[End, list[ToolCall]] | None:
-        """The last end at which the block can be read, and the calls before it."""
+        """Return the last end at which the block can be read, with the calls before it.
+
+        Returns None if there is none.
+        """
         clean = [end for end in self._ends if end.clean][-_MOST_TRIED:]
         for end in reversed(clean):
             if calls := self._read(end, read):
@@ -177,15 +192,18 @@ class ToolBlock:
         return read(self._head + self.text[: end.body])
 
     def whole(self, read: Read) -> list[ToolCall]:
-        """The calls of the block as far as it came."""
+        """Read the calls in all text of the block so far."""
         return read(self._head + self.text)
 
     def split(self, after: int | None) -> tuple[str, str]:
-        """The block's text up to `after`, opening included, and the rest; None: all of it."""
+        """Return the block's text up to position `after`, with its opening, and the rest.
+
+        None stands for the end of the text.
+        """
         after = self._size if after is None else after
         return self.opening + self.text[:after], self.text[after:]
 
     @property
     def first(self) -> int | None:
-        """The position after the first closing marker."""
+        """Position after the first closing marker, or None if there is none yet."""
         return self._first

@@ -1,4 +1,4 @@
-"""Reading of tool-call blocks to calls that clients can run."""
+"""Reading of tool blocks into calls that clients can run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MALFORMED = (
 
 
 class CallReader:
-    """Reads the blocks of one reply, and numbers the calls and their ids."""
+    """Reader of the tool blocks of one reply. It gives each call an index and an id."""
 
     def __init__(self, syntax: Syntax, tools: Sequence[Mapping[str, Any]]):
         self._syntax = syntax
@@ -40,13 +40,14 @@ class CallReader:
         """The reason why the last block that was read is no call."""
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one block."""
+        """Make the scanner of one tool block."""
         return self._syntax.scanner()
 
     def read(self, text: str) -> list[ToolCall]:
-        """Read the calls in one block; none if any part is malformed.
+        """Read the calls in one tool block; return an empty list if any part is malformed.
 
-        A name that is not one of the tools is accepted: the client reports it to the model.
+        A name that is not one of the tools is accepted, because the client reports it to the model.
+        Sets `problem` if there are no calls.
         """
         self.problem = "it holds no call"
         ids = set(self._ids)
@@ -58,47 +59,50 @@ class CallReader:
             return []
 
     def take(self, calls: Sequence[ToolCall]) -> None:
-        """Count calls that become part of the reply."""
+        """Count calls that become part of the reply, so that later ones get new indices and ids."""
         self.calls += len(calls)
         self._ids.update(call.id for call in calls)
 
 
 class ForeignSyntax:
-    """A syntax that only mlx-lm knows: a block ends where its parser finds calls."""
+    """Syntax for which only mlx-lm has a parser.
+
+    A tool block ends at the first closing marker before which that parser finds calls.
+    """
 
     def __init__(self, parse: Parse):
         self._parse = parse
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one block."""
+        """Make the scanner of one tool block, which leaves all decisions to the parser."""
         return _Unscanned()
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a block."""
+        """Read the calls in a tool block by mlx-lm's parser, whose errors are raised unchanged."""
         parsed = self._parse(text, tools.definitions)
         return parsed if isinstance(parsed, list) else [parsed]
 
 
 class NoSyntax:
-    """The syntax of replies that may hold no calls: every block is text."""
+    """Syntax of replies without tool calls: every tool block is text."""
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one block."""
+        """Make the scanner of one tool block, which leaves all decisions to `read`."""
         return _Unscanned()
 
     def read(self, _text: str, _tools: Tools) -> list[Call]:
-        """Read no call."""
+        """Return no call."""
         return []
 
 
 class _Unscanned:
-    """The scanner of a syntax of which nothing is known."""
+    """Scanner for a syntax whose values cannot be recognised while they arrive."""
 
     def add(self, text: str) -> None:
         """Ignore the text."""
 
     def closing(self) -> Closing:
-        """Leave the judgement to the parser."""
+        """Return UNKNOWN, so that the parser decides."""
         return Closing.UNKNOWN
 
 

@@ -1,6 +1,6 @@
 """Images for models that take them: mlx-lm's processor makes pixels, the model makes rows.
 
-A row is fed to the model at one position, in place of a token's embedding.
+A row is a vector that is fed to the model at one position, in place of a token's embedding.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ MOST_TOKENS = 4096
 
 
 class Vision:
-    """A model's image processor and vision tower.
+    """Image processor and vision tower of a model.
 
-    `image_token` is the text of the token that a chat template writes for an image, and `token_id`
-    its id; the processor repeats it, once for each row. `most_tokens`: maximum of rows per image.
+    `image_token`: the text of the token that a chat template writes for an image; the processor
+    repeats it once for each row (a vector fed in place of an embedding). `token_id`: its id.
+    `most_tokens`: maximum number of rows per image.
     """
 
     def __init__(self, model: Any, processor: Any, token_id: int):
@@ -54,10 +55,10 @@ class Vision:
         self._pixels: OrderedDict[bytes, Pixels] = OrderedDict()
 
     def text(self, image: Image) -> str:
-        """The text that stands for an image in a prompt. Any thread.
+        """Return the text that stands for an image in a prompt.
 
-        Texts of the latest images are kept by digest, so an image of the history is not decoded
-        again. Raises BadRequest where it cannot be decoded.
+        The texts of recent images are kept by digest, so an image of the history is not decoded
+        again. May be called on any thread. Raises BadRequest if the image cannot be decoded.
         """
         with self._lock:  # a decoded image may take hundreds of megabytes
             text = self._texts.get(image.digest)
@@ -67,13 +68,16 @@ class Vision:
             return text
 
     def pixels(self, image: Image) -> Pixels:
-        """Input of the vision tower for an image. Any thread. Raises as `text` does."""
+        """Return the input of the vision tower for an image, decoding it if needed.
+
+        May be called on any thread. Raises BadRequest if the image cannot be decoded.
+        """
         with self._lock:
             pixels = self._pixels.pop(image.digest, None)
             return self._process(image)[1] if pixels is None else pixels
 
     def rows(self, image: Image) -> mx.array:
-        """Rows of an image, shape (tokens, hidden), evaluated. MLX thread only."""
+        """Compute the rows of an image, shape (tokens, hidden), evaluated. MLX thread only."""
         pixels = mx.array(self.pixels(image))
         count = self.text(image).count(self.image_token)
         tokens = mx.full((count,), self.token_id, mx.int32)
@@ -82,18 +86,18 @@ class Vision:
         return rows
 
     def embed(self, ids: Tokens) -> mx.array:
-        """Rows of text tokens, shape (n, hidden), lazy. MLX thread only."""
+        """Return the embeddings of text tokens, shape (n, hidden), lazily. MLX thread only."""
         rows: mx.array = self._model.embed_inputs(mx.array(ids))
         return rows
 
     def sees(self, image: Image) -> bool:
-        """Tell if the model's rows depend on the image. MLX thread only."""
+        """Return whether the rows that the model computes depend on the image. MLX thread only."""
         rows = self.rows(image)
         blind = self.embed(np.full(len(rows), self.token_id, np.int32))
         return not bool(mx.array_equal(rows, blind))
 
     def _process(self, image: Image) -> tuple[str, Pixels]:
-        """Decode an image; keep and return its text and pixels. The caller holds the lock."""
+        """Decode an image; cache and return its text and pixels. The caller must hold the lock."""
         rgb = decode(image.data)
         try:
             text, (values,) = self._processor(self.image_token, images=[rgb])
@@ -112,10 +116,10 @@ class Vision:
 
 
 def decode(data: bytes) -> npt.NDArray[np.uint8]:
-    """Decode the first frame of a PNG, JPEG, GIF or WebP file to RGB, shape (height, width, 3).
+    """Decode the first frame of an image file to RGB, shape (height, width, 3).
 
-    Raises BadRequest for any other file, a damaged one, or one larger than MAX_PIXELS, as its
-    header says before anything is decoded.
+    Accepts PNG, JPEG, GIF and WebP. Raises BadRequest for any other file, for a damaged one, and
+    for one that has more than MAX_PIXELS pixels by its header, before anything is decoded.
     """
     from PIL import Image as Pillow  # noqa: PLC0415 - an extra, which text models do without
 
@@ -146,7 +150,10 @@ def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def load_vision(model: Any, tokenizer: Any, config: Mapping[str, Any]) -> Vision | None:
-    """Make the image processor of a model; None, with a warning, where a part of it is missing."""
+    """Make the image processor of a model.
+
+    Returns None if the model takes no images, or, with a warning, if a required part is missing.
+    """
     try:
         processor = load_processor(model, dict(config))
     except (TypeError, ValueError, LookupError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Weights that a decoding step reads, in bytes."""
+"""Number of bytes of weights that a decoding step reads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _CHOSEN = ("top_k", "num_experts_per_tok")
 
 
 def shared_bytes(model: nn.Module) -> int:
-    """Bytes of weights that rows of a batch read once, and rows stepped apart read for each row.
+    """Return the bytes of weights that a step of a batch reads once for all its rows.
 
-    Every token reads k of a layer's n experts. Two tokens have k * k / n of them in common, if the
-    router spreads tokens evenly; experts count by that share, and not at all where k is unknown. An
-    embedding is looked up and not read, unless it also computes the logits.
+    Without a batch, each row reads them again. Every token uses k of a layer's n experts. Two
+    tokens have k * k / n of them in common if the router spreads tokens evenly; experts count by
+    that share, and not at all if k is unknown. An embedding is looked up and not read as a whole,
+    unless it also computes the logits.
     """
     modules = dict(model.named_modules())
     tied = not any(name.endswith("lm_head") for name in modules)
@@ -33,7 +34,7 @@ def shared_bytes(model: nn.Module) -> int:
 
 
 def _chosen(module: Any) -> int:
-    """Experts for each token, or 0."""
+    """Return the number of experts that a layer uses per token, or 0 if unknown."""
     found = (getattr(module, name, None) for name in _CHOSEN)
     return next((k for k in found if type(k) is int), 0)
 

@@ -1,5 +1,6 @@
-"""Guides: which tokens a reply may continue with, and the grammars that they follow.
+"""Guides, which decide the tokens that a reply may continue with, and their grammars.
 
-From a request's format, tools and thinking budget to an llguidance grammar, and from that to the
-guide of one reply. Must not know: MLX, the engine, HTTP. `decoder` applies what a guide allows.
+A request's format, tools and thinking budget become an llguidance grammar, and the grammar becomes
+the guide of one reply. `engine.decoder` applies the tokens that a guide allows. This package uses
+no MLX, no engine and no HTTP.
 """

@@ -1,4 +1,7 @@
-"""Grammars that a reply must follow, for formats and tool calls, as llguidance compiles them."""
+"""Grammars that replies must follow, for output formats and tool calls.
+
+They are written in the form that llguidance compiles.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _USER = "user"
 
 
 def is_constrained(job: Job) -> bool:
-    """Tell if the reply to `job` has to follow a grammar."""
+    """Return whether the reply to `job` has to follow a grammar."""
     if job.format is not None:
         return True
     return bool(job.tools) and (
@@ -31,12 +34,13 @@ def is_constrained(job: Job) -> bool:
 
 
 def grammar_text(job: Job, tokenizer: Any) -> str | None:
-    """The llguidance grammar of a job's reply, or None if the reply is free.
+    """Return the llguidance grammar of the reply to `job`, or None if the reply is free.
 
-    It describes what follows the thinking and the blanks after it: in gpt-oss and Muse Spark, the
-    header of the next message. `tokenizer` is mlx-lm's TokenizerWrapper. Any thread; a large schema
-    takes milliseconds. Raises BadRequest for a schema, expression or grammar that is wrong or
-    cannot be enforced, Unsupported for calls of a family whose syntax is unknown.
+    The grammar describes the text after the thinking and the white space behind it; in gpt-oss and
+    Muse Spark that text begins with the header of the next message. `tokenizer` is mlx-lm's
+    TokenizerWrapper. May be called on any thread; a large schema takes milliseconds. Raises
+    BadRequest for a schema, expression or grammar that is wrong or cannot be enforced, and
+    Unsupported for tool calls of a model family whose syntax is unknown.
     """
     if not is_constrained(job):
         return None
@@ -66,7 +70,7 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 class _Calls:
-    """The calls that a job's reply may make."""
+    """Tool calls that the reply to a job may make, as grammar expressions."""
 
     def __init__(self, lark: Lark, tokenizer: Any, job: Job, frame: Frame):
         self._lark = lark
@@ -89,14 +93,17 @@ class _Calls:
         )
 
     def forced(self) -> str:
-        """One call, or one or more."""
+        """Return a grammar expression for a reply that consists of tool calls.
+
+        It is one call, or one or more if the job allows several.
+        """
         if self._syntax is None:
             return self._frame.calls(self._tools, several=self._several)
         calls = self._syntax.calls(self._lark, self._tools, several=self._several)
         return self._frame.text(calls) if self._generic else self._frame.block(calls)
 
     def free(self) -> str:
-        """Anything, where each call is one of these."""
+        """Return a grammar expression for any reply in which each tool call is valid."""
         if self._syntax is None:
             return self._frame.free_calls(self._tools, several=self._several)
         rest = self._syntax.rest(self._lark, self._tools, several=self._several)
@@ -108,7 +115,10 @@ def _param(form: OutputFormat) -> str:
 
 
 def _lark(form: OutputFormat) -> str:
-    """The user's grammar in Lark syntax; llama.cpp's GBNF is converted."""
+    """Return the user's grammar in Lark syntax, converting it from llama.cpp's GBNF if needed.
+
+    Raises BadRequest if it cannot be compiled.
+    """
     try:
         text = any_to_lark(form.value)
     except RecursionError as error:
@@ -121,7 +131,7 @@ def _lark(form: OutputFormat) -> str:
 
 
 class _Format:
-    """One format; `expression` adds it to a grammar."""
+    """One output format of a request; `expression` adds its rules to a grammar."""
 
     def __init__(self, form: OutputFormat):
         self._form = form
@@ -157,6 +167,9 @@ class _Format:
 
 
 def _try(grammar: str, what: str, param: str) -> None:
-    """Raise BadRequest if llguidance cannot compile a grammar."""
+    """Raise BadRequest if llguidance cannot compile a grammar.
+
+    `what`: the name of the grammar in the message. `param`: the field of the request.
+    """
     if (reason := compile_error(grammar)) is not None:
         raise BadRequest(f"invalid {what}: {reason}", param=param)

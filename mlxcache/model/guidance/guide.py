@@ -1,7 +1,8 @@
-"""Guides: what decides which tokens a reply may continue with, and the grammars behind them.
+"""Guides, which decide the tokens that a reply may continue with, and compiled grammars.
 
-Grammars are compiled by llguidance (https://github.com/guidance-ai/llguidance), which knows the
-vocabulary, and gives the mask of the tokens that may come next in well under a millisecond.
+Grammars are compiled by llguidance (https://github.com/guidance-ai/llguidance). From the compiled
+grammar and the vocabulary it computes the mask of tokens that may come next in well under a
+millisecond.
 """
 
 from __future__ import annotations
@@ -38,25 +39,27 @@ LONGEST_GRAMMAR = 4 << 20
 
 
 class Guide(Protocol):
-    """The state of one reply's guidance, advanced by each token that is drawn.
+    """State of one reply that decides which tokens may come next.
 
-    Any thread, one at a time. None of the methods calls MLX.
+    Each generated token advances it. Its methods may be called on any thread, by one thread at a
+    time, and call no MLX.
     """
 
     def accept(self, token: int) -> None:
-        """Advance by a token of the reply. Raises ValueError for one that was not allowed."""
+        """Advance by a token of the reply. Raises ValueError for a token that was not allowed."""
 
     def mask(self) -> Bitmask | None:
-        """The tokens that may follow, or None where all may."""
+        """Return the mask of tokens that may come next, or None if all may."""
 
     def copy(self) -> Guide:
-        """An independent guide in the same state."""
+        """Return an independent guide in the same state."""
 
 
 class GrammarGuide:
-    """A guide that follows a compiled grammar.
+    """Guide that follows a compiled grammar.
 
-    Every token that ends a turn is allowed where the grammar may end, and no other where it must.
+    All tokens that end a turn are allowed where the grammar may end, and only those where it must
+    end.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int):
@@ -66,8 +69,8 @@ class GrammarGuide:
     def accept(self, token: int) -> None:
         """Advance by a token of the reply.
 
-        Raises ValueError for one that was not allowed, GenerationFailed where it takes more work
-        than llguidance's limits allow.
+        Raises ValueError for a token that was not allowed, and GenerationFailed if it takes more
+        work than llguidance's limits allow.
         """
         if self._matcher.consume_token(token):
             return
@@ -77,9 +80,9 @@ class GrammarGuide:
         raise ValueError(f"token {token} does not fit the grammar: {why}")
 
     def mask(self) -> Bitmask:
-        """The tokens that may follow.
+        """Return the mask of tokens that may come next.
 
-        Raises GenerationFailed where that takes more work than llguidance's limits allow.
+        Raises GenerationFailed if computing it takes more work than llguidance's limits allow.
         """
         found = self._matcher.compute_bitmask()  # has a bit more than there are tokens
         words = np.frombuffer(found, np.int32, (self._vocab_size + 31) // 32)
@@ -88,17 +91,18 @@ class GrammarGuide:
         return words
 
     def copy(self) -> GrammarGuide:
-        """An independent guide in the same state."""
+        """Return an independent guide in the same state."""
         return GrammarGuide(self._matcher.deep_copy(), self._vocab_size)
 
 
 class Grammars:
-    """The grammars compiled for one model; those used most recently are kept. Any thread; blocks.
+    """Compiler and cache of the grammars for one model; the most recently used ones are kept.
 
-    `tokenizer` is mlx-lm's TokenizerWrapper, `vocab_size` the width of the logits, which may exceed
-    the number of tokens. Control tokens are no text: no string or regular expression of a grammar
+    `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits, which may exceed
+    the number of tokens. Control tokens are not text: no string or regular expression of a grammar
     allows them. These are the special tokens, those that end a turn, and the markers of thinking
-    and tool calls that the vocabulary has as one token; a Lark grammar names them by `<[id]>`.
+    and tool calls that are one token of the vocabulary; a Lark grammar names them by `<[id]>`.
+    Methods may be called on any thread, and block.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):
@@ -109,10 +113,11 @@ class Grammars:
         self._compiled: LRU[str, GrammarGuide] = LRU(MOST_GRAMMARS)
 
     def guide(self, grammar: str, param: str | None = None) -> GrammarGuide:
-        """A guide at the beginning of `grammar`, a Lark grammar or llguidance's JSON form.
+        """Return a guide at the beginning of `grammar`, compiling it if needed.
 
-        Raises BadRequest, with the field `param`, where the grammar is wrong or too large;
-        Unsupported where the model's tokenizer cannot be used.
+        `grammar`: a Lark grammar, or one in llguidance's JSON form. Raises BadRequest, for the
+        field `param`, if the grammar is wrong or too large, and Unsupported if the model's
+        tokenizer cannot be used.
         """
         if len(grammar) > LONGEST_GRAMMAR:
             size = f"{len(grammar)} characters, at most {LONGEST_GRAMMAR}"
@@ -138,9 +143,9 @@ class Grammars:
         return GrammarGuide(matcher, vocabulary.vocab_size)
 
     def vocabulary(self) -> LLTokenizer:
-        """The model's vocabulary as llguidance takes it; making it takes about a second.
+        """Return the model's vocabulary in llguidance's form; the first call takes about a second.
 
-        Raises Unsupported.
+        Raises Unsupported if the model's tokenizer cannot be used.
         """
         with self._lock:
             if self._made is None:
@@ -163,14 +168,14 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
 
 
 def _control_ids(tokenizer: Any) -> set[int]:
-    """Ids that end a turn, and of the markers that the vocabulary has as one token."""
+    """Return the ids of tokens that end a turn or are markers of thinking or tool calls."""
     kinds = [markers.grammar(tokenizer, tools=True, generic=generic) for generic in (False, True)]
     found = {token for kind in kinds for token in kind.tokens.values()}
     return found | set(tokenizer.eos_token_ids)
 
 
 def _with_control_tokens(tokenizer_json: str, ids: Iterable[int]) -> str:
-    """A tokenizer.json whose added tokens `ids` are special."""
+    """Mark the added tokens with these ids as special in the text of a tokenizer.json."""
     content = json.loads(tokenizer_json)
     chosen = set(ids)
     for token in content["added_tokens"]:
@@ -183,5 +188,5 @@ def _too_much(why: str) -> str:
 
 
 def _why(matcher: LLMatcher) -> str:
-    """The matcher's error without the state that llguidance appends to it."""
+    """Return the matcher's error message, without the state that llguidance appends to it."""
     return matcher.get_error().partition("\n<state>")[0].strip()

@@ -1,4 +1,4 @@
-"""The guides of one model's replies: made from what a request asks for."""
+"""Creation of the guides of one model's replies, from the requests' formats and tools."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mlxcache.types import Job
 
 
 class Guides:
-    """Makes the guide of each reply. Any thread.
+    """Factory of the guides of one model's replies. Its methods may be called on any thread.
 
-    `tokenizer` is mlx-lm's TokenizerWrapper, `vocab_size` the width of the logits.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):
@@ -24,14 +24,14 @@ class Guides:
         self._thinking: list[ThinkFormat | None] = []
 
     def needed(self, job: Job) -> bool:
-        """Tell if the reply to `job` has a guide."""
+        """Return whether the reply to `job` needs a guide."""
         return is_constrained(job)
 
     def make(self, job: Job) -> Guide | None:
-        """The guide of the reply to `job`, at its beginning; None: the reply is free.
+        """Return a guide at the beginning of the reply to `job`, or None if the reply is free.
 
-        Blocks for up to seconds. Raises BadRequest where the grammar cannot be compiled,
-        Unsupported where the model's tokenizer cannot be used.
+        Blocks, for seconds at most. Raises BadRequest if the grammar cannot be compiled, and
+        Unsupported if the model's tokenizer cannot be used.
         """
         text = grammar_text(job, self._tokenizer)
         if text is None:

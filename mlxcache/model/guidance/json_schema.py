@@ -1,9 +1,9 @@
-"""JSON Schemas that can be enforced: checked, and rewritten to what llguidance keeps exactly.
+"""Check of JSON Schemas, and their conversion to a form that llguidance enforces exactly.
 
-llguidance compiles most of JSON Schema, and refuses most of what it cannot keep. What is missing is
-done here. A keyword that cannot be kept is refused by name and place. Rewritten are references (any
-local pointer or anchor becomes a name below `$defs`), `oneOf` of alternatives that exclude each
-other, and bounds that a 64-bit float would widen.
+llguidance compiles most of JSON Schema, and refuses most of what it cannot enforce. This module
+covers the rest: it refuses keywords that cannot be enforced, with their place in the schema. It
+rewrites references (any local pointer or anchor becomes a name below `$defs`), `oneOf` with
+alternatives that exclude each other, and bounds that a 64-bit float would widen.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ LARGEST_DIVISOR = 100_000
 
 
 def check(schema: Any, *, param: str, at: str = "schema") -> Schema:
-    """Check a schema and rewrite it; `at` names it in errors.
+    """Check a JSON Schema, and rewrite it for llguidance.
 
-    Raises BadRequest, with `param`, for one that is no JSON Schema, that nothing satisfies, or that
-    cannot be enforced.
+    `at`: the name of the schema in error messages. Raises BadRequest, for the field `param`, if it
+    is no JSON Schema, if no value satisfies it, or if it cannot be enforced.
     """
     if not isinstance(schema, dict | bool):
         reason = f"{at} must be a JSON object, got {_short(schema)}"
@@ -97,7 +97,7 @@ def check(schema: Any, *, param: str, at: str = "schema") -> Schema:
 
 
 def is_satisfiable(schema: Schema, node: Node) -> bool:
-    """False if llguidance finds that nothing satisfies `node`, a node of a checked schema."""
+    """Return False if llguidance finds that no value satisfies `node` of a checked schema."""
     reason = _problem(schema.of(node))
     return reason is None or "nsatisfiable" not in reason
 
@@ -112,7 +112,7 @@ def _escape(name: Any) -> str:
 
 
 class _Check:
-    """One check; `run` returns the rewritten schema."""
+    """One check of a schema; `run` returns the rewritten schema."""
 
     def __init__(self, root: Any, param: str, at: str):
         self._source = root
@@ -234,7 +234,7 @@ class _Check:
         return [self._const(one, f"{pointer}/{i}") for i, one in enumerate(value)]
 
     def _ref(self, value: Any, pointer: str) -> str:
-        """Name the schema that a reference leads to; it is read later."""
+        """Return a new name for the schema that a reference leads to, and queue it for reading."""
         if not isinstance(value, str):
             raise self._refuse(pointer, f"expected a string, got {_short(value)}")
         if not value.startswith("#"):
@@ -276,7 +276,7 @@ class _Check:
             raise self._refuse(f"{pointer}/format", reason)
 
     def _numbers(self, node: dict[str, Any], pointer: str) -> None:
-        """Make bounds such that no float beyond them is admitted."""
+        """Rewrite numeric bounds so that no float outside of the original ones is allowed."""
         for keyword in _BOUNDS:
             value = node.get(keyword)
             if value is None or isinstance(value, bool):
@@ -333,7 +333,10 @@ class _Check:
             node["anyOf"] = options
 
     def _compile(self, schema: Schema) -> None:
-        """Have llguidance compile the schema; find the part that it refuses."""
+        """Compile the schema with llguidance.
+
+        Raises BadRequest with the place and the reason if llguidance refuses a part of it.
+        """
         problem = _problem(schema)
         if problem is None:
             return
@@ -372,7 +375,10 @@ _READ: dict[str, Callable[[_Check, Any, str], Any]] = {
 
 
 def _is_void(keyword: str, value: Any, node: Mapping[str, Any]) -> bool:
-    """True for a keyword that here asks for nothing, and else could not be enforced."""
+    """Return whether a keyword has no effect with this value in this node.
+
+    Such a keyword is dropped; with another value it could not be enforced.
+    """
     if keyword in _VOID:
         return value in _VOID[keyword]
     if keyword in ("minContains", "maxContains"):
@@ -383,7 +389,7 @@ def _is_void(keyword: str, value: Any, node: Mapping[str, Any]) -> bool:
 
 
 def _anchored(node: Any, name: str, pointer: str) -> tuple[Any, str] | None:
-    """Find the schema with the `$anchor`, and its place."""
+    """Find the schema whose `$anchor` is `name`; return it and its pointer, or None."""
     if isinstance(node, dict):
         if node.get("$anchor") == name:
             return node, pointer
@@ -407,5 +413,5 @@ def _numbers(value: Any) -> list[int | float]:
 
 
 def _problem(schema: Schema) -> str | None:
-    """The reason for which llguidance refuses a schema."""
+    """Return the reason why llguidance refuses a schema, or None if it compiles."""
     return compile_error(LLMatcher.grammar_from_json_schema(schema.text()))

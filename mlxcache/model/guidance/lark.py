@@ -1,4 +1,4 @@
-"""Grammars in llguidance's variant of Lark: rules, terminals, literals and special tokens.
+"""Writer of grammars in llguidance's variant of Lark: rules, terminals, literals, tokens.
 
 Source: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
@@ -16,10 +16,10 @@ from mlxcache.model.guidance.schema_facts import Schema
 
 
 class Lark:
-    """A grammar under construction; equal rules are shared.
+    """A grammar under construction, in which equal rules are defined once.
 
-    `tokenizer` is mlx-lm's TokenizerWrapper: markers that it has as one token are written as that
-    token, and cannot occur in text.
+    `tokenizer` is mlx-lm's TokenizerWrapper. Markers that are one token of its vocabulary are
+    written as that token, and cannot occur in text.
     """
 
     def __init__(self, tokenizer: Any):
@@ -32,11 +32,14 @@ class Lark:
         self._lazy: set[str] = set()
 
     def rule(self, body: str) -> str:
-        """Name of a rule with this body."""
+        """Add a rule with this body unless there is one, and return its name."""
         return self._name("r", body)
 
     def terminal(self, body: str) -> str:
-        """Name of a terminal with this body: it is matched as one regular expression."""
+        """Add a terminal with this body unless there is one, and return its name.
+
+        A terminal is matched as one regular expression.
+        """
         return self._name("T", body)
 
     def _name(self, kind: str, body: str) -> str:
@@ -47,39 +50,42 @@ class Lark:
         return self._names[key]
 
     def reserve(self, kind: str = "r") -> str:
-        """A name to `define` later, for rules that contain themselves."""
+        """Return a new name to `define` later, for rules that contain themselves.
+
+        `kind`: the first letter of the name, "r" for a rule.
+        """
         name = f"{kind}{len(self._rules)}"
         self._rules[name] = ""
         return name
 
     def define(self, name: str, body: str) -> None:
-        """Give a reserved name its body."""
+        """Set the body of a reserved name."""
         self._rules[name] = body
 
     def lazy(self, body: str) -> str:
-        """Name of a terminal that ends as soon as it may."""
+        """Add a terminal that ends at its first possible end, and return its name."""
         name = self._name("h", body)
         self._lazy.add(name)
         return name
 
     def json(self, schema: Schema) -> str:
-        """Name of a rule for JSON that satisfies `schema`."""
+        """Add a rule for JSON that satisfies `schema`, and return its name."""
         return self.rule(f"%json {schema.text()}")
 
     def marker(self, text: str) -> str:
-        """Expression for a text of the template, whose special tokens are written as tokens."""
+        """Return a grammar expression for a text of the template, with special tokens as tokens."""
         return " ".join(
             f"<[{self.added[part]}]>" if part in self.added else literal(part)
             for part in self.parts(text)
         )
 
     def parts(self, text: str) -> list[str]:
-        """`text`, cut at the added tokens of the vocabulary."""
+        """Split `text` into the added tokens of the vocabulary and the text between them."""
         pieces = self._split.split(text) if self.added else [text]
         return [piece for piece in pieces if piece]
 
     def text(self, start: str) -> str:
-        """The grammar that begins with the expression `start`, as llguidance takes it."""
+        """Return the text of the grammar whose start rule is the expression `start`."""
         lines = ["%llguidance {}", f"start: {start}"]
         for name, body in self._rules.items():
             lines.append(f"{name}[lazy]: {body}" if name in self._lazy else f"{name}: {body}")
@@ -87,7 +93,7 @@ class Lark:
 
 
 def literal(text: str) -> str:
-    """A literal string; empty for the empty one."""
+    """Return a Lark literal for exactly this text."""
     if not text:
         return '""'
     # Lark's strings are those of JSON, and DEL has to be escaped in them
@@ -95,17 +101,17 @@ def literal(text: str) -> str:
 
 
 def one_of(options: Iterable[str]) -> str:
-    """An expression for one of several."""
+    """Return a grammar expression for any one of `options`."""
     return "(" + " | ".join(options) + ")"
 
 
 def repeated(item: str, between: str) -> str:
-    """An expression for one or more of `item`."""
+    """Return a grammar expression for one or more of `item`, separated by `between`."""
     return f"{item} ({between} {item})*"
 
 
 def regex(pattern: str) -> str:
-    """A regular expression that is matched as a whole, between slashes."""
+    """Return a Lark regular expression that matches `pattern` as a whole."""
     text = re.sub(r"\\(.)|(/)", _escaped, pattern, flags=re.DOTALL)
     for char, name in (("\n", "n"), ("\r", "r"), ("\t", "t")):
         text = text.replace(char, f"\\{name}")
@@ -117,7 +123,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def any_text(without: Sequence[str] = ()) -> str:
-    """An expression, of a terminal, for text that contains none of `without`."""
+    """Return the body of a terminal for text that contains none of `without`."""
     if not without:
         return "/(?s:.*)/"
     inner = "|".join(escaped(one) for one in without)
@@ -125,13 +131,13 @@ def any_text(without: Sequence[str] = ()) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text as part of a regular expression between slashes."""
+    """Escape a text for use inside a Lark regular expression."""
     plain = re.sub(r"([^\w\s<>\"'=:,;!@%&`~-])", r"\\\1", text, flags=re.ASCII)
     return plain.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
 
 
 def compile_error(grammar: str) -> str | None:
-    """The reason why llguidance refuses a grammar, or None if it compiles it."""
+    """Return the reason why llguidance refuses a grammar, or None if it compiles."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if not failed:
         return None

@@ -1,4 +1,4 @@
-"""Frames around the text and the calls of a reply, after its thinking: nothing, or a header."""
+"""Frames around the text and the tool calls of a reply: nothing, or a message header."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ TEXT = "/(?s:.+)/"
 
 
 class Frame:
-    """Replies without headers: text and calls stand as they are."""
+    """Frame of replies without headers, whose text and tool calls are written directly.
+
+    Its methods return grammar expressions. Subclasses add headers.
+    """
 
     has_recipients = False
     """True where the header of a call names the tool."""
@@ -22,24 +25,36 @@ class Frame:
         self.lark = lark
 
     def text(self, body: str, kind: str = "") -> str:
-        """Expression for a reply whose visible text is `body`, in a format of this kind."""
+        """Return a grammar expression for a reply whose visible text is `body`.
+
+        `kind`: the kind of output format, such as "json_schema", or "".
+        """
         return body
 
     def block(self, calls: str) -> str:
-        """Expression for a reply that is calls."""
+        """Return a grammar expression for a reply of tool calls only.
+
+        `calls`: the expression for the calls.
+        """
         return calls
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Expression for calls whose headers name the tool."""
+        """Return a grammar expression for tool calls, in formats whose headers name the tool.
+
+        With `several`, more than one call may be made.
+        """
         raise NotImplementedError
 
     def free_calls(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Expression for any messages, where each call is one of `tools`."""
+        """Return a grammar expression for any messages, in which each call is one of `tools`.
+
+        Only for formats whose headers name the tool.
+        """
         raise NotImplementedError
 
 
 class Harmony(Frame):
-    """Messages of gpt-oss; see `markers`."""
+    """Frame of gpt-oss's messages, whose headers name a channel and the tool; see `markers`."""
 
     has_recipients = True
 
@@ -84,7 +99,7 @@ class Harmony(Frame):
 
 
 class Recipients(Frame):
-    """Messages of Muse Spark, whose headers say whom they are for: ` to=user<|message|>`."""
+    """Frame of Muse Spark's messages, whose headers name a recipient: ` to=user<|message|>`."""
 
     def _reply(self, to: str, body: str) -> str:
         return f"{literal(' ')}? {to} {self.lark.marker(MESSAGE)} {body}"
@@ -97,7 +112,7 @@ class Recipients(Frame):
 
 
 def frame_of(lark: Lark, tokenizer: Any) -> Frame:
-    """The frame of a model's replies."""
+    """Return the frame of the replies of a model with this tokenizer."""
     if is_harmony(tokenizer):
         call = lark.added.get("<|call|>")
         return Harmony(lark, call_ends=call is None or call in tokenizer.eos_token_ids)
@@ -107,7 +122,10 @@ def frame_of(lark: Lark, tokenizer: Any) -> Frame:
 
 
 def anything_but(lark: Lark, opening: str, rest: str) -> str:
-    """Expression for any text and control tokens, where `rest` follows each `opening`."""
+    """Return a grammar expression for any text in which `rest` follows each `opening`.
+
+    The text may contain control tokens.
+    """
     first, *later = lark.parts(opening)
     controls = sorted(token for text, token in lark.added.items() if text != first)
     other = [f"<[{','.join(map(str, controls))}]>"] if controls else []

@@ -1,4 +1,4 @@
-"""Checked JSON Schemas, and what follows from them: kinds of values, ends, exclusion."""
+"""Checked JSON Schemas and their properties: types of values, finite values, exclusion."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DEEPEST = 8
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A checked schema: its root, and what its references (`#/$defs/NAME`) name."""
+    """A checked schema: its root node, and the definitions to which `#/$defs/NAME` refers."""
 
     root: Node
     defs: Mapping[str, Node] = field(default_factory=dict)
@@ -40,15 +40,15 @@ class Schema:
     """True if no object of it has both named properties and properties of any name."""
 
     def of(self, node: Node) -> Schema:
-        """The schema of a node of this one."""
+        """Return a schema with `node` as its root and the same definitions."""
         return Schema(node, self.defs, self.closed)
 
     def target(self, ref: str) -> Node:
-        """The node that a reference leads to."""
+        """Return the node to which the reference `ref` leads."""
         return self.defs[ref.removeprefix(_DEFS)]
 
     def resolve(self, node: Node) -> Node:
-        """The node that a chain of bare references leads to."""
+        """Follow a chain of nodes that have nothing but a reference, and return its last node."""
         seen = 0
         while isinstance(node, dict) and set(node) == {"$ref"} and seen <= len(self.defs):
             node, seen = self.target(node["$ref"]), seen + 1
@@ -60,9 +60,10 @@ class Schema:
         within: frozenset[str] = frozenset(),
         known: dict[str, frozenset[str]] | None = None,
     ) -> frozenset[str]:
-        """Kinds of values that `node` may allow (at least those that it does).
+        """Return the types of values that `node` allows, and possibly more.
 
-        `within` are references being followed, `known` the kinds of those that were.
+        The types are those of ALL_TYPES. `within`: references that are being followed. `known`:
+        types of references that were followed before; it is filled here.
         """
         if isinstance(node, bool):
             return ALL_TYPES if node else frozenset()
@@ -83,7 +84,7 @@ class Schema:
         return found
 
     def text(self) -> str:
-        """The schema as JSON text with llguidance's options."""
+        """Return the schema as JSON text, with options for llguidance."""
         root = self.root if isinstance(self.root, dict) else {"allOf": [self.root]}
         options = {
             "whitespace_pattern": WHITESPACE,
@@ -97,18 +98,18 @@ class Schema:
 
 
 def type_names(node: Mapping[str, Any]) -> Sequence[str]:
-    """The names in a node's `type`; empty where it has none."""
+    """Return the names in a node's `type`; empty if it has none."""
     names = node.get("type", ())
     return [names] if isinstance(names, str) else names
 
 
 def listed_values(node: Mapping[str, Any]) -> Sequence[Any] | None:
-    """The values that a node's `const` or `enum` lists, or None."""
+    """Return the values that a node's `const` or `enum` lists, or None if it has neither."""
     return [node["const"]] if "const" in node else node.get("enum")
 
 
 def kind(value: Any) -> str:
-    """The kind of a JSON value, one of ALL_TYPES."""
+    """Return the type of a JSON value, one of ALL_TYPES."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -120,7 +121,7 @@ def kind(value: Any) -> str:
 
 
 def has_finite_value(schema: Schema, node: Node) -> bool:
-    """Tell if some finite value can satisfy `node`."""
+    """Return whether a value of finite size can satisfy `node`."""
     ending: set[str] = set()
     before = -1
     while before < len(ending):  # a reference ends if what it leads to does
@@ -132,7 +133,10 @@ def has_finite_value(schema: Schema, node: Node) -> bool:
 
 
 def _ends(schema: Schema, node: Node, ending: Collection[str]) -> bool:
-    """Tell if a value of `node` can end, where those of the definitions `ending` can."""
+    """Return whether a value of finite size can satisfy `node`.
+
+    `ending`: names of definitions that such values are known to satisfy.
+    """
     if isinstance(node, bool):
         return node
     if listed_values(node) is not None:
@@ -151,7 +155,10 @@ def _ends(schema: Schema, node: Node, ending: Collection[str]) -> bool:
 
 
 def _least_parts(schema: Schema, node: dict[str, Any]) -> Sequence[Node]:
-    """The schemas of what each value of a node has at least."""
+    """Return the schemas of the parts that every value of a node has.
+
+    These are required properties, or the items that `minItems` demands.
+    """
     types = schema.types(node)
     if types == {"object"}:
         named, others = node.get("properties", {}), node.get("additionalProperties", True)
@@ -168,14 +175,17 @@ def _least_parts(schema: Schema, node: dict[str, Any]) -> Sequence[Node]:
 
 
 class Comparison:
-    """Comparison of the nodes of a schema; it must not outlive a change of any of them."""
+    """Comparison of the nodes of one schema, with a cache of results.
+
+    It must not be used after any of the nodes was changed.
+    """
 
     def __init__(self, schema: Schema):
         self._schema = schema
         self._known: dict[tuple[int, int], bool] = {}
 
     def are_disjoint(self, first: Node, second: Node, depth: int = 0) -> bool:
-        """True if it is certain that no value satisfies both."""
+        """Return True if it is certain that no value satisfies both nodes."""
         pair = (id(first), id(second))
         if pair not in self._known:
             self._known[pair] = self._compare(first, second, depth)
@@ -207,7 +217,7 @@ class Comparison:
     def _excludes(
         self, one: Mapping[str, Any], other: Mapping[str, Any], name: str, depth: int
     ) -> bool:
-        """Tell if `other` allows no value of the property `name`, which `one` requires."""
+        """Return whether `other` forbids each value of the property `name` that `one` requires."""
         mine, its = one.get("properties", {}).get(name), other.get("properties", {}).get(name)
         if its is None:
             return other.get("additionalProperties") is False and not other.get("patternProperties")
@@ -215,7 +225,7 @@ class Comparison:
 
 
 def _listed(node: Mapping[str, Any]) -> set[str] | None:
-    """The values that a node lists, as text; None where it lists none."""
+    """Return the values that a node's `const` or `enum` lists, as JSON texts, or None."""
     listed = listed_values(node)
     if listed is None:
         return None
@@ -223,7 +233,10 @@ def _listed(node: Mapping[str, Any]) -> set[str] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value such that equal ones have equal text: 1.0 and 1 are equal in JSON Schema."""
+    """Convert a JSON value so that equal values have equal texts.
+
+    In JSON Schema 1.0 and 1 are equal.
+    """
     if isinstance(value, list):
         return [_plain(one) for one in value]
     if isinstance(value, dict):

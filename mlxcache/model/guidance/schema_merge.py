@@ -1,4 +1,4 @@
-"""Schemas without combinators: each alternative of `anyOf`, `allOf` and references, merged."""
+"""Removal of combinators from schemas: `anyOf`, `allOf` and references become alternatives."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ Plain = dict[str, Any]
 
 
 def alternatives(schema: Schema, node: Node) -> list[Plain]:
-    """Nodes without combinators at their top, any of which a value may satisfy instead of `node`.
+    """Return nodes without combinators that together allow the values of `node`.
 
-    Raises Unwritable where keywords cannot be merged, or the alternatives are too many.
+    A value satisfies `node` if it satisfies any of them. Raises Unwritable if keywords cannot be
+    merged, or if there are too many alternatives.
     """
     return _expand(schema, node, frozenset(), iter(range(_MOST_READ)))
 
 
 def _expand(schema: Schema, node: Node, within: frozenset[str], left: Iterator[int]) -> list[Plain]:
-    """The alternatives of a node; `left` has an item for each node that may still be read."""
+    """Return the alternatives of a node.
+
+    `within`: references that are being followed. `left`: an iterator with one item for each node
+    that may still be visited.
+    """
     if next(left, None) is None:
         raise Unwritable("anyOf")
     if isinstance(node, bool):
@@ -52,7 +57,10 @@ def _expand(schema: Schema, node: Node, within: frozenset[str], left: Iterator[i
 
 
 def merge(first: Plain, second: Plain) -> Plain | None:
-    """The node that both hold in, or None if no value can. Raises Unwritable."""
+    """Return a node for values that satisfy both nodes, or None if there are none.
+
+    Raises Unwritable if the keywords cannot be merged.
+    """
     out = {**first, **{key: value for key, value in second.items() if key not in first}}
     for key in first.keys() & second.keys() - set(_OBJECT):
         mine, its = first[key], second[key]
@@ -83,7 +91,7 @@ def _common_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[s
 
 
 def names_of(kinds: frozenset[str]) -> list[str]:
-    """Names that `type` has for kinds of values."""
+    """Return the names by which `type` refers to these types of values."""
     if "fraction" in kinds:
         kinds = kinds - {"fraction", "integer"} | {"number"}
     return sorted(kinds)
@@ -101,7 +109,7 @@ def _merged_objects(first: Plain, second: Plain) -> Plain:
 
 
 def both(first: Node, second: Node) -> Node:
-    """A node that holds where both do."""
+    """Return a node for values that satisfy both nodes, as `allOf` if there is no simpler one."""
     if first is False or second is False:
         return False
     if first in (True, {}) or first == second:

@@ -1,4 +1,4 @@
-"""Strings that a call syntax writes as they are, without quotes: which ones a schema allows."""
+"""Strings that a tool-call syntax writes without quotes: terminals for those a schema allows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlxcache.model.guidance.schema_facts import Node, Schema, listed_values
 
 
 class Unwritable(ValueError):
-    """A schema that a call syntax cannot express; `keyword` is the reason."""
+    """Error for a schema that a tool-call syntax cannot express; `keyword` is the reason."""
 
     def __init__(self, keyword: str):
         super().__init__(f"the keyword `{keyword}` cannot be enforced in this model's call syntax")
@@ -55,10 +55,11 @@ _AS_JSON = (
 def text_terminal(
     schema: Schema, node: Node, without: Sequence[str], *, mixed: bool = False
 ) -> str | None:
-    """Terminal for the strings that `node` allows and that contain none of `without`.
+    """Return a terminal for the strings that `node` allows and that contain none of `without`.
 
-    None if it allows no string. `mixed`: other kinds of values are written as JSON in its place, so
-    text that reads as such is left out. Raises Unwritable.
+    Returns None if there are no such strings. `mixed`: other types of values are written as JSON in
+    the same place, so text that can be read as JSON is excluded. Raises Unwritable if a keyword
+    cannot be expressed.
     """
     parts = _parts(schema, node, without, frozenset(), iter(range(_MOST_READ)))
     if parts is None:
@@ -74,9 +75,10 @@ def _parts(
     within: frozenset[str],
     left: Iterator[int],
 ) -> list[str] | None:
-    """Conditions that a string must satisfy, all of them; None if no string can.
+    """Return expressions that a string must all satisfy, or None if no string can.
 
-    `left` has an item for each node that may still be read.
+    `within`: references that are being followed. `left`: an iterator with one item for each node
+    that may still be visited.
     """
     if next(left, None) is None:
         raise Unwritable("anyOf")
@@ -107,7 +109,7 @@ def _parts(
 
 
 def _own_parts(node: dict[str, object], without: Sequence[str]) -> Iterator[str]:
-    """Conditions that a string must satisfy by the node's own keywords."""
+    """Yield expressions that a string must satisfy by the keywords of the node itself."""
     if (listed := listed_values(node)) is not None:
         texts = [text for text in listed if isinstance(text, str)]
         texts = [text for text in texts if not any(part in text for part in without)]
@@ -124,7 +126,10 @@ def _own_parts(node: dict[str, object], without: Sequence[str]) -> Iterator[str]
 
 
 def searched(pattern: str) -> str:
-    """Terminal for texts in which a regular expression is found. Raises Unwritable."""
+    """Return a terminal for texts in which `pattern` matches anywhere.
+
+    Raises Unwritable if llguidance cannot compile the pattern.
+    """
     found = one_of(_anchored(option) for option in _options(pattern))
     if compile_error(f"start: T\nT: {found}") is not None:
         raise Unwritable("pattern")
@@ -132,7 +137,7 @@ def searched(pattern: str) -> str:
 
 
 def _options(pattern: str) -> list[str]:
-    """The alternatives of a regular expression, at its top level."""
+    """Split a regular expression at its top-level `|` into alternatives."""
     options, depth, in_class = [""], 0, False
     for part in re.findall(r"\\.|.", pattern, flags=re.DOTALL):
         if part == "|" and not depth and not in_class:
@@ -148,7 +153,7 @@ def _options(pattern: str) -> list[str]:
 
 
 def _anchored(option: str) -> str:
-    """One alternative as a match of the whole text."""
+    """Return a regular expression for whole texts in which one alternative matches somewhere."""
     before = after = ".*"
     if option.startswith("^"):
         before, option = "", option[1:]

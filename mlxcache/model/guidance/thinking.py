@@ -1,4 +1,4 @@
-"""Thinking in guided replies: free until its closing marker, and then the guide takes over."""
+"""Thinking in guided replies: free up to its closing marker, after which the guide decides."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ BLANKS = ("\n", "\n\n")
 
 @dataclass(frozen=True, slots=True)
 class ThinkFormat:
-    """The form in which a model family writes its thinking, in token ids.
+    """Form in which a model family writes its thinking, in token ids.
 
-    `opening`: ids that open a think block; empty: only the prompt does. `closing`: ids of the
-    marker that ends it, `marker` its text. `spelled`: the marker also counts when other tokens
-    spell it. `after`: ids that precede what follows the block. `again`: further blocks may follow.
-    `free`: tokens of thinking: text, and the closing marker. `blanks`: tokens of which one may
-    stand between the block and the answer. `beyond`: by the rest of a marker that is half spelled,
-    the tokens that would complete it with the beginning of the answer.
+    `opening`: ids that open a think block; empty if only the prompt opens one. `closing`: ids of
+    the marker that ends the block, and `marker` its text. `spelled`: the marker also counts when
+    other tokens spell it. `after`: ids that come between the block and the text after it. `again`:
+    further blocks may follow. `free`: tokens that thinking may consist of, and the closing marker.
+    `blanks`: tokens of white space, one of which may come between the block and the answer.
+    `beyond`: maps the missing rest of a partly spelled marker to the tokens that would complete the
+    marker together with the beginning of the answer.
     """
 
     opening: tuple[int, ...]
@@ -44,7 +45,10 @@ class ThinkFormat:
     vocabulary: LLTokenizer
 
     def is_closed_by(self, prompt: Sequence[int]) -> bool:
-        """Tell if a prompt of these ids ends with a closed think block, so that none follows."""
+        """Return whether a prompt ends with a closed think block, so that none follows.
+
+        `prompt`: its last token ids.
+        """
         end = list(prompt[-len(self.closing) - 2 :])
         while end and end[-1] in self.blanks:
             end.pop()
@@ -52,9 +56,10 @@ class ThinkFormat:
 
 
 def read_format(tokenizer: Any, vocabulary: LLTokenizer) -> ThinkFormat | None:
-    """The form of `tokenizer`'s family, as mlx-lm describes it; None: it does not think.
+    """Return the form of thinking of the model family of `tokenizer`.
 
-    `tokenizer` is mlx-lm's TokenizerWrapper. Takes about 0.1 s.
+    Returns None if mlx-lm describes no thinking for it. `tokenizer` is mlx-lm's TokenizerWrapper.
+    Takes about 0.1 s.
     """
     words = _words(tokenizer)
     if words is None:
@@ -85,7 +90,10 @@ def read_format(tokenizer: Any, vocabulary: LLTokenizer) -> ThinkFormat | None:
 
 
 def _words(tokenizer: Any) -> tuple[str, str, str] | None:
-    """Opening and closing of a think block, and what precedes the next message of the turn."""
+    """Return the opening and closing of a think block, and the text before the next message.
+
+    Returns None if the model family does not think.
+    """
     if markers.is_harmony(tokenizer):
         return HARMONY
     headers = tokenizer.response_transitions.get(tokenizer.response_initial_state, ())
@@ -99,21 +107,21 @@ def _words(tokenizer: Any) -> tuple[str, str, str] | None:
 
 
 def _beyond(rest: bytes, tokens: Iterable[int], pieces: list[bytes]) -> tuple[int, ...]:
-    """Tokens that begin with `rest` and go on with more than blanks."""
+    """Return the tokens that begin with `rest` and continue with more than line ends."""
     return tuple(
         i for i in tokens if pieces[i].startswith(rest) and pieces[i][len(rest) :].strip(b"\n")
     )
 
 
 def bitmask(tokens: Iterable[int], vocab_size: int) -> Bitmask:
-    """The mask that allows `tokens` alone."""
+    """Return the mask that allows only `tokens`."""
     bits = np.zeros((vocab_size + 31) // 32 * 32, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def allows(mask: Bitmask, token: int) -> bool:
-    """Tell if `mask` allows `token`."""
+    """Return whether `mask` allows `token`."""
     return token // 32 < mask.size and bool(mask[token // 32] >> (token % 32) & 1)
 
 
@@ -121,10 +129,11 @@ State = Literal["begin", "thinking", "between", "answer"]
 
 
 class AfterThinking:
-    """A guide for the answer alone: thinking before it is free, but must end with its marker.
+    """Guide for the answer only: thinking before it is free, but must end with its marker.
 
-    `guide` is at its beginning. `thinking`: the prompt ends inside a think block. `may_think`: the
-    reply may open one. A turn cannot end, and no tool can be called, before the answer.
+    `guide`: the guide of the answer, at its beginning. `thinking`: the prompt ends inside a think
+    block. `may_think`: the reply may open a think block. Before the answer the turn cannot end, and
+    no tool can be called.
     """
 
     def __init__(self, form: ThinkFormat, guide: Guide, *, thinking: bool, may_think: bool):
@@ -139,11 +148,11 @@ class AfterThinking:
 
     @property
     def thinking(self) -> bool:
-        """True while a think block is open."""
+        """Whether a think block is open."""
         return self._state == "thinking"
 
     def mask(self) -> Bitmask | None:
-        """The tokens that may follow, or None where all may."""
+        """Return the mask of tokens that may come next, or None if all may."""
         form = self._form
         if self._state == "answer":
             return self._guide.mask()
@@ -161,7 +170,7 @@ class AfterThinking:
         return extra if own is None else extra | own
 
     def accept(self, token: int) -> None:
-        """Advance by a token of the reply. Raises ValueError for one that was not allowed."""
+        """Advance by a token of the reply. Raises ValueError for a token that was not allowed."""
         if self._state == "answer":
             self._guide.accept(token)
         elif self._state == "thinking":
@@ -172,14 +181,18 @@ class AfterThinking:
             self._begin(token)
 
     def copy(self) -> AfterThinking:
-        """An independent guide in the same state."""
+        """Return an independent guide in the same state."""
         other = copy(self)
         other._guide = self._guide.copy()
         other._trial = self._trial.copy() if self._trial is not None else None
         return other
 
     def _free(self) -> Bitmask:
-        """Any text, except what would begin the answer in the token that closes the block."""
+        """Return the mask of tokens that thinking may continue with.
+
+        Tokens that complete the closing marker together with the beginning of the answer are
+        excluded.
+        """
         form = self._form
         banned = [
             token
@@ -212,7 +225,7 @@ class AfterThinking:
             self._state, self._at = "begin", 0
 
     def _begin(self, token: int) -> None:
-        """Go on with the opening of a think block, with a blank, or with the answer."""
+        """Advance by a token that opens a think block, is white space, or begins the answer."""
         trial = self._trial
         own = trial.mask() if trial is not None else None
         fits = trial is not None and (own is None or allows(own, token))

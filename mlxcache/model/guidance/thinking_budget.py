@@ -1,7 +1,7 @@
-"""Thinking that ends at a number of tokens, with the closing words of the model's family.
+"""Thinking that ends after a number of tokens, with closing words of the model's family.
 
-The think block is ended by a guide that a reply gets when its budget is nearly spent. Until then
-the reply is free, and decoding does not wait for any token. The budget includes the closing words.
+The think block is ended by a guide that the reply gets when its budget is nearly spent. Until then
+the reply is free, and decoding does not wait for each token. The budget includes the closing words.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ _PROBE = "zqthink7", "zqtext7"
 class Closing:
     """Token ids that end a think block of one model family.
 
-    `words`: with the closing words, `plain`: without. The last `after` ids of both follow the
-    block's closing marker, and the last `header` of these open an answer in text: where the reply
-    may be another, one of `options` takes their place.
+    `words`: with closing words. `plain`: without them. `after`: how many ids at the end of both
+    come after the block's closing marker. `header`: how many of those open an answer in text; if
+    the reply may be something else, one of `options` replaces them. `vocab_size`: the width of the
+    logits.
     """
 
     vocab_size: int
@@ -60,10 +61,10 @@ class Closing:
 
 
 def read_closing(tokenizer: Any, architecture: str, vocab_size: int) -> Closing | None:
-    """The closing of `tokenizer`'s family; None where mlx-lm knows no thinking of it.
+    """Return the token ids that end thinking in the model family of `tokenizer`.
 
-    `tokenizer` is mlx-lm's TokenizerWrapper, `architecture` the model_type of config.json,
-    `vocab_size` the width of the logits.
+    Returns None if mlx-lm describes no thinking for it. `tokenizer`: mlx-lm's TokenizerWrapper.
+    `architecture`: the model_type of config.json. `vocab_size`: the width of the logits.
     """
 
     def encode(text: str) -> tuple[int, ...]:
@@ -89,7 +90,7 @@ def read_closing(tokenizer: Any, architecture: str, vocab_size: int) -> Closing 
 
 
 def _blanks(tokenizer: Any) -> tuple[str, str]:
-    """Blanks that the template writes before and after the marker that ends thinking."""
+    """Return the white space that the template writes before and after the closing marker."""
     thought, text = _PROBE
     messages = [
         {"role": "user", "content": "a"},
@@ -106,10 +107,11 @@ def _blanks(tokenizer: Any) -> tuple[str, str]:
 
 
 class ThinkingBudget:
-    """Watches the think blocks of one reply, and asks for their end.
+    """Limit of the thinking in one reply, which requests a guide that ends it.
 
-    `limit`: most tokens in all of them together, exceeded by `MOST_WAITING` at most; None: no
-    limit. `ahead`: most tokens that are drawn before a guide can decide. `tools`: calls are parsed.
+    `limit`: maximum number of tokens in all think blocks together, exceeded by `MOST_WAITING` at
+    most, or None for no limit. `ahead`: maximum number of tokens that are drawn before a new guide
+    takes effect. `tools`: tool calls are parsed.
     """
 
     def __init__(
@@ -126,9 +128,9 @@ class ThinkingBudget:
         self._spoken = limit is not None and limit < least
 
     def note(self, token: int, *, thinking: bool, used: int) -> Steering | None:
-        """Note a token of the reply; the change of its guide that is due, if one is.
+        """Record a token of the reply; return the change of its guide that is due, or None.
 
-        `thinking`: a think block is open after it; `used`: tokens of think blocks so far.
+        `thinking`: a think block is open after the token. `used`: tokens in think blocks so far.
         """
         self._recent.append(token)
         if self._since >= 0:
@@ -144,9 +146,10 @@ class ThinkingBudget:
         return self._start
 
     def begin(self, guide: Guide | None) -> Guide | None:
-        """The guide of a reply that begins inside a think block: closes it if the budget is tiny.
+        """Return the guide of a reply that begins inside a think block.
 
-        `guide` is the one that the reply has.
+        `guide` is the guide that the reply has, or None. If the limit is tiny, the result ends the
+        block at once.
         """
         if self._limit is None or self._limit > self._within + self._ahead:
             return guide
@@ -154,7 +157,10 @@ class ThinkingBudget:
         return self._start(guide, ())
 
     def end(self) -> Steering | None:
-        """Ask for the end of the open think block, and of any later one; None: it is asked for."""
+        """Request the end of the open think block, and of any later one.
+
+        Returns the change of the reply's guide, or None if the end was requested before.
+        """
         if self._limit == 0 or self._since >= 0:
             return None
         self._limit = self._since = 0
@@ -166,7 +172,7 @@ class ThinkingBudget:
 
     @property
     def _within(self) -> int:
-        """Tokens of the closing that are part of the think block."""
+        """Number of closing tokens that count as part of the think block."""
         return len(self._ids) - self._closing.after
 
     def _start(self, guide: Guide | None, newer: Sequence[int]) -> Guide:
@@ -199,7 +205,7 @@ class ThinkingBudget:
         return guide
 
     def _leaves(self) -> Sequence[str]:
-        """Markers by which the model itself leaves a think block."""
+        """Return the markers by which the model itself ends a think block."""
         framing = markers.grammar(self._tokenizer, tools=self._tools, generic=False)
         return tuple(framing.edges.get(markers.REASONING, ()))
 
@@ -208,11 +214,11 @@ class ThinkingBudget:
 
 
 class CloseThinking:
-    """A guide that ends a think block with the tokens `ids`, then follows `inner` alone.
+    """Guide that ends a think block with the tokens `ids`, then follows only `inner`.
 
-    `within`: how many of them belong to the block. `options`: one of these follows them, if any.
-    `leaves`: markers by which the model may leave the block itself, before it is closed here.
-    `tail`: the newest tokens of the block so far, `decode` gives their text.
+    `within`: how many of `ids` belong to the block. `options`: tokens, one of which follows `ids`;
+    may be empty. `leaves`: markers by which the model may end the block itself before. `tail`: the
+    newest tokens of the block so far. `decode`: returns the text of tokens.
     """
 
     def __init__(
@@ -241,13 +247,13 @@ class CloseThinking:
         """True once the block is closed, and what had to follow it is written."""
 
     def accept(self, token: int) -> None:
-        """Advance by a token of the reply. Raises ValueError for one that was not allowed."""
+        """Advance by a token of the reply. Raises ValueError for a token that was not allowed."""
         if self.inner is not None:
             self.inner.accept(token)
         self.follow(token)
 
     def follow(self, token: int) -> None:
-        """Advance by a token that `inner` has accepted already."""
+        """Advance by a token that `inner` has already accepted."""
         if self.done:
             return
         if token in self._wanted():
@@ -262,7 +268,7 @@ class CloseThinking:
             self.done = True
 
     def mask(self) -> Bitmask | None:
-        """The tokens that may follow, or None where all may."""
+        """Return the mask of tokens that may come next, or None if all may."""
         own = self.inner.mask() if self.inner is not None else None
         if self.done or (self._at == 0 and self._waits()):
             return own
@@ -270,23 +276,26 @@ class CloseThinking:
         return _bitmask(wanted, self._vocab_size) if wanted else own
 
     def copy(self) -> CloseThinking:
-        """An independent guide in the same state."""
+        """Return an independent guide in the same state."""
         other = copy(self)
         other.inner = self.inner.copy() if self.inner is not None else None
         return other
 
     def _wanted(self) -> tuple[int, ...]:
-        """The tokens of which one comes next."""
+        """Return the closing tokens, one of which must come next."""
         return self._ids[self._at : self._at + 1] or self._options
 
     def _has_left(self) -> bool:
-        """Tell if the model itself has written a marker since this guide began."""
+        """Return whether the model itself has ended the block since this guide began."""
         before = self._decode(self._tail[: self._begun])
         text = self._decode(self._tail)
         return any(text.find(m, max(0, len(before) - len(m) + 1)) >= 0 for m in self._leaves)
 
     def _waits(self) -> bool:
-        """Tell if a character or a marker is half written, for `MOST_WAITING` tokens at most."""
+        """Return whether to wait because a character or a marker is only partly written.
+
+        True for at most `MOST_WAITING` tokens.
+        """
         if len(self._tail) - self._begun >= MOST_WAITING:
             return False
         text = self._decode(self._tail[-RECENT:])
@@ -296,7 +305,7 @@ class CloseThinking:
 
 
 def _bitmask(tokens: Sequence[int], vocab_size: int) -> Bitmask:
-    """The mask that allows `tokens` alone."""
+    """Return the mask that allows only `tokens`."""
     bits = np.zeros((vocab_size + 31) // 32, np.uint32)
     for token in tokens:
         bits[token // 32] |= np.uint32(1 << token % 32)

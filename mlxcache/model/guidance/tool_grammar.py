@@ -1,9 +1,9 @@
 """Grammars of tool calls, in each model family's own syntax.
 
-A family is known by mlx-lm's parser of its calls. Its calls are written as its template writes
-them, so that the parser reads back what the schema allows, and nothing else can be written. In
-syntaxes with a tag for each parameter a string is written as it is, and cannot contain a tag that
-ends it; all other values are JSON.
+The family is the name of mlx-lm's parser of its calls. Calls are written in the form of the
+family's chat template, so that the parser reads exactly the arguments that the schema allows. In
+syntaxes with a tag for each parameter, a string is written without quotes, and cannot contain a tag
+that ends it; all other values are JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _LINE = '"\\n"?'
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that may be called: `schema` of its arguments; None: any object."""
+    """A tool that may be called.
+
+    `schema` is that of its arguments, or None for any object.
+    """
 
     name: str
     schema: Schema | None
@@ -44,10 +47,11 @@ Call = Callable[[Lark, Tool], str]
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """A family's calls: `opening` and `closing` of a block, and one `call` in it.
+    """Syntax of a model family's tool calls, for writing a grammar.
 
-    `between` separates calls in one block; None: a block has one call, and blocks follow each other
-    after `apart`. `names`: names that the syntax can write.
+    `opening` and `closing`: the texts around a tool block. `call`: writes one call. `between`: the
+    text between calls in one block; if None, a block has one call, and `apart` is the text between
+    blocks. `names`: a pattern for the tool names that the syntax can write.
     """
 
     opening: str
@@ -58,14 +62,21 @@ class Syntax:
     names: re.Pattern[str] = _NAME
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, several: bool) -> str:
-        """Expression for one call, or one or more, of `tools`. Raises BadRequest."""
+        """Return a grammar expression for one call of `tools`, or with `several` for one or more.
+
+        Raises BadRequest if a tool's name or schema cannot be written in this syntax.
+        """
         return f"{self.opened(lark)} {self.rest(lark, tools, several=several)}"
 
     def opened(self, lark: Lark) -> str:
         return lark.marker(self.opening)
 
     def rest(self, lark: Lark, tools: Sequence[Tool], *, several: bool) -> str:
-        """The rule for the text after the opening of the first block."""
+        """Return a grammar expression for the text after the opening of the first tool block.
+
+        With `several`, more than one call may be made. Raises BadRequest if a tool's name or schema
+        cannot be written in this syntax.
+        """
         call = lark.rule(one_of(self._call(lark, tool) for tool in tools))
         closing = f" {lark.marker(self.closing)}" if self.closing else ""
         if not several:
@@ -88,7 +99,10 @@ class Syntax:
 
 
 def read_tool(tool: Mapping[str, Any], *, checked: bool) -> Tool:
-    """A request's tool; its schema only if `checked`. Raises BadRequest."""
+    """Read a tool from a request, with its schema only if `checked`.
+
+    Raises BadRequest if the schema cannot be enforced or does not allow an object.
+    """
     function = tool["function"]
     name = str(function["name"])
     if not checked:
@@ -102,9 +116,9 @@ def read_tool(tool: Mapping[str, Any], *, checked: bool) -> Tool:
 
 
 def syntax_of(tokenizer: Any, *, generic: bool) -> Syntax:
-    """The syntax of a model's calls. Raises Unsupported for an unknown one.
+    """Return the syntax of a model's tool calls. Raises Unsupported if it is unknown.
 
-    `generic`: the tools were described in the system text, since the template has none.
+    `generic`: the tools are described in the system text, because the chat template has none.
     """
     if generic:
         return Syntax(GENERIC_START, GENERIC_END, _json_call, names=re.compile(".+"))
@@ -121,7 +135,7 @@ def syntax_of(tokenizer: Any, *, generic: bool) -> Syntax:
 
 
 def arguments_json(lark: Lark, tool: Tool) -> str:
-    """Expression for a tool's arguments as one JSON object."""
+    """Return a grammar expression for a tool's arguments as one JSON object."""
     if tool.schema is None:
         return lark.json(Schema({"type": "object"}))
     schema, root = tool.schema, tool.schema.root
@@ -145,7 +159,10 @@ def _header_call(lark: Lark, tool: Tool) -> str:
 
 
 def _mistral(tokenizer: Any) -> Syntax:
-    """`NAME[ARGS]{...}` where the vocabulary or the template has that mark, else a JSON list."""
+    """Return the syntax of a Mistral model's tool calls.
+
+    This is `NAME[ARGS]{...}` if vocabulary or template have `[ARGS]`, otherwise a JSON list.
+    """
     template = tokenizer.chat_template
     if "[ARGS]" in tokenizer.get_added_vocab() or "[ARGS]" in str(template):
         names = re.compile(r"[\w-]+")
@@ -163,7 +180,10 @@ def _kimi_k2_call(lark: Lark, tool: Tool) -> str:
 
 
 def _pythonic_call(lark: Lark, tool: Tool) -> str:
-    """`name(key=value, ...)`: values are JSON, which the parser reads as Python."""
+    """Return a grammar expression for `name(key=value, ...)`.
+
+    The values are JSON, which the family's parser reads as Python.
+    """
     if tool.schema is None or _is_free(tool.schema):
         free = f"{lark.terminal('/[A-Za-z_]{1}[A-Za-z0-9_]{0,63}=/')} {lark.json(Schema(True))}"
         inside = f"({repeated(free, literal(', '))})?"
@@ -184,10 +204,12 @@ def _pythonic_call(lark: Lark, tool: Tool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """A syntax with a tag for each parameter, as texts in which `{}` stands for the name.
+    """Writer of calls with a tag for each parameter. `{}` in a text stands for a name.
 
-    `ends`: what a string value must not contain, because it would seem to end it. `line`: True
-    where the template may write a line break between the parts.
+    `call`, `end`: the texts before and after a call. `key`, `after_key`, `value_end`: those before
+    and after a value. `ends`: texts that a string value must not contain, because they would seem
+    to end it. `line`: the template may write a line break between the parts. `cdata`: strings with
+    markup are written as `<![CDATA[...]]>`.
     """
 
     call: str
@@ -227,7 +249,11 @@ class Tags:
         return f"{key} {value}"
 
     def _in_cdata(self, lark: Lark, schema: Schema, node: Node, value: str) -> str:
-        """Allow a value also as `<![CDATA[...]]>`, the only form for text with markup in it."""
+        """Return a grammar expression for a string value, also as `<![CDATA[...]]>`.
+
+        Text with markup can be written in that form only. If the node allows other types, returns
+        `value`, the expression without it.
+        """
         text = text_terminal(schema, node, ("]]>", *self.ends))
         if text is None or schema.types(node) != {"string"}:
             return value
@@ -237,7 +263,7 @@ class Tags:
         return one_of((wrapped, short))
 
     def _free(self, lark: Lark) -> str:
-        """A parameter of any name, whose value is any text."""
+        """Return a grammar expression for a parameter of any name whose value is any text."""
         before, after = self.key.split("{}")
         # the name and what follows it are one terminal: it ends where they do
         key = lark.terminal(f"{literal(before)} /{_FREE_NAME}/ {literal(after)}")
@@ -250,7 +276,10 @@ _EMPTY = '""'
 
 
 def _value(lark: Lark, schema: Schema, node: Node, closing: str, ends: Sequence[str]) -> str:
-    """A value and the tag that closes it: text as it is, or JSON."""
+    """Return a grammar expression for a value and the tag that closes it.
+
+    A string is written without quotes and cannot contain any of `ends`; other values are JSON.
+    """
     kinds = schema.types(node)
     options = []
     others = kinds - {"string"}
@@ -283,7 +312,7 @@ def _tagged(
 
 
 def _arg_tags(prefix: str) -> Syntax:
-    """GLM's tags; LongCat's have a prefix."""
+    """Return the syntax of GLM's tags, or with a prefix that of LongCat's."""
     key, value = f"{prefix}arg_key", f"{prefix}arg_value"
     ends = (f"</{value}>", f"</{prefix}tool_call>")
     tags = Tags(
@@ -293,7 +322,11 @@ def _arg_tags(prefix: str) -> Syntax:
 
 
 def _kimi_k3_call(lark: Lark, tool: Tool) -> str:
-    """Arguments with their types; one JSON object where the schema needs it."""
+    """Return a grammar expression for a call of Kimi K3.
+
+    Arguments are written with their types, or as one JSON object if the schema cannot be expressed
+    so.
+    """
     header = literal(f"call tool={json.dumps(tool.name)} index=")
     number = lark.terminal(f'{header} /"[1-9][0-9]{{0,2}}"/')
     start = f"{lark.marker('<|open|>')} {number} {lark.marker('<|sep|>')}"
@@ -327,7 +360,10 @@ def _typed_arguments(lark: Lark, tool: Tool) -> str:
 
 
 def _typed_argument(lark: Lark, schema: Schema, key: str, node: Node) -> str:
-    """One argument after its key: the type, and the value."""
+    """Return a grammar expression for one argument of Kimi K3.
+
+    It is `key`, an expression too, then the argument's type and its value.
+    """
     options = []
     for name in names_of(schema.types(node)):
         only = _of_kinds(node, TYPES[name] & schema.types(node))
@@ -356,12 +392,15 @@ Written = list[tuple[str, bool]]
 
 
 def _is_free(schema: Schema) -> bool:
-    """True if arguments may have any names and values."""
+    """Return whether a schema allows arguments of any names and values."""
     return schema.resolve(schema.root) in (True, {}, {"type": "object"})
 
 
 def _shapes(schema: Schema) -> list[Plain]:
-    """The objects that arguments may be, without combinators. Raises Unwritable."""
+    """Return schemas without combinators for the objects that arguments may be.
+
+    Raises Unwritable if a keyword cannot be expressed in a tool-call syntax.
+    """
     found = []
     for shape in alternatives(schema, schema.root):
         if "object" not in schema.types(shape):
@@ -384,7 +423,10 @@ def _shapes(schema: Schema) -> list[Plain]:
 
 
 def _members(schema: Schema, shape: Plain, write: Callable[[str, Node], str]) -> Written:
-    """The members of an object: those with a name, in the schema's order."""
+    """Return the named members of an object in the schema's order, written by `write`.
+
+    Members that no value satisfies are left out; raises Unwritable if one of them is required.
+    """
     named: dict[str, Node] = dict(shape.get("properties", {}))
     required = shape.get("required", ())
     for name in required:
@@ -399,7 +441,7 @@ def _members(schema: Schema, shape: Plain, write: Callable[[str, Node], str]) ->
 
 
 def _separated(lark: Lark, members: Written, comma: str) -> str:
-    """Members with a separator between those that are there."""
+    """Return a grammar expression for members with `comma` between those that are present."""
     rest, first = _EMPTY, _EMPTY  # what may follow a member, and what may come where none is yet
     for member, needed in reversed(members):
         after = f"{literal(comma)} {member} {rest}"
@@ -413,7 +455,10 @@ def _separated(lark: Lark, members: Written, comma: str) -> str:
 
 
 class _Gemma:
-    """`call:NAME{key:value,...}`, where strings have quotes of their own and keys have none."""
+    """Writer of Gemma's calls: `call:NAME{key:value,...}`.
+
+    Strings are between delimiters of their own (`quote`), and keys have none.
+    """
 
     def __init__(self, quote: str):
         self._quote = quote
@@ -428,7 +473,7 @@ class _Gemma:
 
 
 class _GemmaValues:
-    """Writes the values of one schema."""
+    """Writer of values of one schema in Gemma's notation."""
 
     def __init__(self, lark: Lark, schema: Schema, quote: str):
         self._lark = lark
@@ -532,7 +577,7 @@ class _GemmaValues:
         return f'"{{" {_separated(self._lark, _members(self._schema, node, write), ",")} "}}"'
 
     def any_object(self) -> str:
-        """An object with any keys and values."""
+        """Return a grammar expression for an object with any keys and values."""
         key = self._lark.terminal("/[A-Za-z_][0-9A-Za-z_]{0,63}:/")
         return f'"{{" ({repeated(f"{key} {self._any()}", literal(","))})? "}}"'
 

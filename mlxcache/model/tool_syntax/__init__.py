@@ -1,8 +1,9 @@
-"""The syntaxes in which model families write tool calls, and their reading without loss.
+"""The syntaxes in which model families write tool calls, and readers that lose nothing of them.
 
-One module a group of syntaxes: `tags` (parameters between tags; `families` lists them), `gemma`,
-`pythonic`, `json_calls`. What they share: `readings` chooses between the readings of one block,
-`schema` knows a tool's parameters, `values` keeps JSON exact, `syntax` is the interface. Knows no
-tokens and no markers of blocks; it reads text. Nothing of mlx-lm is used but the names of its
-parsers.
+Each group of syntaxes has one module: `tags` (parameters between tags; `families` lists them),
+`gemma`,
+`pythonic`, `json_calls`. Modules that they share: `readings` chooses between the readings of one
+tool block, `schema` has the parameters of tools, `values` keeps JSON exact, and `syntax` is the
+interface. This package works with text, not with tokens or the markers of tool blocks. It uses
+nothing of mlx-lm but the names of its parsers.
 """

@@ -1,4 +1,4 @@
-"""The syntaxes of model families, by the names of mlx-lm's parsers.
+"""The tool-call syntaxes of model families, by the names of mlx-lm's parsers.
 
 The forms are those of the families' chat templates and of their documentation:
 https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct (qwen3_coder),
@@ -97,6 +97,6 @@ SYNTAXES: dict[str, Syntax] = {
 
 
 def syntax_of(parser: Callable[..., Any]) -> Syntax | None:
-    """The syntax that one of mlx-lm's parsers reads, or None for an unknown parser."""
+    """Return the syntax that one of mlx-lm's parsers reads, or None for an unknown parser."""
     found = re.fullmatch(r"mlx_lm\.tool_parsers\.(\w+)", str(getattr(parser, "__module__", "")))
     return SYNTAXES.get(found[1]) if found else None

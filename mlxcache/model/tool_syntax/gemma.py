@@ -1,8 +1,8 @@
-"""Gemma's calls: `call:NAME{KEY:VALUE,...}`, with a delimiter of its own around strings.
+"""Gemma's tool calls: `call:NAME{KEY:VALUE,...}`, with delimiters of their own around strings.
 
-Strings stand as they are between two delimiters, also in lists and objects; keys have none, unless
-a template adds them. The form is that of `format_argument` in the chat templates of FunctionGemma
-(delimiter `<escape>`) and Gemma 4 (delimiter `<|"|>`).
+Strings are written unescaped between two delimiters, also in lists and objects. Keys have no
+delimiters unless a template adds them. The form is that of `format_argument` in the chat templates
+of FunctionGemma (delimiter `<escape>`) and Gemma 4 (delimiter `<|"|>`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORDS = {"None": None, "True": True, "False": False}
 
 
 class GemmaSyntax:
-    """Calls of one of Gemma's formats. `delimiter` stands before and after each string."""
+    """Syntax of one of Gemma's formats. `delimiter` is the text before and after each string."""
 
     def __init__(self, delimiter: str):
         mark = re.escape(delimiter)
@@ -35,11 +35,11 @@ class GemmaSyntax:
         self._ending = re.compile(rf"(?:{mark}|[\]}}\w.+-])\s*\}}\s*\Z")
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one block."""
+        """Make the scanner of one tool block."""
         return BlockScanner(self._begins, lambda tail: self._ending.search(tail) is not None)
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a block."""
+        """Read the calls in a tool block. Raises Malformed or ValueError if there are none."""
         head = self._opened(text, 0, 0, ())
         if head is None:
             raise Malformed("the block does not begin with a call")
@@ -84,7 +84,10 @@ class GemmaSyntax:
         return self._opened(text, end, at, calls)
 
     def _end_of_container(self, text: str, start: int) -> int:
-        """The end of the object or list that begins at `start`; -1 if none does, or it has none."""
+        """Return the end of the object or list that begins at `start`.
+
+        Returns -1 if neither begins there, and 0 if it cannot be read.
+        """
         if not text[start : start + 400].lstrip().startswith(("{", "[")):
             return -1
         try:
@@ -116,10 +119,10 @@ class GemmaSyntax:
 
 
 class _Reader:
-    """Reads an object or a list, in one pass.
+    """Reader of an object or a list in Gemma's notation, in one pass.
 
-    A string ends at a delimiter after which the brackets that are open can be closed, and more of
-    what is around them follows.
+    A string ends at the first delimiter after which the brackets that are open can be closed, and
+    the text around them can continue.
     """
 
     def __init__(self, text: str, delimiter: str):
@@ -133,7 +136,10 @@ class _Reader:
         self._blank = re.compile(r"\s*")
 
     def read(self, at: int) -> tuple[Any, int]:
-        """Read the value at `at`; return it and the position of its end. Raises Malformed."""
+        """Read the value at position `at`; return it and the position of its end.
+
+        Raises Malformed if no complete value begins there.
+        """
         at = self._skip(at)
         while True:
             value, at = self._value(at)
@@ -150,7 +156,11 @@ class _Reader:
                 at = self._read_key(at)
 
     def _value(self, at: int) -> tuple[Any, int]:
-        """Read what begins at `at`: a string, a bare value, or the opening of a container."""
+        """Read a string or an unquoted value at position `at`, or open an object or list there.
+
+        Returns the value and the position after it; for a container that is not empty, returns
+        `_OPEN`.
+        """
         text = self._text
         if text.startswith(self._mark, at):
             end = self._string_end(at + len(self._mark))
@@ -191,7 +201,10 @@ class _Reader:
         return container, at + 1
 
     def _string_end(self, at: int) -> int:
-        """The delimiter that ends the string which begins at `at`."""
+        """Return the position of the delimiter that ends the string which begins at `at`.
+
+        Raises Malformed if there is none.
+        """
         while (at := self._text.find(self._mark, at)) >= 0:
             if self._can_follow(at + len(self._mark)):
                 return at
@@ -199,7 +212,7 @@ class _Reader:
         raise Malformed("a string has no end")
 
     def _can_follow(self, at: int) -> bool:
-        """Tell if what begins at `at` can follow a string within the open containers."""
+        """Return whether the text at `at` can follow a string inside the open containers."""
         depth = len(self._stack)
         at = self._skip(at)
         while depth and self._text.startswith(("]", "}"), at):

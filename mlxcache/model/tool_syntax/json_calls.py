@@ -1,7 +1,7 @@
-"""Calls whose arguments are JSON: of several families, and of models that are told a format.
+"""Tool calls with JSON arguments, as several families and models without a syntax write them.
 
-JSON escapes what ends its strings, so there is one reading at most, and a closing marker within a
-string is part of it.
+JSON escapes the characters that end its strings. So a tool block has at most one reading, and a
+closing marker inside a string belongs to the string.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ _BLANK = re.compile(r"\s*")
 
 
 class JsonScanner:
-    """Knows if a block ends within a string. `quotes`: the characters that begin and end one."""
+    """Scanner that tracks whether the text of a tool block so far ends inside a string.
+
+    `quotes`: the characters that begin and end strings.
+    """
 
     def __init__(self, quotes: str = '"'):
         self._mark = re.compile(rf"\\.|[{quotes}]|\\\Z", re.DOTALL)
@@ -25,7 +28,7 @@ class JsonScanner:
         self._escaped = False
 
     def add(self, text: str) -> None:
-        """Add text to the block."""
+        """Append text to the block."""
         at = int(self._escaped and bool(text))
         if at:
             self._escaped = False
@@ -40,22 +43,25 @@ class JsonScanner:
                     self._quote = ""
 
     def closing(self) -> Closing:
-        """Judge a closing marker that follows the text added so far."""
+        """Return the role of a closing marker that follows the text so far."""
         return Closing.INSIDE if self._quote else Closing.FINAL
 
 
 class JsonCalls:
-    """`{"name": ..., "arguments": {...}}`, or a list of these.
+    """Syntax of calls written as `{"name": ..., "arguments": {...}}`, or a list of these.
 
-    Hermes and Qwen write it, and models whose template has no tools are told to.
+    Hermes and Qwen write it. Models whose chat template has no tools are told to write it.
     """
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one block."""
+        """Make the scanner of one tool block."""
         return JsonScanner()
 
     def read(self, text: str, _tools: Tools) -> list[Call]:
-        """Read the calls in a block."""
+        """Read the calls in a tool block.
+
+        Raises ValueError if the text is no JSON object or list of objects.
+        """
         parsed: Any = loads(text.strip())
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not all(isinstance(call, dict) for call in calls):
@@ -64,10 +70,11 @@ class JsonCalls:
 
 
 class HeadedCalls:
-    """Calls that begin with a header, which `header` matches with the group `call`.
+    """Syntax of calls with a header before their JSON arguments.
 
-    A header is followed by the arguments in JSON, and then by text that `footer` matches. `call_id`
-    in a header is the id that the model gave. `listed`: the block may be a JSON list of calls too.
+    `header`: a regular expression with the group `call` for the tool's name, and optionally the
+    group `call_id` for an id that the model gave. `footer`: one for the text after the arguments.
+    `listed`: the block may also be a JSON list of calls.
     """
 
     def __init__(self, header: str, footer: str = "", *, listed: bool = False):
@@ -75,11 +82,11 @@ class HeadedCalls:
         self._listed = listed
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one block."""
+        """Make the scanner of one tool block."""
         return JsonScanner()
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a block."""
+        """Read the calls in a tool block. Raises ValueError if a header or a value is missing."""
         at = _skip(text, 0)
         if self._listed and text.startswith("[", at):
             return JsonCalls().read(text, tools)

@@ -1,4 +1,4 @@
-"""Calls of Kimi K3: tags that name the type of each argument, or one JSON object for all.
+"""Tool calls of Kimi K3: tags that name the type of each argument, or one JSON object for all.
 
 <|open|>call tool="NAME" index="1"<|sep|>
 <|open|>argument key="KEY" type="string"<|sep|>VALUE<|close|>argument<|sep|><|close|>call<|sep|>
@@ -20,7 +20,7 @@ _AS_JSON = re.compile(rf"\s*{_CALL}{_JSON}")
 
 
 class KimiK3Calls(TagSyntax):
-    """The syntax of Kimi K3."""
+    """Syntax of Kimi K3's tool calls, in tags or in JSON."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -38,11 +38,11 @@ class KimiK3Calls(TagSyntax):
         self._as_json = HeadedCalls(f"{_CALL}{_JSON}", end)
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one block."""
+        """Make the scanner of one tool block."""
         return BlockScanner(self.begins, self.ends, _is_json)
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a block."""
+        """Read the calls in a tool block. Raises Malformed or ValueError if there are none."""
         if not _is_json(text):
             return super().read(text, tools)
         calls = self._as_json.read(text, tools)

@@ -1,6 +1,6 @@
-"""Literals as Python or JSON writes them, read without executing anything.
+"""Reader of Python and JSON literals, which executes nothing.
 
-Raw line ends in strings are accepted. Numbers are those of JSON.
+Unescaped line ends in strings are accepted. Numbers are those of JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ _DEEPEST = 200
 
 
 class LiteralReader:
-    """Reads a text from left to right. Its methods raise ValueError for anything else."""
+    """Reader of literals in a text, from left to right.
+
+    `at` is the position of the next character. Methods raise ValueError if the text there is not
+    what they read.
+    """
 
     def __init__(self, text: str):
         self._text = text
@@ -31,7 +35,7 @@ class LiteralReader:
         """The position of what comes next."""
 
     def has(self, mark: str) -> bool:
-        """Read `mark` if it comes next."""
+        """Read `mark` if it comes next, after white space; return whether it did."""
         self._blank()
         if not self._text.startswith(mark, self.at):
             return False
@@ -39,12 +43,15 @@ class LiteralReader:
         return True
 
     def take(self, mark: str) -> None:
-        """Read `mark`, which must come next."""
+        """Read `mark`, which must come next, after white space."""
         if not self.has(mark):
             raise ValueError(f"{mark!r} expected at {self._text[self.at : self.at + 40]!r}")
 
     def value(self, depth: int = 0) -> Any:
-        """Read a value."""
+        """Read a string, number, constant, list or object, and return its value.
+
+        `depth`: the number of containers around it.
+        """
         self._blank()
         first = self._text[self.at : self.at + 1]
         if depth > _DEEPEST:
@@ -97,7 +104,7 @@ class LiteralReader:
         return _ESCAPE.sub(_unescape, self._text[start : self.at - (3 if triple else 1)])
 
     def name(self, pattern: re.Pattern[str]) -> str:
-        """Read what `pattern` matches; return its first group."""
+        """Read what `pattern` matches, and return its first group."""
         found = pattern.match(self._text, self.at)
         if found is None:
             raise ValueError(f"no name at {self._text[self.at : self.at + 40]!r}")
@@ -110,7 +117,7 @@ class LiteralReader:
 
 
 def _unescape(found: re.Match[str]) -> str:
-    """The character that an escape stands for."""
+    """Return the character that an escape sequence stands for."""
     body = found[0][1:]
     if body in _SIMPLE:
         return _SIMPLE[body]

@@ -1,8 +1,8 @@
-"""Calls as Python writes them: `[NAME(KEY=VALUE, ...), ...]`.
+"""Tool calls in Python's notation: `[NAME(KEY=VALUE, ...), ...]`.
 
-Quotes and line ends in strings are escaped, so there is one reading at most. Lists and objects may
-be JSON or Python; raw line ends in strings are accepted. The form is that of the chat templates of
-LFM2 and LFM2.5: https://docs.liquid.ai/lfm/key-concepts/tool-use
+Quotes in strings are escaped, so a tool block has at most one reading. Lists and objects may be
+JSON or Python, and unescaped line ends in strings are accepted. The form is that of the chat
+templates of LFM2 and LFM2.5: https://docs.liquid.ai/lfm/key-concepts/tool-use
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _KEY = re.compile(r"\s*([^\s\[\](),='\"]{1,256})\s*=\s*")
 
 
 class PythonicCalls:
-    """The syntax of LFM2."""
+    """Syntax of LFM2's tool calls."""
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one block."""
+        """Make the scanner of one tool block."""
         return JsonScanner("'\"")
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a block."""
+        """Read the calls in a tool block. Raises ValueError if there are none."""
         reader = LiteralReader(text)
         reader.take("[")
         calls: list[Call] = []

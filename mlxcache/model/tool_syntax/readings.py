@@ -1,13 +1,15 @@
-"""The choice between the readings of one block, where values may hold the syntax's own tags.
+"""Choice between the readings of one tool block whose values may contain the syntax's own tags.
 
-A block is a row of values, and of places where one may end and the next begin, its cuts:
+A tool block is a sequence of values, with *cuts* between them: places where one value may end and
+the next may begin.
 
     <parameter=a> 1 </parameter><parameter=b> 2 </parameter></function>
     head          [  cut: a ends, b begins   ]  [ cut: b ends, and the call ]
 
-What stands at a cut may be a value's own text instead. A cut counts if the parameter that begins
-there exists and was not given yet. That is one reading, unless a name begins at several places or
-values hold openings of parameters; then the readings that fit the tool's schema are compared.
+The text at a cut may belong to a value instead. A cut counts if the parameter that begins there
+exists and has not been given yet. That leaves one reading, unless a name begins at several places
+or values contain tags that open parameters. The readings that fit the tool's schema are compared
+then.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ MOST_READINGS = 64
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place where a value may end, at `end`, and the next begin, at `start`.
+    """A place in a tool block where one value may end and the next may begin.
 
-    `name` is the parameter that begins; None: the block is over. `calls` are the tools whose calls
-    begin between the two values. `hint`: the type that the model wrote for the next value.
+    `end`: the position where the value ends. `start`: the position where the next one begins.
+    `name`: the next parameter, or None if the block is complete. `calls`: names of the tools whose
+    calls begin between the two values. `hint`: the type that the model wrote for the next value.
     """
 
     end: int
@@ -40,7 +43,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """An opening or closing tag of a parameter in the block, at `at`."""
+    """A tag at position `at` of a tool block that opens or closes a parameter."""
 
     at: int
     opens: bool
@@ -59,7 +62,11 @@ Whole = Callable[[int, int], bool]
 
 @dataclass(slots=True)
 class _Place:
-    """The progress of a reading: the tool, its parameters so far, and the start of the value."""
+    """Progress of a reading through a tool block.
+
+    `tool`: the tool of the current call. `first`: its first parameter. `seen`: its parameters so
+    far. `position`: the start of the current value.
+    """
 
     tool: str
     first: str | None
@@ -69,7 +76,11 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """A reading, and the reasons why cuts were passed over on the way."""
+    """A reading of a tool block, and why some cuts were not taken.
+
+    `path` is None if there is no reading. `clash`: a parameter began a second time. `refused`: a
+    name was unknown.
+    """
 
     path: Path | None
     clash: bool
@@ -77,10 +88,10 @@ class _Walk:
 
 
 class Block:
-    """One block: its head, its cuts in order, and the tags of parameters in it, if any.
+    """One tool block as its first cut (`head`), further cuts in order, and tags of parameters.
 
-    The head is the cut that opens the first call; its `end` is not used. `whole(start, end)` tells
-    if the text between two positions can be a value.
+    The head opens the first call; its `end` is not used. `whole(start, end)` returns whether the
+    text between two positions can be a value.
     """
 
     def __init__(
@@ -98,10 +109,11 @@ class Block:
         self._tags = tags
 
     def read(self, tools: Tools, convert: Convert) -> list[Call]:
-        """Read the calls: the only reading, or the only one that fits the schemas.
+        """Read the calls by the only reading, or by the only one that fits the schemas.
 
-        A block whose only reading fits no schema is read: the client tells the model. Raises
-        Malformed where there is no reading, or two remain.
+        A block whose only reading fits no schema is read too, because the client reports it to the
+        model. `convert` converts the text of a value. Raises Malformed if there is no reading, or
+        if two remain.
         """
         plain = self._walk(tools)
         if plain.path is None:
@@ -142,7 +154,7 @@ class Block:
         return readings[0][1]
 
     def _calls(self, path: Path, tools: Tools, convert: Convert) -> tuple[list[Call], bool]:
-        """The calls of a reading, and True if they fit the schemas."""
+        """Return the calls of a reading, and whether they fit the schemas."""
         calls: list[Call] = []
         fits = True
         for opening, closing in zip((self._head, *path), (*path, None), strict=True):
@@ -156,7 +168,10 @@ class Block:
         return calls, fits and all(tools[c["name"]].valid(c["arguments"]) for c in calls)
 
     def _walk(self, tools: Tools, *, any_name: bool = False) -> _Walk:
-        """The reading that takes each cut as soon as it counts."""
+        """Return the reading that takes each cut at the first place where it counts.
+
+        With `any_name`, parameters may have names that no schema has.
+        """
         taken: list[Cut] = []
         clash = refused = False
         at = _begin(self._head)
@@ -178,7 +193,10 @@ class Block:
         return self._whole is None or self._whole(at.position, cut.end)
 
     def _nested(self, tools: Tools) -> Path | None:
-        """The reading in which tags within values come in pairs, as in a quoted example."""
+        """Return the reading in which tags inside values come in pairs, as in a quoted example.
+
+        Returns None if there is none.
+        """
         cuts = {cut.end: cut for cut in self._cuts}
         taken: list[Cut] = []
         at, depth = _begin(self._head), 0
@@ -200,10 +218,10 @@ class Block:
         return None
 
     def _wide(self, tools: Tools, plain: _Walk, found: list[Path]) -> Path | None:
-        """The reading in which names that no schema knows begin parameters, where it is likely.
+        """Return the reading in which unknown names begin parameters, or None if it is unlikely.
 
-        A model that makes up a parameter writes it in good order: no tag stands alone in a value.
-        Where the schema forbids such names the text is taken for a value's own.
+        A model that invents a parameter writes matching tags, so the reading is likely only if it
+        leaves no unpaired tag inside a value, while the reading `found[0]` does.
         """
         if not plain.refused or self._balanced(found[0]):
             return None
@@ -211,7 +229,7 @@ class Block:
         return wide if wide and wide not in found and self._balanced(wide) else None
 
     def _balanced(self, path: Path) -> bool:
-        """Tell if tags within the values of a reading come in pairs."""
+        """Return whether the tags inside the values of a reading come in pairs."""
         values = self._values(path)
         start, end = next(values)
         depth = 0
@@ -234,7 +252,10 @@ class Block:
             yield opening.start, closing.end
 
     def _moved(self, plain: Path) -> list[Path]:
-        """The readings in which parameters begin at other places, in a block with one call."""
+        """Return the readings in which parameters begin at other places than in `plain`.
+
+        Raises Malformed for a block with several calls, or with more than `MOST_READINGS` readings.
+        """
         if any(cut.calls for cut in plain):
             raise Malformed("a parameter of one of several calls begins at several places")
         places: dict[str | None, list[Cut]] = {cut.name: [] for cut in plain}
@@ -255,7 +276,7 @@ class Block:
 
 
 def _known(cut: Cut, tool: str, tools: Tools) -> bool:
-    """Tell if a cut begins something that exists."""
+    """Return whether the parameter or the tools that begin at a cut exist."""
     if cut.calls or cut.name is None:
         return all(name in tools for name in cut.calls)
     return tools[tool].open or tools[tool].has(cut.name)

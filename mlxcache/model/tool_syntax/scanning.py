@@ -1,4 +1,4 @@
-"""Scanning of a block as it arrives, for syntaxes in which values are not escaped."""
+"""Scanning of a tool block while it arrives, for syntaxes whose values are not escaped."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ TAIL = 1_000
 
 
 def begins_as_json(text: str) -> bool:
-    """Tell if a block is JSON, which some models write in place of their family's syntax."""
+    """Return whether a tool block begins like JSON, which some models write instead of tags."""
     return text.lstrip().startswith(("{", "["))
 
 
 class BlockScanner:
-    """Keeps the end of a block, and reads its beginning once, at the first closing marker.
+    """Scanner of one tool block that judges closing markers by the block's beginning and end.
 
-    `begins(text)` tells if a block begins with a call that has parameters, and `ends(tail)` if one
-    that ends so may be complete. A block of which `as_json(text)` is true is scanned as JSON.
+    `begins(text)` returns whether a block begins with a call that has parameters, and `ends(tail)`
+    whether a block with this end may be complete. A block for which `as_json(text)` is true is
+    scanned as JSON. The beginning is examined once, at the first closing marker.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class BlockScanner:
         self._begun = False
 
     def add(self, text: str) -> None:
-        """Add text to the block."""
+        """Append text to the block."""
         self._tail = (self._tail + text)[-TAIL:]
         if self._json is not None:
             self._json.add(text)
@@ -44,7 +45,7 @@ class BlockScanner:
             self._parts.append(text)
 
     def closing(self) -> Closing:
-        """Judge a closing marker that follows the text added so far."""
+        """Return the role of a closing marker that follows the text so far."""
         if not self._begun and not self._begin("".join(self._parts)):
             return Closing.FINAL
         if self._json is not None:
@@ -52,7 +53,10 @@ class BlockScanner:
         return Closing.MAYBE if self._ends(self._tail) else Closing.INSIDE
 
     def _begin(self, text: str) -> bool:
-        """Read the beginning; False if it is no call, or the block is complete without values."""
+        """Examine the beginning of the block; return whether it has values.
+
+        Returns False if it is no call, or a call without parameters.
+        """
         if self._as_json(text):
             self._json = JsonScanner()
             self._json.add(text)

@@ -1,8 +1,8 @@
-"""Parameters of tools by their JSON schemas: types, and a check that prefers one reading.
+"""Parameters of tools by their JSON Schemas: their types, and a check of values.
 
-The check covers what decides between two readings of a call: types, required and known properties,
-enum and const, through $ref, anyOf, oneOf, allOf and nullable. It accepts whatever it does not
-know, because it refuses no call: clients validate arguments themselves.
+The check covers what decides between two readings of a tool call: types, required and known
+properties, enum and const, through $ref, anyOf, oneOf, allOf and nullable. It accepts every keyword
+that it does not support, because no call is refused here: clients validate arguments themselves.
 Source: https://json-schema.org/draft/2020-12/json-schema-validation
 """
 
@@ -35,7 +35,7 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """An argument, and True if it fits its schema."""
+    """Value of an argument, and whether it fits its schema."""
 
     value: Any
     valid: bool
@@ -55,14 +55,14 @@ class Tool:
         """True if the schema says that parameters have any name, or names none."""
 
     def has(self, name: str) -> bool:
-        """Tell if a parameter of this name exists."""
+        """Return whether the schema names a parameter `name`."""
         return name in self._properties
 
     def parse(self, name: str, raw: str, hint: str = "") -> Parsed:
         """Convert the text of a parameter to the type that its schema has.
 
-        `hint`: the type that the model wrote, where its syntax has one. A text that fits no type
-        stays a string.
+        `hint`: the type that the model wrote, if the syntax has one. Text that fits no type stays a
+        string.
         """
         schema = self._properties.get(name, {})
         kinds = kinds_of(schema, self._root)
@@ -79,11 +79,11 @@ class Tool:
         return Parsed(raw, "string" in kinds and self._fits(raw, schema))
 
     def check(self, name: str, value: Any) -> Parsed:
-        """Tell if a value fits the schema of a parameter."""
+        """Check an already parsed value against the schema of the parameter `name`."""
         return Parsed(value, self._fits(value, self._properties.get(name, {})))
 
     def valid(self, arguments: Mapping[str, Any]) -> bool:
-        """Tell if the names of `arguments` are those that the schema requires and allows."""
+        """Return whether `arguments` has all required names and no forbidden ones."""
         required = self._schema.get("required")
         if isinstance(required, Sequence) and not set(map(str, required)) <= set(arguments):
             return False
@@ -94,13 +94,13 @@ class Tool:
         return fits(value, schema, self._root)
 
     def _listed(self, raw: str, schema: Any) -> bool:
-        """Tell if the text is one of the values that the schema lists."""
+        """Return whether the text is one of the values in the schema's `enum`."""
         found = _resolve(schema, self._root).get("enum")
         return isinstance(found, Sequence) and raw in found
 
 
 class Tools:
-    """The tools of a request by name."""
+    """The tools of a request, by name."""
 
     def __init__(self, tools: Iterable[Mapping[str, Any]] = ()):
         self.definitions = [_complete(tool) for tool in tools]
@@ -113,30 +113,36 @@ class Tools:
         return name in self._tools
 
     def __getitem__(self, name: str) -> Tool:
-        """The tool of this name; one that takes anything if there is none."""
+        """Return the tool with this name, or one that accepts any arguments if there is none."""
         return self._tools.get(name, self._unknown)
 
 
 def _complete(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Add empty `parameters` to a tool without: some parsers look them up."""
+    """Add empty `parameters` to a tool that has none, because some parsers need the key."""
     return {**tool, "function": {"parameters": {}, **(tool.get("function") or {})}}
 
 
 class _Walk:
-    """One check of a value or a schema: `root` holds the references, and nodes are counted."""
+    """Limits of one pass over a value or a schema.
+
+    `root`: the schema in which references are resolved. At most `_MOST_NODES` nodes are visited.
+    """
 
     def __init__(self, root: Mapping[str, Any]):
         self.root = root
         self._left = _MOST_NODES
 
     def ends(self, schema: Any, depth: int) -> bool:
-        """Count a node; True where nothing below it is looked at."""
+        """Count a visited node; return True if nothing below it is visited."""
         self._left -= 1
         return not isinstance(schema, Mapping) or depth > _DEEPEST or self._left < 0
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> Kinds:
-    """The JSON types that a schema allows; "number" includes "integer" only where both stand."""
+    """Return the JSON types that a schema allows.
+
+    "number" includes "integer" only if the result has both. `root`: the schema for references.
+    """
     return _kinds(schema, _Walk(root), 0)
 
 
@@ -177,7 +183,7 @@ def _named(schema: Mapping[str, Any]) -> Kinds:
 
 
 def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Follow local references; an empty schema for one that leads nowhere."""
+    """Follow local references; return an empty schema for one that cannot be resolved."""
     for _ in range(_DEEPEST):
         if not isinstance(schema, Mapping):
             return {}
@@ -196,9 +202,10 @@ def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def fits(value: Any, schema: Any, root: Mapping[str, Any]) -> bool:
-    """Tell if a value fits a schema, as far as this module knows schemas.
+    """Return whether a value fits a schema, by the keywords that this module supports.
 
-    What is beyond the first `_MOST_NODES` nodes fits.
+    Parts of the value beyond the first `_MOST_NODES` visited nodes are not checked. `root`: the
+    schema for references.
     """
     return _fits(value, schema, _Walk(root), 0)
 
@@ -261,7 +268,10 @@ def _equal(value: Any, item: Any) -> bool:
 
 
 def _literal(raw: str, kinds: Kinds) -> tuple[Any, bool]:
-    """Parse JSON, or a Python literal where no string is allowed; True if there is one."""
+    """Parse JSON or, if `kinds` has no "string", a Python literal.
+
+    Returns the value and True, or None and False if `raw` is neither.
+    """
     text = raw.strip()
     try:
         value = loads(text)

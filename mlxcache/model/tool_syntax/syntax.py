@@ -12,11 +12,11 @@ Call = dict[str, Any]
 
 
 class Malformed(ValueError):
-    """The text is no call, or has two readings."""
+    """Error for a text that is no tool call, or that can be read as two different ones."""
 
 
 class Closing(Enum):
-    """The role of a closing marker, as far as the text before it tells."""
+    """Role of a closing marker in a tool block, as far as the text before it tells."""
 
     INSIDE = auto()
     """The text ends within a value: the marker is part of it."""
@@ -29,20 +29,26 @@ class Closing(Enum):
 
 
 class Scanner(Protocol):
-    """Reads one block as it arrives. Linear in the block's length, whatever its markers."""
+    """Scanner of one tool block while it arrives.
+
+    Its time is linear in the length of the block, however many markers there are.
+    """
 
     def add(self, text: str) -> None:
-        """Add text to the block."""
+        """Append text to the block."""
 
     def closing(self) -> Closing:
-        """Judge a closing marker that follows the text added so far."""
+        """Return the role of a closing marker that follows the text so far."""
 
 
 class Syntax(Protocol):
-    """A syntax of tool calls."""
+    """Syntax in which a model family writes tool calls."""
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one block."""
+        """Make the scanner of one tool block."""
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a block. Raises Malformed, or ValueError and the like for bad JSON."""
+        """Read the calls in a tool block.
+
+        Raises Malformed if the text is no call, and ValueError or a similar error for wrong JSON.
+        """

@@ -1,7 +1,7 @@
-"""Calls whose parameters stand between tags, as text or as JSON.
+"""Tool calls whose parameters are between tags, as text or as JSON.
 
-A string stands as it is, nothing of it is escaped; anything else is JSON. So a string may hold the
-tags themselves, and where it ends is decided by what follows a closing tag: see `readings`.
+A string is written without quotes or escapes; any other value is JSON. So a string may contain the
+tags themselves, and the text after a closing tag decides where the string ends: see `readings`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ CDATA, CDATA_END = "<![CDATA[", "]]>"
 
 
 class TagSyntax:
-    """A family's tags, as regular expressions that match at one place in bounded time.
+    """Syntax of a family with tags, given as regular expressions that match in bounded time.
 
-    `call` opens a call (group `call`: its name), `parameter` a parameter (groups `name`, and `hint`
-    where the model writes the type), `close` closes a parameter and `end` a call; `end` is empty
-    where the block's own marker closes the call. `blank` may stand between tags. `several`: a block
-    holds several calls. `wrap` is what the template adds at both ends of a value; with `cdata` it
-    wraps values that hold markup so. `unescape` undoes what it does to names.
+    `call` opens a call, with the group `call` for its name. `parameter` opens a parameter, with the
+    group `name`, and the group `hint` if the model writes the type. `close` (a plain text) closes a
+    parameter. `end` closes a call; it is empty if the tool block's own marker does so. `blank` may
+    occur between tags. `several`: a block may have several calls. `wrap`: the text that the
+    template adds at both ends of a value. `cdata`: values with markup are written as
+    `<![CDATA[...]]>`. `unescape` reverts the template's escaping of names.
     """
 
     def __init__(
@@ -50,11 +51,14 @@ class TagSyntax:
         self._wrap, self._cdata, self._unescape = wrap, cdata, unescape
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one block."""
+        """Make the scanner of one tool block."""
         return BlockScanner(self.begins, self.ends)
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a block; also calls that are written as JSON."""
+        """Read the calls in a tool block, which may also be written as JSON.
+
+        Raises Malformed or ValueError if there are none.
+        """
         if begins_as_json(text):
             return JsonCalls().read(text, tools)
         head = self._head(text)
@@ -77,29 +81,35 @@ class TagSyntax:
         return Block(text, head, cuts, tags, whole).read(tools, self._convert)
 
     def begins(self, text: str) -> bool:
-        """Tell if a block begins with a call that has parameters."""
+        """Return whether a tool block begins with a call that has parameters."""
         head = self._head(text)
         return head is not None and head.name is not None
 
     def _head(self, text: str) -> Cut | None:
-        """The calls and the parameter that a block begins with."""
+        """Return the calls and the parameter with which a block begins, or None."""
         return self._opened(text, 0, self._skip(text, 0), ())
 
     def ends(self, tail: str) -> bool:
-        """Tell if a block that ends with `tail` may be complete."""
+        """Return whether a tool block that ends with `tail` may be complete."""
         at = tail.rfind(self._close)
         found = self._follow(tail, at, at + len(self._close)) if at >= 0 else None
         return found is not None and found.name is None
 
     def _follow(self, text: str, end: int, at: int) -> Cut | None:
-        """The cut at a closing tag from `end` to `at`, if what follows it can be one."""
+        """Return the cut at a closing tag, or None if the text after the tag does not fit.
+
+        The tag is at [end, at). A cut is a place where one value may end and the next may begin.
+        """
         at = self._skip(text, at)
         if found := self._parameter.match(text, at):
             return self._cut(end, found, ())
         return self._closed(text, end, at, ())
 
     def _closed(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
-        """The cut at the end of a call, which `at` must be: calls that follow, or the end."""
+        """Return the cut at the end of a call, or None if no call ends at `at`.
+
+        `end`: the end of the value before it. `calls`: calls without parameters since then.
+        """
         found = self._end.match(text, at)
         if found is None:
             return None
@@ -109,7 +119,10 @@ class TagSyntax:
         return self._opened(text, end, at, calls) if self._several else None
 
     def _opened(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
-        """The cut that opens a call at `at`."""
+        """Return the cut that opens one or more calls at `at`, or None if there is none.
+
+        `end`: the end of the value before it. `calls`: calls without parameters since then.
+        """
         while found := self._call.match(text, at):
             calls = (*calls, self._unescape(found["call"]).strip())
             at = self._skip(text, found.end())
@@ -137,17 +150,20 @@ class TagSyntax:
         return tool.parse(str(cut.name), self._clean(text), cut.hint)
 
     def _clean(self, text: str) -> str:
-        """The value without what the template adds."""
+        """Return a value without the text that the template adds around it."""
         if self._cdata and text.startswith(CDATA) and text.endswith(CDATA_END):
             return text[len(CDATA) : -len(CDATA_END)]
         return text.removeprefix(self._wrap).removesuffix(self._wrap)
 
 
 class NamedCalls(TagSyntax):
-    """Tags after the bare name of the tool, which may also be alone, or followed by JSON."""
+    """Syntax with the bare name of the tool before the tags.
+
+    The name may also be alone, or be followed by JSON.
+    """
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the call in a block."""
+        """Read the call in a tool block. Raises Malformed or ValueError if there is none."""
         name, _, rest = text.strip().partition("{")
         if (name := name.strip()) not in tools or self.begins(text):
             calls = super().read(text, tools)

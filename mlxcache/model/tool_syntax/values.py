@@ -1,4 +1,4 @@
-"""JSON without loss: numbers keep their digits, and no key is dropped in silence."""
+"""JSON without loss: numbers keep their digits, and a duplicate key is an error."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _LONGEST_INT = 4000  # Python refuses to convert more than 4,300 digits
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number whose text Python's types would change."""
+    """A number kept as text, because Python's int or float would write it differently."""
 
     text: str
 
     @property
     def integral(self) -> bool:
-        """True if its value is surely an integer."""
+        """Whether the text has digits only, and so is certainly an integer."""
         return self.text.lstrip("-").isdigit()
 
 
 def loads(text: str) -> Any:
-    """Parse JSON; control characters may stand in strings as they are.
+    """Parse JSON, in which strings may contain control characters.
 
     Raises ValueError for anything else, for NaN and Infinity, and for a key that occurs twice.
     """
@@ -31,15 +31,19 @@ def loads(text: str) -> Any:
 
 
 def raw_decode(text: str, at: int) -> tuple[Any, int]:
-    """Parse the JSON value that begins at `at`; return it and the position of its end."""
+    """Parse the JSON value that begins at `at`; return it and the position of its end.
+
+    Raises ValueError if no value begins there.
+    """
     value, end = _DECODER.raw_decode(text, at)
     return value, end
 
 
 def dumps(value: Any) -> str:
-    """Write JSON. Characters stay as they are, unless half a surrogate pair requires escapes.
+    """Write JSON, with characters outside ASCII unescaped.
 
-    Raises ValueError for NaN and Infinity.
+    They are escaped only if half of a surrogate pair is among them. Raises ValueError for NaN and
+    Infinity.
     """
     text = _write(value, ascii_only=False)
     if any("\ud800" <= c <= "\udfff" for c in text):
