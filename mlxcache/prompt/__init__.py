@@ -1,8 +1,9 @@
 """From a conversation to token ids: canonicalise, render, replay replies, tokenise incrementally.
 
-`builder.PromptBuilder` does all of that for one model. `explain` and `audit` find out why a prompt
-differs from an earlier one, and what is likely to change in the next.
+`builder.PromptBuilder` does all of this for one model. `explain` finds why a prompt differs from an
+earlier one, and `audit` what is likely to change in the next one.
 
-Pure Python: nothing here knows MLX, the HTTP APIs, sessions or caches. Nothing waits for a disk or
-a database while it renders: known replies are given to it.
+This package is pure Python and depends on neither MLX, the HTTP APIs, sessions nor caches.
+Rendering
+never waits for a disk or database: known replies are passed in.
 """

@@ -1,7 +1,7 @@
-"""Adapt a conversation to what a chat template takes.
+"""Adaptation of a conversation to the features of a chat template.
 
-Each message is placed by the messages before it and never by those after it, so the beginning of a
-conversation renders alike, however it continues.
+Where a message is placed depends only on the messages before it. The beginning of a conversation
+therefore renders the same, however the conversation continues.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ For several calls, write one after the other. Each result comes back in the next
 def adapt(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], traits: Traits
 ) -> list[Message]:
-    """Adapt messages to a template; where it takes no tools, describe `tools` in the system text.
+    """Return the messages adapted to a template with the given traits.
 
-    No user's text is dropped: a message that the template refuses in its place is joined to the one
-    before it or becomes a user message. Raises BadRequest for an unknown role.
+    If the template does not support tools, `tools` are described in the system text. No user text
+    is
+    dropped: a message that the template refuses in its place is joined to the one before it, or
+    becomes
+    a user message. Raises BadRequest for an unknown role.
     """
     placed = _Adapter(traits)
     if tools and not traits.tools:
@@ -62,7 +65,7 @@ def adapt(
 
 
 def leading_systems(messages: Sequence[Mapping[str, Any]]) -> int:
-    """The number of messages that form the leading system text."""
+    """Return the number of messages that form the leading system text."""
     for i, message in enumerate(messages):
         if message.get("role") not in ("system", "developer") or message.get(SEPARATE):
             return i
@@ -141,7 +144,7 @@ class _Adapter:
             self._reply({**part, "tool_calls": group} if group else part)
 
     def _callable(self, calls: list[Message]) -> bool:
-        """True if the template takes these calls as calls."""
+        """Return whether the template can render these calls as tool calls."""
         traits = self._traits
         single = traits.calls_at_once or not traits.alternates or len(calls) == 1
         return traits.tool_calls and single
@@ -185,7 +188,10 @@ class _Adapter:
 
 
 def _text(content: Any) -> Content:
-    """Content as text: None is empty, text parts are joined; a list with images is kept."""
+    """Convert message content to text: None becomes empty, and text parts are joined.
+
+    A list with images is returned unchanged. Raises BadRequest for any other content.
+    """
     if isinstance(content, str):
         return content
     if content is None:
@@ -213,7 +219,7 @@ def _listed(content: Content) -> list[str | Image]:
 
 
 def _object(arguments: Any) -> Any:
-    """A call's arguments as an object; text that is no JSON object stays text."""
+    """Parse the arguments of a call into an object; text that is no JSON object is kept."""
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
@@ -224,14 +230,14 @@ def _object(arguments: Any) -> Any:
 
 
 def _written(call: Message) -> str:
-    """A call in the form that `GENERIC_TOOLS` asks for."""
+    """Write a call as text, in the form that the prompt `GENERIC_TOOLS` asks for."""
     function = call["function"]
     body = {"name": function["name"], "arguments": _object(function["arguments"])}
     return f"<tool_call>{json.dumps(body, ensure_ascii=False)}</tool_call>"
 
 
 def _short(call_id: str) -> str:
-    """Derive nine letters or digits from an id; equal ids have the same."""
+    """Derive nine letters or digits from a call id; equal ids give equal results."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])

@@ -1,4 +1,4 @@
-"""Advice on lost prefixes, by cause."""
+"""Advice to the user on prefixes that were not reused, by cause."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ ADVICE: dict[str, str] = {
 
 
 def advice_for(cause: str) -> str:
-    """Advice for a prefix lost by `cause`."""
+    """Return the advice for a prefix lost by `cause`."""
     return ADVICE.get(cause, _RENDERED)

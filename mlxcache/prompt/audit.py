@@ -1,4 +1,4 @@
-"""Audit one request: find what is likely to change in the next, and what that costs."""
+"""Audit of one request: texts that are likely to change in the next one, and what that costs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ _KEY = 120
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One text that is likely to change.
+    """A text in a request that is likely to change in the next one.
 
-    `where`: the part of the conversation; `line`: in that part's text, from 1. `text`: the text
-    itself. `at_token`: its token position, None where it is not rendered. `tokens_behind`: the
-    tokens computed again when it changes. `rule`: the canonicalisation rule that removes it; then
-    nothing is computed again.
+    `where`: the part of the conversation. `line`: line in that part's text, from 1. `text`: the
+    text
+    itself. `at_token`: its token position, or None if it is not rendered. `tokens_behind`: number
+    of
+    tokens that must be computed again when it changes. `rule`: canonicalisation rule that removes
+    it,
+    so that no tokens are computed again.
     """
 
     cause: str
@@ -41,7 +44,7 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """Advice on the cause."""
+        """Advice on the cause of the change."""
         return advice_for(self.cause)
 
 
@@ -52,12 +55,12 @@ def audit(
     *,
     order_kept: bool = False,
 ) -> list[Finding]:
-    """The texts that are likely to change in a prompt of `tokens` tokens, in order of position.
+    """Return the texts that are likely to change in the next request, by position.
 
-    Examines tools, system messages, and text in users' messages between marks like
-    `<system-reminder>`; what users and models wrote does not change. `position(source, char)`: the
-    number of tokens before a character of the rendered text. `order_kept`: the rule `tool_order` is
-    on.
+    `tokens`: length of the prompt. Examines tools, system messages, and text between marks such as
+    `<system-reminder>` in user messages; other text of users and models does not change.
+    `position(source, char)` returns the number of tokens before a character of the rendered text.
+    `order_kept`: the rule `tool_order` is on.
     """
     found = [
         one
@@ -96,7 +99,7 @@ def _found(
 
 
 def _parts(chat: Chat) -> Iterator[tuple[str, str, bool]]:
-    """Machine-made texts as (place, text, True if rendered as JSON)."""
+    """Yield machine-made texts of a conversation as (place, text, is rendered as JSON)."""
     for i, tool in enumerate(chat.tools):
         function = tool.get("function") or tool
         for text in _strings(function):
@@ -132,7 +135,10 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _place(rendered: str, part: str, at: int, *, as_json: bool) -> int | None:
-    """The offset in the rendered text of character `at` of a part; None if not found."""
+    """Return the offset in the rendered text of character `at` of a part, or None.
+
+    `as_json`: the template renders the part as JSON.
+    """
     start = max(0, at - _KEY)
     before, key = part[start:at], part[start : at + _KEY]
     forms = [(before, key)]
@@ -152,7 +158,7 @@ def _place(rendered: str, part: str, at: int, *, as_json: bool) -> int | None:
 def _order(
     source: Source, position: Callable[[Source, int], int], tokens: int
 ) -> Iterator[Finding]:
-    """A finding for tools that are not sorted by name: their order may change."""
+    """Yield a finding if tools are not sorted by name, because their order may change."""
     names = [str((tool.get("function") or tool).get("name")) for tool in source.chat.tools]
     i = next((i for i in range(1, len(names)) if names[i] < names[i - 1]), None)
     if i is None:

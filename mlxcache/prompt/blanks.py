@@ -1,4 +1,4 @@
-"""Blanks at the edges of a reply's text blocks, which clients strip, add or replace."""
+"""White space at the edges of a reply's text blocks, which clients strip, add or replace."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _RUNS = re.compile(r"(\s+)|\S+")
 
 
 def join_blocks(blocks: Iterable[str]) -> str:
-    """Join text blocks with the blanks at their edges, or with a blank line where there are none.
+    """Join text blocks with the white space at their edges, or else with a blank line.
 
-    Blocks of blanks alone are left out.
+    Blocks that consist only of white space are left out.
     """
     joined = ""
     for block in blocks:
@@ -29,9 +29,9 @@ def join_blocks(blocks: Iterable[str]) -> str:
 
 
 def equal_blocks(a: Sequence[str], b: Sequence[str]) -> bool:
-    """True if two texts differ in nothing but blanks at the edges of either one's blocks.
+    """Return whether two texts differ only in white space at the edges of blocks.
 
-    Blanks inside a block count, unless the other text has an edge there.
+    White space inside a block must be equal, unless the other text has an edge there.
     """
     mine, theirs = _stripped(a), _stripped(b)
     if mine == theirs:
@@ -48,7 +48,7 @@ def equal_blocks(a: Sequence[str], b: Sequence[str]) -> bool:
 
 
 def message_blocks(message: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The text blocks of an assistant's message; None where its content is not text."""
+    """Return the text blocks of an assistant message; None if its content is not text."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         return None
@@ -61,10 +61,11 @@ def _stripped(blocks: Iterable[str]) -> list[str]:
 
 
 def _split_blanks(blocks: Sequence[str]) -> tuple[str, dict[int, str], set[int]]:
-    """Split stripped blocks into their characters without blanks, and the runs of blanks.
+    """Split stripped blocks into their characters without white space, and the white space.
 
-    Each run of blanks inside a block, and each edge between two blocks, is found by the number of
-    characters before it.
+    Returns those characters, the runs of white space inside blocks, and the edges of blocks. Runs
+    and
+    edges are identified by the number of characters before them.
     """
     words: list[str] = []
     gaps: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Build prompts: canonicalise, render, replay and tokenise conversations for one model."""
+"""The prompt builder: canonicalises, renders, replays and tokenises conversations for one model."""
 
 from __future__ import annotations
 
@@ -45,21 +45,24 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class PromptBuilder:
-    """Renders and tokenises conversations for one model. Safe in any thread.
+    """Renders and tokenises conversations for one model. Thread-safe.
 
     The constructor renders and encodes small conversations, which takes tens of milliseconds, to
-    find out what the template takes and whether its tokenizer can work incrementally.
+    detect
+    the template's features and whether the tokenizer can work incrementally.
 
-    `template_args` are given to the chat template for every conversation; a conversation's own take
-    precedence. `context`: the model's context length in tokens; far longer texts are refused before
-    they are tokenised. `processor`: the model's image processor, if it has one. `rules` overrides
-    the defaults of canonicalisation rules. `read` parses a reply's ids; without it no reply is
-    replayed. `replies`: known replies; new ones are added to it, and others may add more.
+    `template_args`: arguments of the chat template for every conversation; a conversation's own
+    arguments take precedence. `context`: the model's context length in tokens; far longer texts are
+    refused before they are tokenised. `processor`: the model's image processor, or None. `rules`:
+    overrides of the defaults of canonicalisation rules. `read` parses the token ids of a reply;
+    without
+    it no reply is replayed. `replies`: known replies; `remember` adds to them, and other code may
+    too.
 
-    Attributes: `takes_images`: model and template take images. `incremental`: only what changed
+    Attributes: `takes_images`: model and template support images. `incremental`: only what changed
     since a session's last turn is tokenised. `openers`: ids of the tokens that open a message.
 
-    Raises ConfigError for `template_args` that the template does not take.
+    Raises ConfigError for `template_args` that the template does not support.
     """
 
     def __init__(
@@ -107,10 +110,11 @@ class PromptBuilder:
             )
 
     def text(self, text: str) -> Prompt:
-        """The prompt of a bare text, in which the text of a control token becomes that token.
+        """Return the prompt of a plain text.
 
-        Raises BadRequest if the text is not valid Unicode, ContextLengthExceeded if it is far too
-        long.
+        The text of a control token in it becomes that token. Raises BadRequest if the text is not
+        valid
+        Unicode, and ContextLengthExceeded if it is far too long.
         """
         self._refuse_too_long(text, "prompt")
         return Prompt(self._codec.encode_raw(text))
@@ -122,12 +126,15 @@ class PromptBuilder:
         stop: Sequence[str] = (),
         new: Messages = (),
     ) -> Prompt:
-        """The prompt of a conversation; the messages `new` are appended after canonicalisation.
+        """Return the prompt of a conversation.
 
-        `session`: the label under which the text is remembered, so that the next turn is tokenised
-        from the first difference. `stop`: the strings that end the reply. Raises BadRequest for a
-        conversation that cannot be rendered, ContextLengthExceeded for one that is far too long,
-        GenerationFailed if the template fails.
+        `session`: label under which the text is remembered, so that the next turn is tokenised only
+        from
+        the first difference. `stop`: strings that will end the reply. `new`: messages to append
+        after
+        canonicalisation. Raises BadRequest for a conversation that cannot be rendered,
+        ContextLengthExceeded for one that is far too long, and GenerationFailed if the template
+        fails.
         """
         try:
             canonical = self._canonicalise(chat, session, stop, new)
@@ -141,12 +148,13 @@ class PromptBuilder:
         return self._prompt(chat, canonical, session)
 
     def next_turn(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
-        """The common prefix of all prompts that may continue a conversation.
+        """Return the common prefix of all prompts that can continue a conversation.
 
         `chat` ends with the reply. The prefix ends where the text of the next message begins, and
-        has one arbitrary token more, as at least one token must be fed. A mark is added at the
-        position where the prompt diverges if the client strips white space from the reply. Raises
-        as `chat` does.
+        has one
+        arbitrary token more, because at least one token must be fed. A mark is added at the
+        position where
+        the prompt diverges if the client strips white space from the reply. Raises as `chat`.
         """
         one, *others = (self.chat(turn, session, stop, new) for turn, new in next_turns(chat))
         shared = [common_length(one.ids, other.ids) for other in others]
@@ -174,7 +182,10 @@ class PromptBuilder:
     def _prompt_if_short(
         self, sent: Chat, canonical: Canonical, session: str | None
     ) -> Prompt | None:
-        """The prompt of a lengthened conversation; None if it leaves too little of the context."""
+        """Return the prompt of a conversation that canonicalisation has lengthened, or None.
+
+        None is returned if the prompt takes more than three quarters of the context.
+        """
         try:
             prompt = self._prompt(sent, canonical, session)
         except ContextLengthExceeded:
@@ -215,14 +226,15 @@ class PromptBuilder:
         return self._replay.splice_replies(text, chat.tools, enabled=enabled)
 
     def remember(self, reply: GeneratedReply | None) -> None:
-        """Remember a reply, to replay it where it comes back. In any thread; returns at once."""
+        """Remember a reply, to replay it when a client sends it back. Returns at once."""
         if self._replay is not None and reply is not None:
             self._replay.replies.add(reply)
 
     def message_position(self, source: Source, leading: int) -> int:
-        """The token position at which message number `leading` of a prompt begins.
+        """Return the token position at which message number `leading` of a prompt begins.
 
-        For the number of all messages, that of the reply; 0 where it cannot be rendered.
+        If `leading` is the number of messages, this is the position of the reply. Returns 0 if the
+        messages cannot be rendered.
         """
         chat, made = source.chat, source.tokenised
         if leading >= len(chat.messages):
@@ -239,11 +251,11 @@ class PromptBuilder:
         return made.position_before(spliced_position(shared, made.splices))
 
     def text_position(self, source: Source, char: int) -> int:
-        """The number of tokens of a prompt before a character of its text."""
+        """Return the number of tokens of a prompt before character `char` of its text."""
         return self._tokeniser.position(source.tokenised, char)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, with control tokens."""
+        """Return the text of token ids, including control tokens."""
         return str(self._decode(list(ids)))
 
     def _refuse_too_long(self, text: str, param: str) -> None:
@@ -254,7 +266,10 @@ class PromptBuilder:
             )
 
     def _breakpoint(self, chat: Chat, prompt: Tokenised, generation: int) -> int | None:
-        """The token position of a conversation's breakpoint. `generation`: that of the reply."""
+        """Return the token position of a conversation's cache breakpoint, or None.
+
+        `generation`: token position of the reply.
+        """
         leading = chat.breakpoint
         if leading is None:
             return None
@@ -267,7 +282,7 @@ class PromptBuilder:
         return self._tokeniser.position(prompt, shared)
 
     def _opens_thinking(self, generation: int, prompt: Tokenised, marks: tuple[int, ...]) -> bool:
-        """True if the text from the last mark on opens a think block and does not close it."""
+        """Return whether the text after the last mark opens a thinking block without closing it."""
         start, end = self._think
         if not start or not end:
             return False
@@ -282,7 +297,7 @@ class PromptBuilder:
 
 
 def _with_replay(rules: tuple[str, ...], replayed: object) -> tuple[str, ...]:
-    """The rules that changed a prompt, with `replay`, the last one, if `replayed`."""
+    """Return the names of the rules that changed a prompt, with `replay` added if `replayed`."""
     return (*rules, "replay") if replayed and "replay" not in rules else rules
 
 

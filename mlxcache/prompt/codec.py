@@ -1,4 +1,4 @@
-"""Encode rendered text to token ids; escaped text never becomes a control token."""
+"""Encoding of rendered text to token ids; escaped text never becomes a control token."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LEAST_PIECE = 1 << 16
 
 
 class Codec:
-    """Encodes rendered text, which may hold sentinels of `escape`. Safe in any thread.
+    """Encodes rendered text, in which `escape` has put sentinels for control tokens. Thread-safe.
 
-    `direct`: the Rust tokenizer is called itself. Otherwise the transformers object is, where its
-    class changes the text or has no Rust tokenizer.
+    `direct`: the Rust tokenizer is called directly. Otherwise the transformers object is called,
+    because its class changes the text or has no Rust tokenizer.
     """
 
     def __init__(
@@ -54,18 +54,19 @@ class Codec:
             self._plain = _Plain.of(self._backend, added, controls, texts)
 
     def encode(self, text: str) -> Tokens:
-        """The ids of a rendered text, shape (n,), without tokens added at its ends.
+        """Return the token ids of a rendered text, shape (n,), without tokens added at its ends.
 
-        Raises BadRequest if the text is not valid Unicode (holds a lone surrogate).
+        Raises BadRequest if the text is not valid Unicode (contains a lone surrogate).
         """
         with _unicode_only(text, "messages"):
             return np.asarray(self._encode(text), dtype=np.int32)
 
     def exceeds(self, text: str, most: int) -> bool:
-        """True if a text has far more than `most` tokens; False without counting if it is short.
+        """Return whether a text has far more than `most` tokens.
 
-        The text is encoded in pieces, because encoding all of it could take gigabytes. A cut adds a
-        few tokens, so a tenth more than `most` is needed.
+        A short text is not encoded. A long one is encoded in pieces, because encoding all of it
+        could take
+        gigabytes. Each cut adds a few tokens, so the limit is a tenth more than `most`.
         """
         piece = max(_CHARS_PER_TOKEN * most, _LEAST_PIECE)
         if len(text) <= piece:
@@ -78,10 +79,11 @@ class Codec:
         return False
 
     def encode_raw(self, text: str) -> Tokens:
-        """The ids of a bare text, with the tokens that the tokenizer adds at its ends.
+        """Return the ids of a plain text, with the tokens that the tokenizer adds at its ends.
 
-        None is added where the text begins with the first one already. Raises BadRequest if the
-        text is not valid Unicode.
+        None are added if the text already begins with the first of them. Raises BadRequest if the
+        text is
+        not valid Unicode.
         """
         bos = getattr(self._tokenizer, "bos_token", None)
         add = not (bos and text.startswith(bos))
@@ -103,7 +105,10 @@ class Codec:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _encode_cut(self, pieces: list[tuple[str, bool]]) -> list[int]:
-        """Cut each escaped token after its first character, so that it is not matched."""
+        """Encode (text, escaped) pieces so that escaped text does not match control tokens.
+
+        Each escaped text is cut after its first character.
+        """
         ids: list[int] = []
         run = ""
         for text, escaped in pieces:
@@ -123,14 +128,18 @@ class Codec:
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """Encode as a batch of one: `encode` holds the GIL and would block all other requests."""
+    """Encode a text as a batch of one.
+
+    The method `encode` of tokenizers would hold the interpreter's lock and block all other
+    requests.
+    """
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
 
 @contextmanager
 def _unicode_only(text: str, param: str) -> Iterator[None]:
-    """Turn the error of a tokenizer for a lone surrogate into BadRequest."""
+    """Convert a tokenizer's error for a lone surrogate inside the block to BadRequest."""
     try:
         yield
     except (TypeError, UnicodeError):
@@ -143,9 +152,10 @@ def _unicode_only(text: str, param: str) -> Iterator[None]:
 class _Plain:
     """A second tokenizer over the same model, in which control tokens have private names.
 
-    A text whose real control tokens are renamed gets the same ids there; the original name of a
-    control token in it is ordinary text. The model is shared, and copied only where its vocabulary
-    itself turns the text of a control token into its id.
+    A text gets the same ids as from the first tokenizer if its real control tokens are renamed. The
+    original name of a control token is then ordinary text. The model is shared; it is copied only
+    if
+    its vocabulary itself converts the text of a control token to the token's id.
     """
 
     def __init__(self, tokenizer: Any, table: Tokens, names: dict[str, str]):
@@ -158,7 +168,12 @@ class _Plain:
     def of(
         cls, backend: Any, added: Sequence[Added], controls: Sequence[Added], texts: Sequence[str]
     ) -> _Plain | None:
-        """The first construction with the same ids for `texts` and no id for a control's text."""
+        """Make the second tokenizer, or return None if that is impossible.
+
+        It must give the same ids for `texts` as the first one, and never the id of a control token
+        for the
+        token's text.
+        """
         nonce = f"{secrets.randbelow(10**20):020d}"
         names = {token.text: f"<{nonce}{i}>" for i, token in enumerate(controls)}
         for model in (backend.model, None):
@@ -172,7 +187,10 @@ class _Plain:
         return None
 
     def encode(self, pieces: list[tuple[str, bool]]) -> Tokens:
-        """Ids of (text, escaped) pieces, shape (n,), in the first tokenizer's numbering."""
+        """Return the ids of (text, escaped) pieces in the first tokenizer's numbering.
+
+        The shape is (n,).
+        """
         text = "".join(
             piece if escaped else self._pattern.sub(self._name, piece) for piece, escaped in pieces
         )
@@ -192,14 +210,17 @@ class _Plain:
 
 
 def _share_model(backend: Any, model: Any) -> Any:
-    """A tokenizer over the same model object, without added tokens."""
+    """Return a tokenizer over the same model object, without added tokens."""
     base = Tokenizer(model)
     _copy_stages(base, backend)
     return base
 
 
 def _copy_model(backend: Any, names: dict[str, str]) -> Any:
-    """A tokenizer over a copy of the model in which the entries of control tokens are renamed."""
+    """Return a tokenizer over a copy of the model with the entries of control tokens renamed.
+
+    Returns None if a merge of the model contains a control token.
+    """
     spec = json.loads(backend.to_str())
     spec["added_tokens"] = []
     spec["post_processor"] = spec["truncation"] = spec["padding"] = None
@@ -222,7 +243,10 @@ def _copy_stages(base: Any, backend: Any) -> None:
 
 
 def _add_tokens(base: Any, backend: Any, added: Sequence[Added], names: dict[str, str]) -> Tokens:
-    """Add the added tokens under their new names; returns new id -> id, shape (vocabulary,)."""
+    """Add the added tokens to `base` under their new names.
+
+    Returns an array that maps the ids of `base` to those of `backend`.
+    """
     taken = base.get_vocab(with_added_tokens=False)
     top = max(taken.values(), default=-1)
     # New ids start at the vocabulary's size: fill its holes, so that no id is used twice.

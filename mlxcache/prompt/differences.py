@@ -1,4 +1,4 @@
-"""Find what differs between two conversations: arguments, tools and messages."""
+"""Differences between two conversations: arguments, tools and messages."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ _NUMBER = re.compile(r"\d[\d,_]*(?:\.\d+)?")
 class Change:
     """The change of one text into another.
 
-    `at`: the number of shared leading characters. `before`, `after`: excerpts of the old and new
-    text, from up to 60 shared characters of the same line on. `shows`: the old and new text from a
-    few characters before `at` on.
+    `at`: number of shared leading characters. `cause`: kind of the change. `before`, `after`:
+    excerpts
+    of the old and new text, beginning with up to 60 shared characters of the same line. `shows`:
+    the
+    old and new text from a few characters before `at` on.
     """
 
     at: int
@@ -45,9 +47,9 @@ class Change:
 
 
 def _change_of(old: str, new: str, *, machine: bool = False) -> Change:
-    """The change of `old` into a different text `new`.
+    """Return the change of `old` into a different text `new`.
 
-    `machine`: a program wrote it, so a changed number is a counter.
+    `machine`: a program wrote the text, so a changed number is a counter.
     """
     at = common_characters(old, new)
     shown = slice(max(0, at - _CLOSE), at + _RIGHT)
@@ -56,7 +58,7 @@ def _change_of(old: str, new: str, *, machine: bool = False) -> Change:
 
 
 def excerpt(text: str, at: int) -> str:
-    """The text around a character, from the start of its line if that is near."""
+    """Return the text around character `at`, from the start of its line if that is near."""
     start = max(at - _LEFT, text.rfind("\n", 0, at) + 1)
     return text[start : at + _RIGHT]
 
@@ -82,15 +84,19 @@ def _cause(old: str, new: str, at: int, machine: bool) -> str:
 
 
 def _line(text: str, at: int) -> tuple[str, int]:
-    """The line of a character and its start; of a long line the part near the character."""
+    """Return the line that contains character `at`, and where the line starts.
+
+    Of a long line, only the part near the character is returned.
+    """
     start = max(at - _LINE, text.rfind("\n", 0, at) + 1)
     end = text.find("\n", at, at + _LINE)
     return text[start : end if end >= 0 else at + _LINE], start
 
 
 def _span(was: str, now: str, first: int) -> tuple[int, int]:
-    """Start and end of the changed characters of `was`: from `first` to the start of the common
-    ending.
+    """Return start and end of the changed characters of `was`.
+
+    They extend from `first` to the start of the common ending with `now`.
     """
     most = min(len(was), len(now)) - first
     same = next((i for i in range(most) if was[-1 - i] != now[-1 - i]), most)
@@ -102,7 +108,7 @@ def _number_at(line: str, start: int, end: int) -> bool:
 
 
 def _in_git(text: str, at: int, line: str) -> bool:
-    """True if a line belongs to a git status in the text."""
+    """Return whether a line belongs to a git status in the text."""
     if not _GIT_LINE.match(line):
         return False
     near = text[max(0, at - _GIT_REACH) : at + _LINE]
@@ -110,9 +116,9 @@ def _in_git(text: str, at: int, line: str) -> bool:
 
 
 def _form(old: str, new: str) -> str | None:
-    """Name a difference between two texts that is invisible to a reader, such as white space.
+    """Return the name of a difference that a reader cannot see, such as white space.
 
-    None if the texts are equal or differ visibly.
+    Returns None if the texts are equal or differ visibly.
     """
     if old == new:
         return None
@@ -148,9 +154,12 @@ _REMINDER = re.compile(r"<system-reminder>|<env>|<context\b")
 class Difference:
     """One difference between two conversations.
 
-    `where`: the part of the later conversation: `system`, `tools[2] Read`, `messages[5] user`.
-    `before`, `after`: excerpts of the earlier and the later text. `shows`: parts of the two that
-    are visible in the prompts at the first difference.
+    `where`: part of the later conversation, such as `system`, `tools[2] Read` or `messages[5]
+    user`.
+    `reason`, `cause`: kind of the difference, in general and in detail. `before`, `after`: excerpts
+    of
+    the earlier and the later text. `shows`: parts of the two that are visible in the prompts at the
+    first difference.
     """
 
     where: str
@@ -162,9 +171,9 @@ class Difference:
 
 
 def _message_differences(was: Sequence[Message], now: Sequence[Message]) -> Iterator[Difference]:
-    """The differences of the messages that both have, in order.
+    """Yield the differences between messages of two conversations, in order.
 
-    Ends with the first message that was inserted, dropped or replaced by a summary.
+    Stops after the first message that was inserted, dropped or replaced by a summary.
     """
     seen = [_key(m) for m in was], [_key(m) for m in now]
     for i in range(min(len(was), len(now))):
@@ -191,7 +200,12 @@ def _place(messages: Sequence[Message], i: int) -> str:
 def _in_place(
     was: Sequence[Message], now: Sequence[Message], seen: tuple[list[str], list[str]], i: int
 ) -> bool:
-    """True if a message was edited in place: in the head, or with equal messages after it."""
+    """Return whether message `i` was edited, and not inserted or dropped.
+
+    That is assumed for system messages at the start, and if the next messages are equal. `seen`:
+    all
+    messages of both conversations as JSON.
+    """
     following = [keys[i + 1 : i + 2] for keys in seen]
     goes_on = bool(following[0]) and following[0] == following[1]
     return was[i].get("role") == now[i].get("role") and (i < _heads(now) or goes_on)
@@ -200,7 +214,10 @@ def _in_place(
 def _moved(
     was: Sequence[Message], now: Sequence[Message], seen: tuple[list[str], list[str]], i: int
 ) -> str | None:
-    """The change of the list of messages at index `i`; None if a message was edited instead."""
+    """Return why the list of messages changed at index `i`; None if message `i` was edited.
+
+    `seen`: all messages of both conversations as JSON.
+    """
     old, new = seen
     tail = bool({*old[i:]} & {*new[i:]})
     summary = any(_SUMMARY.search(_text_of(m)) for m in now[i : i + 2])
@@ -221,7 +238,10 @@ def _moved(
 
 
 def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) -> str | None:
-    """Cause of a message inserted or dropped at `i` before equal messages; None if neither."""
+    """Return the cause if a message was inserted or dropped at `i` before equal messages.
+
+    Returns None otherwise. `seen`: all messages of both conversations as JSON.
+    """
     old, new = seen
     for shift in range(1, _SHIFTS + 1):
         if new[i + shift : i + shift + 1] == old[i : i + 1]:
@@ -232,9 +252,9 @@ def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) 
 
 
 def _shifted_and_edited(was: Sequence[Message], now: Sequence[Message], i: int) -> str | None:
-    """Cause of a message inserted or dropped at `i`, where the next message was edited too.
+    """Return the cause if a message was inserted or dropped at `i` and the next one edited.
 
-    None if there is neither.
+    Returns None otherwise.
     """
     if was[i].get("role") == now[i].get("role"):
         return None
@@ -251,13 +271,13 @@ def _inserted(message: Message) -> str:
 
 
 def _nearly(was: Message, now: Message) -> bool:
-    """True if two messages of one role are almost equal."""
+    """Return whether two messages have the same role and almost equal texts."""
     texts = _text_of(was), _text_of(now)
     return was.get("role") == now.get("role") and any(texts) and _similar(*texts) >= 0.8
 
 
 def _edited(was: Message, now: Message, where: str) -> Iterator[Difference]:
-    """The differences of an edited message; none where they are not rendered."""
+    """Yield the differences of an edited message; none for changes that are not rendered."""
     role = str(now.get("role"))
     reason = "system_changed" if role in SYSTEM else "edited"
     if (was.get("reasoning_content") or "") != (now.get("reasoning_content") or ""):
@@ -276,7 +296,10 @@ def _edited(was: Message, now: Message, where: str) -> Iterator[Difference]:
 
 
 def _argument(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Shows | None:
-    """The visible parts of the first argument that differs; None if the names differ."""
+    """Return the visible parts of the first call argument that differs, or None.
+
+    None is also returned if the names of the calls differ.
+    """
     for old, new in zip(was, now, strict=False):
         before, after = _texts(old.get("arguments")), _texts(new.get("arguments"))
         if old.get("name") != new.get("name"):
@@ -306,7 +329,7 @@ def _special(role: str, old: str, new: str, change: Change) -> str | None:
 
 
 def _similar(old: str, new: str) -> float:
-    """The length of common beginning and end relative to the longer text, from 0 to 1."""
+    """Return the share of the longer text that is common beginning and end, from 0 to 1."""
     longer = max(len(old), len(new))
     if not longer:
         return 1.0
@@ -339,7 +362,7 @@ def _as_json(value: Any) -> str:
 
 
 def _function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The function object of a tool or a call."""
+    """Return the function object of a tool or a call."""
     found: Mapping[str, Any] = tool.get("function") or tool
     return found
 
@@ -356,9 +379,10 @@ ALIKE = 24
 
 
 def differences(old: Chat, new: Chat) -> list[Difference]:
-    """The differences in what both conversations have: arguments, tools, messages in order.
+    """Return the differences in what both conversations contain.
 
-    None where one conversation only continues the other.
+    They are in the order of template arguments, tools, and messages. The result is empty if one
+    conversation only continues the other.
     """
     return [
         *_arguments(old, new),
@@ -368,7 +392,10 @@ def differences(old: Chat, new: Chat) -> list[Difference]:
 
 
 def first_new(old: Chat, new: Chat) -> int:
-    """Number of leading messages of `new` that `old` has too, edited or not, its reply included."""
+    """Return how many leading messages of `new` the conversation `old` contains too.
+
+    Edited messages and the reply to `old` are counted.
+    """
     was, now = old.messages, new.messages
     begin = _heads(now)
     known = {_key(message) for message in was if message.get("role") not in SYSTEM}
@@ -386,7 +413,7 @@ def first_new(old: Chat, new: Chat) -> int:
 
 
 def related(old: Chat, new: Chat) -> bool:
-    """True if `new` continues `old` or shares its tools and system text."""
+    """Return whether `new` continues `old`, or shares its tools and system text."""
     if old.tools and new.tools and _head(old) == _head(new):
         return True
     known = {_key(m) for m in old.messages if m.get("role") not in SYSTEM}
@@ -396,7 +423,7 @@ def related(old: Chat, new: Chat) -> bool:
 
 
 def _same_head(old: Chat, new: Chat) -> bool:
-    """True if tools and system text of both are mostly equal."""
+    """Return whether tools and system text of both conversations are mostly equal."""
     was, now = _head(old), _head(new)
     if not now or not was:
         return False
@@ -406,7 +433,7 @@ def _same_head(old: Chat, new: Chat) -> bool:
 
 
 def _alike(was: Sequence[Message], now: Sequence[Message]) -> bool:
-    """True if the first messages after the system text are nearly equal."""
+    """Return whether the first messages after the system text are nearly equal."""
     first, second = was[_heads(was) :][:1], now[_heads(now) :][:1]
     if not first or not second or first[0].get("role") != second[0].get("role"):
         return False
@@ -459,15 +486,15 @@ def _tools(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -
 
 
 def _seen_of(tools: Sequence[Mapping[str, Any]]) -> str:
-    """The text that identifies tools in a prompt; empty for none."""
+    """Return the text that identifies tools in a prompt; empty without tools."""
     functions = [_function_of(tool) for tool in tools]
     return "".join(str(one.get("description") or one.get("name")) for one in functions)
 
 
 def _described(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Kind of a difference between two descriptions of a tool that is invisible to a reader.
+    """Return the kind of difference, invisible to a reader, between two tool descriptions.
 
-    See `_form`. None if more than the description differs.
+    See `_form`. Returns None if more than the description differs.
     """
     old, new = dict(_function_of(was)), dict(_function_of(now))
     texts = str(old.pop("description", "")), str(new.pop("description", ""))

@@ -1,7 +1,8 @@
-"""Escape control tokens in messages, so that only the template's own become control tokens.
+"""Escaping of control tokens in messages, so that only the template's own become control tokens.
 
 Before rendering, the text of a control token inside a message, a tool or an argument is replaced by
-a sentinel. `codec` turns sentinels back into text when it encodes.
+a sentinel, a sequence of characters that stands for it. `codec` converts sentinels back to text
+when it encodes.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ _DIGITS = 7
 
 
 class Escape:
-    """Replaces the text of control tokens by sentinels, and back. Immutable; safe in any thread.
+    """Replaces the text of control tokens by sentinels, and back. Immutable and thread-safe.
 
-    A sentinel is decimal digits between two private-use characters: a nonce of this object, so that
-    no text holds one by accident or intent, then the code points of the replaced text. It holds no
-    letters, quotes or blanks, which a template could change. Where a template writes JSON in
-    ASCII, the sentinel and its text come out escaped.
+    A sentinel consists of decimal digits between two private-use characters: a nonce of this
+    object, so
+    that no text contains one by accident or intent, then the code points of the replaced text. It
+    contains no letters, quotes or white space, which a template could change. If a template writes
+    JSON
+    in ASCII, both the sentinel and its text come out escaped.
 
     `controls`: the texts to escape; those in `passing` are allowed in an assistant's content.
     `normalized`: those that the tokenizer matches after its normaliser `normalize`; a text that
-    holds one after normalisation is replaced as a whole.
+    contains one after normalisation is replaced as a whole.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Escape:
         """A sentinel of an empty text, to find a position in a rendered conversation."""
 
     def escape_value(self, value: Any) -> Any:
-        """A copy of a JSON value with every string and key escaped."""
+        """Return a copy of a JSON value with every string and key escaped."""
         if isinstance(value, str):
             return self._replace(value, self._all)
         if isinstance(value, dict | Mapping):
@@ -64,7 +67,7 @@ class Escape:
         return value
 
     def escape_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """An escaped copy of a message; the `passing` texts stay in an assistant's content."""
+        """Return an escaped copy of a message; `passing` texts stay in an assistant's content."""
         escaped: dict[str, Any] = self.escape_value(message)
         content = message.get("content")
         if message.get("role") == "assistant" and isinstance(content, str):
@@ -72,15 +75,18 @@ class Escape:
         return escaped
 
     def has_sentinel(self, rendered: str) -> bool:
-        """True if a rendered text contains a sentinel."""
+        """Return whether a rendered text contains a sentinel."""
         return self._nonce in rendered
 
     def without_nonce(self, rendered: str) -> str:
-        """The rendered text without the nonce, equal for all objects of this class; same length."""
+        """Return the rendered text with the random nonce replaced by zeros, of the same length.
+
+        The result is the same in all processes.
+        """
         return rendered.replace(self._nonce, "0" * len(self._nonce))
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:
-        """The rendered text as pieces (text, True if it came from a sentinel), in order."""
+        """Split a rendered text into pieces (text, whether it came from a sentinel), in order."""
         out: list[tuple[str, bool]] = []
         done = 0
         for match in self._sentinel.finditer(rendered):
@@ -122,9 +128,11 @@ class Escape:
 class _Finder:
     """Finds control tokens in a text, and parts of them at its ends.
 
-    Templates concatenate strings, so a token may be completed by the neighbouring one: at an end,
-    two or more characters of a token count as the token. (One character is too common, and a token
-    of three or more characters made of two strings has two at one side.)
+    Templates concatenate strings, so the text next to a string may complete a token. Therefore two
+    or
+    more characters of a token at an end count as the token. One character would be too common, and
+    if
+    two strings form a token of three or more characters, one of them has at least two of these.
     """
 
     def __init__(self, texts: set[str]):
@@ -138,7 +146,7 @@ class _Finder:
         self._first = {text[0] for text in texts}
 
     def cut(self, text: str) -> tuple[int, int]:
-        """The numbers of characters at a text's start and end that are parts of a token."""
+        """Return the numbers of characters at a text's start and end that are parts of a token."""
         near = text[: self._longest]
         head = 0
         for char in self._last:

@@ -1,4 +1,4 @@
-"""Explain where and why a prompt differs from an earlier one that it should continue."""
+"""Explanation of where and why a prompt differs from an earlier one that it should continue."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _BACK, _AHEAD = 12, 40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """The origin of a prompt: the conversation as `sent`, as `canonical`, and as tokenised text.
+    """Origin of a prompt: the conversation as `sent`, as `canonical`, and as tokenised text.
 
-    `generation`: the character of the tokenised text at which the reply begins.
-    `key`: identifies the prompt to find replies to it. `replies`: keys of the known replies in it.
+    `generation`: character of the tokenised text at which the reply begins. `key`: identifies the
+    prompt, to find replies to it. `replies`: keys of the known replies in it.
     """
 
     sent: Chat
@@ -56,13 +56,16 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; the conversation is counted like its text."""
+        """Bytes of memory used; the conversation is assumed to be as large as its text."""
         return self.tokenised.nbytes + 4 * len(self.tokenised.text)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One of two compared prompts. `ids`: of the prompt and of its reply, if served; shape (n,)."""
+    """One of two compared prompts.
+
+    `ids`: token ids of the prompt and, if it was served, of its reply, shape (n,).
+    """
 
     source: Source
     ids: Tokens
@@ -70,12 +73,16 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The first difference of two prompts, if it comes before the new messages.
+    """The first difference between two prompts, if it comes before the new messages.
 
-    `at_token`: the number of shared leading tokens. `new_from`: the token of the later prompt at
-    which messages begin that the earlier prompt and its reply did not have; the tokens between the
-    two are computed for a second time, as far as there were `once` of them, the earlier prompt's
-    own. `first`: None where nothing differs before `new_from`. `later`: further differences.
+    `at_token`: number of shared leading tokens. `new_from`: token of the later prompt at which
+    messages
+    begin that the earlier prompt and its reply did not have. The tokens between the two are
+    computed a
+    second time, but at most `once` of them, the number of the earlier prompt's tokens after
+    `at_token`.
+    `first`: the difference, or None if nothing differs before `new_from`. `later`: further
+    differences.
     `removed`: differences as sent that canonicalisation removed, each with its rule.
     """
 
@@ -88,21 +95,21 @@ class Explanation:
 
     @property
     def again_to(self) -> int:
-        """The token of the later prompt up to which tokens are computed for a second time."""
+        """Token of the later prompt up to which tokens are computed a second time."""
         most = self.at_token + self.once if self.first else self.new_from
         return min(self.new_from, most)
 
     @property
     def lost_tokens(self) -> int:
-        """Tokens of the later prompt that the earlier one had too and that are computed again."""
+        """Number of tokens that the earlier prompt had too and that are computed again."""
         return max(0, self.again_to - self.at_token) if self.first else 0
 
 
 class Explainer:
-    """Compares prompts of one model. Safe in any thread.
+    """Compares prompts of one model. Thread-safe.
 
-    `message_position(source, n)`: the token position of message `n`; see `PromptBuilder`.
-    `decode(ids)`: their text.
+    `message_position(source, n)` returns the token position of message `n`; see `PromptBuilder`.
+    `decode(ids)` returns the text of token ids.
     """
 
     def __init__(
@@ -112,7 +119,7 @@ class Explainer:
         self.decode = decode
 
     def explain(self, old: Side, new: Side) -> Explanation:
-        """Find the first difference of `new` from `old`, and its cause."""
+        """Return the first difference of prompt `new` from prompt `old`, and its cause."""
         found = self._explain(old, new)
         once = len(old.ids) - found.at_token
         return replace(found, removed=_removed(old.source, new.source), once=once)
@@ -137,7 +144,10 @@ class Explainer:
     def _visible_difference(
         self, found: Sequence[Difference], was: Source, now: Source
     ) -> Difference | None:
-        """The difference that is visible where the two texts first differ; None if none is."""
+        """Return the difference that is visible where the two texts first differ, or None.
+
+        `found`: the differences to choose from.
+        """
         old, new = was.tokenised.text, now.tokenised.text
         at = common_characters(old, new)
         if at >= min(len(old), was.generation):
@@ -151,7 +161,10 @@ class Explainer:
         return next((one for one in found if one.cause == "template_args"), None)
 
     def _drift(self, old: Side, new: Side, shared: int) -> Difference:
-        """The difference of the same conversation rendered or generated differently."""
+        """Return the difference for a conversation that was rendered or generated differently.
+
+        `shared`: number of shared leading tokens.
+        """
         start = max(0, shared - _BACK)
         before, after = (self._text(side, start, shared + _AHEAD) for side in (old, new))
         parted = [self._text(side, shared, shared + _AHEAD) for side in (old, new)]
@@ -168,7 +181,7 @@ class Explainer:
 
 
 def _removed(old: Source, new: Source) -> tuple[tuple[str, Difference], ...]:
-    """Differences between the requests as sent that canonicalisation removed, with the rules."""
+    """Return the differences as sent that canonicalisation removed, each with its rule."""
     rules = {*old.canonical.rules, *new.canonical.rules}
     if not rules:
         return ()
@@ -186,13 +199,16 @@ def _reasons(chat: Chat) -> list[Any]:
 
 
 def _squeezed(text: str) -> str:
-    """A text without characters that templates and JSON change."""
+    """Return a text without the characters that templates and JSON may change."""
     return re.sub(r"\\[nrtbf\"\\]|[\W_]", "", text)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlierPrompt:
-    """A served prompt. `computed`: cached tokens of it and its reply when it ended."""
+    """A prompt that was served.
+
+    `computed`: number of its tokens, with the reply, that were cached when it ended.
+    """
 
     session: str | None
     side: Side
@@ -201,14 +217,14 @@ class EarlierPrompt:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of memory used."""
         return self.side.source.nbytes + self.side.ids.nbytes
 
 
 class EarlierPrompts:
     """The latest prompts of each session, for comparison with the next one.
 
-    At most `each` per session, `count` in all, and `limit` bytes; the oldest are dropped first.
+    At most `each` per session, `count` in all, and `limit` bytes are kept; the oldest are dropped.
     """
 
     def __init__(self, *, count: int = 64, each: int = 4, limit: int = 64 << 20):
@@ -217,7 +233,7 @@ class EarlierPrompts:
         )
 
     def add(self, new: EarlierPrompt) -> None:
-        """Add a prompt; it replaces those of its session that it continues."""
+        """Add a prompt; it replaces prompts of its session that it continues."""
         ids, group = new.side.ids, (new.session, new.owner)
         continued = [
             one
@@ -227,23 +243,23 @@ class EarlierPrompts:
         self._held.add(group, new, replaced=continued)
 
     def all(self) -> list[EarlierPrompt]:
-        """A copy of the list, oldest first."""
+        """Return a copy of the list of prompts, oldest first."""
         return [one for _, one in self._held.items()]
 
     @staticmethod
     def ranked(
         held: list[EarlierPrompt], session: str | None, ids: Tokens
     ) -> list[tuple[EarlierPrompt, int]]:
-        """Prompts with the number of tokens shared with `ids`.
+        """Return prompts with the number of tokens that each shares with `ids`, best first.
 
-        Those of the session first, then by shared tokens, then the newest.
+        Prompts of the session come first, then those that share more tokens, then the newest.
         """
         found = [(one, common_length(one.side.ids, ids)) for one in reversed(held)]
         return sorted(found, key=lambda pair: (pair[0].session != session, -pair[1]))
 
 
 def first_related(found: list[tuple[EarlierPrompt, int]], side: Side) -> EarlierPrompt | None:
-    """The first prompt that `side` continues or shares the head with; None if there is none."""
+    """Return the first prompt of `found` that `side` continues or shares the head with, or None."""
     for candidate, _ in found:
         if related(candidate.side.source.chat, side.source.chat):
             return candidate

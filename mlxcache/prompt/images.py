@@ -1,8 +1,8 @@
 """Images in conversations: how a template writes them, and which token ids stand for them.
 
-A template writes one token for an image; the model's image processor replaces it by as many tokens
-as the image has rows. Those tokens are equal for two images of one size, so a prompt is identified
-by ids that are derived from the content of its images.
+A template writes one token for an image. The model's image processor replaces it by as many tokens
+as the image has embedding rows. Those tokens are the same for two images of one size, so the cache
+identifies a prompt by ids that are derived from the content of its images.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PARTS: tuple[Message, ...] = (
 
 
 class ImageProcessor(Protocol):
-    """The interface of a model's image processor; see `model.vision.Vision`.
+    """Interface of a model's image processor, such as `model.vision.Vision`.
 
-    `image_token` is the text that a template writes for an image, `token_id` the id that stands for
-    one row of it. `text(image)` is the text of all its rows.
+    `image_token`: text that a template writes for an image. `token_id`: id that stands for one
+    embedding row of an image. `text(image)` returns the text of all its rows.
     """
 
     image_token: str
@@ -43,10 +43,11 @@ class ImageProcessor(Protocol):
 
 
 class ImageTemplate:
-    """Writes images into one chat template's input and output. Safe in any thread.
+    """Writes images into the input and output of one chat template. Thread-safe.
 
-    Which form of image part the template takes is found out here, by rendering. `processor` None:
-    the model takes no images.
+    The constructor detects, by rendering, which form of image part the template supports.
+    `processor`
+    is None if the model takes no images.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class ImageTemplate:
 
     @property
     def supported(self) -> bool:
-        """True if images can be rendered."""
+        """True if the model and its template support images."""
         return self._part is not None
 
     def prepare(self, messages: Sequence[Message]) -> tuple[list[Message], list[Image]]:
-        """The messages with images in the template's form, and the images in order.
+        """Return the messages with images in the template's form, and the images in order.
 
-        Raises BadRequest where there are images and the template takes none.
+        Raises BadRequest if there are images and the template does not support them.
         """
         found = images_of(messages)
         if found and self._part is None:
@@ -92,7 +93,7 @@ class ImageTemplate:
     def expand(self, text: str, images: Sequence[Image]) -> str:
         """Replace each image's one token in a rendered text by the text of all its rows.
 
-        Raises BadRequest where the template left an image out, or an image cannot be decoded.
+        Raises BadRequest if the template left an image out or an image cannot be decoded.
         """
         if not images:
             return text
@@ -108,9 +109,9 @@ class ImageTemplate:
         return "".join(written)
 
     def locate(self, ids: Tokens, images: Sequence[Image]) -> tuple[Tokens, tuple[ImageSpan, ...]]:
-        """The ids that identify a prompt in the cache, and the spans of its images.
+        """Return the ids that identify a prompt in the cache, and the spans of its images.
 
-        Raises GenerationFailed where the image tokens do not match the images.
+        Raises GenerationFailed if the image tokens in `ids` do not match the images.
         """
         assert self._processor is not None
         at = np.flatnonzero(ids == self._processor.token_id)
@@ -131,7 +132,7 @@ class ImageTemplate:
 
 
 def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Image]:
-    """The images of a conversation, in order."""
+    """Return the images of a conversation, in order."""
     return [
         part
         for message in messages
@@ -142,11 +143,13 @@ def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Image]:
 
 
 def ids_with_digests(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
-    """A copy of `ids` in which the ids of images are negative and depend on their content.
+    """Return a copy of `ids` with negative ids for images, which depend on their content.
 
-    Each is 31 bits of a hash over the image's digest and the ids. The tokens before and after an
-    image get such ids too, though their rows do not depend on it: two ids at least must collide
-    before a wrong row is reused.
+    Each is 31 bits of a hash over the image's digest and the ids. The tokens just before and after
+    an
+    image get such ids too, although they do not depend on it. So at least two ids must collide
+    before a
+    wrong embedding row is reused.
     """
     known = ids.copy()
     last = 0
@@ -161,13 +164,13 @@ def ids_with_digests(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
 
 
 def add_images(prompt: Prompt, template: ImageTemplate, images: Sequence[Image]) -> Prompt:
-    """A prompt whose ids depend on the content of its images."""
+    """Return a copy of `prompt` whose ids depend on the content of its images."""
     known, spans = template.locate(prompt.ids, images)
     return replace(prompt, ids=known, tokens=prompt.ids, images=spans)
 
 
 def _find_part(template: Template, token: str, args: Mapping[str, Any]) -> Message | None:
-    """The form of an image part that the template renders as `token`, in its place."""
+    """Return the form of an image part that the template renders as `token`, or None."""
     for part in PARTS:
         content = [{"type": "text", "text": U}, part, {"type": "text", "text": U2}]
         try:

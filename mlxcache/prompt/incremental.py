@@ -1,7 +1,7 @@
 """Incremental tokenisation: encode only what differs from a text that was encoded before.
 
-A rendered text is cut at control tokens, which tokenizers match before anything else. Parts of it
-may have given ids instead of their encoding (splices, made by `replay`).
+A rendered text is cut at control tokens, which tokenizers match before anything else. A splice
+gives part of a text known ids instead of its encoding; `replay` makes splices.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Splice:
-    """Given token ids for a range of characters.
+    """Known token ids for a range of characters.
 
-    Characters `start` to `end` of the spliced text are `ids`, shape (n,); the template rendered
-    `shown` there. `closing`: the text of the control token that the ids end with, or empty.
+    Characters [start, end) of the spliced text stand for `ids`, shape (n,); the template rendered
+    `shown` there. `closing`: text of the control token that the ids end with, or empty.
     """
 
     start: int
@@ -40,16 +40,19 @@ class Splice:
     closing: str
 
     def covers(self, char: int) -> bool:
-        """True for a character inside the splice, except its first one."""
+        """Return whether a character is inside the splice, except its first one."""
         return self.start < char < self.end
 
     def same(self, other: Splice) -> bool:
-        """True if both put the same ids in the same place."""
+        """Return whether both splices put the same ids in the same place."""
         return self.ids is other.ids and (self.start, self.end) == (other.start, other.end)
 
 
 def first_difference(a: Sequence[Splice], b: Sequence[Splice]) -> int:
-    """Offset of the first splice that only one list has; `sys.maxsize` if they are equal."""
+    """Return the offset of the first splice that only one list has.
+
+    Returns `sys.maxsize` if the lists are equal.
+    """
     for mine, theirs in zip(a, b, strict=False):
         if not mine.same(theirs):
             return min(mine.start, theirs.start)
@@ -58,7 +61,7 @@ def first_difference(a: Sequence[Splice], b: Sequence[Splice]) -> int:
 
 
 def remove_splices(text: str, splices: Sequence[Splice]) -> str:
-    """The text as the template rendered it."""
+    """Return the text as the template rendered it."""
     if not splices:
         return text
     parts, at = [], 0
@@ -69,7 +72,10 @@ def remove_splices(text: str, splices: Sequence[Splice]) -> str:
 
 
 def spliced_position(char: int, splices: Sequence[Splice]) -> int:
-    """Map a character of the rendered text to the spliced text; inside a splice, to its start."""
+    """Convert an offset in the rendered text to one in the spliced text.
+
+    An offset inside a splice becomes the start of the splice.
+    """
     moved = 0
     for splice in splices:
         start = splice.start - moved
@@ -89,8 +95,9 @@ class Tokenised:
     """A rendered text with its token ids and the places of its control tokens.
 
     Those are control tokens written by the template or inside a splice. `starts` and `ends` are
-    character offsets, ascending; `at` are the positions of the same tokens in `ids`. All three
-    have shape (control tokens,).
+    their
+    character offsets, ascending; `at` are their positions in `ids`. All three have shape
+    (control tokens,).
     """
 
     text: str
@@ -107,21 +114,21 @@ class Tokenised:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; the text is counted with four bytes a character."""
+        """Bytes of memory used, assuming four bytes per character."""
         return 4 * len(self.text) + self.ids.nbytes + 3 * self.starts.nbytes
 
     def position_before(self, char: int) -> int:
-        """The token position of the last control token that starts at or before a character.
+        """Return the token position of the last control token that starts at or before a character.
 
-        0 where there is none.
+        Returns 0 if there is none.
         """
         i = int(np.searchsorted(self.starts, char, side="right")) - 1
         return int(self.at[i]) if i >= 0 else 0
 
     def char_before(self, position: int) -> int:
-        """The character offset of the last control token at or before a token position.
+        """Return the character offset of the last control token at or before a token position.
 
-        0 where there is none.
+        Returns 0 if there is none.
         """
         i = int(np.searchsorted(self.at, position, side="right")) - 1
         return int(self.starts[i]) if i >= 0 else 0
@@ -130,9 +137,9 @@ class Tokenised:
 class ControlTokenFinder:
     """Finds the control tokens at which a text can be cut.
 
-    Only tokens that the tokenizer matches on the raw text, before its normaliser and regardless of
-    neighbouring characters. Other added tokens of that kind compete for the same characters, so
-    the pattern contains them too.
+    These are the tokens that the tokenizer matches on the raw text, before its normaliser and
+    regardless of neighbouring characters. Other added tokens of that kind compete for the same
+    characters, so the pattern contains them too.
     """
 
     def __init__(self, added: Sequence[Added], controls: Sequence[Added], *, normalizer: bool):
@@ -146,20 +153,20 @@ class ControlTokenFinder:
         self._is_control[list(self._ids.values())] = True
 
     def find_all(self, text: str, start: int = 0, end: int = sys.maxsize) -> list[re.Match[str]]:
-        """The control tokens in a range of a text, leftmost and longest first."""
+        """Return the control tokens in a range of a text, leftmost and longest first."""
         return [m for m in self._pattern.finditer(text, start, end) if m.group() in self._ids]
 
     def id_of(self, match: re.Match[str]) -> int:
-        """The token id of a match."""
+        """Return the token id of a match."""
         return self._ids[match.group()]
 
     def positions(self, ids: Tokens) -> Ints:
-        """The positions of control tokens in ids, shape (k,)."""
+        """Return the positions of control tokens in `ids`, shape (k,)."""
         clipped = np.minimum(ids, len(self._is_control) - 1)
         return np.flatnonzero(self._is_control[clipped])
 
     def align(self, ids: Tokens, matches: Sequence[re.Match[str]]) -> Ints | None:
-        """The position in `ids` of each match, in order; None if they do not correspond."""
+        """Return the position in `ids` of each match, in order; None if they do not correspond."""
         at = self.positions(ids)
         found = [self._ids[match.group()] for match in matches]
         if len(at) != len(found) or ids[at].tolist() != found:
@@ -168,14 +175,17 @@ class ControlTokenFinder:
 
 
 class Tokeniser:
-    """Encodes rendered texts and reuses the ids of recent ones. Safe in any thread.
+    """Encodes rendered texts and reuses the ids of recent ones. Thread-safe.
 
     A text is compared with the latest texts of its session and of all sessions. The ids before the
-    last shared control token are reused. The rest is encoded starting with that control token,
-    whose own id is then dropped: a cut directly before or after it would change the encoding where
-    tokens strip blanks, or where the vocabulary marks the start of a text.
+    last
+    shared control token are reused. The rest is encoded starting with that control token, whose own
+    id
+    is then dropped: a cut directly before or after it would change the encoding if tokens strip
+    white
+    space or the vocabulary marks the start of a text.
 
-    `incremental` False: every text is encoded whole.
+    Unless `incremental`, every text is encoded as a whole.
     """
 
     def __init__(self, codec: Codec, finder: ControlTokenFinder, *, incremental: bool = True):
@@ -187,10 +197,11 @@ class Tokeniser:
     def encode(
         self, text: str, session: str | None = None, splices: tuple[Splice, ...] = ()
     ) -> Tokenised:
-        """Tokenise a rendered text, which may hold sentinels, and remember it.
+        """Tokenise a rendered text, which may contain sentinels, and remember it.
 
-        Where splices do not fit into the text, it is tokenised without them. Raises BadRequest if
-        the text is not valid Unicode.
+        If splices do not fit into the text, it is tokenised without them. Raises BadRequest if the
+        text is
+        not valid Unicode.
         """
         if not self._incremental:
             return self.encode_whole(remove_splices(text, splices))
@@ -204,7 +215,7 @@ class Tokeniser:
         return new
 
     def encode_whole(self, text: str, splices: tuple[Splice, ...] = ()) -> Tokenised:
-        """Tokenise a text without reusing anything. Remembers nothing."""
+        """Tokenise a text without reusing any ids and without remembering it."""
         ids = self._ids(text, 0, splices)
         matches = self._finder.find_all(text)
         at = self._finder.align(ids, matches)
@@ -217,13 +228,15 @@ class Tokeniser:
     def extend(
         self, old: Tokenised, shared: int, text: str, splices: tuple[Splice, ...] = ()
     ) -> Tokenised | None:
-        """Tokenise a text that begins like `old`; its ids are reused for the common beginning.
+        """Tokenise a text that begins like `old`, reusing its ids for the common beginning.
 
-        The first `shared` characters of both are equal. The ids before the last control token that
-        lies in them are copied from `old`, the text from that token on is encoded, and both are
-        joined. `splices` are those of `text`. Mutates nothing. Returns None if no control token is
-        shared, or if the new ids have other control tokens than the text: the caller then encodes
-        the whole text.
+        The first `shared` characters of both are equal. The ids before the last control token in
+        them are
+        copied from `old`, the text from that token on is encoded, and both are joined. `splices`
+        are those
+        of `text`. Mutates nothing. Returns None if no control token is shared, or if the new ids do
+        not
+        have the control tokens of the text: the caller then encodes the whole text.
         """
         shared = min(shared, first_difference(old.splices, splices))
         # A control token is shared only if no longer token could start there in either text.
@@ -259,10 +272,11 @@ class Tokeniser:
         )
 
     def _ids(self, text: str, start: int, splices: Sequence[Splice]) -> Tokens:
-        """Encode a text from `start`, which is not inside a splice.
+        """Encode a text from character `start`, which is not inside a splice.
 
         Text after a splice is encoded together with the control token that closes the splice, so
-        that it gets the ids that it would have behind that token in the text.
+        that it
+        gets the same ids as after that token in the text.
         """
         if not splices:
             return self._codec.encode(text[start:])
@@ -278,7 +292,7 @@ class Tokeniser:
         return self._codec.encode(closing + text)[1 if closing else 0 :]
 
     def position(self, prompt: Tokenised, char: int) -> int:
-        """The number of leading ids that encode the first `char` characters of a prompt."""
+        """Return the number of leading ids that encode the first `char` characters of a prompt."""
         if char >= len(prompt.text):
             return len(prompt.ids)
         i = int(np.searchsorted(prompt.starts, char, side="right")) - 1
@@ -295,7 +309,7 @@ _CONTINUES = 0.75
 
 
 def _count_outside(chars: Sequence[int], splices: Sequence[Splice]) -> int:
-    """The number of leading offsets up to the last one that is inside no splice."""
+    """Return the number of leading offsets up to the last one that is inside no splice."""
     n = len(chars)
     while n and any(splice.covers(chars[n - 1]) for splice in splices):
         n -= 1
@@ -311,9 +325,10 @@ def _ends(matches: Sequence[re.Match[str]]) -> Ints:
 
 
 class RecentTexts:
-    """The latest tokenised texts, which new texts are compared with. Safe in any thread.
+    """The latest tokenised texts, with which new texts are compared. Thread-safe.
 
-    Keeps at most `each` texts of a session, `latest` of requests without a session, and `count`
+    Keeps at most `each` texts of a session, `latest` texts of requests without a session, and
+    `count`
     texts and `limit` bytes in all; the oldest are dropped. A new text is compared with those of its
     session and with the `latest` newest of all sessions.
     """
@@ -325,7 +340,10 @@ class RecentTexts:
         )
 
     def find_nearest(self, text: str, session: str | None) -> tuple[Tokenised | None, int]:
-        """The remembered text with the longest common prefix, and its length in characters."""
+        """Return the remembered text with the longest common prefix with `text`.
+
+        Also returns the length of that prefix in characters. The text is None if nothing is shared.
+        """
         held = self._held.items()
         latest = held[-self._latest :]
         near = [h for h in held[: -self._latest] if session is not None and h[0] == session]
@@ -338,7 +356,7 @@ class RecentTexts:
         return best, shared
 
     def add(self, new: Tokenised, session: str | None, continues: Tokenised | None = None) -> None:
-        """Remember a text; it replaces the one of its session that it continues, if any."""
+        """Remember a text; it replaces the text `continues` of its session, if given."""
         replaced = () if continues is None else (continues,)
         each = self._latest if session is None else None
         self._held.add(session, new, replaced=replaced, each=each)
@@ -348,7 +366,7 @@ class RecentTexts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the remembered texts hold."""
+        """Bytes of memory used by the remembered texts."""
         return self._held.total
 
 
@@ -368,9 +386,9 @@ _AWKWARD_TEXTS = (
 
 
 def check_incremental(tokeniser: Tokeniser, controls: Sequence[Added], rendered: str) -> bool:
-    """True if extending gives the same ids as encoding whole, on awkward texts.
+    """Return whether incremental encoding gives the same ids as encoding whole texts.
 
-    `rendered` is a conversation as the template renders it. The texts are made of awkward pieces
+    `rendered`: a conversation as the template renders it. The test texts consist of unusual pieces
     around control tokens; those in `rendered` are tried first.
     """
     inside = [token.text for token in controls if token.text in rendered]

@@ -1,6 +1,6 @@
-"""Token positions in a prompt that are worth a checkpoint: the ends of its messages.
+"""Marks: token positions in a prompt at which a checkpoint is useful, the ends of its messages.
 
-Which control tokens open and close a message is learned from the template.
+The control tokens that open and close a message are learned from the template.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MARK_DISTANCE = 8
 
 
 def learn_openers(renderer: Renderer, finder: ControlTokenFinder) -> frozenset[int]:
-    """Find the ids of the control tokens with which the template opens a message.
+    """Return the ids of the control tokens with which the template opens a message.
 
-    Several control tokens can stand between two messages. The opening one is the first of the
-    generation prompt, or, if that one does not occur, the last. Empty if there are none.
+    Several control tokens can be between two messages. The opening one is the first token of the
+    generation prompt or, if that does not occur there, the last of them. Empty if there are none.
     """
     prompt = renderer.generation_prompt()
     first = next((finder.id_of(match) for match in finder.find_all(prompt)), None)
@@ -45,7 +45,7 @@ def learn_openers(renderer: Renderer, finder: ControlTokenFinder) -> frozenset[i
 
 
 def learn_closer(renderer: Renderer, finder: ControlTokenFinder) -> str:
-    """The control token with which the template ends a reply; empty if there is none."""
+    """Return the control token with which the template ends a reply; empty if there is none."""
     words = ((U, "user"), (A, "assistant"), (END, "user"))
     try:
         messages: list[Message] = [{"role": role, "content": word} for word, role in words]
@@ -79,9 +79,13 @@ def _conversations() -> list[tuple[tuple[str, ...], list[Message], bool]]:
 
 
 def find_marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -> tuple[int, ...]:
-    """The token positions of each message's start and of the generation prompt, ascending.
+    """Return the token positions of each message's start and of the reply, ascending.
 
-    Without 0, the prompt's length, and positions among the control tokens that begin the text.
+    Position 0, the prompt's length, and positions among the control tokens that begin the text are
+    left
+    out, and so is a position within `MARK_DISTANCE` tokens of the one before. `openers`: ids of
+    tokens
+    that open a message. `generation_at`: token position of the reply.
     """
     ids = prompt.ids
     opens = np.isin(ids[prompt.at], list(openers)) if openers else np.zeros(0, dtype=bool)
@@ -101,10 +105,11 @@ def find_marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -
 def keep_positions(
     keeps: Sequence[tuple[int, float]], placed: Sequence[int], breakpoint: int | None
 ) -> tuple[tuple[int, float], ...]:
-    """Convert a client's keep hints (leading messages, seconds) into (token position, seconds).
+    """Convert a client's keep hints, (leading messages, seconds), to (token position, seconds).
 
-    0 leading messages stands for tools and system prompt, which end at the first of the `placed`
-    marks. Any other number ends at `breakpoint`, or at the last mark if that is None.
+    0 leading messages stand for tools and system prompt, which end at the first of the marks
+    `placed`.
+    Any other number ends at `breakpoint`, or at the last mark if that is None.
     """
     head = placed[0] if len(placed) > 1 else 0
     rest = breakpoint if breakpoint is not None else next(iter(placed[-1:]), 0)

@@ -1,4 +1,4 @@
-"""The next turn of a conversation, built before the client sends it."""
+"""The next turn of a conversation, constructed before the client sends it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ OPENINGS = ("0", "x")
 def append_reply(
     chat: Chat, pieces: Sequence[Piece], names: Mapping[str, str], *, thoughts: bool
 ) -> Chat:
-    """A conversation with the reply made of `pieces`, as its client is expected to send it back.
+    """Return a conversation with the reply `pieces`, as its client is expected to send it back.
 
-    A message that the reply continues becomes one with it. `names`: see `Prompt.names`.
-    `thoughts`: assume that the client sends thinking back, if its earlier replies do not show it.
+    If the request continued a message, the reply is joined to it. `names` maps texts that the model
+    wrote to those that the client got; see `Prompt.names`. `thoughts`: assume that the client sends
+    thinking back, if there are no earlier replies to tell from.
     """
     shown = NameRestorer(names)
     messages = [*chat.messages]
@@ -36,10 +37,13 @@ def append_reply(
 
 
 def next_turns(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:
-    """Possible next turns of a conversation that ends with a reply, as (chat, new messages).
+    """Return possible next turns of a conversation that ends with a reply.
 
-    After calls the new messages are their results, else a user's message. The first two turns first
-    differ where the client's text begins. A third, if any, has the last reply stripped of blanks.
+    Each is a pair of a chat and the new messages: results after calls, otherwise a user message.
+    The
+    first two turns first differ where the client's text begins. If the last reply has white space
+    at
+    its ends, a third turn has it stripped.
     """
     reply = chat.messages[-1]
     calls = reply.get("tool_calls") or ()
@@ -55,7 +59,7 @@ def next_turns(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:
 
 
 def _sends_thoughts(chat: Chat, *, otherwise: bool) -> bool:
-    """True if the client's earlier replies hold thinking; `otherwise` if there are none."""
+    """Return whether the client's earlier replies contain thinking; `otherwise` without replies."""
     replies = [message for message in chat.messages if message.get("role") == "assistant"]
     if not replies:
         return otherwise

@@ -1,4 +1,4 @@
-"""Render conversations: escape, adapt to the template, and run it."""
+"""Rendering of conversations: escape them, adapt them to the template, and run it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ _KEPT = 64
 class Rendered:
     """A rendered text with sentinels.
 
-    `generation`: the character at which the generation prompt starts; the text's length if there is
-    none, for example because the request continues the last message. `images`: those of the text,
-    in order.
+    `generation`: character at which the generation prompt starts. This is the text's length if
+    there is
+    none, for example because the request continues the last message. `images`: images in the text,
+    in
+    order.
     """
 
     text: str
@@ -46,7 +48,7 @@ class Rendered:
 
 
 class Renderer:
-    """Escapes, adapts and renders conversations. Safe in any thread."""
+    """Escapes, adapts and renders conversations for one template. Thread-safe."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Renderer:
     def render(self, chat: Chat) -> Rendered:
         """Render a conversation.
 
-        Raises BadRequest where the template refuses it, GenerationFailed where the template fails.
+        Raises BadRequest if the template refuses it, and GenerationFailed if the template fails.
         """
         try:
             return self._render(chat)
@@ -95,9 +97,11 @@ class Renderer:
         return Rendered(text, self._shared(text, messages, tools, args), images)
 
     def shared_characters(self, chat: Chat, leading: int, text: str) -> int:
-        """The number of characters that `text` shares with the rendering of its leading messages.
+        """Return how many characters `text` shares with the rendering of its leading messages.
 
-        `text` is the rendered conversation. 0 leading messages: tools and system text alone.
+        `text`: the whole rendered conversation. `leading`: number of messages; 0 means only tools
+        and
+        system text.
         """
         args, tools = self._arguments(chat), self._tools(chat)
         if leading == 0:
@@ -105,7 +109,7 @@ class Renderer:
         return self._shared(text, self._messages(chat, leading, tools), tools, args)
 
     def generation_prompt(self) -> str:
-        """The generation prompt after a user's message; empty where it is not known."""
+        """Return the generation prompt after a user message; empty if it is unknown."""
         return self._generation("user", dict(self._args)) or ""
 
     def probe(self, messages: Sequence[Message], *, tools: bool) -> str:
@@ -116,8 +120,9 @@ class Renderer:
     def _shared(
         self, text: str, messages: list[Message], tools: Any, args: Mapping[str, Any]
     ) -> int:
-        """Common prefix of a text and of its messages rendered alone, or followed by probe
-        messages.
+        """Return the number of leading characters of `text` that rendering `messages` gives too.
+
+        If the template refuses these messages alone, probe messages are appended to them.
         """
         asked = bool(messages) and messages[-1]["role"] == "user"
         for shown in (messages, [*messages, *((_REPLY, _USER) if asked else (_USER,))]):
@@ -130,7 +135,7 @@ class Renderer:
         return 0
 
     def _generation(self, role: str, args: Mapping[str, Any]) -> str | None:
-        """The generation prompt after a message of a role; None where it is not known."""
+        """Return the generation prompt after a message of a role; None if it is unknown."""
         key = f"{role} {json.dumps(args, sort_keys=True, default=repr)}"
         known = self._generations.get(key)
         if known is None:
@@ -150,7 +155,11 @@ class Renderer:
         return full[len(bare) :] if full.startswith(bare) else None
 
     def _open(self, messages: list[Message], tools: Any, args: Mapping[str, Any]) -> str:
-        """The text up to the end of the last message's content."""
+        """Render messages up to the end of the last message's content, so that it can be continued.
+
+        Raises BadRequest if that is no assistant message without calls, or the template cannot do
+        it.
+        """
         last = messages[-1]
         if last["role"] != "assistant" or last.get("tool_calls"):
             raise BadRequest(

@@ -1,14 +1,15 @@
 """Exact replay: a reply that a client sends back enters the prompt as the ids that were generated.
 
-Clients rewrite replies: JSON with other blanks, text stripped of white space, two blocks joined.
-Template and tokenizer then make other tokens of a reply than those whose KV is cached. So, where a
+Clients rewrite replies: JSON with other white space, stripped text, joined blocks. Template and
+tokenizer then produce other tokens for a reply than those whose KV is cached. Therefore, if a
 rendered text begins with an earlier prompt and continues with the content of a reply to it, the ids
 of that reply replace the text.
 
-Contents are compared by parsing both forms with the model's own output parser. An edit, other
-blanks inside a text, another order of calls, or thinking that the template leaves out is no match;
-such text is tokenised as is. `find_reply` serves the rule that undoes such changes before a
-conversation is rendered, so that it renders alike in whatever form the client sends a reply.
+Contents are compared by parsing both forms with the model's own output parser. There is no match
+after an edit, other white space inside a text, another order of calls, or if the template leaves
+out thinking; such text is tokenised as it is. `find_reply` is used by the rule that undoes such
+changes before a conversation is rendered, so that it renders the same in whatever form the client
+sends a reply.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ _CONTEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class ReplayedText:
-    """A text in which known replies are spliced in.
+    """A rendered text with known replies spliced in.
 
-    `digest` and `tail` are of the text as rendered. `changed`: the ids of at least one reply differ
-    from the encoding of its text. `replies`: keys of the known replies, in order.
+    `digest` and `tail`: digest and last characters of the text as rendered. `changed`: the ids of
+    at
+    least one reply differ from the encoding of its text. `replies`: keys of the replies, in order.
     """
 
     text: str
@@ -67,7 +69,11 @@ class ReplayedText:
 class _Fit:
     """The place of a reply in a rendered text.
 
-    `shown` is the text that it replaces; `guard` is `shown` and the text that must follow it.
+    `shown`: the text that the reply replaces. `guard`: `shown` and the text that must follow it.
+    `ids`,
+    `raw`: token ids of the reply and their text. `closing`: text of the control token at their end,
+    or
+    empty. `changes`: the ids differ from the encoding of `shown`.
     """
 
     shown: str
@@ -80,9 +86,11 @@ class _Fit:
 
 
 class Replay:
-    """Finds known replies in rendered texts. Safe in any thread.
+    """Finds known replies in rendered texts. Thread-safe.
 
-    `steady` maps a rendered text to its form without the sentinels' nonce, equal in all processes.
+    `steady` converts a rendered text to its form without the sentinels' nonce, which is the same in
+    all
+    processes.
     """
 
     def __init__(
@@ -101,9 +109,11 @@ class Replay:
     def find_reply(
         self, history: bytes, message: Mapping[str, Any], tools: Tools
     ) -> DecodedReply | None:
-        """The newest reply after a history that has a message's text, calls, and thinking if any.
+        """Return the newest reply, after a history, that has the same content as a message.
 
-        None where there is none.
+        Text and calls must be equal, and thinking if the message has any. `history`: digest of the
+        messages
+        before it. Returns None if there is no such reply.
         """
         replies = self.replies.find_by_history(history)
         content = ReplyContent.of_message(message) if replies else None
@@ -122,7 +132,7 @@ class Replay:
     def splice_replies(self, text: str, tools: Tools, *, enabled: bool = True) -> ReplayedText:
         """Splice every known reply into the rendered text of a conversation with `tools`.
 
-        Not `enabled`: only the digest and the tail are computed.
+        Unless `enabled`, only the digest and the tail are computed.
         """
         walk = hashlib.blake2b(digest_size=16)
         steady = self._steady(text)
@@ -154,7 +164,10 @@ class Replay:
     def _find_fit(
         self, text: str, at: int, replies: Sequence[GeneratedReply], tools: Tools
     ) -> _Fit | None:
-        """The fit of the newest reply that the text continues with at `at`."""
+        """Return the fit of the newest of `replies` with which the text continues, or None.
+
+        `at`: character of the text at which a reply would begin.
+        """
         for reply in reversed(replies):
             known = reply.fit
             if known is not None and text.startswith(known.guard, at):
@@ -167,7 +180,7 @@ class Replay:
         return None
 
     def _fit(self, text: str, at: int, reply: GeneratedReply, tools: Tools) -> _Fit | None:
-        """The fit of one reply at a character; None where the contents differ."""
+        """Return the fit of one reply at character `at`; None if the contents differ."""
         decoded = self._reader.decode(reply, tools)
         if decoded is None:
             return None
@@ -185,17 +198,21 @@ class Replay:
         return None
 
     def _has_marks(self, shown: str, decoded: DecodedReply) -> bool:
-        """True if a rendered reply has the thinking marks of the generated one.
+        """Return whether a rendered reply has the same marks of thinking as the generated one.
 
-        A template that leaves out the marks of an empty thought takes precedence. One that joins
-        several thoughts has fewer.
+        False, for example, if the template leaves out the marks of empty thinking; its rendering is
+        then
+        used. If the reply has several thoughts, which a template may join, any mark suffices.
         """
         marks = self._reader.find_thinking_marks(shown)
         several = len(decoded.content.thoughts) > 1
         return bool(marks) if several else marks == self._reader.find_thinking_marks(decoded.raw)
 
     def _find_ends(self, text: str, at: int, decoded: DecodedReply) -> list[re.Match[str]]:
-        """The possible ends of a reply that starts at `at`: its content may hold end tokens too."""
+        """Return the possible ends of a reply that starts at `at`.
+
+        There may be several, because its content may contain end tokens too.
+        """
         ends = {decoded.closing, self._closer} - {""}
         far = at + max(_LEAST_REACH, _REACH * len(decoded.raw))
         found = [m for m in self._finder.find_all(text, at, far) if m.group() in ends]

@@ -1,6 +1,6 @@
-"""Replies as the model generated them, remembered to be recognised when a client sends them back.
+"""Replies as the model generated them, kept to recognise them when a client sends them back.
 
-`replay` puts their token ids into later prompts; this module keeps, decodes and compares them.
+`replay` puts their token ids into later prompts; this module stores, decodes and compares them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class ReadReply(Protocol):
-    """Parses the token ids of a whole reply into pieces; see `model.output.reader`."""
+    """Interface of the parser of a whole reply's token ids, such as `model.output.reader`."""
 
     def __call__(
         self,
@@ -40,9 +40,9 @@ class ReadReply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplyContent:
-    """The text, thinking and calls of a reply, independent of its formatting.
+    """Text, thinking and calls of a reply, independent of its formatting.
 
-    `texts` and `thoughts` are its blocks with their blanks; a call is (name, arguments).
+    `texts` and `thoughts` are its blocks with their white space; a call is (name, arguments).
     """
 
     texts: tuple[str, ...]
@@ -51,7 +51,7 @@ class ReplyContent:
 
     @classmethod
     def of_pieces(cls, pieces: Iterable[Piece]) -> ReplyContent:
-        """The content of parsed pieces. Raises ValueError where arguments are not JSON."""
+        """Return the content of parsed pieces. Raises ValueError if arguments are not JSON."""
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[tuple[str, Any]] = []
@@ -71,7 +71,9 @@ class ReplyContent:
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> ReplyContent | None:
-        """The content of an assistant's message; None where it holds more than text and calls."""
+        """Return the content of an assistant message; None if it contains more than text and
+        calls.
+        """
         texts, thinking = message_blocks(message), message.get("reasoning_content") or ""
         if texts is None or not isinstance(thinking, str):
             return None
@@ -80,14 +82,14 @@ class ReplyContent:
         return cls(texts, (thinking,), calls)
 
     def same(self, other: ReplyContent) -> bool:
-        """True if text, thinking and calls are equal.
+        """Return whether text, thinking and calls are equal.
 
-        Blanks at the edges of blocks, the order of keys, and `1` for `1.0` do not count.
+        White space at the edges of blocks, the order of keys, and `1` for `1.0` make no difference.
         """
         return equal_blocks(self.thoughts, other.thoughts) and self.same_except_thinking(other)
 
     def same_except_thinking(self, other: ReplyContent) -> bool:
-        """True if text and calls are equal."""
+        """Return whether text and calls are equal; thinking is ignored."""
         return (
             equal_blocks(self.texts, other.texts)
             and len(self.calls) == len(other.calls)
@@ -99,7 +101,7 @@ class ReplyContent:
 
     @property
     def strings(self) -> tuple[str, ...]:
-        """Texts, thoughts, and each call as JSON."""
+        """All strings of the reply: texts, thoughts, and each call as JSON."""
         calls = (json.dumps(call, ensure_ascii=False) for call in self.calls)
         return (*self.texts, *self.thoughts, *calls)
 
@@ -122,10 +124,12 @@ _MOST_REJECTED = 32
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
-    """Identifies a prompt to find the replies to it.
+    """Key of a prompt, to find the replies to it.
 
-    `digest`, `length` and `tail` are of its rendered text without splices. `history` is the digest
-    of its messages, or empty where replies are not looked up by it.
+    `digest`, `length` and `tail`: digest, number of characters, and last characters of its rendered
+    text without splices. `history`: digest of its messages, or empty if replies are not looked up
+    by
+    it.
     """
 
     digest: bytes
@@ -136,10 +140,11 @@ class PromptKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedReply:
-    """A reply as text and content.
+    """A reply as token ids, text and content.
 
-    `raw`: the text of `ids` with control tokens. `closing`: the text of the control token that
-    ended the reply, or empty. `key`: that of its row.
+    `raw`: text of `ids` with control tokens. `closing`: text of the control token that ended the
+    reply,
+    or empty. `key`: key of its row.
     """
 
     ids: Tokens
@@ -150,17 +155,17 @@ class DecodedReply:
 
     @property
     def text(self) -> str:
-        """Its text in one string; empty if it is blank."""
+        """Text of the reply in one string, its blocks joined."""
         return join_blocks(self.content.texts)
 
     @property
     def thinking(self) -> str:
-        """Its thinking in one string; empty if it is blank."""
+        """Thinking of the reply in one string, its blocks joined."""
         return join_blocks(self.content.thoughts)
 
     @property
     def calls(self) -> tuple[tuple[str, Any], ...]:
-        """Its calls, as (name, arguments)."""
+        """Tool calls of the reply, as (name, arguments)."""
         return self.content.calls
 
 
@@ -168,7 +173,7 @@ _COMPARED = tuple(one.name for one in fields(ReplyRow) if one.name != "ids")
 
 
 class GeneratedReply:
-    """One reply: its row in the database, and what decoding and comparing it found out."""
+    """One reply: its row in the database, and cached results of decoding and comparing it."""
 
     def __init__(self, row: ReplyRow):
         self.row = row
@@ -178,23 +183,23 @@ class GeneratedReply:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: the ids, and an estimate for the texts made of them."""
+        """Bytes of memory used: the ids, and an estimate for the texts made of them."""
         return self.row.ids.nbytes * 6 + _OVERHEAD
 
     def same(self, other: GeneratedReply) -> bool:
-        """True if both have the same ids, prompt and parsing options."""
+        """Return whether both replies have the same ids, prompt and parsing options."""
         same = all(getattr(self.row, name) == getattr(other.row, name) for name in _COMPARED)
         return same and np.array_equal(self.row.ids, other.row.ids)
 
     def decode_once(self, decode: Callable[[], DecodedReply | None]) -> DecodedReply | None:
-        """The result of `decode`, which is called the first time only."""
+        """Return the result of `decode`, which is called only the first time."""
         if self._decoded is None:
             self._decoded = (decode(),)
         return self._decoded[0]
 
     @property
     def fit(self) -> Any:
-        """The value given to `set_fit`, or None."""
+        """Value given to `set_fit`, or None."""
         return self._fit
 
     def set_fit(self, fit: Any) -> None:
@@ -202,7 +207,7 @@ class GeneratedReply:
         self._fit = fit
 
     def is_rejected(self, text: int) -> bool:
-        """True for the hash of a text that was rejected lately."""
+        """Return whether the text with this hash was rejected recently."""
         return text in self._rejected
 
     def reject(self, text: int) -> None:
@@ -211,9 +216,10 @@ class GeneratedReply:
 
 
 class ReplyReader:
-    """Decodes replies and parses their content. Safe in any thread.
+    """Decodes replies and parses their content. Thread-safe.
 
-    `image_token`: an id that stands for a part of an image; a reply with it is not usable.
+    `image_token`: token id that stands for part of an image; a reply that contains it cannot be
+    replayed.
     """
 
     def __init__(
@@ -230,17 +236,20 @@ class ReplyReader:
         self._inner = self._thinking.union(tool_marks(tokenizer))
 
     def find_thinking_marks(self, text: str) -> list[str]:
-        """The marks in a text that open or close thinking, in order."""
+        """Return the marks in a text that open or close thinking, in order."""
         return [m.group() for m in self.finder.find_all(text) if m.group() in self._thinking]
 
     def decode(self, reply: GeneratedReply, tools: Tools) -> DecodedReply | None:
-        """Decode a reply to a conversation with `tools`; None where it cannot be replayed."""
+        """Decode a reply to a conversation with `tools`; return None if it cannot be replayed."""
         return reply.decode_once(lambda: self._decode_reply(reply, tools))
 
     def read_content(
         self, ids: Sequence[int], reply: GeneratedReply, tools: Tools
     ) -> ReplyContent | None:
-        """Parse ids as `reply` was parsed; None where arguments of a call are not JSON."""
+        """Parse `ids` with the options with which `reply` was parsed.
+
+        Returns None if the arguments of a call are not JSON.
+        """
         try:
             return ReplyContent.of_pieces(
                 self._read(
@@ -270,10 +279,11 @@ class ReplyReader:
         return DecodedReply(ids, raw, content, closing, reply.row.key)
 
     def _ids_before_stop(self, reply: ReplyRow) -> Tokens | None:
-        """The ids before the stop string; None where they cannot be told apart.
+        """Return the ids before the stop string; None if they cannot be separated.
 
-        Where one token holds text before the stop string and a part of it, other tokens are
-        written for that text.
+        If one token contains text before the stop string and part of the stop string, other tokens
+        are used
+        for that text.
         """
         if not reply.stopped:
             return reply.ids
@@ -286,21 +296,24 @@ class ReplyReader:
         return None
 
     def _append_text(self, ids: Tokens, text: str, rest: str) -> Tokens | None:
-        """The ids followed by those of `rest`, if together they decode to `text`."""
+        """Append the ids of text `rest` to `ids`.
+
+        Returns None if the result does not decode to `text`.
+        """
         if rest:
             ids = np.concatenate((ids, self._encode(rest, add_special_tokens=False)))
         return ids if self._text(ids) == text else None
 
     def _text(self, ids: Tokens) -> str:
-        """The text of ids, with special tokens and every blank."""
+        """Return the text of ids, with special tokens and all white space."""
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._decode(ids.tolist(), **options))
 
 
 class Replies:
-    """Recent replies by prompt, bounded in bytes, least recently used first out.
+    """Recent replies by prompt, limited in bytes; the least recently used are dropped first.
 
-    Safe in any thread; no method waits for a disk.
+    Thread-safe; no method waits for a disk.
     """
 
     def __init__(self, limit: int = LIMIT_BYTES):
@@ -310,7 +323,7 @@ class Replies:
         self._keys: tuple[tuple[int, str], ...] | None = ()
 
     def add(self, reply: GeneratedReply) -> None:
-        """Remember a reply beside the others to the same prompt."""
+        """Remember a reply, together with other replies to the same prompt."""
         with self._lock:
             others = self._held.peek(reply.row.digest) or ()
             same = [o for o in others if o.same(reply)]
@@ -328,7 +341,7 @@ class Replies:
             self._keys = None
 
     def learn(self, rows: Iterable[ReplyRow]) -> None:
-        """Add replies that an earlier run or another server wrote, oldest first."""
+        """Add replies that an earlier run or another server stored, oldest first."""
         for row in rows:
             self.add(GeneratedReply(row))
 
@@ -341,17 +354,18 @@ class Replies:
             self._by_history.pop(history, None)
 
     def find(self, digest: bytes) -> tuple[GeneratedReply, ...]:
-        """The replies to a prompt by its digest, newest last. Counts as a use."""
+        """Return the replies to a prompt by its digest, newest last. Counts as a use."""
         return self._held.get(digest) or ()
 
     def find_by_history(self, history: bytes) -> tuple[GeneratedReply, ...]:
-        """The replies to a conversation by the digest of its messages, newest last."""
+        """Return the replies to a conversation by the digest of its messages, newest last."""
         return self._by_history.get(history, ())
 
     def prompt_lengths(self, text: str) -> Iterator[int]:
-        """The lengths of known prompts that may be a prefix of a text, ascending.
+        """Yield the lengths, in characters, of known prompts that may be a prefix of a text.
 
-        Only length and tail are compared: the caller compares digests.
+        They are ascending. Only length and last characters are compared; the caller compares
+        digests.
         """
         with self._lock:
             if self._keys is None:
@@ -366,7 +380,7 @@ class Replies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the replies hold."""
+        """Bytes of memory used by the replies."""
         return self._held.total
 
 
@@ -377,7 +391,11 @@ def _nbytes(replies: tuple[GeneratedReply, ...]) -> int:
 def make_reply(
     prompt: Prompt, ids: Sequence[int], *, calls: bool, stopped: str | None
 ) -> GeneratedReply | None:
-    """The reply to a prompt; None for an empty one, or a prompt of no conversation."""
+    """Return the reply to a prompt in the form kept for replay.
+
+    `calls`: the reply was parsed for tool calls. `stopped`: the stop string that ended it, or None.
+    Returns None for an empty reply, or if the prompt was not rendered from a conversation.
+    """
     key = getattr(prompt.source, "key", None)
     if key is None or not len(ids):
         return None

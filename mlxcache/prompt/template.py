@@ -1,4 +1,4 @@
-"""Run a model's chat template."""
+"""The chat template of a model, and the errors of running it."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ RENDER_SECONDS = 30.0
 
 
 class Template:
-    """The chat template of a tokenizer, or a plain form of role names and text without one.
+    """The chat template of a tokenizer; without one, role names and text are rendered.
 
-    `exists` is False without one. `source` is its Jinja source where known.
+    `exists`: whether the tokenizer has a template. `source`: its Jinja source if known, else None.
     """
 
     def __init__(self, tokenizer: ChatTokenizer):
@@ -64,8 +64,9 @@ class Template:
     ) -> str:
         """Render a conversation, with or without the generation prompt.
 
-        Raises BadRequest with the template's message where it refuses the conversation, and
-        GenerationFailed where it fails or takes longer than `RENDER_SECONDS`.
+        Raises BadRequest with the template's message if it refuses the conversation, and
+        GenerationFailed
+        if it fails or takes longer than `RENDER_SECONDS`.
         """
         if not self.exists:
             return render_plain(messages, self._start(), generation=generation)
@@ -102,7 +103,7 @@ class Template:
 
 
 def check_arguments(template: Template, args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments that make the template fail."""
+    """Raise ConfigError for template arguments that make the template fail."""
     if not template.exists:
         log.warning("the model has no chat template: conversations are rendered as plain text")
     own = RESERVED & args.keys()
@@ -120,12 +121,17 @@ def check_arguments(template: Template, args: Mapping[str, Any]) -> None:
 
 
 def too_deep() -> BadRequest:
-    """The error for a value nested deeper than Python's recursion limit."""
+    """Return the error for a value nested deeper than Python's recursion limit."""
     return BadRequest("a value is nested too deeply", param="messages")
 
 
 def render_plain(messages: Sequence[Message], start: str, *, generation: bool) -> str:
-    """Render without a chat template: each role's name, a colon, and the text."""
+    """Render without a chat template: the name of each role, a colon, and the text.
+
+    `start`: text at the start, such as the token that begins a sequence. `generation`: append the
+    name
+    of the assistant's role.
+    """
     parts = [start]
     parts += [f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages]
     return "".join(parts) + ("Assistant:" if generation else "")

@@ -1,6 +1,6 @@
-"""Limit the run time of Python code: chat templates are programs that come with a model.
+"""Time limit for Python code, used because chat templates are programs that come with a model.
 
-A thread cannot be killed, but Python can be made to raise an exception in it:
+A thread cannot be killed, but Python can raise an exception in it:
 https://docs.python.org/3/c-api/threads.html#c.PyThreadState_SetAsyncExc.
 """
 
@@ -17,11 +17,14 @@ T = TypeVar("T")
 
 
 class _Overdue(BaseException):
-    """Not an Exception, so that no `except Exception` in a template's filters catches it."""
+    """Raised in a thread whose time limit has passed.
+
+    It is not an Exception, so that no `except Exception` in a template's filters catches it.
+    """
 
 
 class _Watch:
-    """One thread that interrupts overdue calls; it sleeps until the next one may be due."""
+    """A thread that interrupts overdue calls; it sleeps until the next one may be due."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +34,7 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> object:
-        """Interrupt the calling thread in `seconds`, unless `end` is called with the result."""
+        """Interrupt the calling thread after `seconds`, unless `end` is called with the result."""
         mark, deadline = object(), time.monotonic() + seconds
         with self._lock:
             self._due[mark] = deadline, threading.get_ident()
@@ -45,7 +48,7 @@ class _Watch:
         return mark
 
     def end(self, mark: object) -> None:
-        """Cancel an interruption. It may still happen during this call, never after it."""
+        """Cancel an interruption. It may still happen during this call, but not after it."""
         with self._lock:
             self._due.pop(mark, None)
 
@@ -72,7 +75,7 @@ _watch = _Watch()
 def run_limited(work: Callable[[], T], seconds: float) -> T:
     """Run `work` and return its result. Raises TimeoutError after `seconds`.
 
-    Only Python code is interrupted: a single long call into C is not.
+    Only Python code is interrupted, not a single long call into C.
     """
     try:
         mark = _watch.begin(seconds)

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 
 class ChatTokenizer(Protocol):
-    """A tokenizer with a chat template: mlx-lm's wrapper of one of transformers.
+    """Interface of a tokenizer with a chat template, such as mlx-lm's wrapper.
 
-    `_tokenizer` is the transformers tokenizer. Its `backend_tokenizer`, if any, is the Rust
+    `_tokenizer`: the wrapped transformers tokenizer. Its `backend_tokenizer`, if any, is the Rust
     `tokenizers.Tokenizer` that does the work and may be called from many threads.
     """
 
@@ -43,7 +43,10 @@ class Added:
 
 
 def added_tokens(tokenizer: ChatTokenizer) -> tuple[Added, ...]:
-    """The added tokens, ascending by id; without a Rust backend as transformers lists them."""
+    """Return the added tokens, ascending by id.
+
+    Without a Rust tokenizer they are those that transformers lists.
+    """
     backend = backend_of(tokenizer)
     if backend is None:
         known = set(getattr(tokenizer._tokenizer, "all_special_tokens", ()))
@@ -61,7 +64,10 @@ def added_tokens(tokenizer: ChatTokenizer) -> tuple[Added, ...]:
 
 
 def backend_of(tokenizer: ChatTokenizer) -> Any:
-    """The Rust `tokenizers.Tokenizer`; None where there is none or a class overrides `encode`."""
+    """Return the Rust `tokenizers.Tokenizer` of a tokenizer.
+
+    Returns None if there is none, or if a class of the tokenizer overrides `encode`.
+    """
     inner = tokenizer._tokenizer
     for kind in type(inner).__mro__:
         if "encode" in vars(kind) and not kind.__module__.startswith("transformers.tokenization"):
@@ -76,11 +82,13 @@ _RESERVED = re.compile(r"<(unused|reserved|extra_id)[_-]?\S*>|\[(unused|reserved
 def control_tokens(
     added: Iterable[Added], source: str | None, markers: Collection[str]
 ) -> tuple[Added, ...]:
-    """The added tokens that control the model, which a message's text must never become.
+    """Return the added tokens that control the model, which message text must never become.
 
     These are special tokens, tokens in the chat template `source`, the `markers` (of thinking and
-    tool calls), and tokens shaped like `<|name|>` or `<unused7>`. The others, such as runs of
-    blanks or HTML tags that some vocabularies hold as one token, are ordinary text.
+    tool
+    calls), and tokens of a form like `<|name|>` or `<unused7>`. The others, such as runs of white
+    space
+    or HTML tags that some vocabularies contain as one token, are ordinary text.
     """
 
     def steers(token: Added) -> bool:
@@ -98,18 +106,18 @@ def control_tokens(
 
 
 def thinking_marks(tokenizer: ChatTokenizer) -> list[str]:
-    """The texts that open and close thinking; empty where the model has none."""
+    """Return the texts that open and close thinking; empty if the model has none."""
     return [mark for mark in (tokenizer.think_start, tokenizer.think_end) if mark]
 
 
 def tool_marks(tokenizer: ChatTokenizer) -> list[str]:
-    """The texts that open and close tool calls; empty where the model has none."""
+    """Return the texts that open and close tool calls; empty if the model has none."""
     names = ("tool_call_start", "tool_call_end")
     return [mark for name in names if isinstance(mark := getattr(tokenizer, name, None), str)]
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that matches the leftmost of `texts`, and the longest of those that start there.
+    """Return a pattern that matches the leftmost of `texts`, the longest of those that start there.
 
     Built as a trie, so that thousands of texts cost no more per character than a few.
     """

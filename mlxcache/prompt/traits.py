@@ -34,15 +34,18 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The features that a chat template renders completely and in place; `adapt` rewrites others.
+    """Features that a chat template renders completely and in place; `adapt` rewrites others.
 
     `system`: a system message at the start. `system_anywhere`: also between and after turns.
-    `developer`: that role, by name. `alternates`: two user or two assistant messages in a row
-    are refused. `tools`, `tool_calls`, `tool_role`: descriptions, calls and results of tools.
-    `user_after_tool`: a user message may follow a result. `string_arguments`: a call's
-    arguments are JSON text. `calls_at_once`: several calls in a message. `text_with_calls`:
-    text beside calls. `absent_content`: a message of calls alone must have no content.
-    `short_ids`: call ids have nine letters or digits.
+    `developer`: messages of the role `developer`. `alternates`: two user or two assistant messages
+    in a
+    row are refused. `tools`, `tool_calls`, `tool_role`: descriptions, calls and results of tools.
+    `user_after_tool`: a user message may follow a result. `string_arguments`: a call's arguments
+    are
+    JSON text. `calls_at_once`: several calls in a message. `text_with_calls`: text beside calls.
+    `absent_content`: a message with only calls must have no content. `short_ids`: call ids have
+    nine
+    letters or digits.
     """
 
     system: bool = True
@@ -61,7 +64,10 @@ class Traits:
 
 
 def probe(template: Template, args: Mapping[str, Any]) -> Traits:
-    """Find the traits of a template. Raises nothing."""
+    """Detect the traits of a template. Never raises.
+
+    `args`: template arguments to render with.
+    """
     if not template.exists:
         return Traits()
     look = _Probe(template, args)
@@ -91,7 +97,10 @@ def probe(template: Template, args: Mapping[str, Any]) -> Traits:
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """One way to write an assistant's calls."""
+    """One way to write an assistant's tool calls in a message.
+
+    `string`: arguments as JSON text. `absent`: no content. `short`: ids of nine characters.
+    """
 
     string: bool = False
     absent: bool = False
@@ -119,7 +128,7 @@ class _Calls:
 
 
 class _Probe:
-    """Renders probe conversations; where the template refuses one, the text is empty."""
+    """Renders test conversations; the text is empty if the template refuses one."""
 
     def __init__(self, template: Template, args: Mapping[str, Any]):
         self._template, self._args = template, args
@@ -133,7 +142,7 @@ class _Probe:
             return ""
 
     def shows(self, messages: Sequence[Message], *words: str) -> bool:
-        """True if the words are rendered, in this order."""
+        """Return whether the template renders the given words, in this order."""
         text, at = self.text(messages), 0
         for word in words:
             at = text.find(word, at) + len(word)
@@ -142,7 +151,10 @@ class _Probe:
         return True
 
     def shows_tool(self) -> bool:
-        """True if a tool's name and parameter are rendered beside the conversation."""
+        """Return whether the template renders a tool's name and parameter.
+
+        The conversation must be rendered beside them.
+        """
         texts = (
             self.text(messages, tools=True)
             for messages in ([_m("user", U)], [_m("system", S), _m("user", U)])
@@ -180,7 +192,10 @@ def _alternates(look: _Probe) -> bool:
 
 
 def _probe_calls(look: _Probe) -> _Calls | None:
-    """The first way of writing a call that is rendered as JSON-like text, not as Python's repr."""
+    """Return the first way of writing a call that the template renders as JSON-like text.
+
+    Python's repr of the arguments does not count. Returns None if there is no such way.
+    """
     for short, absent, string in product((False, True), repeat=3):
         calls = _Calls(string=string, absent=absent, short=short)
         messages = [_m("user", U), calls.message(), calls.result(R)]

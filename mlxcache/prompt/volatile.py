@@ -1,8 +1,8 @@
 """Patterns of machine-made text that changes between requests: dates, ids, counters, git status.
 
 `ANNOUNCED` patterns include the words around a value, so that a version number, a constant or a
-commit in a text does not match. `VALUES` are bare values, used only where two requests are known to
-differ.
+commit in a text does not match. `VALUES` are patterns of bare values, used only where two requests
+are known to differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OWNERS = r"(?:session|request|conversation|thread|trace|span|run|turn|message|c
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A pattern and the cause of loss when a matching text changes.
+    """A pattern of changing text, and the cause of a prefix loss when such a text changes.
 
     The pattern's group `value` is the part that changes.
     """
@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One match in a text: characters `start` to `end`."""
+    """One match of a pattern in a text: characters [start, end), and the pattern's cause."""
 
     cause: str
     start: int
@@ -153,7 +153,7 @@ VALUES: tuple[Shape, ...] = (
 
 
 def find_announced(text: str) -> Iterator[Found]:
-    """The matches of `ANNOUNCED` in a text, in order, without overlaps."""
+    """Yield the matches of `ANNOUNCED` in a text, in order, without overlaps."""
     found = sorted(_all(ANNOUNCED, text), key=lambda one: (one.start, -one.end))
     end = 0
     for one in found:
@@ -163,7 +163,7 @@ def find_announced(text: str) -> Iterator[Found]:
 
 
 def causes_touching(shapes: tuple[Shape, ...], text: str, start: int, end: int) -> list[str]:
-    """The causes of the shapes with a match that touches a range of characters."""
+    """Return the causes of the patterns with a match that touches characters [start, end)."""
     return [
         one.cause
         for one in _all(shapes, text)

@@ -1,5 +1,6 @@
-"""Conversations that are remembered: the book, its writer, and sessions as files.
+"""Sessions of a running server: lists and changes, recorded turns, files, and the tree view.
 
-Stands below the engine: it is given callables for what needs a model or a scheduler, and knows
-neither tasks nor HTTP. KV bytes are `mlxcache.cache`'s, files and rows `mlxcache.store`'s.
+This package is below the engine: callables that need a model or the scheduler are passed to it, and
+it depends on neither tasks nor HTTP. Cached KV belongs to `mlxcache.cache`, files and database rows
+to `mlxcache.store`.
 """

@@ -1,4 +1,4 @@
-"""The session book: sessions listed, patched, forked and deleted, measured in both tiers."""
+"""The session book: list, rename, pin, fork and delete sessions, and measure their size."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ SETTLE_S = 10.0
 
 
 class SessionBook:
-    """The sessions of one engine. Use on the event loop, except `add_turn`, `session_of`,
-    `shared_with_sessions` and `close`.
+    """The sessions of one engine.
 
-    `files`: sessions as files. `decode`: token ids to text. The other arguments: `submit` queues a
-    request; `prompt_caches` reads mlx-lm's files; `before_removal` is called on the MLX thread
-    before KV is removed; `incoming` is a folder for files that are being received; `learn`: see
-    `ReplyFeed`. An answer includes the turns that were added before, unless writing them takes
-    long.
+    Use on the event loop; `add_turn`, `session_of`, `shared_with_sessions` and `close` may be called
+    on any thread.
+    `files`: import and export of sessions. `decode`: converts token ids to text. `submit` queues a
+    request. `prompt_caches` reads mlx-lm's prompt cache files. `before_removal` is called on the
+    MLX
+    thread before KV is removed. `incoming`: folder for files that are being received. `learn`: see
+    `ReplyFeed`. Results include the turns added before, unless writing those takes long.
     """
 
     def __init__(
@@ -89,19 +90,24 @@ class SessionBook:
             self._replies.start()
 
     async def refresh_replies(self) -> None:
-        """Pass on replies that other servers wrote since. Waits a few milliseconds at most."""
+        """Load the replies that other servers have written since the last call.
+
+        Waits a few milliseconds at most.
+        """
         if self._replies is not None and not self._closed:
             await self._replies.refresh()
 
     @property
     def count(self) -> int:
-        """Number of sessions, as of the last write."""
+        """Number of sessions after the last write of this server."""
         return self._writer.count
 
     def add_turn(self, job: Job, ids: Tokens, reply: ReplyRow | None, gain: Gain) -> None:
         """Write a finished request as a turn of its session. Any thread; returns at once.
 
-        `ids`: its prompt and reply as far as they are cached, shape (n,).
+        `ids`: token ids of its prompt and reply as far as they are cached, shape (n,). `reply`: its
+        reply
+        in the form kept for replay, or None. `gain`: its figures.
         """
         self._writer.add_turn(job, ids, time.time(), reply, gain)
 
@@ -120,9 +126,10 @@ class SessionBook:
         await self._writer.written()
 
     def shared_with_sessions(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
-        """Compare `ids` with each leaf of the label's sessions.
+        """Compare `ids` with each leaf of the sessions that have a label.
 
-        Returns for each leaf: True if it is of this model, and the number of leading tokens shared.
+        Returns for each leaf whether it belongs to this model, and the number of leading tokens
+        shared.
         Any thread; blocks. Raises StoreError.
         """
         return [
@@ -135,25 +142,27 @@ class SessionBook:
     # -- asking ------------------------------------------------------------------------------
 
     async def list(self, limit: int | None = None) -> Sequence[Listed]:
-        """The owner's sessions, last used first, those of other models in the same folder included.
+        """Return at most `limit` sessions of the current API key, most recently used first.
 
-        Raises StoreError.
+        Sessions of other models in the same folder are included. Raises StoreError.
         """
         return await self._measured(lambda: self._sessions.all(limit, OWNER.get()))
 
     async def get(self, id: str) -> Listed:
-        """One session. Raises NotFound and StoreError."""
+        """Return one session of the current API key. Raises NotFound and StoreError."""
         return (await self._measured(lambda: [self._sessions.get(id, OWNER.get())]))[0]
 
     async def rows(self, limit: int | None = None) -> Sequence[Session]:
-        """The owner's sessions, last used first, without their sizes in RAM and on disk.
+        """Return at most `limit` sessions without their sizes in RAM and on disk.
 
-        Does not wait for the MLX thread and reads no files of KV.
+        They are those of the current API key, most recently used first. Does not wait for the MLX
+        thread
+        and reads no files of KV.
         """
         return await self._writer.read(lambda: self._sessions.all(limit, OWNER.get()))
 
     async def _measured(self, find: Callable[[], Sequence[Session]]) -> Sequence[Listed]:
-        """The sessions that `find` returns, with their leaves and what each tier holds of them."""
+        """Return the sessions that `find` returns, with their leaves and sizes in both tiers."""
         table = self._sessions
 
         def from_table() -> list[tuple[Session, Sequence[Leaf], SessionFigures, Held]]:
@@ -190,9 +199,9 @@ class SessionBook:
     async def patch(
         self, id: str, *, name: str | None = None, pinned: bool | None = None
     ) -> Listed:
-        """Rename a session ("" removes the name), pin or unpin it.
+        """Rename, pin or unpin a session; None leaves a field unchanged.
 
-        Raises NotFound and StoreError.
+        A `name` of "" removes the session's name. Raises NotFound and StoreError.
         """
         change = partial(self._sessions.update, id, name=name, pinned=pinned, owner=OWNER.get())
         await self._writer.run(change)
@@ -201,7 +210,7 @@ class SessionBook:
         return await self.get(id)
 
     async def fork(self, id: str, *, name: str | None = None, tokens: int | None = None) -> Listed:
-        """A new session with the main leaf of `id`, or its first `tokens`.
+        """Make a new session from the main leaf of session `id`, or from its first `tokens` tokens.
 
         Raises NotFound, StoreError, and BadRequest if the leaf is shorter.
         """
@@ -215,7 +224,7 @@ class SessionBook:
         return await self.get(made)
 
     async def delete(self, id: str) -> None:
-        """Remove a session, and its KV from both tiers, except what other sessions need.
+        """Remove a session, and its KV from both tiers except what other sessions need.
 
         Raises NotFound and StoreError.
         """
@@ -228,7 +237,7 @@ class SessionBook:
             await self._forget(session.namespace, leaf)
 
     async def _forget(self, namespace: str, leaf: Leaf) -> None:
-        """Remove from both tiers what only `leaf` needed."""
+        """Remove the KV of `leaf` that no other leaf needs, from both tiers."""
         ids = leaf.ids
         others = await self._writer.read(lambda: self._sessions.sharing(namespace, ids))
         needed = max(others.values(), default=0)
@@ -239,10 +248,13 @@ class SessionBook:
             await self._writer.run(lambda: seen.remove_unshared(self._sessions, ids))
 
     async def clear(self, *, pinned: bool = False) -> dict[str, int]:
-        """Empty both tiers and remove the sessions, pinned ones only if `pinned`.
+        """Clear both tiers and remove all sessions, pinned ones only if `pinned`.
 
-        What requests use stays until it is evicted. Returns the `sessions` removed and the
-        `freed_bytes` of the disk. An owner clears its own alone. Raises StoreError.
+        KV in use by requests stays until it is evicted. If the server has API keys, only the
+        sessions of
+        the current key are removed. Returns the number of `sessions` removed, and the `freed_bytes`
+        on
+        disk. Raises StoreError.
         """
         if OWNER.get() is not None:
             return await self._clear_own(pinned)
@@ -264,8 +276,7 @@ class SessionBook:
         return {"sessions": len(gone), "freed_bytes": max(0, before - after)}
 
     async def prune(self, limit: int | None = None) -> int:
-        """Remove damaged files, and evict what exceeds `limit` bytes on disk; returns the bytes
-        freed.
+        """Remove damaged files, evict files down to `limit` bytes, and return the bytes freed.
 
         Reads every file. Raises StoreError.
         """
@@ -275,9 +286,9 @@ class SessionBook:
             return await asyncio.to_thread(store.prune, limit)
 
     async def check(self) -> Sequence[Problem]:
-        """List the problems of the files on disk. Reads every file completely.
+        """Return the problems of the files on disk. Reads every file completely.
 
-        Calls run one after another. Raises StoreError.
+        Concurrent calls run one after another. Raises StoreError.
         """
         if (store := self.store) is None:
             return ()
@@ -285,18 +296,18 @@ class SessionBook:
             return await asyncio.to_thread(store.check)
 
     async def info(self, id: str) -> SessionInfo:
-        """A session in the form that snapshots carry. Raises NotFound and StoreError."""
+        """Return a session as a snapshot stores it. Raises NotFound and StoreError."""
         return await self._writer.read(lambda: self._sessions.info(id, OWNER.get()))
 
     async def adopt(self, info: SessionInfo, name: str | None) -> Listed:
-        """Add a session that came in a file. Raises StoreError."""
+        """Add a session that was read from a file. Raises StoreError."""
         size, writer = sum(len(leaf.ids) for leaf in info.leaves), self._writer
         enter = partial(self._sessions.adopt, info, time.time(), name, OWNER.get())
         made = await writer.run(lambda: writer.with_room(size, enter))
         return await self.get(made)
 
     async def settled(self) -> bool:
-        """Wait until no write to disk is pending; False if that takes longer than `SETTLE_S`."""
+        """Wait until no write to disk is pending; return False after `SETTLE_S` seconds."""
         deadline = time.monotonic() + SETTLE_S
         while await self._thread.ask(lambda: self._kv.writing):
             if time.monotonic() > deadline:
@@ -305,7 +316,7 @@ class SessionBook:
         return True
 
     def close(self) -> None:
-        """Write the turns that were added, for a bounded time, and end. Any thread; blocks."""
+        """Write the turns added before, for a limited time, and stop. Any thread; blocks."""
         self._closed = True
         if self._replies is not None:
             self._replies.close()

@@ -1,4 +1,4 @@
-"""Sessions as files, in and out: snapshots, and mlx-lm's prompt caches."""
+"""Import and export of sessions as files: snapshots, and mlx-lm's prompt caches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INCOMING = re.compile(r"restore-(\d+)-.*")
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove files that servers were receiving when they were killed."""
+    """Remove files that servers were still receiving when they were killed."""
     for path in folder.glob("restore-*"):
         match = INCOMING.fullmatch(path.name)
         if match and not is_running(int(match[1])):
@@ -43,10 +43,11 @@ def remove_stale(folder: Path) -> None:
 
 
 class SessionFiles:
-    """Exports sessions to files, and imports them. Use on the event loop.
+    """Exports sessions to files and imports them. Use on the event loop.
 
     `info(id)` returns a session, `adopt(info, name)` adds one to the table, and `settled()` waits
-    for pending writes to disk; see `SessionBook`. `store` None: there is no disk tier.
+    for
+    pending writes to disk; see `SessionBook`. `store` is None if there is no disk tier.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class SessionFiles:
         self._incoming = incoming
 
     async def snapshot(self, id: str) -> SnapshotExport:
-        """A snapshot of a session; iterate it on another thread, as reading files blocks.
+        """Return a snapshot of a session; iterate it on another thread, because it reads files.
 
         Raises NotFound, StoreError, and Unsupported without a disk tier.
         """
@@ -86,10 +87,11 @@ class SessionFiles:
         return await asyncio.to_thread(SnapshotExport, seen, info, OWNER.get())
 
     async def prompt_cache(self, id: str) -> PromptCacheExport:
-        """The main leaf of a session as a file for mlx-lm's tools; computes what RAM lacks of it.
+        """Export the main leaf of a session as a prompt cache file for mlx-lm's tools.
 
-        Raises NotFound, Busy, Unsupported for a session of another model or with images, and what
-        `Engine.submit` raises.
+        Computes the KV that is not in RAM. Raises NotFound, Busy, Unsupported for a session of
+        another
+        model or with images, and what `Engine.submit` raises.
         """
         info = await self._info(id)
         if info.namespace != self._model.namespace:
@@ -102,7 +104,10 @@ class SessionFiles:
         )
 
     def incoming(self, nbytes: int) -> Path:
-        """A folder for a file of `nbytes` to `restore`. Raises DiskFull without room for it."""
+        """Return the folder to write a file of `nbytes` bytes to, for `restore`.
+
+        Raises DiskFull if the disk has no room for it.
+        """
         with store_errors(self._incoming):
             make_folder(self._incoming)
             if shutil.disk_usage(self._incoming).free < nbytes + FREE_FLOOR:
@@ -112,11 +117,14 @@ class SessionFiles:
     async def restore(
         self, path: Path, name: str | None = None, prompt: str | None = None
     ) -> Listed:
-        """Import the snapshot at `path`, or a prompt cache of mlx-lm's that was made of `prompt`.
+        """Import the file at `path`: a snapshot, or a prompt cache of mlx-lm.
 
-        Computes what cannot be used of a prompt cache. Raises SnapshotRefused, BadRequest,
-        StoreError; for snapshots Unsupported without a disk tier, for prompt caches what
-        `Engine.submit` raises.
+        `name`: name of the new session. `prompt`: text or token ids of which the prompt cache was
+        made, if
+        the file has no tokens. KV of a prompt cache that cannot be used is computed. Raises
+        SnapshotRefused, BadRequest and StoreError; for a snapshot Unsupported without a disk tier;
+        for a
+        prompt cache what `Engine.submit` raises.
         """
         owner = OWNER.get()
         try:

@@ -1,6 +1,6 @@
-"""The session writer: writes finished requests as turns to the sessions table, in order.
+"""The session writer: writes finished requests as turns to the table of sessions, in order.
 
-One thread does all of it; "writer's thread" below means that one.
+A single thread does all the writing; the documentation calls it the writer's thread.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ ROW_BYTES, SPARE_BYTES = 8, 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model that sessions belong to: name, namespace, KV per token, vocabulary.
+    """The served model, to which sessions belong.
 
-    `path`: the value of `--model` for mlx-lm's tools.
+    `path`: value of `--model`, for mlx-lm's tools. `spec`: dtype and shape per token of each KV
+    tensor.
+    `vocab_size`: number of token ids.
     """
 
     name: str
@@ -73,7 +75,7 @@ class Served:
 class SessionWriter:
     """The one thread that writes the table of sessions; its actions run in order.
 
-    `count`: sessions in the table, as of the last write of this process. Ends with `close`.
+    `count`: number of sessions after this process's last write. `close` ends the thread.
     """
 
     def __init__(self, sessions: Sessions, model: Served, store: Store | None):
@@ -100,10 +102,11 @@ class SessionWriter:
         reply: ReplyRow | None = None,
         gain: Gain | None = None,
     ) -> None:
-        """Write a finished request as a turn. Any thread; returns at once.
+        """Write a finished request as a turn of its session. Any thread; returns at once.
 
-        `ids`: its prompt and reply, shape (n,). `at`: seconds since 1970. Where the table cannot be
-        written it is tried again later, as long as the server runs.
+        `ids`: token ids of its prompt and reply, shape (n,). `at`: seconds since 1970. If the table
+        cannot
+        be written, the turn is tried again later, as long as the server runs.
         """
         prompt = job.prompt
         marks, length = prompt.marks, len(prompt.ids)
@@ -154,9 +157,9 @@ class SessionWriter:
                 self._counted.notify_all()
 
     def _write_with_late(self, *turns: tuple[str, Turn]) -> None:
-        """Write, in order, the turns that could not be written before, and `turns`.
+        """Write, in order, the turns that could not be written before, then `turns`.
 
-        Each comes with the id of its request. Raises StoreError.
+        Each turn comes with the id of its request. Raises StoreError.
         """
         self._late.extend(turns)
         while self._late:
@@ -177,7 +180,7 @@ class SessionWriter:
         self._write_with_late()
 
     def _later(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
-        """Submit `action` to the writer's thread after `seconds`."""
+        """Submit `action` to the writer's thread after `seconds`; return the timer."""
         timer = threading.Timer(seconds, lambda: self._submit(action))
         timer.daemon = True
         timer.start()
@@ -198,15 +201,17 @@ class SessionWriter:
     def pin(self, id: str, *, pinned: bool) -> None:
         """Pin the files of a session, so that they are evicted last, or unpin them.
 
-        On the writer's thread.
+        Call on the writer's thread.
         """
         if self._store is not None:
             self._store.pin_session(self._sessions, id, pinned=pinned)
 
     def with_room(self, tokens: int, action: Callable[[], T]) -> T:
-        """Run `action` once the disk has room for rows of `tokens` tokens; return its result.
+        """Make room on disk for `tokens` token ids in the table, then run `action`.
 
-        On the writer's thread. Raises DiskFull if no room can be made for them.
+        Both are one transaction. Returns the result of `action`. Call on the writer's thread.
+        Raises
+        DiskFull if no room can be made.
         """
         if self._store is None:
             return action()
@@ -217,8 +222,9 @@ class SessionWriter:
     async def run(self, action: Callable[[], T]) -> T:
         """Run `action` on the writer's thread after the turns added before; return its result.
 
-        Raises what it raises; Busy, with nothing done, where it cannot begin or the table is locked
-        for `WRITE_WAIT_S`; NotReady once the writer is closed.
+        Raises what `action` raises. Raises Busy, with nothing done, if it cannot begin or the table
+        is
+        locked for `WRITE_WAIT_S` seconds, and NotReady once the writer is closed.
         """
         self._check_open()
         deadline = time.monotonic() + WRITE_WAIT_S
@@ -245,11 +251,11 @@ class SessionWriter:
             log.debug("sessions not counted: %s", error)
 
     async def read(self, action: Callable[[], T]) -> T:
-        """Run `action`, which only reads and so does not wait for a locked table; return its
-        result.
+        """Run `action`, which only reads, in a worker thread; return its result.
 
-        Waits for the turns added before, for at most `READ_WAIT_S`. Raises what it raises, and
-        NotReady once the writer is closed.
+        Waits at most `READ_WAIT_S` seconds for the turns added before. Unlike `run`, it does not
+        wait for a
+        locked table. Raises what `action` raises, and NotReady once the writer is closed.
         """
         await self.written()
         return await asyncio.to_thread(action)
@@ -269,8 +275,9 @@ class SessionWriter:
             raise NotReady("The server is stopping.", retry_after=5.0)
 
     def close(self, seconds: float = CLOSE_S) -> int:
-        """Write the turns added so far, for at most `seconds`, and end; returns the number not
-        written.
+        """Write the turns added so far, for at most `seconds`, and end the thread.
+
+        Returns the number of turns and actions not done. Blocks.
         """
         self._closed = True
         for timer in (self._pin_timer, self._retry_timer):
@@ -285,7 +292,7 @@ class SessionWriter:
 
 
 def _nothing() -> None:
-    """The empty action of `read`: once it has run, earlier actions have too."""
+    """Do nothing: once this action of `read` has run, all earlier actions have run too."""
 
 
 def _busy() -> Busy:

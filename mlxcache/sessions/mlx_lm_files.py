@@ -1,4 +1,4 @@
-"""mlx-lm's prompt cache files, written from sessions and read as sessions."""
+"""Export and import of mlx-lm's prompt cache files."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ Submit = Callable[[Job], Awaitable[Any]]
 
 
 class PromptCacheExport:
-    """A prompt cache file being written: iterate once, on any thread but MLX's; `nbytes` in all.
+    """A prompt cache file of `nbytes` bytes; iterate once, on any thread except the MLX thread.
 
-    A lineage is leased until the iteration ends, or until the export is garbage collected.
+    A lineage stays leased until the iteration ends or the export is garbage collected.
     """
 
     def __init__(
         self, kv: KVCache, thread: MlxThread, ids: Tokens, model: str, owner: str | None = None
     ):
-        """Lease the lineage that holds `ids`, as the model is fed them, shape (n,).
+        """Lease the lineage that holds `ids`. Call on the MLX thread.
 
-        On the MLX thread.
-
-        Raises Busy where RAM does not hold all of them with their state.
+        `ids`: token ids as the model is fed them, shape (n,). `model`: path or name of the model,
+        for the
+        file. Raises Busy if there is no memory, or if RAM does not hold all of the tokens.
         """
         lease = kv.acquire(own_ids(np.append(ids, ids[-1:]), owner), 1)
         if lease is None:
@@ -80,8 +80,9 @@ class PromptCacheExport:
 class PromptCacheReader:
     """Reads mlx-lm's prompt cache files into the prefix tree.
 
-    `agrees(found, ids)` computes some of a file's KV again and compares, on the MLX thread;
-    `tokenise(text)` is mlx-lm's tokenisation of a prompt.
+    `agrees(found, ids)` computes part of a file's KV again on the MLX thread and returns whether it
+    is
+    the same. `tokenise(text)` tokenises a prompt as mlx-lm does.
     """
 
     def __init__(
@@ -95,14 +96,16 @@ class PromptCacheReader:
         self._tokenise = tokenise
 
     def read(self, path: Path, prompt: str | None, owner: str | None = None) -> Tokens:
-        """Read the file at `path`: return its token ids, shape (n,), and insert its KV if it
-        agrees.
+        """Read the file at `path`, insert its KV, and return its token ids, shape (n,).
 
-        It is inserted into the owner's prefix tree. `prompt`: the text, or JSON list of ids, that
-        the file was made of; not needed where the file has its tokens. KV that does not agree, or
-        for which there is no memory, is left out. On the MLX thread. Raises SnapshotRefused for a
-        file that is no prompt cache of such a model, BadRequest where there are no tokens or
-        unknown ones.
+        The KV is inserted into the prefix tree of `owner`. It is left out if it differs from what
+        the model
+        computes, or if there is no memory for it. `prompt`: the text, or a JSON list of token ids,
+        of which
+        the file was made; needed only if the file has no tokens. Call on the MLX thread. Raises
+        SnapshotRefused if the file is no prompt cache of such a model, and BadRequest if tokens are
+        missing
+        or unknown.
         """
         kv = self._kv
         vocabulary = kv.layout.vocab_size
@@ -142,7 +145,7 @@ class PromptCacheReader:
         return np.array(self._tokenise(prompt), np.int32)
 
     def _insert(self, found: PromptCache, ids: Tokens) -> None:
-        """Append what RAM lacks of `ids` to a lineage, and commit it as if it had been computed."""
+        """Append the KV of `ids` that is not in RAM to a lineage, and commit it."""
         kv = self._kv
         lease = kv.acquire(np.append(ids, ids[-1:]), 1)
         if lease is None or found.arrays is None:
@@ -163,10 +166,10 @@ class PromptCacheReader:
 
 
 async def compute(submit: Submit, ids: Tokens) -> None:
-    """Compute the part of `ids` that RAM lacks, and the state after them.
+    """Compute the KV of `ids` that is not in RAM, and the state after the last token.
 
-    One more token is fed, so that there is a position to stop at before it. Raises what `submit`
-    raises.
+    One more token is fed, because a checkpoint can be taken only before the last token. Raises what
+    `submit` raises, and Unsupported if `ids` are empty or contain images.
     """
     if not len(ids) or int(ids.min()) < 0:
         raise Unsupported("mlx-lm's prompt caches are of text alone; this session has images.")

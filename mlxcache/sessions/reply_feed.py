@@ -1,7 +1,7 @@
-"""The reply feed: replies that other servers and earlier runs wrote, passed on for exact replay.
+"""The reply feed: makes replies that other servers and earlier runs stored available for replay.
 
-Rendering looks into memory alone. A thread of this module reads the table when a prompt is about to
-be rendered, and is waited for only briefly.
+Rendering uses only replies in memory. A thread of this module reads the table of replies when a
+prompt is about to be rendered; the prompt waits for it only briefly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ WAIT_S = 0.05
 
 
 class ReplyFeed:
-    """Passes the rows of one namespace's replies on to `learn`: all once, then the new ones."""
+    """Passes the stored replies of one namespace to the callable `learn`.
+
+    All stored replies are passed first, and later only the new ones.
+    """
 
     def __init__(self, sessions: Sessions, store: Store, learn: Learn):
         self._sessions, self._store, self._learn = sessions, store, learn
@@ -35,20 +38,20 @@ class ReplyFeed:
         self._reading: asyncio.Future[None] | None = None
 
     def start(self) -> None:
-        """Pass on the replies in the table. Blocks on the database. Call before `refresh`."""
+        """Pass all stored replies to `learn`. Blocks on the database. Call before `refresh`."""
         self._read()
 
     async def refresh(self) -> None:
-        """Pass on new replies, waiting at most `WAIT_S`; a slower read continues in its thread.
+        """Pass new replies to `learn`, waiting at most `WAIT_S` seconds.
 
-        Use from one event loop, and not after `close`.
+        A slower read continues in its thread. Use from one event loop, and not after `close`.
         """
         if self._reading is None or self._reading.done():
             self._reading = asyncio.wrap_future(self._pool.submit(self._read))
         await asyncio.wait({self._reading}, timeout=WAIT_S)
 
     def close(self) -> None:
-        """Read no more. Returns at once."""
+        """Stop reading. Returns at once."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _read(self) -> None:

@@ -1,4 +1,4 @@
-"""The tree view: the sessions' prefixes as a tree of few nodes, for the dashboard."""
+"""The tree view: the prefixes of all sessions as a tree of few nodes, for the dashboard."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ MOST_TEXT = 160
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """One node of the view: the tokens of [start, end), and the sessions that share them.
+    """One node of the tree view: the tokens [start, end), and the sessions that share them.
 
-    `ram` and `disk`: tokens, from the first, that a turn would reuse from there. `ends`: leaves
-    that end here. `merged`: number of nodes below that are not shown, and their tokens.
+    `text`: beginning of their text. `ram` and `disk`: number of tokens, from the first of the node,
+    that a turn would reuse from that tier. `ends`: leaves that end here, each with its session's
+    id.
+    `below`: child nodes. `merged`: number of nodes below that are not shown, and of their tokens.
     """
 
     parent: Branch | None
@@ -46,10 +48,12 @@ def tree_view(
     owner: str | None = None,
     most: int = 200,
 ) -> dict[str, Any]:
-    """The body of `GET /v1/cache/tree` for sessions of one namespace and one owner.
+    """Return the body of `GET /v1/cache/tree` for sessions of one namespace and one owner.
 
-    At most `most` nodes, the empty root included: where there are more, the shortest ends are
-    merged into their parents. O(tokens); blocks for milliseconds per session.
+    It has at most `most` nodes, including the empty root. If there are more, the shortest leaf
+    nodes
+    are merged into their parents. `decode` converts token ids to text. Takes O(tokens), that is
+    milliseconds per session.
     """
     root = _branches(listed, decode, owner)
     _merge(root, most)
@@ -67,7 +71,7 @@ def tree_view(
 def _branches(
     listed: Sequence[Listed], decode: Callable[[Sequence[int]], str], owner: str | None
 ) -> Branch:
-    """The root of the view, with all the sessions' leaves below it."""
+    """Build the tree with all leaves of the sessions, and return its root."""
     tree = PrefixTree(1)
     leaves = [
         (one.session.id, leaf, ram, disk)
@@ -108,7 +112,7 @@ def _branch(
 
 
 def _merge(root: Branch, most: int) -> None:
-    """Leave at most `most` nodes: merge the shortest ends, in tokens, into their parents."""
+    """Merge the shortest leaf nodes, in tokens, into their parents until `most` nodes are left."""
     nodes = _numbered(root)
     left = len(nodes)
     ends = [(b.end - b.start, number) for number, b in enumerate(nodes) if not b.below and b.parent]
@@ -131,7 +135,10 @@ def _merge(root: Branch, most: int) -> None:
 
 
 def _numbered(root: Branch) -> list[Branch]:
-    """All nodes, parents first, siblings by their sessions and length."""
+    """Return all nodes, parents before their children.
+
+    Of siblings, those with more sessions come first, then those with more tokens.
+    """
     found, waiting = [], [root]
     while waiting:
         one = waiting.pop()

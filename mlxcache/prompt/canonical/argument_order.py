@@ -15,7 +15,7 @@ Calls = LRU[Hashable, tuple[Mapping[str, Any], int]]
 
 
 def remember_call(call: ToolCall, calls: Calls) -> None:
-    """Remember a call as the model wrote it. Arguments that are not a JSON object are ignored."""
+    """Remember a call as the model wrote it, if its arguments are a JSON object."""
     try:
         arguments = json.loads(call.arguments)
     except ValueError:
@@ -25,7 +25,10 @@ def remember_call(call: ToolCall, calls: Calls) -> None:
 
 
 def apply(draft: Draft, calls: Calls) -> bool:
-    """Replace the arguments of calls by the remembered ones where the values are equal."""
+    """Replace the arguments of calls by the remembered ones if their values are equal.
+
+    Returns whether any call was changed.
+    """
     found = False
     for at, message in enumerate(draft.messages):
         given = message.get("tool_calls")
@@ -52,7 +55,7 @@ def _as_known(call: Mapping[str, Any], calls: Calls) -> Mapping[str, Any]:
 
 
 def equal_values(a: Any, b: Any) -> bool:
-    """True if two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
+    """Return whether two JSON values are equal; 1 equals 1.0 but not true."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(equal_values(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):

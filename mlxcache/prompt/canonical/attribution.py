@@ -1,4 +1,4 @@
-"""Rule `attribution`: drop the line that Claude Code puts before its system prompt."""
+"""Rule `attribution`: remove the line that Claude Code puts before its system prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ For example `x-anthropic-billing-header: cc_version=2.1.329.0a8; cc_entrypoint=c
 
 
 def apply(draft: Draft) -> bool:
-    """Remove the attribution line from the leading system messages; True if there was one."""
+    """Remove the attribution line from the leading system messages.
+
+    Returns whether there was one.
+    """
     found = False
     for at in reversed(range(draft.leading())):
         match = LINE.match(draft.text(at))

@@ -1,4 +1,4 @@
-"""Apply the rules of canonicalisation, in order, to a whole conversation."""
+"""The canonicaliser: applies all rules of canonicalisation, in order, to a conversation."""
 
 from __future__ import annotations
 
@@ -38,9 +38,11 @@ MOST_CHARACTERS = 16 << 20
 class Canonical:
     """A canonicalised conversation.
 
-    `rules`: those that changed something, in the order of `RULES`. `names`: texts that the model
-    may write, each with the text that the client reads instead. `history`: the digest of the
-    messages, or empty where no replies are known. `replies`: keys of the known replies in it.
+    `rules`: names of the rules that changed something, in the order of `RULES`. `names` maps texts
+    that
+    the model may write to the texts that the client gets instead. `history`: digest of the
+    messages,
+    empty if no replies are looked up. `replies`: keys of the known replies in the conversation.
     """
 
     chat: Chat
@@ -51,10 +53,11 @@ class Canonical:
 
 
 class Canonicaliser:
-    """Applies the enabled rules, and holds what some of them remember. Safe in any thread.
+    """Applies the enabled rules, and stores what some of them remember. Thread-safe.
 
-    `rules` overrides the defaults in `RULES`. `known_reply` looks up known replies; None where
-    there are none.
+    `rules` overrides the defaults in `RULES`. `known_reply` looks up replies that the model
+    generated,
+    or is None.
     """
 
     def __init__(
@@ -76,10 +79,11 @@ class Canonicaliser:
         stop: Sequence[str] = (),
         without: Sequence[str] = (),
     ) -> Canonical:
-        """The conversation to render. Raises nothing; the given chat is not changed.
+        """Return the conversation to render. Never raises; `chat` itself is not changed.
 
-        `session`: the label under which rules may remember something. `stop`: the strings that end
-        the reply. `without`: rules to leave out in this call.
+        `session`: label under which rules may remember something. `stop`: strings that will end the
+        reply.
+        `without`: names of rules to leave out in this call.
         """
         draft = Draft(chat)
         on = {name: state and name not in without for name, state in self._on.items()}
@@ -112,7 +116,7 @@ class Canonicaliser:
         return Canonical(draft.chat(), rules, draft.names, history, keys)
 
     def _apply_with_memory(self, draft: Draft, on: Mapping[str, bool]) -> None:
-        """Apply the rules that use earlier requests."""
+        """Apply those enabled rules that use what was remembered from earlier requests."""
         if on["tool_order"] and tool_order.apply(draft, self._orders):
             draft.hits.add("tool_order")
         if on["argument_order"] and argument_order.apply(draft, self._calls):
@@ -121,7 +125,7 @@ class Canonicaliser:
             draft.hits.add("cleared_results")
 
     def is_on(self, rule: str) -> bool:
-        """True if a rule is enabled."""
+        """Return whether a rule is enabled."""
         return self._on[rule]
 
     def remember_call(self, call: ToolCall) -> None:

@@ -21,7 +21,10 @@ Results = LRU[Hashable, str]
 
 
 def apply(draft: Draft, results: Results) -> bool:
-    """Restore the results that were seen in the same place of the same conversation."""
+    """Restore results that were seen at the same place of the same conversation.
+
+    Returns whether any result was restored. New results are added to `results`.
+    """
     if not any(message.get("role") == "tool" for message in draft.messages):
         return False
     history = History("results")

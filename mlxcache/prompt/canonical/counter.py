@@ -1,4 +1,4 @@
-"""Rules `counter`, `newest_counter`: drop Claude Code's counter of tokens left."""
+"""Rules `counter` and `newest_counter`: remove Claude Code's counters of remaining tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ COUNTER = re.compile(r"<total_tokens>[0-9][0-9,]{0,30} tokens left</total_tokens
 
 
 def apply(draft: Draft, *, keep: bool = False) -> bool:
-    """Drop the counters of system messages; with `keep` move the newest to the end.
+    """Remove the counters of system messages; return whether there were any.
 
-    There it is after everything that the next turn shares with this one.
+    `keep`: move the newest counter to the end of the conversation, after everything that the next
+    request has in common with this one.
     """
     newest = ""
     leading = draft.leading()
@@ -30,9 +31,9 @@ def apply(draft: Draft, *, keep: bool = False) -> bool:
 
 
 def without(text: str) -> tuple[str, list[str]]:
-    """A text without counters that are whole paragraphs or end the text, and those counters.
+    """Return a text without counters that are whole paragraphs or at its end, and the counters.
 
-    For system messages between turns: the client wrote all their paragraphs.
+    Use for system messages between turns, of which the client wrote all paragraphs.
     """
     paragraphs = text.split("\n\n")
     counters = [part.strip() for part in paragraphs if COUNTER.fullmatch(part.strip())]
@@ -44,9 +45,9 @@ def without(text: str) -> tuple[str, list[str]]:
 
 
 def split(text: str) -> tuple[str, list[str]]:
-    """A text without counters on separate lines at its end, and those counters.
+    """Return a text without counters at its start and end, and the counters.
 
-    Counters that are whole paragraphs at its start are removed too.
+    A counter at the start must be a whole paragraph, one at the end a line of its own.
     """
     leading: list[str] = []
     first, blank, rest = text.partition("\n\n")

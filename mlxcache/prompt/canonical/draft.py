@@ -1,4 +1,4 @@
-"""A conversation while the rules rewrite it, and digests of its beginnings."""
+"""A conversation that canonicalisation rules rewrite, and digests of its beginnings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ SYSTEM = ("system", "developer")
 
 
 class Draft:
-    """A chat's messages and tools, which rules replace, remove and insert.
+    """Copies of a conversation's messages and tools that rules replace, remove and insert.
 
-    The chat itself and its messages are never changed. `hits`: the rules that changed something.
-    `names`: texts that the model may write, each with the text that the client reads instead.
+    The conversation itself and its messages are never changed. `hits`: names of the rules that
+    changed
+    something. `names` maps texts that the model may write to the texts that the client gets
+    instead.
     """
 
     def __init__(self, chat: Chat):
@@ -32,21 +34,21 @@ class Draft:
         self.names: dict[str, str] = {}
 
     def text(self, at: int) -> str:
-        """A message's content if it is a string, else an empty string."""
+        """Return the content of message `at` if it is a string, else an empty string."""
         content = self.messages[at].get("content")
         return content if isinstance(content, str) else ""
 
     def role(self, at: int) -> str:
-        """The role of a message."""
+        """Return the role of message `at`."""
         return str(self.messages[at].get("role"))
 
     def leading(self) -> int:
-        """The number of system messages at the start."""
+        """Return the number of system messages at the start."""
         roles = (self.role(i) not in SYSTEM for i in range(len(self.messages)))
         return next((i for i, other in enumerate(roles) if other), len(self.messages))
 
     def head(self) -> list[int]:
-        """The indices of the system messages before the first reply, ascending."""
+        """Return the indices of the system messages before the first reply, ascending."""
         end = next(
             (i for i in range(len(self.messages)) if self.role(i) == "assistant"),
             len(self.messages),
@@ -54,23 +56,26 @@ class Draft:
         return [i for i in range(end) if self.role(i) in SYSTEM]
 
     def rewrite(self, at: int, text: str) -> None:
-        """Replace a message's text; an empty text removes the message."""
+        """Replace the text of message `at`; an empty text removes the message."""
         if text:
             self.messages[at] = {**self.messages[at], "content": text}
         else:
             del self.messages[at], self._origins[at]
 
     def insert(self, at: int, text: str) -> None:
-        """Insert a system message at an index."""
+        """Insert a system message at index `at`."""
         self.messages.insert(at, {"role": "system", "content": text})
         self._origins.insert(at, self._origins[at - 1] if at else -1)
 
     def move(self, at: int, to: int) -> None:
-        """Move a message to an earlier index. The breakpoint keeps its position."""
+        """Move a message to an earlier index, without moving the cache breakpoint."""
         self.messages.insert(to, self.messages.pop(at))
 
     def end(self) -> int:
-        """Index for a new last message; a reply that the request continues stays after it."""
+        """Return the index for a new last message.
+
+        If the request continues a reply, that reply stays last.
+        """
         return len(self.messages) - self.continues
 
     def chat(self) -> Chat:
@@ -84,7 +89,10 @@ class Draft:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of a JSON value with `change` applied to every string and key; images stay."""
+    """Return a copy of a JSON value with `change` applied to every string and key.
+
+    Images in it are kept.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -95,7 +103,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every string and key in a JSON value."""
+    """Yield every string and key in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -108,23 +116,26 @@ def strings(value: Any) -> Iterator[str]:
 
 
 class History:
-    """A running digest of messages. `seed` separates different uses."""
+    """A running digest of messages; a different `seed` gives different digests."""
 
     def __init__(self, seed: str):
         self._hash = hashlib.blake2b(seed.encode("utf-8", "surrogatepass"), digest_size=16)
 
     @property
     def digest(self) -> bytes:
-        """The digest of all messages added so far, 16 bytes."""
+        """Digest of all messages added so far, 16 bytes."""
         return self._hash.digest()
 
     def add(self, message: Message) -> None:
-        """Add a message with its role, texts, calls and images."""
+        """Add a message, including its role, texts, calls and images, to the digest."""
         self._hash.update(_ENCODER.encode(message).encode())
 
 
 def as_text(value: object) -> str:
-    """A value that is not JSON, for `json.dumps`: an image is its digest."""
+    """Convert a value that is not JSON to text, for `json.dumps`.
+
+    An image is represented by its digest.
+    """
     return value.digest.hex() if isinstance(value, Image) else repr(value)
 
 

@@ -1,8 +1,8 @@
 """Rule `environment`: move Claude Code's description of its environment before the first message.
 
-Claude Code sends it after the first message, which differs in each session, so each session would
-compute it again. Before the message it is a prefix that all sessions and sub-agents of a project
-share. It stays after the tools, because it changes more often than they do.
+Claude Code sends the description after the first message, which differs in each session, so every
+session would compute it again. Before that message it is part of a prefix that all sessions and
+sub-agents of a project share. It stays after the tools, because it changes more often than they do.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _REMINDER = re.compile(r"<system-reminder>\n.*</system-reminder>\s*", re.S)
 
 
 def apply(draft: Draft) -> bool:
-    """Move the environment, in a system message right after the first message, before that."""
+    """Move the environment before the first user message; return whether anything was moved.
+
+    It is moved only if it is in a system message directly after the first message.
+    """
     first = draft.leading()
     at = _find_message(draft, first)
     if at is None:
@@ -57,7 +60,10 @@ def apply(draft: Draft) -> bool:
 
 
 def _find_message(draft: Draft, at: int) -> int | None:
-    """The index of the system message after the first message and reminders; None if none."""
+    """Return the index of the system message that follows the first message, or None.
+
+    `at`: index of the first message. Whole messages of reminders before the user's own are skipped.
+    """
     end = len(draft.messages) - 1
     while at < end and draft.role(at) == "user":
         at += 1
@@ -71,8 +77,9 @@ def _find_message(draft: Draft, at: int) -> int | None:
 def _split(text: str) -> tuple[str, str]:
     """Split a text into the environment and what belongs to the first message.
 
-    In doubt the environment is empty. A description may hold any paragraph, so the environment must
-    end with the text or before a known shape, and its last paragraph must have a known shape.
+    The environment is empty unless it is recognised for certain. A description may contain any
+    paragraph, so the environment must end with the text or before a known pattern, and its last
+    paragraph must have a known pattern.
     """
     paragraphs = text.split("\n\n")
     end = next((i for i, p in enumerate(paragraphs) if _ASKED.match(p)), len(paragraphs))
@@ -91,5 +98,5 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _closes(paragraph: str) -> bool:
-    """True if a paragraph may be the last one of the environment."""
+    """Return whether a paragraph may be the last one of the environment."""
     return bool(_TOLD.match(paragraph) or any(map(_ENDS.match, paragraph.splitlines())))

@@ -1,7 +1,7 @@
 """Rule `git_status`: move the git status from the system prompt to the turn in which it was new.
 
 The status differs in each session. It becomes a system message after the last message of the turn
-in which it was new and stays there in later turns, so that no prefix changes. A newer status is
+in which it was new, and stays there in later turns, so that no prefix changes. A newer status is
 put after a later message.
 """
 
@@ -26,7 +26,10 @@ Places = LRU[bytes, str]
 
 
 def take(draft: Draft) -> str:
-    """Remove the status blocks from the head and return their text, or an empty string."""
+    """Remove the status blocks from the system messages at the start and return their text.
+
+    The text is empty if there are none.
+    """
     blocks: list[str] = []
     for at in reversed(draft.head()):
         kept, found = _split(draft.text(at))
@@ -39,8 +42,9 @@ def take(draft: Draft) -> str:
 def place(draft: Draft, status: str, places: Places, session: str | None) -> None:
     """Insert a status where it is new, and older ones of this session where they were.
 
-    Without a label only this status itself is looked up: another one may belong to another
-    conversation with the same beginning.
+    Positions are remembered in `places`. Without a session label only this status itself is looked
+    up,
+    because another one may belong to another conversation with the same beginning.
     """
     history = History(f"git {session}" if session else f"git\n{status}")
     known: list[tuple[int, str]] = []
@@ -59,7 +63,7 @@ def place(draft: Draft, status: str, places: Places, session: str | None) -> Non
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    """A text without its status blocks, and those blocks."""
+    """Return a text without its status blocks, and the blocks."""
     lines = text.split("\n")
     kept: list[str] = []
     blocks: list[str] = []
@@ -78,7 +82,10 @@ def _split(text: str) -> tuple[str, list[str]]:
 
 
 def _end(lines: list[str], start: int) -> int:
-    """The index after a block's last line. A block may hold blank lines but not end with one."""
+    """Return the index after the last line of the block that begins at line `start`.
+
+    A block may contain blank lines but does not end with one.
+    """
     end = start + 1
     for at in range(start + 1, len(lines)):
         if _LINE.fullmatch(lines[at]):

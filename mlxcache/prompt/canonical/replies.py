@@ -1,12 +1,13 @@
-"""Rules `thinking` and `replay`: replies as the model wrote them, whatever the client made of them.
+"""Rules `thinking` and `replay`: restore replies to the form in which the model wrote them.
 
-Many clients send back text and calls alone. A template that keeps thinking, as most do up to the
-next user message, would then render a reply that differs from the computed one. Where a template
-drops thinking, it also drops what is restored here.
+Many clients send back only text and calls. A template that keeps thinking, as most do up to the
+next user message, would then render a reply that differs from the computed one. If a template drops
+thinking, it also drops the thinking restored here.
 
-Others strip blanks from the ends of a text, or join two blocks of it, sometimes only in a later
-turn, or write the JSON of calls anew. The message gets the form that the model wrote, so that it
-renders alike in each turn, after a restart, and as it was rendered ahead of the client.
+Other clients strip white space from the ends of a text, join two of its blocks, sometimes only in a
+later turn, or format the JSON of calls differently. The message gets the form that the model wrote.
+So it renders the same in each turn, after a restart, and when it was rendered before the client
+sent it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from mlxcache.types import TEXTS
 
 
 class Said(Protocol):
-    """A reply as the model wrote it: text, thinking, calls as (name, arguments), and its key."""
+    """Interface of a reply as the model wrote it.
+
+    It has a text, thinking, calls as (name, arguments), and a key that identifies it.
+    """
 
     @property
     def text(self) -> str: ...
@@ -46,10 +50,12 @@ KnownReply = Callable[[bytes, Mapping[str, Any], Tools], Said | None]
 def apply(
     draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool
 ) -> tuple[bytes, tuple[bytes, ...]]:
-    """Restore `thinking` that is missing, and `blanks` with the form of calls.
+    """Restore missing `thinking`, and (`blanks`) white space and the form of calls.
 
-    Returns the digest of all messages, and the keys of the known replies among them. A
-    reply that the request continues keeps its end, behind which the client adds the rest.
+    Returns the digest of all messages, and the keys of the known replies among them. If the request
+    continues the last reply, the end of that reply is not changed, because the client appends the
+    rest
+    to it.
     """
     history = History("replies")
     keys: list[bytes] = []
@@ -69,7 +75,7 @@ def apply(
 def _restored(
     draft: Draft, message: Message, said: Said, *, thinking: bool, blanks: bool
 ) -> dict[str, Any]:
-    """A copy of a message with what `said` has; the rules that changed it are noted."""
+    """Return a copy of a message with the form of `said`; note the rules that changed it."""
     restored = dict(message)
     thought = message.get("reasoning_content")
     if not thought and thinking and said.thinking:
@@ -90,7 +96,10 @@ def _restored(
 
 
 def _as_written(call: Mapping[str, Any], said: tuple[str, Any]) -> Mapping[str, Any]:
-    """A call with the arguments of an equal one, whose keys and numbers may have another form."""
+    """Return a call with the arguments that the model wrote.
+
+    They are equal in value, but the order of keys and the form of numbers may differ.
+    """
     function = call.get("function") or {}
     if _ENCODE(function.get("arguments")) == _ENCODE(said[1]):
         return call

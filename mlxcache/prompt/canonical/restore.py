@@ -1,4 +1,7 @@
-"""Map names in a reply back to the client's: its own UUIDs for the stable ones of rule `uuid`."""
+"""Conversion of names in a reply back to the client's, for the rule `uuid`.
+
+The client's own UUIDs replace the stable ones that the model saw.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from mlxcache.types import Event, Finished, Text, Thinking, ToolCall
 
 
 class NameRestorer:
-    """Replaces names in a text that arrives in pieces; holds back at most the start of a name.
+    """Replaces names in a text that arrives in pieces.
 
-    `names`: each name and its replacement. No name may begin with the end of a name, including
-    itself.
+    `names` maps each name to its replacement. At most the start of a name is held back until the
+    next
+    piece. No name may begin with the end of a name, including itself.
     """
 
     def __init__(self, names: Mapping[str, str]):
@@ -24,7 +28,7 @@ class NameRestorer:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Map the next piece, up to where a name may have begun."""
+        """Add the next piece; return the text so far up to where a name may have begun."""
         text = self._held + text
         keep = len(text)
         for n in range(1, min(self._longest, len(text)) + 1):
@@ -34,17 +38,21 @@ class NameRestorer:
         return self.map_text(text[:keep])
 
     def flush(self) -> str:
-        """Return the text that was held back, and hold nothing."""
+        """Return the text that was held back, and clear it."""
         held, self._held = self._held, ""
         return held
 
     def map_text(self, text: str) -> str:
-        """Map a complete text."""
+        """Replace the names in a complete text."""
         return self._pattern.sub(lambda match: self._names[match.group()], text)
 
 
 class ReplyRestorer:
-    """Maps the events of one reply; `on_call` is called with each call as the model wrote it."""
+    """Replaces names in the events of one reply.
+
+    `names` maps each name to its replacement. `on_call` is called with each call as the model wrote
+    it.
+    """
 
     def __init__(self, names: Mapping[str, str], on_call: Callable[[ToolCall], None] | None = None):
         self._restored = NameRestorer(names) if names else None
@@ -52,7 +60,7 @@ class ReplyRestorer:
         self._kind: type[Text | Thinking] = Text
 
     def events(self, event: Event) -> Iterator[Event]:
-        """Convert one event of the model into events for the client."""
+        """Yield the events for the client that follow from one event of the model."""
         if isinstance(event, ToolCall) and self._on_call is not None:
             self._on_call(event)
         if self._restored is None:
@@ -74,7 +82,7 @@ class ReplyRestorer:
         yield event
 
     def flush(self) -> Iterator[Event]:
-        """Return the text held back as a possible part of a name, as an event."""
+        """Yield an event with the text held back because it may be the start of a name."""
         held = self._restored.flush() if self._restored is not None else ""
         if held:
             yield self._kind(held)

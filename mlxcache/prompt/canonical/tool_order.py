@@ -12,7 +12,10 @@ Orders = LRU[bytes, tuple[bytes, ...]]
 
 
 def apply(draft: Draft, orders: Orders) -> bool:
-    """Restore the order in which an earlier request sent the same tools; True if it differs."""
+    """Put the tools into the order of the first request with the same tools.
+
+    Returns whether the order has changed.
+    """
     if len(draft.tools) < 2:
         return False
     digests = [hashlib.blake2b(_text(tool), digest_size=16).digest() for tool in draft.tools]

@@ -1,11 +1,11 @@
 """Rule `uuid`: replace session UUIDs in temporary paths of the system prompt by stable ones.
 
 Two sessions of one project then begin with the same tokens. The model reads and writes the stable
-UUID; the client reads and writes its own. `restore` maps the reply back.
+UUIDs, the client its own; `restore` converts the reply.
 
 The mapping is exact for whole UUIDs: a stable UUID never occurs in the conversation as sent, and no
 two can overlap in a text. A part of a UUID that the model writes, or another form of it (upper
-case, without dashes), is not mapped.
+case, without dashes), is not converted.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _SHORTEST = 4
 
 
 def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
-    """Map the head's UUIDs in all messages but users', and add them to `draft.names`.
+    """Replace the UUIDs of the system messages in all messages except those of users.
 
-    Nothing is mapped where a stop string could match a part of a UUID, or a reply to be continued
-    ends inside one.
+    The replacements are added to `draft.names`. Nothing is replaced if a stop string could match
+    part
+    of a UUID, or if a reply to be continued ends inside one. Returns whether anything was replaced.
     """
     own = _session_uuids(draft)
     if not own:
@@ -58,7 +59,7 @@ def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
 
 
 def _session_uuids(draft: Draft) -> list[str]:
-    """The UUIDs in temporary paths of the head, in order, without duplicates."""
+    """Return the UUIDs in temporary paths of the system messages, in order, without duplicates."""
     found: dict[str, None] = {}
     for at in draft.head():
         text = draft.text(at)
@@ -72,7 +73,7 @@ def _session_uuids(draft: Draft) -> list[str]:
 
 
 def _stable(draft: Draft, count: int) -> list[str]:
-    """`count` UUIDs that the conversation does not contain, otherwise always the same."""
+    """Return `count` UUIDs that the conversation does not contain, otherwise always the same."""
     texts = [*strings(draft.messages), *strings(draft.tools)]
     found: list[str] = []
     attempt = 0
@@ -85,14 +86,14 @@ def _stable(draft: Draft, count: int) -> list[str]:
 
 
 def _candidate(number: int) -> str:
-    """A UUID with its only `d` at the start, so that no two can overlap in a text."""
+    """Return a UUID whose only `d` is at its start, so that no two can overlap in a text."""
     digits = hashlib.blake2b(f"stable {number}".encode(), digest_size=16).hexdigest()
     digits = digits.replace("d", "e")
     return f"d{digits[1:8]}-{digits[8:12]}-4{digits[13:16]}-a{digits[17:20]}-{digits[20:]}"
 
 
 def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
-    """True if a stop string contains a UUID or overlaps one."""
+    """Return whether a stop string contains a UUID or overlaps one."""
     return any(
         text in uuid
         or uuid in text
@@ -103,7 +104,7 @@ def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
 
 
 def _cut_short(draft: Draft, own: Sequence[str]) -> bool:
-    """True if the reply to be continued ends inside a UUID."""
+    """Return whether the reply to be continued ends inside a UUID."""
     if not draft.continues:
         return False
     text = draft.text(len(draft.messages) - 1)
@@ -111,7 +112,7 @@ def _cut_short(draft: Draft, own: Sequence[str]) -> bool:
 
 
 def _mapped(message: Message, forward: Callable[[str], str]) -> Message:
-    """A message with its text, its reasoning and its calls' arguments mapped."""
+    """Return a message with `forward` applied to its text, reasoning and calls' arguments."""
     mapped = dict(message)
     for key in ("content", TEXTS, "reasoning_content"):
         if key in mapped:
@@ -130,7 +131,7 @@ def _mapped_call(call: Mapping[str, Any], forward: Callable[[str], str]) -> Mapp
 
 
 def _mapped_tool(tool: Mapping[str, Any], forward: Callable[[str], str]) -> Mapping[str, Any]:
-    """A tool with all but its name mapped: calls refer to the name."""
+    """Return a tool with `forward` applied to all texts except its name, which calls refer to."""
     function = {
         key: value if key == "name" else map_strings(value, forward)
         for key, value in (tool.get("function") or {}).items()
