@@ -44,8 +44,7 @@ def asker_of(job: Job) -> Asker:
     """Return the unit of fair scheduling that a job counts for.
 
     It is a tuple of the owner, the word "session" and the session's label, or of the owner, the
-    word
-    "client" and the client program's name if the job has no session.
+    word "client" and the client program's name if the job has no session.
     """
     if job.session is None:
         return job.owner, "client", job.client
@@ -70,8 +69,7 @@ class FairQueue:
         """Return waiting tasks in the order in which they may start.
 
         The first task of each session comes first, then the second of each, and so on. Tasks
-        without a
-        session are grouped by client program.
+        without a session are grouped by client program.
         """
         rounds: Counter[Asker] = Counter()
         keyed = []
@@ -120,8 +118,7 @@ class Admission:
         """Return whether `task` should start later, so that it can reuse more of its prefix.
 
         That is the case while another request computes the prefix, or while it is looked up on
-        disk. Starts
-        the lookup on disk if much of the prompt is not in RAM.
+        disk. Starts the lookup on disk if much of the prompt is not in RAM.
         """
         if task.lookup is not None and not task.lookup.found:
             return True
@@ -144,10 +141,8 @@ class Admission:
         """Return the last position, up to `shared`, at which `other` takes a checkpoint.
 
         `other` is a running prefill, and `shared` the length of the prefix that it has in common
-        with
-        another prompt. If the last checkpoint is far before `shared`, a checkpoint at `shared` is
-        added to
-        the plan of `other`, and `shared` is returned.
+        with another prompt. If the last checkpoint is far before `shared`, a checkpoint at `shared`
+        is added to the plan of `other`, and `shared` is returned.
         """
         before = max((at for at in other.stops if at <= shared), default=0)
         if shared - max(before, other.held.length) < MIN_SHARED or other.restoring:
@@ -159,8 +154,7 @@ class Admission:
         """Acquire a lease for `task`; return False if other requests hold the memory it needs.
 
         `began`: time at which the admission began, by `time.perf_counter`. `alone`: no other
-        request is
-        being computed, so memory can become free only by writing KV to disk. Raises
+        request is being computed, so memory can become free only by writing KV to disk. Raises
         ContextLengthExceeded if the prompt can never fit.
         """
         kv, planned = self._kv, task.lookup.target if task.lookup else 0
@@ -229,7 +223,6 @@ class Admission:
         """Release the lease of a task whose restore failed, so that the task can start again.
 
         The tokens loaded so far stay in RAM, unless the failed read damaged their buffers. The task
-        does
-        not read from disk again: it computes all tokens that are not in RAM.
+        does not read from disk again: it computes all tokens that are not in RAM.
         """
         self._kv.cancel_restore(task.stop_restore())

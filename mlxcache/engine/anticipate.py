@@ -58,8 +58,7 @@ class NextTurn:
     """A turn that the client may send next, to be computed in advance.
 
     `before`: token ids of the conversation so far, including the reply, shape (n,). `blocked`:
-    memory
-    is full, and waiting for writes to disk may free some.
+    memory is full, and waiting for writes to disk may free some.
     """
 
     task: Task
@@ -81,8 +80,7 @@ class IdlePrefill:
     """Computes anticipated turns, the newest first, using only free memory. MLX thread only.
 
     `tokens`: number of tokens computed in advance so far. `used`: number of those that requests
-    reused
-    later.
+    reused later.
     """
 
     def __init__(self, kv: KVCache, prefill: Prefill):
@@ -96,8 +94,7 @@ class IdlePrefill:
         """Queue `prompt` to be computed, all but its last token.
 
         `before`: token ids of the conversation that the prompt continues, shape (n,). A turn in
-        progress
-        is interrupted first; the tokens computed for it are kept.
+        progress is interrupted first; the tokens computed for it are kept.
         """
         job = Job("ahead", prompt, api=WARMING)
         record = RequestRecord(job.id, None, "", None, "prefill", 0.0, len(prompt.ids))
@@ -256,8 +253,7 @@ class NextTurnRenderer:
         """Note that a request began; return whether the pieces of its reply must be collected.
 
         The pieces are needed to render the next turn. Also notes if the request continues a
-        conversation
-        that ended recently.
+        conversation that ended recently.
         """
         source = job.prompt.source
         if source is None or job.api == WARMING:
@@ -273,8 +269,7 @@ class NextTurnRenderer:
         """Note that a request ended, with the pieces of its reply.
 
         `idle`: no other request is in progress. If so, the next turns of the latest conversations
-        are
-        queued for rendering.
+        are queued for rendering.
         """
         if task.record.status == "done" and pieces:
             self._ended.append(task.job.prompt.source)

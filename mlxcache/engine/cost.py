@@ -73,9 +73,9 @@ class DecodingCost:
     """Costs of decoding on this device.
 
     `shared_bytes`: bytes of weights that one step reads once for all rows of a batch, but that
-    separate
-    lanes would each read again; 0 if memory bandwidth does not limit the speed. `waits`: building a
-    step while another one runs would copy the KV, so each step must wait for the one before.
+    separate lanes would each read again; 0 if memory bandwidth does not limit the speed. `waits`:
+    building a step while another one runs would copy the KV, so each step must wait for the one
+    before.
     """
 
     shared_bytes: int = 0
@@ -86,24 +86,19 @@ class DecodingCost:
 class Cost:
     """Measured costs of one model on this machine.
 
-    Memory: a forward pass over c tokens after k cached ones needs, beyond the new KV,
-    `per_token * c + per_pair * c * (k + c) + per_key * (k + c) + per_square * c * c` bytes for its
-    activations and `fixed` bytes for the logits of one row.
+    Memory: a forward pass over c tokens after k cached ones needs, beyond the new KV, `per_token *
+    c + per_pair * c * (k + c) + per_key * (k + c) + per_square * c * c` bytes for its activations
+    and `fixed` bytes for the logits of one row.
 
     Time: `rate` is the speed of prefill in tokens per second, a moving average over all positions.
     `paces` maps ranges of positions to moving averages of seconds per token: key 0 is for tokens
-    after
-    fewer than `NEAR` cached ones, key n for those after 2^(n-1) to 2^n times `NEAR`. `growth`: a
-    token
-    after k cached ones takes 1 + `growth` * k times as long as the first. `per_pass`: seconds of
-    the
-    shortest pass plus a copy of the recurrent state.
+    after fewer than `NEAR` cached ones, key n for those after 2^(n-1) to 2^n times `NEAR`.
+    `growth`: a token after k cached ones takes 1 + `growth` * k times as long as the first.
+    `per_pass`: seconds of the shortest pass plus a copy of the recurrent state.
 
     Passes: a chunk of more than `longest` tokens is fed in several passes, because a longer pass
-    takes
-    more time per token; 0 means no limit. If `even`, the passes of a chunk are equally long;
-    otherwise
-    all but the last have `longest` tokens. `decoding`: the costs of decoding.
+    takes more time per token; 0 means no limit. If `even`, the passes of a chunk are equally long;
+    otherwise all but the last have `longest` tokens. `decoding`: the costs of decoding.
     """
 
     per_token: float
@@ -171,8 +166,7 @@ class Cost:
         """Return the expected seconds per prompt token after `cached` tokens.
 
         Without measurements in that range of positions, the time is estimated from the nearest
-        measured
-        range before it, doubled for each range between, as if all layers were attention.
+        measured range before it, doubled for each range between, as if all layers were attention.
         """
         wanted = range_of(cached)
         known = max((one for one in self.paces if one <= wanted), default=None)
@@ -204,8 +198,7 @@ def average_pace(paces: dict[int, float], tokens: int, seconds: float, cached: i
     """Add a measured chunk to the moving average of its range; return its seconds per token.
 
     `paces` maps ranges (see `range_of`) to seconds per token and is changed in place. `cached`:
-    tokens
-    before the chunk.
+    tokens before the chunk.
     """
     pace, where = seconds / tokens, range_of(cached)
     before = paces.get(where, pace)
@@ -276,8 +269,7 @@ class _Probe:
         """Return whether building a step while another one runs copies a KV buffer.
 
         Tests with `at` cached positions. MLX does not write in place to a buffer that a running
-        step still
-        reads.
+        step still reads.
         """
         if not self.layout.specs:
             return False
@@ -308,9 +300,8 @@ class _Probe:
         """Return the best speed in tokens per second, and the length above which passes are slower.
 
         Compares the lengths `PASSES`, as far as they have at most `most` tokens, need at most
-        `room` bytes,
-        and time allows. The length is 0 if no longer pass was slower, or if fewer than two were
-        measured.
+        `room` bytes, and time allows. The length is 0 if no longer pass was slower, or if fewer
+        than two were measured.
         """
         began, paces, pace = time.perf_counter(), dict[int, float](), 1 / cost.rate
         for tokens in PASSES:
@@ -333,9 +324,8 @@ def measure(
     """Measure a model's costs with a few short chunks, which also warms up its kernels.
 
     `room`: bytes that cached positions may take, and as many again for a pass. `kind`: the device
-    that
-    the model runs on. `most`: tokens of the longest chunk. On a GPU, passes up to that length are
-    compared, which takes about `COMPARE_S` seconds at most. Blocks; MLX thread only.
+    that the model runs on. `most`: tokens of the longest chunk. On a GPU, passes up to that length
+    are compared, which takes about `COMPARE_S` seconds at most. Blocks; MLX thread only.
     """
     far = min(FAR, room // max(1, layout.bytes_per_token))
     probe = _Probe(model, layout, far + 4 * PROBE)
@@ -370,8 +360,7 @@ def _fitted(near: int, long: int, wide: float, narrow: float) -> Cost:
     """Fit the coefficients of the memory model to measured peaks.
 
     `near`, `long`: peak bytes of PROBE and of 3 * PROBE tokens with nothing cached. `wide`,
-    `narrow`:
-    additional peak bytes per cached token, for chunks of PROBE and of FEWEST tokens.
+    `narrow`: additional peak bytes per cached token, for chunks of PROBE and of FEWEST tokens.
     """
     per_pair = max(0.0, (wide - narrow) / (PROBE - FEWEST))
     per_key = max(0.0, narrow - FEWEST * per_pair)
@@ -390,8 +379,8 @@ class PrefillSpeed:
     """Measured seconds per token of prefill, by range of positions. MLX thread only.
 
     Unlike `Cost`, which plans the next chunk, it counts only chunks of requests. `paces` maps
-    ranges
-    (see `range_of`) to seconds per token and starts empty; `resume` adds earlier measurements.
+    ranges (see `range_of`) to seconds per token and starts empty; `resume` adds earlier
+    measurements.
     """
 
     def __init__(self) -> None:
@@ -414,10 +403,8 @@ class PrefillSpeed:
         """Return the seconds for computing a prompt's first `tokens` tokens.
 
         Returns None if nothing was measured. A range that was not measured counts like the nearest
-        measured
-        range before it, which is faster, or as 0. The result is therefore a lower bound of the time
-        that
-        reuse saves.
+        measured range before it, which is faster, or as 0. The result is therefore a lower bound of
+        the time that reuse saves.
         """
         known = pace = None
         start, where = 0, 0

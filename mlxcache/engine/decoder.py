@@ -44,16 +44,11 @@ class Row:
     """One sequence in a decoder: its sampler and processors, and the task that owns it.
 
     `context`: all of its token ids so far, shape (n,), kept only if there are processors. `error`:
-    the
-    exception raised by its sampler, a processor or its guide; no further token is drawn. `drafted`
-    and
-    `accepted`: numbers of tokens that a draft model proposed, and that the model drew too. `id`:
-    the
-    request's id, for the log. `guide`: restricts the tokens that may be drawn. It has accepted
-    every
-    token that was handed out and, if `guided`, the pending token too. `steering`: a change of the
-    guide
-    that the decoder has not applied yet.
+    the exception raised by its sampler, a processor or its guide; no further token is drawn.
+    `drafted` and `accepted`: numbers of tokens that a draft model proposed, and that the model drew
+    too. `id`: the request's id, for the log. `guide`: restricts the tokens that may be drawn. It
+    has accepted every token that was handed out and, if `guided`, the pending token too.
+    `steering`: a change of the guide that the decoder has not applied yet.
     """
 
     owner: Any
@@ -100,8 +95,7 @@ class Row:
         """Return the mask of tokens that may follow the pending `token`; None allows all.
 
         Advances the guide by `token`, but only once for each token. An exception in the guide fails
-        the
-        row.
+        the row.
         """
         if token is not None and not self.guided:
             self.guided = self.advance(self.guide, token)
@@ -160,8 +154,7 @@ class Decoder:
     """Steps rows together over `caches`: the caches of a single lineage, or merged batch caches.
 
     `waits`: build each pass only after the one before has ended. Needed on devices where a buffer
-    that
-    a running pass still reads would be copied before it is written to.
+    that a running pass still reads would be copied before it is written to.
     """
 
     def __init__(self, model: Module, rows: list[Row], caches: Caches, *, waits: bool = False):
@@ -233,8 +226,7 @@ class Decoder:
         """Set the pending tokens; evaluate them at once on a device that defers its errors.
 
         Otherwise they would be evaluated with the next pass, and fail with it. Raises without
-        changing
-        anything if MLX fails.
+        changing anything if MLX fails.
         """
         if device.defers_errors():
             mx.async_eval(pending, logprobs, finite)  # type: ignore[no-untyped-call]

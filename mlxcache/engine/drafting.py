@@ -42,8 +42,7 @@ class _Draws:
     """State of sampler, context and guide before the next draw.
 
     Each state has its own copy of the sampler, which every draw changes, and of the guide, which
-    every
-    token changes.
+    every token changes.
     """
 
     row: Row
@@ -56,8 +55,7 @@ class _Draws:
         """Draw a token from `logits`, shape (1, vocabulary).
 
         Returns the token, shape (1,), its log-probabilities, whether they are finite, shape (1,),
-        and the
-        state after the draw. An exception in the sampler or a processor fails the row.
+        and the state after the draw. An exception in the sampler or a processor fails the row.
         """
         sampler = copy(self.sampler)
         if self.context is not None:
@@ -78,8 +76,7 @@ class _Draws:
         """Return the state with `token`, shape (1,), appended to the context.
 
         `drawn`: the token is part of the reply, so a guide advances by it. With a guide, this waits
-        until
-        the token is evaluated.
+        until the token is evaluated.
         """
         context, guide = self.context, self.guide
         if context is not None:
@@ -95,10 +92,8 @@ class _Flight:
     """One pass of the model in progress, with its draw at each position.
 
     `tokens`, `logprobs`: the drawn tokens and their log-probabilities. `finite`: whether the logits
-    of
-    each position are finite. `after`: the state after each draw. `drafted`: the proposed tokens
-    that
-    were fed.
+    of each position are finite. `after`: the state after each draw. `drafted`: the proposed tokens
+    that were fed.
     """
 
     tokens: mx.array
@@ -131,10 +126,8 @@ class DraftingDecoder(Decoder):
         """Wait for the pass in progress; return how many drafted tokens were accepted.
 
         The caller must then truncate the caches to that many positions beyond the newest token
-        handed out.
-        The next `step` hands out the accepted tokens and one more. Raises NonFiniteOutput if one of
-        these
-        tokens was drawn from logits that are not finite.
+        handed out. The next `step` hands out the accepted tokens and one more. Raises
+        NonFiniteOutput if one of these tokens was drawn from logits that are not finite.
         """
         if self._flight is None:
             return 0

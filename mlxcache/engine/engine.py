@@ -63,16 +63,11 @@ class Engine:
     """One loaded model that serves requests. Use from one event loop.
 
     `failure`: the error that ended the MLX thread, or None. When that thread ends, `dead` is set,
-    and
-    committed KV is still written to disk. `on_progress(what, share)` is called on other threads
-    while
-    the model loads; `share` is from 0 to 1, or None if unknown. `on_request(record)` is called on
-    the
-    event loop when a request is over. `stall_s`: seconds without reading after which a reader's
-    request
-    is cancelled. `awake`: prevents a Mac from sleeping while requests run; by default it is made
-    from
-    the settings.
+    and committed KV is still written to disk. `on_progress(what, share)` is called on other threads
+    while the model loads; `share` is from 0 to 1, or None if unknown. `on_request(record)` is
+    called on the event loop when a request is over. `stall_s`: seconds without reading after which
+    a reader's request is cancelled. `awake`: prevents a Mac from sleeping while requests run; by
+    default it is made from the settings.
     """
 
     def __init__(
@@ -181,10 +176,8 @@ class Engine:
         """Render `chat` to a prompt, in a worker thread.
 
         `stop`: strings that will end the reply. Raises BadRequest or GenerationFailed if the prompt
-        cannot
-        be made, ContextLengthExceeded if it is so long that it is not even tokenised, and NotReady
-        before
-        the model is loaded.
+        cannot be made, ContextLengthExceeded if it is so long that it is not even tokenised, and
+        NotReady before the model is loaded.
         """
         runtime, owner = self._ready(), OWNER.get()
 
@@ -217,8 +210,8 @@ class Engine:
         """Queue `job`, or join an identical request in progress; return the stream of the reply.
 
         If the reply must follow a grammar, the grammar is compiled first, in a worker thread.
-        Raises
-        NotReady, QueueFull, TooMany, Busy, BadRequest, GenerationFailed or ContextLengthExceeded.
+        Raises NotReady, QueueFull, TooMany, Busy, BadRequest, GenerationFailed or
+        ContextLengthExceeded.
         """
         runtime, owner = self._ready(), OWNER.get()
         builder = runtime.builders.of(owner)
@@ -246,8 +239,7 @@ class Engine:
         """Compile the grammar that the reply to `job` must follow, in a worker thread.
 
         Raises BadRequest if it cannot be compiled or takes more than `COMPILE_S` seconds, Busy if
-        it waits
-        that long for other grammars, and GenerationFailed for an unexpected error.
+        it waits that long for other grammars, and GenerationFailed for an unexpected error.
         """
         begun = threading.Event()
 

@@ -31,9 +31,8 @@ class ImageCost:
     """Memory that images need, measured on the model, in bytes.
 
     The vision tower needs `peak` bytes for an image of `tokens` tokens, and n ** `growth` times
-    that
-    for n times as many tokens. `row_bytes`: bytes of one embedding row. `pixel_bytes`: bytes of the
-    pixels behind one token.
+    that for n times as many tokens. `row_bytes`: bytes of one embedding row. `pixel_bytes`: bytes
+    of the pixels behind one token.
     """
 
     tokens: int
@@ -116,8 +115,8 @@ class Images:
     def inputs(self, task: Task, start: int, end: int) -> dict[str, mx.array]:
         """Return the model's extra keyword arguments for positions [start, end) of a task.
 
-        Empty if there is no image in that range. Otherwise `input_embeddings`, shape
-        (1, end - start, hidden).
+        Empty if there is no image in that range. Otherwise `input_embeddings`, shape (1, end -
+        start, hidden).
         """
         spans = [s for s in task.images if s.start < end and start < s.end]
         if self._task is not task:

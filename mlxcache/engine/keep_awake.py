@@ -66,9 +66,8 @@ class KeepAwake:
     """Owner of the server's one caffeinate process. Use on the event loop.
 
     Does nothing unless `on` is true and the platform is macOS. `call_later` is the event loop's
-    method.
-    A command that is missing or fails causes one warning and is not started again. Calls block for
-    milliseconds at most.
+    method. A command that is missing or fails causes one warning and is not started again. Calls
+    block for milliseconds at most.
     """
 
     def __init__(

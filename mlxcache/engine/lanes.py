@@ -151,8 +151,7 @@ class Lanes:
         """Return whether a row of `new` positions should join rows of the given `lengths`.
 
         That is so if the padding is small, or if one joint step reads fewer bytes than two separate
-        steps:
-        padding adds bytes, but the weights are read only once.
+        steps: padding adds bytes, but the weights are read only once.
         """
         longer = [*lengths, new]
         if max(longer) * len(longer) <= PADDING * sum(longer):
@@ -237,8 +236,7 @@ class Lanes:
         """Count the accepted drafts of the last pass, and reserve memory for the next pass.
 
         Proposes no more tokens than the reply may still have, and none if memory is short. Returns
-        False if
-        there is no memory even for one token.
+        False if there is no memory even for one token.
         """
         lease, lineage = task.held, task.held.lineage
         lineage.truncate(lineage.length + decoder.settle())

@@ -41,8 +41,7 @@ class LoopGuard:
     """Detects loops of any period up to `LONGEST` tokens in one reply.
 
     The reply is checked in blocks of `BLOCK` tokens. Constant memory, and some microseconds per
-    token.
-    `period`: number of tokens in the detected loop, or 0.
+    token. `period`: number of tokens in the detected loop, or 0.
     """
 
     def __init__(self) -> None:

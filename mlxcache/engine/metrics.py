@@ -49,8 +49,7 @@ def reuse_of(record: RequestRecord) -> Reuse:
     """Return whether a request was cold, warm or restored.
 
     The result depends on how much of the prompt was cached, and whether any of it came from disk.
-    All
-    other code uses this function.
+    All other code uses this function.
     """
     cached = record.cached_tokens
     if cached <= MIN_REUSED_TOKENS or cached < MIN_REUSED_SHARE * record.prompt_tokens:
@@ -63,8 +62,7 @@ class Times:
     """A histogram of durations in seconds.
 
     `counts[i]` is the number of durations up to `bounds[i]` and above the bound before; the last
-    count
-    is for durations above all bounds. `total_s`: the sum of all durations.
+    count is for durations above all bounds. `total_s`: the sum of all durations.
     """
 
     bounds: ClassVar[tuple[float, ...]] = SECONDS
@@ -200,8 +198,8 @@ class Totals:
     """Sums over all requests that were admitted. MLX thread only.
 
     `requests`: counts by reuse. `tokens`: tokens by kind. `canonicalised`: number of requests that
-    each
-    rule changed. `sessions`: their labels. `saved`: tokens and seconds that reuse saved clients.
+    each rule changed. `sessions`: their labels. `saved`: tokens and seconds that reuse saved
+    clients.
     """
 
     requests: dict[str, int] = field(
@@ -237,15 +235,11 @@ class Figures:
     """Maker of the response body of `GET /v1/cache`.
 
     It is made on the MLX thread; any thread may read the finished dictionary in `latest`. Some
-    fields:
-    `ram` is the part of the budget that the prefix tree takes, and `active_bytes` what lineages
-    take
-    beyond it. `mlx` is memory as MLX itself counts it, including the weights. `canonicalised`:
-    number
-    of requests that each rule changed. `saved`: cached tokens, and the seconds that computing them
-    would have taken at the measured speed of prefill. `anticipated`: tokens computed in advance,
-    and
-    the number of those that requests reused.
+    fields: `ram` is the part of the budget that the prefix tree takes, and `active_bytes` what
+    lineages take beyond it. `mlx` is memory as MLX itself counts it, including the weights.
+    `canonicalised`: number of requests that each rule changed. `saved`: cached tokens, and the
+    seconds that computing them would have taken at the measured speed of prefill. `anticipated`:
+    tokens computed in advance, and the number of those that requests reused.
     """
 
     def __init__(self, kv: KVCache, totals: Totals, idle_prefill: IdlePrefill):

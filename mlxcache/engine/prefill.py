@@ -130,8 +130,7 @@ class Limits:
     """Limits of the engine.
 
     `concurrency`: requests in progress at once. `prefill_chunk`: tokens of a chunk. `context`:
-    tokens
-    of prompt and reply. `transient`: bytes of temporary memory of a forward pass.
+    tokens of prompt and reply. `transient`: bytes of temporary memory of a forward pass.
     """
 
     concurrency: int
@@ -164,8 +163,7 @@ class Prefill:
         """Return the task whose chunk is fed next: the one with the fewest remaining tokens.
 
         So that no task waits forever, each time a task is skipped it counts as two chunks shorter.
-        A task
-        in the middle of an image continues until the end of the image.
+        A task in the middle of an image continues until the end of the image.
         """
         if self._images is not None and (holder := self._images.holder(tasks)) is not None:
             return holder
@@ -240,10 +238,8 @@ class Prefill:
         """After a device error, feed shorter chunks from the failed chunk's position on.
 
         The operating system ends passes that block the display for too long; a shorter pass also
-        takes less
-        memory. The limit holds while the model is loaded. Embedding rows of images are dropped
-        because they
-        may be wrong. Without a chunk in progress only the rows are dropped.
+        takes less memory. The limit holds while the model is loaded. Embedding rows of images are
+        dropped because they may be wrong. Without a chunk in progress only the rows are dropped.
         """
         if self._feeding is not None:
             at, size = self._feeding
@@ -261,8 +257,7 @@ class Prefill:
         """Feed token ids `ids`, shape (n,), in one pass or several.
 
         `images`: extra keyword arguments of the model. The last pass is not evaluated here, because
-        its
-        logits are not used.
+        its logits are not used.
         """
         caches = lineage.caches
         step = self.cost.step(len(ids))

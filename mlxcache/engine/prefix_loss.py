@@ -46,9 +46,8 @@ class PrefixLossReporter:
     """Fills in `RequestRecord.lost`: the reason why a prefix was not reused. Use on the event loop.
 
     The cost of a loss is an estimate until the prompt is computed, and then its share of the
-    measured
-    time. `rate()` returns the prefill tokens per second last measured. `shared_with_sessions` is
-    `SessionBook.shared_with_sessions`, called on this reporter's thread.
+    measured time. `rate()` returns the prefill tokens per second last measured.
+    `shared_with_sessions` is `SessionBook.shared_with_sessions`, called on this reporter's thread.
     """
 
     def __init__(
@@ -212,8 +211,7 @@ def _set_cost(record: RequestRecord, spent: float | None) -> None:
     """Set the seconds that a loss cost: its share of `spent`, the seconds of the prefill.
 
     Does nothing if there is no loss or `spent` is None. `record.lost` becomes a new dictionary,
-    because
-    readers compare it with the earlier one.
+    because readers compare it with the earlier one.
     """
     if record.lost is not None and spent is not None:
         share = min(1.0, record.lost["lost_tokens"] / max(1, record.fed_tokens))

@@ -73,8 +73,7 @@ class Forecast:
         """Return the estimated seconds until the first of the `running` requests ends.
 
         The result lies between `MIN_RETRY_S` and `MAX_RETRY_S`. `rate`: prefill speed in tokens per
-        second.
-        `round_s`: seconds per round of decoding.
+        second. `round_s`: seconds per round of decoding.
         """
         prefill, decode = [], []
         for one in running:
@@ -93,9 +92,8 @@ class SharedReply:
     """The reply that one computation gives, and the streams of all its readers.
 
     Each reader gets the whole reply, whenever it joins. `cancel()` is called once, when the last
-    reader
-    has left. If that reader's time limit had passed, `expire(error)` is called instead. `stall_s`:
-    seconds without reading after which a reader is cancelled. Use on the event loop.
+    reader has left. If that reader's time limit had passed, `expire(error)` is called instead.
+    `stall_s`: seconds without reading after which a reader is cancelled. Use on the event loop.
     """
 
     def __init__(
@@ -130,9 +128,8 @@ class SharedReply:
         """Return whether `job` asks for the same reply and may share this one.
 
         If the reply is sampled without a seed, only a request marked as a retry may share it,
-        because any
-        other client expects a sample of its own. Different choices of one request do not share
-        either.
+        because any other client expects a sample of its own. Different choices of one request do
+        not share either.
         """
         if self.left or self.over:
             return False
@@ -146,8 +143,7 @@ class SharedReply:
         """Add a reader; return a stream of the whole reply.
 
         `record`: the record of the reader's request. `reply`: converts the model's text for its
-        client.
-        After `timeout_s` seconds, unless None, the stream ends in DeadlineExceeded.
+        client. After `timeout_s` seconds, unless None, the stream ends in DeadlineExceeded.
         """
         stream = Stream(record, lambda: self._leave(stream), self._stall_s, reply)
         if record is not self.record:
@@ -253,8 +249,7 @@ class RequestTable:
     """All requests in progress, by id. Use on the event loop.
 
     `places`: the most requests that may wait. `on_event`: see `LiveRequest`. `note_running` is
-    called
-    with the number of requests in progress whenever it changes.
+    called with the number of requests in progress whenever it changes.
     """
 
     def __init__(
@@ -283,10 +278,8 @@ class RequestTable:
         """Raise QueueFull if the queue is full, or TooMany if `job`'s session takes up its share.
 
         All choices of one request take one place, that of the first. Both errors carry an estimate
-        of the
-        seconds until a retry can succeed. `rate`: prefill speed in tokens per second. `round_s`:
-        seconds
-        per round of decoding.
+        of the seconds until a retry can succeed. `rate`: prefill speed in tokens per second.
+        `round_s`: seconds per round of decoding.
         """
         if job.choice:
             return
@@ -319,9 +312,8 @@ class RequestTable:
         """Add a new request and return it; the caller submits its task.
 
         `record`: where its figures are written. `stall_s`: seconds without reading after which a
-        reader is
-        cancelled. `keep_pieces`: collect the pieces of the reply. `guide`: restricts the reply's
-        tokens.
+        reader is cancelled. `keep_pieces`: collect the pieces of the reply. `guide`: restricts the
+        reply's tokens.
         """
         post = scheduler.thread.post
         shared = SharedReply(

@@ -124,10 +124,8 @@ class PromptBuilders:
     """Prompt builders by owner, each made at its first use. Thread-safe.
 
     A builder remembers replies, tool results and the order of tools, to restore them in later
-    prompts,
-    and texts, to tokenise them faster. A builder shared between owners would leak data of one owner
-    to
-    another.
+    prompts, and texts, to tokenise them faster. A builder shared between owners would leak data of
+    one owner to another.
     """
 
     def __init__(self, make: Callable[[Replies], PromptBuilder]):
@@ -261,10 +259,9 @@ class ModelRuntime:
     """A loaded model with its cache, scheduler, sessions and prompt builders.
 
     Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports the
-    steps
-    of opening. `info.context_length` is reduced to the tokens that the budget has memory for.
-    Raises
-    ModelError if `--ram` is too small, and StoreError if the table of sessions cannot be opened.
+    steps of opening. `info.context_length` is reduced to the tokens that the budget has memory for.
+    Raises ModelError if `--ram` is too small, and StoreError if the table of sessions cannot be
+    opened.
     """
 
     def __init__(
@@ -549,8 +546,7 @@ class ModelRuntime:
         """Write committed KV to disk, for at most `FLUSH_S` seconds, and release everything.
 
         `died`: the MLX thread ended with an error, so running requests are written too. An error in
-        one
-        step of the shutdown is logged, and the next step runs. MLX thread only.
+        one step of the shutdown is logged, and the next step runs. MLX thread only.
         """
         steps: list[Callable[[], object]] = [self.book.close, self._close_cache]
         if died:

@@ -52,9 +52,8 @@ class Scheduler:
     """Owner of all requests in progress, which advance with each `tick`.
 
     `prepare(task)` makes the parser and sampler of an admitted task. `on_end(task)` is called once
-    for
-    each task that is over, after its memory is released and before its last event. `on_tick()` is
-    called after each tick of `run`. `drafts`: tokens that a draft model proposes at once.
+    for each task that is over, after its memory is released and before its last event. `on_tick()`
+    is called after each tick of `run`. `drafts`: tokens that a draft model proposes at once.
     """
 
     def __init__(
@@ -109,8 +108,7 @@ class Scheduler:
         """Process new requests, then feed one chunk of prefill and run some steps of decoding.
 
         Blocks while there is nothing to do. After a device error, all active work begins again; the
-        third
-        such error in a row is raised, with everything committed still in the cache.
+        third such error in a row is raised, with everything committed still in the cache.
         """
         self._attempt(self._tick)
 
@@ -327,10 +325,8 @@ class Scheduler:
         """Before the first token of a reply, wait for the pass that drew it and commit the prompt.
 
         Returns True if the tokens of the next step will be confirmed when they are handed out. On a
-        device
-        that defers its errors, later tokens are confirmed one step later, because waiting for each
-        pass
-        would be slow.
+        device that defers its errors, later tokens are confirmed one step later, because waiting
+        for each pass would be slow.
         """
         if not device.defers_errors():
             return True
@@ -351,10 +347,8 @@ class Scheduler:
         """After a device error, begin all active work again from what was confirmed.
 
         It is not known which pass failed. So no pending token is used again, and no lineage that
-        was
-        written to since its last confirmation. A device error during recovery begins it again.
-        Raises the
-        third error in a row.
+        was written to since its last confirmation. A device error during recovery begins it again.
+        Raises the third error in a row.
         """
         another: RuntimeError | None = error
         while another is not None:
@@ -394,8 +388,7 @@ class Scheduler:
         """Release what a task holds, and put it at the front of the queue.
 
         The task fails after `MOST_RESTARTS` restarts. A task that was about to end with `outcome`
-        ends
-        instead, unless tokens of its reply were lost.
+        ends instead, unless tokens of its reply were lost.
         """
         if task.over and not isinstance(outcome, MlxcacheError):
             return
@@ -472,8 +465,7 @@ class Scheduler:
         """End a task with an error; KV committed before is kept.
 
         Unless `pass_failed`, all KV of the task is committed first. If the model's output is not
-        finite,
-        none of its KV is kept.
+        finite, none of its KV is kept.
         """
         self._interrupted[task] = error
         self._take_out(task)
@@ -529,8 +521,7 @@ def retry_after_oom(kv: KVCache, task: Task, error: Exception) -> bool:
     """Free memory and undo the pass that raised `error`; return whether it may be tried again.
 
     Returns False if `error` is not a failed allocation, if it is the second one at this position,
-    or if
-    the model has a recurrent state, which the pass has already changed.
+    or if the model has a recurrent state, which the pass has already changed.
     """
     if kv.layout.opaque or task.lease is None or not is_out_of_memory(error):
         return False

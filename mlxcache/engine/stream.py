@@ -24,8 +24,7 @@ class Stream:
 
     Beyond `BACKLOG` unread events, consecutive texts are merged. If a reader takes no event for
     `stall_s` seconds, its request is cancelled. `cancel()` cancels the request. `reply`: converts
-    the
-    model's text to the client's.
+    the model's text to the client's.
     """
 
     def __init__(
@@ -78,8 +77,7 @@ class Stream:
         """Cancel the request if no event was read since this call was scheduled.
 
         `taken`: number of events read by then. The delay gives readers a chance to catch up after
-        the
-        process was suspended.
+        the process was suspended.
         """
         if not self._over and self._taken == taken:
             self._cancel()

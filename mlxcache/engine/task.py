@@ -121,20 +121,16 @@ class Task:
 
     `push` passes an event to the request's readers, on any thread. `ids`: the prompt's token ids as
     the cache stores them, shape (n,). `fed`: the ids as the model is fed them, shape (n,). `out`:
-    the
-    token ids drawn so far. `limit`: the most tokens of the reply. `stops`: positions at which the
-    prefill takes a checkpoint. `skipped`: number of chunks of other prompts that came first.
+    the token ids drawn so far. `limit`: the most tokens of the reply. `stops`: positions at which
+    the prefill takes a checkpoint. `skipped`: number of chunks of other prompts that came first.
     `deferred`: the task waited for a prefix that another request computes. `matched`: prompt tokens
-    in
-    RAM at its admission, reusable or not. `guide`: restricts the reply; each row gets a copy of its
-    first state.
+    in RAM at its admission, reusable or not. `guide`: restricts the reply; each row gets a copy of
+    its first state.
 
     Pieces of the reply are staged until `deliver`, because on a device that defers its errors the
-    pass
-    that drew them may have failed. After such an error, `begin_again` drops the tokens that were
-    not
-    delivered. Those that were delivered become part of `ids` and `fed`, to be fed again. `restarts`
-    counts the restarts since the cache last held more of the prompt than before.
+    pass that drew them may have failed. After such an error, `begin_again` drops the tokens that
+    were not delivered. Those that were delivered become part of `ids` and `fed`, to be fed again.
+    `restarts` counts the restarts since the cache last held more of the prompt than before.
     """
 
     def __init__(
@@ -295,8 +291,7 @@ class Task:
         """Tell the client that its request was admitted.
 
         `matched`: prompt tokens in RAM, reusable or not. If the task began again, `output` is
-        brought to
-        the state after the tokens delivered so far instead.
+        brought to the state after the tokens delivered so far instead.
         """
         if self.admitted:
             output.replay(self.out)

@@ -4,6 +4,5 @@
 earlier one, and `audit` what is likely to change in the next one.
 
 This package is pure Python and depends on neither MLX, the HTTP APIs, sessions nor caches.
-Rendering
-never waits for a disk or database: known replies are passed in.
+Rendering never waits for a disk or database: known replies are passed in.
 """

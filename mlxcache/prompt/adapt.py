@@ -46,10 +46,8 @@ def adapt(
     """Return the messages adapted to a template with the given traits.
 
     If the template does not support tools, `tools` are described in the system text. No user text
-    is
-    dropped: a message that the template refuses in its place is joined to the one before it, or
-    becomes
-    a user message. Raises BadRequest for an unknown role.
+    is dropped: a message that the template refuses in its place is joined to the one before it, or
+    becomes a user message. Raises BadRequest for an unknown role.
     """
     placed = _Adapter(traits)
     if tools and not traits.tools:

@@ -64,8 +64,7 @@ def _split_blanks(blocks: Sequence[str]) -> tuple[str, dict[int, str], set[int]]
     """Split stripped blocks into their characters without white space, and the white space.
 
     Returns those characters, the runs of white space inside blocks, and the edges of blocks. Runs
-    and
-    edges are identified by the number of characters before them.
+    and edges are identified by the number of characters before them.
     """
     words: list[str] = []
     gaps: dict[int, str] = {}

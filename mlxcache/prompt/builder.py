@@ -48,16 +48,14 @@ class PromptBuilder:
     """Renders and tokenises conversations for one model. Thread-safe.
 
     The constructor renders and encodes small conversations, which takes tens of milliseconds, to
-    detect
-    the template's features and whether the tokenizer can work incrementally.
+    detect the template's features and whether the tokenizer can work incrementally.
 
     `template_args`: arguments of the chat template for every conversation; a conversation's own
     arguments take precedence. `context`: the model's context length in tokens; far longer texts are
     refused before they are tokenised. `processor`: the model's image processor, or None. `rules`:
     overrides of the defaults of canonicalisation rules. `read` parses the token ids of a reply;
-    without
-    it no reply is replayed. `replies`: known replies; `remember` adds to them, and other code may
-    too.
+    without it no reply is replayed. `replies`: known replies; `remember` adds to them, and other
+    code may too.
 
     Attributes: `takes_images`: model and template support images. `incremental`: only what changed
     since a session's last turn is tokenised. `openers`: ids of the tokens that open a message.
@@ -113,8 +111,7 @@ class PromptBuilder:
         """Return the prompt of a plain text.
 
         The text of a control token in it becomes that token. Raises BadRequest if the text is not
-        valid
-        Unicode, and ContextLengthExceeded if it is far too long.
+        valid Unicode, and ContextLengthExceeded if it is far too long.
         """
         self._refuse_too_long(text, "prompt")
         return Prompt(self._codec.encode_raw(text))
@@ -129,10 +126,8 @@ class PromptBuilder:
         """Return the prompt of a conversation.
 
         `session`: label under which the text is remembered, so that the next turn is tokenised only
-        from
-        the first difference. `stop`: strings that will end the reply. `new`: messages to append
-        after
-        canonicalisation. Raises BadRequest for a conversation that cannot be rendered,
+        from the first difference. `stop`: strings that will end the reply. `new`: messages to
+        append after canonicalisation. Raises BadRequest for a conversation that cannot be rendered,
         ContextLengthExceeded for one that is far too long, and GenerationFailed if the template
         fails.
         """
@@ -151,10 +146,9 @@ class PromptBuilder:
         """Return the common prefix of all prompts that can continue a conversation.
 
         `chat` ends with the reply. The prefix ends where the text of the next message begins, and
-        has one
-        arbitrary token more, because at least one token must be fed. A mark is added at the
-        position where
-        the prompt diverges if the client strips white space from the reply. Raises as `chat`.
+        has one arbitrary token more, because at least one token must be fed. A mark is added at the
+        position where the prompt diverges if the client strips white space from the reply. Raises
+        as `chat`.
         """
         one, *others = (self.chat(turn, session, stop, new) for turn, new in next_turns(chat))
         shared = [common_length(one.ids, other.ids) for other in others]

@@ -65,8 +65,7 @@ class Codec:
         """Return whether a text has far more than `most` tokens.
 
         A short text is not encoded. A long one is encoded in pieces, because encoding all of it
-        could take
-        gigabytes. Each cut adds a few tokens, so the limit is a tenth more than `most`.
+        could take gigabytes. Each cut adds a few tokens, so the limit is a tenth more than `most`.
         """
         piece = max(_CHARS_PER_TOKEN * most, _LEAST_PIECE)
         if len(text) <= piece:
@@ -82,8 +81,7 @@ class Codec:
         """Return the ids of a plain text, with the tokens that the tokenizer adds at its ends.
 
         None are added if the text already begins with the first of them. Raises BadRequest if the
-        text is
-        not valid Unicode.
+        text is not valid Unicode.
         """
         bos = getattr(self._tokenizer, "bos_token", None)
         add = not (bos and text.startswith(bos))
@@ -154,8 +152,7 @@ class _Plain:
 
     A text gets the same ids as from the first tokenizer if its real control tokens are renamed. The
     original name of a control token is then ordinary text. The model is shared; it is copied only
-    if
-    its vocabulary itself converts the text of a control token to the token's id.
+    if its vocabulary itself converts the text of a control token to the token's id.
     """
 
     def __init__(self, tokenizer: Any, table: Tokens, names: dict[str, str]):
@@ -171,8 +168,7 @@ class _Plain:
         """Make the second tokenizer, or return None if that is impossible.
 
         It must give the same ids for `texts` as the first one, and never the id of a control token
-        for the
-        token's text.
+        for the token's text.
         """
         nonce = f"{secrets.randbelow(10**20):020d}"
         names = {token.text: f"<{nonce}{i}>" for i, token in enumerate(controls)}

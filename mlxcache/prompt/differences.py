@@ -33,10 +33,8 @@ class Change:
     """The change of one text into another.
 
     `at`: number of shared leading characters. `cause`: kind of the change. `before`, `after`:
-    excerpts
-    of the old and new text, beginning with up to 60 shared characters of the same line. `shows`:
-    the
-    old and new text from a few characters before `at` on.
+    excerpts of the old and new text, beginning with up to 60 shared characters of the same line.
+    `shows`: the old and new text from a few characters before `at` on.
     """
 
     at: int
@@ -155,11 +153,9 @@ class Difference:
     """One difference between two conversations.
 
     `where`: part of the later conversation, such as `system`, `tools[2] Read` or `messages[5]
-    user`.
-    `reason`, `cause`: kind of the difference, in general and in detail. `before`, `after`: excerpts
-    of
-    the earlier and the later text. `shows`: parts of the two that are visible in the prompts at the
-    first difference.
+    user`. `reason`, `cause`: kind of the difference, in general and in detail. `before`, `after`:
+    excerpts of the earlier and the later text. `shows`: parts of the two that are visible in the
+    prompts at the first difference.
     """
 
     where: str
@@ -203,8 +199,7 @@ def _in_place(
     """Return whether message `i` was edited, and not inserted or dropped.
 
     That is assumed for system messages at the start, and if the next messages are equal. `seen`:
-    all
-    messages of both conversations as JSON.
+    all messages of both conversations as JSON.
     """
     following = [keys[i + 1 : i + 2] for keys in seen]
     goes_on = bool(following[0]) and following[0] == following[1]

@@ -24,11 +24,9 @@ class Escape:
     """Replaces the text of control tokens by sentinels, and back. Immutable and thread-safe.
 
     A sentinel consists of decimal digits between two private-use characters: a nonce of this
-    object, so
-    that no text contains one by accident or intent, then the code points of the replaced text. It
-    contains no letters, quotes or white space, which a template could change. If a template writes
-    JSON
-    in ASCII, both the sentinel and its text come out escaped.
+    object, so that no text contains one by accident or intent, then the code points of the replaced
+    text. It contains no letters, quotes or white space, which a template could change. If a
+    template writes JSON in ASCII, both the sentinel and its text come out escaped.
 
     `controls`: the texts to escape; those in `passing` are allowed in an assistant's content.
     `normalized`: those that the tokenizer matches after its normaliser `normalize`; a text that
@@ -129,10 +127,9 @@ class _Finder:
     """Finds control tokens in a text, and parts of them at its ends.
 
     Templates concatenate strings, so the text next to a string may complete a token. Therefore two
-    or
-    more characters of a token at an end count as the token. One character would be too common, and
-    if
-    two strings form a token of three or more characters, one of them has at least two of these.
+    or more characters of a token at an end count as the token. One character would be too common,
+    and if two strings form a token of three or more characters, one of them has at least two of
+    these.
     """
 
     def __init__(self, texts: set[str]):

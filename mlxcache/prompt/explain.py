@@ -76,14 +76,11 @@ class Explanation:
     """The first difference between two prompts, if it comes before the new messages.
 
     `at_token`: number of shared leading tokens. `new_from`: token of the later prompt at which
-    messages
-    begin that the earlier prompt and its reply did not have. The tokens between the two are
-    computed a
-    second time, but at most `once` of them, the number of the earlier prompt's tokens after
-    `at_token`.
-    `first`: the difference, or None if nothing differs before `new_from`. `later`: further
-    differences.
-    `removed`: differences as sent that canonicalisation removed, each with its rule.
+    messages begin that the earlier prompt and its reply did not have. The tokens between the two
+    are computed a second time, but at most `once` of them, the number of the earlier prompt's
+    tokens after `at_token`. `first`: the difference, or None if nothing differs before `new_from`.
+    `later`: further differences. `removed`: differences as sent that canonicalisation removed, each
+    with its rule.
     """
 
     at_token: int

@@ -46,8 +46,7 @@ class ImageTemplate:
     """Writes images into the input and output of one chat template. Thread-safe.
 
     The constructor detects, by rendering, which form of image part the template supports.
-    `processor`
-    is None if the model takes no images.
+    `processor` is None if the model takes no images.
     """
 
     def __init__(
@@ -146,10 +145,8 @@ def ids_with_digests(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
     """Return a copy of `ids` with negative ids for images, which depend on their content.
 
     Each is 31 bits of a hash over the image's digest and the ids. The tokens just before and after
-    an
-    image get such ids too, although they do not depend on it. So at least two ids must collide
-    before a
-    wrong embedding row is reused.
+    an image get such ids too, although they do not depend on it. So at least two ids must collide
+    before a wrong embedding row is reused.
     """
     known = ids.copy()
     last = 0

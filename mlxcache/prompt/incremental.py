@@ -95,8 +95,7 @@ class Tokenised:
     """A rendered text with its token ids and the places of its control tokens.
 
     Those are control tokens written by the template or inside a splice. `starts` and `ends` are
-    their
-    character offsets, ascending; `at` are their positions in `ids`. All three have shape
+    their character offsets, ascending; `at` are their positions in `ids`. All three have shape
     (control tokens,).
     """
 
@@ -178,12 +177,9 @@ class Tokeniser:
     """Encodes rendered texts and reuses the ids of recent ones. Thread-safe.
 
     A text is compared with the latest texts of its session and of all sessions. The ids before the
-    last
-    shared control token are reused. The rest is encoded starting with that control token, whose own
-    id
-    is then dropped: a cut directly before or after it would change the encoding if tokens strip
-    white
-    space or the vocabulary marks the start of a text.
+    last shared control token are reused. The rest is encoded starting with that control token,
+    whose own id is then dropped: a cut directly before or after it would change the encoding if
+    tokens strip white space or the vocabulary marks the start of a text.
 
     Unless `incremental`, every text is encoded as a whole.
     """
@@ -200,8 +196,7 @@ class Tokeniser:
         """Tokenise a rendered text, which may contain sentinels, and remember it.
 
         If splices do not fit into the text, it is tokenised without them. Raises BadRequest if the
-        text is
-        not valid Unicode.
+        text is not valid Unicode.
         """
         if not self._incremental:
             return self.encode_whole(remove_splices(text, splices))
@@ -231,12 +226,10 @@ class Tokeniser:
         """Tokenise a text that begins like `old`, reusing its ids for the common beginning.
 
         The first `shared` characters of both are equal. The ids before the last control token in
-        them are
-        copied from `old`, the text from that token on is encoded, and both are joined. `splices`
-        are those
-        of `text`. Mutates nothing. Returns None if no control token is shared, or if the new ids do
-        not
-        have the control tokens of the text: the caller then encodes the whole text.
+        them are copied from `old`, the text from that token on is encoded, and both are joined.
+        `splices` are those of `text`. Mutates nothing. Returns None if no control token is shared,
+        or if the new ids do not have the control tokens of the text: the caller then encodes the
+        whole text.
         """
         shared = min(shared, first_difference(old.splices, splices))
         # A control token is shared only if no longer token could start there in either text.
@@ -275,8 +268,7 @@ class Tokeniser:
         """Encode a text from character `start`, which is not inside a splice.
 
         Text after a splice is encoded together with the control token that closes the splice, so
-        that it
-        gets the same ids as after that token in the text.
+        that it gets the same ids as after that token in the text.
         """
         if not splices:
             return self._codec.encode(text[start:])
@@ -328,9 +320,8 @@ class RecentTexts:
     """The latest tokenised texts, with which new texts are compared. Thread-safe.
 
     Keeps at most `each` texts of a session, `latest` texts of requests without a session, and
-    `count`
-    texts and `limit` bytes in all; the oldest are dropped. A new text is compared with those of its
-    session and with the `latest` newest of all sessions.
+    `count` texts and `limit` bytes in all; the oldest are dropped. A new text is compared with
+    those of its session and with the `latest` newest of all sessions.
     """
 
     def __init__(self, *, count: int = 128, each: int = 4, latest: int = 8, limit: int = 64 << 20):

@@ -82,10 +82,8 @@ def find_marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -
     """Return the token positions of each message's start and of the reply, ascending.
 
     Position 0, the prompt's length, and positions among the control tokens that begin the text are
-    left
-    out, and so is a position within `MARK_DISTANCE` tokens of the one before. `openers`: ids of
-    tokens
-    that open a message. `generation_at`: token position of the reply.
+    left out, and so is a position within `MARK_DISTANCE` tokens of the one before. `openers`: ids
+    of tokens that open a message. `generation_at`: token position of the reply.
     """
     ids = prompt.ids
     opens = np.isin(ids[prompt.at], list(openers)) if openers else np.zeros(0, dtype=bool)
@@ -108,8 +106,7 @@ def keep_positions(
     """Convert a client's keep hints, (leading messages, seconds), to (token position, seconds).
 
     0 leading messages stand for tools and system prompt, which end at the first of the marks
-    `placed`.
-    Any other number ends at `breakpoint`, or at the last mark if that is None.
+    `placed`. Any other number ends at `breakpoint`, or at the last mark if that is None.
     """
     head = placed[0] if len(placed) > 1 else 0
     rest = breakpoint if breakpoint is not None else next(iter(placed[-1:]), 0)

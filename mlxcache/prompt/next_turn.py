@@ -40,10 +40,8 @@ def next_turns(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:
     """Return possible next turns of a conversation that ends with a reply.
 
     Each is a pair of a chat and the new messages: results after calls, otherwise a user message.
-    The
-    first two turns first differ where the client's text begins. If the last reply has white space
-    at
-    its ends, a third turn has it stripped.
+    The first two turns first differ where the client's text begins. If the last reply has white
+    space at its ends, a third turn has it stripped.
     """
     reply = chat.messages[-1]
     calls = reply.get("tool_calls") or ()

@@ -36,10 +36,8 @@ class Rendered:
     """A rendered text with sentinels.
 
     `generation`: character at which the generation prompt starts. This is the text's length if
-    there is
-    none, for example because the request continues the last message. `images`: images in the text,
-    in
-    order.
+    there is none, for example because the request continues the last message. `images`: images in
+    the text, in order.
     """
 
     text: str
@@ -100,8 +98,7 @@ class Renderer:
         """Return how many characters `text` shares with the rendering of its leading messages.
 
         `text`: the whole rendered conversation. `leading`: number of messages; 0 means only tools
-        and
-        system text.
+        and system text.
         """
         args, tools = self._arguments(chat), self._tools(chat)
         if leading == 0:

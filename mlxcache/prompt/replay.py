@@ -53,8 +53,8 @@ class ReplayedText:
     """A rendered text with known replies spliced in.
 
     `digest` and `tail`: digest and last characters of the text as rendered. `changed`: the ids of
-    at
-    least one reply differ from the encoding of its text. `replies`: keys of the replies, in order.
+    at least one reply differ from the encoding of its text. `replies`: keys of the replies, in
+    order.
     """
 
     text: str
@@ -70,10 +70,8 @@ class _Fit:
     """The place of a reply in a rendered text.
 
     `shown`: the text that the reply replaces. `guard`: `shown` and the text that must follow it.
-    `ids`,
-    `raw`: token ids of the reply and their text. `closing`: text of the control token at their end,
-    or
-    empty. `changes`: the ids differ from the encoding of `shown`.
+    `ids`, `raw`: token ids of the reply and their text. `closing`: text of the control token at
+    their end, or empty. `changes`: the ids differ from the encoding of `shown`.
     """
 
     shown: str
@@ -89,8 +87,7 @@ class Replay:
     """Finds known replies in rendered texts. Thread-safe.
 
     `steady` converts a rendered text to its form without the sentinels' nonce, which is the same in
-    all
-    processes.
+    all processes.
     """
 
     def __init__(
@@ -112,8 +109,7 @@ class Replay:
         """Return the newest reply, after a history, that has the same content as a message.
 
         Text and calls must be equal, and thinking if the message has any. `history`: digest of the
-        messages
-        before it. Returns None if there is no such reply.
+        messages before it. Returns None if there is no such reply.
         """
         replies = self.replies.find_by_history(history)
         content = ReplyContent.of_message(message) if replies else None
@@ -201,8 +197,7 @@ class Replay:
         """Return whether a rendered reply has the same marks of thinking as the generated one.
 
         False, for example, if the template leaves out the marks of empty thinking; its rendering is
-        then
-        used. If the reply has several thoughts, which a template may join, any mark suffices.
+        then used. If the reply has several thoughts, which a template may join, any mark suffices.
         """
         marks = self._reader.find_thinking_marks(shown)
         several = len(decoded.content.thoughts) > 1

@@ -128,8 +128,7 @@ class PromptKey:
 
     `digest`, `length` and `tail`: digest, number of characters, and last characters of its rendered
     text without splices. `history`: digest of its messages, or empty if replies are not looked up
-    by
-    it.
+    by it.
     """
 
     digest: bytes
@@ -143,8 +142,7 @@ class DecodedReply:
     """A reply as token ids, text and content.
 
     `raw`: text of `ids` with control tokens. `closing`: text of the control token that ended the
-    reply,
-    or empty. `key`: key of its row.
+    reply, or empty. `key`: key of its row.
     """
 
     ids: Tokens
@@ -282,8 +280,7 @@ class ReplyReader:
         """Return the ids before the stop string; None if they cannot be separated.
 
         If one token contains text before the stop string and part of the stop string, other tokens
-        are used
-        for that text.
+        are used for that text.
         """
         if not reply.stopped:
             return reply.ids

@@ -65,8 +65,7 @@ class Template:
         """Render a conversation, with or without the generation prompt.
 
         Raises BadRequest with the template's message if it refuses the conversation, and
-        GenerationFailed
-        if it fails or takes longer than `RENDER_SECONDS`.
+        GenerationFailed if it fails or takes longer than `RENDER_SECONDS`.
         """
         if not self.exists:
             return render_plain(messages, self._start(), generation=generation)
@@ -129,8 +128,7 @@ def render_plain(messages: Sequence[Message], start: str, *, generation: bool) -
     """Render without a chat template: the name of each role, a colon, and the text.
 
     `start`: text at the start, such as the token that begins a sequence. `generation`: append the
-    name
-    of the assistant's role.
+    name of the assistant's role.
     """
     parts = [start]
     parts += [f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages]

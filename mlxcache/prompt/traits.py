@@ -38,14 +38,11 @@ class Traits:
 
     `system`: a system message at the start. `system_anywhere`: also between and after turns.
     `developer`: messages of the role `developer`. `alternates`: two user or two assistant messages
-    in a
-    row are refused. `tools`, `tool_calls`, `tool_role`: descriptions, calls and results of tools.
-    `user_after_tool`: a user message may follow a result. `string_arguments`: a call's arguments
-    are
-    JSON text. `calls_at_once`: several calls in a message. `text_with_calls`: text beside calls.
-    `absent_content`: a message with only calls must have no content. `short_ids`: call ids have
-    nine
-    letters or digits.
+    in a row are refused. `tools`, `tool_calls`, `tool_role`: descriptions, calls and results of
+    tools. `user_after_tool`: a user message may follow a result. `string_arguments`: a call's
+    arguments are JSON text. `calls_at_once`: several calls in a message. `text_with_calls`: text
+    beside calls. `absent_content`: a message with only calls must have no content. `short_ids`:
+    call ids have nine letters or digits.
     """
 
     system: bool = True

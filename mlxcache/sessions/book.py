@@ -36,13 +36,12 @@ SETTLE_S = 10.0
 class SessionBook:
     """The sessions of one engine.
 
-    Use on the event loop; `add_turn`, `session_of`, `shared_with_sessions` and `close` may be called
-    on any thread.
-    `files`: import and export of sessions. `decode`: converts token ids to text. `submit` queues a
-    request. `prompt_caches` reads mlx-lm's prompt cache files. `before_removal` is called on the
-    MLX
-    thread before KV is removed. `incoming`: folder for files that are being received. `learn`: see
-    `ReplyFeed`. Results include the turns added before, unless writing those takes long.
+    Use on the event loop; `add_turn`, `session_of`, `shared_with_sessions` and `close` may be
+    called on any thread. `files`: import and export of sessions. `decode`: converts token ids to
+    text. `submit` queues a request. `prompt_caches` reads mlx-lm's prompt cache files.
+    `before_removal` is called on the MLX thread before KV is removed. `incoming`: folder for files
+    that are being received. `learn`: see `ReplyFeed`. Results include the turns added before,
+    unless writing those takes long.
     """
 
     def __init__(
@@ -106,8 +105,7 @@ class SessionBook:
         """Write a finished request as a turn of its session. Any thread; returns at once.
 
         `ids`: token ids of its prompt and reply as far as they are cached, shape (n,). `reply`: its
-        reply
-        in the form kept for replay, or None. `gain`: its figures.
+        reply in the form kept for replay, or None. `gain`: its figures.
         """
         self._writer.add_turn(job, ids, time.time(), reply, gain)
 
@@ -129,8 +127,7 @@ class SessionBook:
         """Compare `ids` with each leaf of the sessions that have a label.
 
         Returns for each leaf whether it belongs to this model, and the number of leading tokens
-        shared.
-        Any thread; blocks. Raises StoreError.
+        shared. Any thread; blocks. Raises StoreError.
         """
         return [
             (session.namespace == self.namespace, common_length(leaf.ids, ids))
@@ -156,8 +153,7 @@ class SessionBook:
         """Return at most `limit` sessions without their sizes in RAM and on disk.
 
         They are those of the current API key, most recently used first. Does not wait for the MLX
-        thread
-        and reads no files of KV.
+        thread and reads no files of KV.
         """
         return await self._writer.read(lambda: self._sessions.all(limit, OWNER.get()))
 
@@ -251,10 +247,8 @@ class SessionBook:
         """Clear both tiers and remove all sessions, pinned ones only if `pinned`.
 
         KV in use by requests stays until it is evicted. If the server has API keys, only the
-        sessions of
-        the current key are removed. Returns the number of `sessions` removed, and the `freed_bytes`
-        on
-        disk. Raises StoreError.
+        sessions of the current key are removed. Returns the number of `sessions` removed, and the
+        `freed_bytes` on disk. Raises StoreError.
         """
         if OWNER.get() is not None:
             return await self._clear_own(pinned)

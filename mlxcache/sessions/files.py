@@ -46,8 +46,7 @@ class SessionFiles:
     """Exports sessions to files and imports them. Use on the event loop.
 
     `info(id)` returns a session, `adopt(info, name)` adds one to the table, and `settled()` waits
-    for
-    pending writes to disk; see `SessionBook`. `store` is None if there is no disk tier.
+    for pending writes to disk; see `SessionBook`. `store` is None if there is no disk tier.
     """
 
     def __init__(
@@ -90,8 +89,7 @@ class SessionFiles:
         """Export the main leaf of a session as a prompt cache file for mlx-lm's tools.
 
         Computes the KV that is not in RAM. Raises NotFound, Busy, Unsupported for a session of
-        another
-        model or with images, and what `Engine.submit` raises.
+        another model or with images, and what `Engine.submit` raises.
         """
         info = await self._info(id)
         if info.namespace != self._model.namespace:
@@ -120,11 +118,9 @@ class SessionFiles:
         """Import the file at `path`: a snapshot, or a prompt cache of mlx-lm.
 
         `name`: name of the new session. `prompt`: text or token ids of which the prompt cache was
-        made, if
-        the file has no tokens. KV of a prompt cache that cannot be used is computed. Raises
-        SnapshotRefused, BadRequest and StoreError; for a snapshot Unsupported without a disk tier;
-        for a
-        prompt cache what `Engine.submit` raises.
+        made, if the file has no tokens. KV of a prompt cache that cannot be used is computed.
+        Raises SnapshotRefused, BadRequest and StoreError; for a snapshot Unsupported without a disk
+        tier; for a prompt cache what `Engine.submit` raises.
         """
         owner = OWNER.get()
         try:

@@ -61,8 +61,7 @@ class Served:
     """The served model, to which sessions belong.
 
     `path`: value of `--model`, for mlx-lm's tools. `spec`: dtype and shape per token of each KV
-    tensor.
-    `vocab_size`: number of token ids.
+    tensor. `vocab_size`: number of token ids.
     """
 
     name: str
@@ -105,8 +104,7 @@ class SessionWriter:
         """Write a finished request as a turn of its session. Any thread; returns at once.
 
         `ids`: token ids of its prompt and reply, shape (n,). `at`: seconds since 1970. If the table
-        cannot
-        be written, the turn is tried again later, as long as the server runs.
+        cannot be written, the turn is tried again later, as long as the server runs.
         """
         prompt = job.prompt
         marks, length = prompt.marks, len(prompt.ids)
@@ -210,8 +208,7 @@ class SessionWriter:
         """Make room on disk for `tokens` token ids in the table, then run `action`.
 
         Both are one transaction. Returns the result of `action`. Call on the writer's thread.
-        Raises
-        DiskFull if no room can be made.
+        Raises DiskFull if no room can be made.
         """
         if self._store is None:
             return action()
@@ -223,8 +220,7 @@ class SessionWriter:
         """Run `action` on the writer's thread after the turns added before; return its result.
 
         Raises what `action` raises. Raises Busy, with nothing done, if it cannot begin or the table
-        is
-        locked for `WRITE_WAIT_S` seconds, and NotReady once the writer is closed.
+        is locked for `WRITE_WAIT_S` seconds, and NotReady once the writer is closed.
         """
         self._check_open()
         deadline = time.monotonic() + WRITE_WAIT_S
@@ -254,8 +250,8 @@ class SessionWriter:
         """Run `action`, which only reads, in a worker thread; return its result.
 
         Waits at most `READ_WAIT_S` seconds for the turns added before. Unlike `run`, it does not
-        wait for a
-        locked table. Raises what `action` raises, and NotReady once the writer is closed.
+        wait for a locked table. Raises what `action` raises, and NotReady once the writer is
+        closed.
         """
         await self.written()
         return await asyncio.to_thread(action)

@@ -42,8 +42,7 @@ class PromptCacheExport:
         """Lease the lineage that holds `ids`. Call on the MLX thread.
 
         `ids`: token ids as the model is fed them, shape (n,). `model`: path or name of the model,
-        for the
-        file. Raises Busy if there is no memory, or if RAM does not hold all of the tokens.
+        for the file. Raises Busy if there is no memory, or if RAM does not hold all of the tokens.
         """
         lease = kv.acquire(own_ids(np.append(ids, ids[-1:]), owner), 1)
         if lease is None:
@@ -81,8 +80,7 @@ class PromptCacheReader:
     """Reads mlx-lm's prompt cache files into the prefix tree.
 
     `agrees(found, ids)` computes part of a file's KV again on the MLX thread and returns whether it
-    is
-    the same. `tokenise(text)` tokenises a prompt as mlx-lm does.
+    is the same. `tokenise(text)` tokenises a prompt as mlx-lm does.
     """
 
     def __init__(
@@ -99,13 +97,10 @@ class PromptCacheReader:
         """Read the file at `path`, insert its KV, and return its token ids, shape (n,).
 
         The KV is inserted into the prefix tree of `owner`. It is left out if it differs from what
-        the model
-        computes, or if there is no memory for it. `prompt`: the text, or a JSON list of token ids,
-        of which
-        the file was made; needed only if the file has no tokens. Call on the MLX thread. Raises
-        SnapshotRefused if the file is no prompt cache of such a model, and BadRequest if tokens are
-        missing
-        or unknown.
+        the model computes, or if there is no memory for it. `prompt`: the text, or a JSON list of
+        token ids, of which the file was made; needed only if the file has no tokens. Call on the
+        MLX thread. Raises SnapshotRefused if the file is no prompt cache of such a model, and
+        BadRequest if tokens are missing or unknown.
         """
         kv = self._kv
         vocabulary = kv.layout.vocab_size

@@ -25,8 +25,8 @@ class Branch:
 
     `text`: beginning of their text. `ram` and `disk`: number of tokens, from the first of the node,
     that a turn would reuse from that tier. `ends`: leaves that end here, each with its session's
-    id.
-    `below`: child nodes. `merged`: number of nodes below that are not shown, and of their tokens.
+    id. `below`: child nodes. `merged`: number of nodes below that are not shown, and of their
+    tokens.
     """
 
     parent: Branch | None
@@ -51,9 +51,8 @@ def tree_view(
     """Return the body of `GET /v1/cache/tree` for sessions of one namespace and one owner.
 
     It has at most `most` nodes, including the empty root. If there are more, the shortest leaf
-    nodes
-    are merged into their parents. `decode` converts token ids to text. Takes O(tokens), that is
-    milliseconds per session.
+    nodes are merged into their parents. `decode` converts token ids to text. Takes O(tokens), that
+    is milliseconds per session.
     """
     root = _branches(listed, decode, owner)
     _merge(root, most)

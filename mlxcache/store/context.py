@@ -28,8 +28,7 @@ class StoreContext:
     """One open store folder: its database, process lock, disk space, figures and noted uses.
 
     Times of use are kept in memory and written to the index with the next write, so that looking up
-    a
-    prefix writes nothing. Thread-safe.
+    a prefix writes nothing. Thread-safe.
     """
 
     def __init__(self, folder: Folder, database: Database, lock: ProcessLock, space: Space):
@@ -104,8 +103,7 @@ class StoreContext:
         """Write the noted uses, then evict files until `coming` more bytes fit.
 
         `has_row`: the index already counts these bytes. Part of the transaction of `connection`.
-        Raises
-        DiskFull if they cannot fit.
+        Raises DiskFull if they cannot fit.
         """
         self.write_uses(connection)
         self.count("evicted", len(self.space.make_room(connection, coming, has_row=has_row)))

@@ -89,8 +89,7 @@ class Database:
     """One SQLite file in WAL mode, with a pool of connections. Thread-safe.
 
     Threads of one process take turns at writing, and wait for other processes that write. The
-    `with`
-    blocks convert errors of SQLite to StoreError, and those of a full disk to DiskFull.
+    `with` blocks convert errors of SQLite to StoreError, and those of a full disk to DiskFull.
     """
 
     def __init__(self, path: Path):
@@ -122,8 +121,7 @@ class Database:
         """Run a script of CREATE ... IF NOT EXISTS statements in one transaction.
 
         Each module with tables calls this once after the database is opened. The script runs again
-        whenever
-        the file is created again. Raises StoreError.
+        whenever the file is created again. Raises StoreError.
         """
         if script not in self._scripts:
             self._scripts.append(script)
@@ -211,10 +209,8 @@ class Database:
         """Yield a connection in a write transaction, which is committed when the block ends.
 
         If the block raises, the transaction is rolled back. Changes are durable once the block has
-        ended. A
-        nested `write` block of the same thread joins the outer transaction. Blocks while others
-        write;
-        raises Locked after `BUSY_S` seconds, or the seconds set with `patience`.
+        ended. A nested `write` block of the same thread joins the outer transaction. Blocks while
+        others write; raises Locked after `BUSY_S` seconds, or the seconds set with `patience`.
         """
         current = self._current()
         if current is not None:

@@ -24,8 +24,7 @@ def block_digests(digest: bytes, ids: Tokens) -> list[bytes]:
     """Return the digests after each whole block of `ids`.
 
     `digest`: digest of the prefix that `ids` follow, a whole number of blocks. A last partial block
-    is
-    ignored.
+    is ignored.
     """
     raw = np.ascontiguousarray(ids, "<i4").tobytes()
     found = []

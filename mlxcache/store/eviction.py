@@ -55,8 +55,7 @@ class Space:
         """Return an upper bound of the disk space for a file of `nbytes` bytes and its index row.
 
         Includes the unused part of the last file-system block, file-system metadata, and the growth
-        of
-        folders. `tokens`: number of token ids in the row.
+        of folders. `tokens`: number of token ids in the row.
         """
         size = self.folder.block_size()
         whole = (nbytes + size - 1) // size * size
@@ -66,11 +65,9 @@ class Space:
         """Evict files in this transaction until `coming` more bytes fit; return the removed rows.
 
         `has_row`: the index already counts these bytes. Files are removed before the transaction
-        removes
-        their rows, so that their space is never counted as free too early. After a kill in between,
-        some
-        rows have no file; reading and opening the store repair that. Raises DiskFull, with nothing
-        removed, if the bytes cannot fit.
+        removes their rows, so that their space is never counted as free too early. After a kill in
+        between, some rows have no file; reading and opening the store repair that. Raises DiskFull,
+        with nothing removed, if the bytes cannot fit.
         """
         need = self._missing(connection, coming, 0 if has_row else coming)
         if need <= 0:
@@ -141,18 +138,13 @@ def files_to_evict(
     """Choose the files to evict, in order, to free `need` bytes of disk space.
 
     Only files that no other file continues and that are not being written can be chosen. Evicting
-    one
-    may make the file before it eligible. Files with an id in `pinned` are chosen only when nothing
-    else
-    is left. If all eligible files free less than `need` bytes, they are returned if `partly`,
-    otherwise
-    None is returned.
+    one may make the file before it eligible. Files with an id in `pinned` are chosen only when
+    nothing else is left. If all eligible files free less than `need` bytes, they are returned if
+    `partly`, otherwise None is returned.
 
     `reuses`: number of requests that reused each file, by id. A checkpoint counts as used whenever
-    a
-    later one on its path was. Of equally old files, the one that ends last is evicted first, and
-    the
-    first checkpoint of a path, which new conversations share, last.
+    a later one on its path was. Of equally old files, the one that ends last is evicted first, and
+    the first checkpoint of a path, which new conversations share, last.
     """
     ages, by_id = _ages(rows, reuses), {row.id: row for row in rows}
     builds = Counter(row.parent for row in rows)
@@ -183,8 +175,7 @@ def _ages(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, float]:
 
     The file of the greatest age is evicted first. The weight grows by the same amount with each
     doubling of the file's reuses. A checkpoint is never older than a later one on its path. Times
-    are
-    those of the wall clock, because servers that share a folder have no other clock in common.
+    are those of the wall clock, because servers that share a folder have no other clock in common.
     """
     used, uses = last_uses(rows), _uses(rows, reuses)
     now = max(used.values(), default=0.0) + MOMENT_S
@@ -202,8 +193,8 @@ def _uses(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, int]:
     """Return the number of reuses of each file, by id.
 
     If several runs continue the same run, the most recently used of them inherits its reuses,
-    because
-    it continues the conversation. A checkpoint inherits the reuses of the run that contains it.
+    because it continues the conversation. A checkpoint inherits the reuses of the run that contains
+    it.
     """
     heirs: dict[int | None, tuple[float, int]] = {}
     for row in rows:
@@ -222,9 +213,8 @@ def last_uses(rows: Sequence[Row]) -> dict[int, float]:
     """Return the time of the last use of each file, by id, in seconds since 1970.
 
     A checkpoint counts as used whenever a later one on its path was. A use of a path is not noted
-    at
-    all of its checkpoints, and a new conversation can start only from the first of them, which must
-    therefore stay longest.
+    at all of its checkpoints, and a new conversation can start only from the first of them, which
+    must therefore stay longest.
     """
     used = {row.id: row.used for row in rows}
     for row in sorted(rows, key=lambda row: row.start, reverse=True):

@@ -31,10 +31,8 @@ class Folder:
     """Paths inside one store folder, which only the user can read.
 
     Files are runs/ab/DIGEST.safetensors and checkpoints/ab/DIGEST.safetensors, where ab is the
-    start of
-    the digest. While being written they are called .OWNER-ID.tmp, in the same folder. There are
-    also
-    quarantine/, locks/OWNER, and index.sqlite with its write-ahead log.
+    start of the digest. While being written they are called .OWNER-ID.tmp, in the same folder.
+    There are also quarantine/, locks/OWNER, and index.sqlite with its write-ahead log.
     """
 
     def __init__(self, path: Path):
@@ -103,8 +101,7 @@ class Folder:
         """Move a damaged file to quarantine, then trim the quarantine.
 
         The quarantine may take a fixed share of `limit` bytes (None: no limit). Nothing is moved if
-        the
-        file is missing. Raises OSError.
+        the file is missing. Raises OSError.
         """
         with suppress(FileNotFoundError):
             os.rename(path, self.quarantine / f"{time.time_ns()}-{path.name}")

@@ -11,8 +11,7 @@ class Piece:
     """The tokens [start, end) of a prefix, contained in the file of one run.
 
     The run holds the tokens [first, last). Row `start - first` of each tensor in the file belongs
-    to
-    token `start`. `id`: id of its index row. `nbytes`: size of the file.
+    to token `start`. `id`: id of its index row. `nbytes`: size of the file.
     """
 
     path: Path
@@ -42,8 +41,7 @@ class Found:
     """The longest prefix of given token ids that is on disk.
 
     `pieces` are in order and cover [0, length) without a gap. `checkpoints` are in order too. They
-    may
-    lie beyond `length`, because a model whose layers all need checkpoints has no runs.
+    may lie beyond `length`, because a model whose layers all need checkpoints has no runs.
     """
 
     length: int
@@ -56,10 +54,9 @@ class StoreStats:
     """Figures of one store folder.
 
     `used_bytes`: disk space of the whole folder. `tokens`: tokens in all runs. `quarantined`:
-    number of
-    files. The figures from `written_bytes` on count events of this process since it opened the
-    folder:
-    bytes and tokens written, files verified before use, files found damaged, files evicted.
+    number of files. The figures from `written_bytes` on count events of this process since it
+    opened the folder: bytes and tokens written, files verified before use, files found damaged,
+    files evicted.
     """
 
     limit_bytes: int | None

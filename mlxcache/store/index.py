@@ -68,15 +68,12 @@ class Row:
     """Index row of one file. A run holds tokens [start, stop); a checkpoint has start = stop.
 
     `digest` identifies the prefix up to `stop` and names the file. `base`: digest of the whole
-    blocks
-    before `start`. `key`: digest by which a lookup finds the row; for a run, the digest after its
-    first
-    block, for a checkpoint, its base. `nbytes`: size of the file. `disk`: bytes that it takes, or
-    that
-    are reserved for it, on disk. `used`: last use in seconds since 1970. `parent`: id of the run
-    that
-    holds the token before `start`. `previous`: id of the checkpoint before this one on its path.
-    `owner`: name of the process lock of the store that is writing the file; None if it is durable.
+    blocks before `start`. `key`: digest by which a lookup finds the row; for a run, the digest
+    after its first block, for a checkpoint, its base. `nbytes`: size of the file. `disk`: bytes
+    that it takes, or that are reserved for it, on disk. `used`: last use in seconds since 1970.
+    `parent`: id of the run that holds the token before `start`. `previous`: id of the checkpoint
+    before this one on its path. `owner`: name of the process lock of the store that is writing the
+    file; None if it is durable.
     """
 
     id: int
@@ -265,8 +262,7 @@ def _cover(reaches: list[tuple[int, int, Row]]) -> tuple[list[tuple[Row, int, in
     """Choose the fewest runs that cover [0, length) without a gap, for the greatest length.
 
     `reaches`: for each run its start, the end of the tokens that it has in common with the prompt,
-    and
-    its row. Returns the runs, each as (row, start, end), and `length`.
+    and its row. Returns the runs, each as (row, start, end), and `length`.
     """
     reaches.sort(key=lambda reach: reach[:2])
     cover: list[tuple[Row, int, int]] = []

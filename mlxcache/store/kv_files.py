@@ -55,11 +55,9 @@ class RunHeader:
     """Metadata of a run file.
 
     The run holds the token ids `tokens` from position `start` on, after the prefix with digest
-    `base`.
-    `checksums`: one per block, 8 bytes each; the last block may be partial. They exclude the
-    tensors
-    named in `late`, which hold sliding windows and are needed only soon after the run; those have
-    `late_checksums`.
+    `base`. `checksums`: one per block, 8 bytes each; the last block may be partial. They exclude
+    the tensors named in `late`, which hold sliding windows and are needed only soon after the run;
+    those have `late_checksums`.
     """
 
     header: Header
@@ -210,8 +208,7 @@ def block_checksums(buffers: Sequence[memoryview], tokens: int) -> list[bytes]:
 
     The first axis of each buffer is the tokens. xxhash does not release the interpreter's lock for
     inputs as small as a block, so this function pauses after every MiB. Without pauses the MLX
-    thread
-    would wait 5 ms each time it needs the lock.
+    thread would wait 5 ms each time it needs the lock.
     """
     found, hashed = [], 0
     for first in range(0, tokens, BLOCK):
@@ -242,8 +239,7 @@ def file_block_checksums(
     """Compute the checksums of a range of blocks of an open file with `tokens` tokens.
 
     Each is the xxh3-64 over the tensors `places`, whose first axis is the tokens. Raises Malformed
-    if
-    the file ends early or a tensor has another first axis, and OSError.
+    if the file ends early or a tensor has another first axis, and OSError.
     """
     states = [xxh3_64() for _ in blocks]
     for place, ahead in _with_ends(list(places)):
@@ -302,8 +298,7 @@ def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, m
     """Yield the file's bytes [start, stop) in chunks, each with its offset.
 
     The bytes of a chunk are valid until the next step. `ahead`: end of the range that the caller
-    will
-    read next, for read-ahead. Raises Malformed if the file ends early.
+    will read next, for read-ahead. Raises Malformed if the file ends early.
     """
     if not hasattr(_per_thread, "buffer"):
         _per_thread.buffer = memoryview(bytearray(READ_BYTES))
@@ -327,9 +322,8 @@ def check_run(
     """Check that an open run file contains the KV of `ids` that `piece` describes.
 
     `base`: digest of the prefix before the run. Compares the namespace, positions, every token id
-    and
-    the checksums of the blocks. Unless `late`, the tensors of sliding windows are not read. Raises
-    Malformed and OSError.
+    and the checksums of the blocks. Unless `late`, the tensors of sliding windows are not read.
+    Raises Malformed and OSError.
     """
     content = read_run(fd)
     if content.namespace != namespace or content.base != base:

@@ -26,11 +26,9 @@ class Leaf:
     """One conversation of a session.
 
     `ids`: newest prompt with its reply, int32, shape (n,); the first `prompt_tokens` are the
-    prompt.
-    `key_tokens`: length of its conversation key, the leading tokens that a prompt must share to
-    continue it. `turns`: number of finished requests. `last_used_at`: seconds since 1970.
-    `replies`:
-    keys of the replies in it, in order; None if an earlier version of mlxcache wrote it.
+    prompt. `key_tokens`: length of its conversation key, the leading tokens that a prompt must
+    share to continue it. `turns`: number of finished requests. `last_used_at`: seconds since 1970.
+    `replies`: keys of the replies in it, in order; None if an earlier version of mlxcache wrote it.
     """
 
     id: int
@@ -49,10 +47,8 @@ def conversation_key_tokens(marks: Sequence[int], prompt_tokens: int) -> int:
 
     The key is the leading part of a prompt that distinguishes its conversation from all others. The
     head (tools and system prompt, up to the first mark) can be the same in many conversations, but
-    not
-    the first message, which ends at the second mark. A prompt with a single mark has no head.
-    `marks`:
-    positions of the ends of messages.
+    not the first message, which ends at the second mark. A prompt with a single mark has no head.
+    `marks`: positions of the ends of messages.
     """
     return next(iter(marks[1:2] or marks[:1]), prompt_tokens)
 
@@ -80,10 +76,10 @@ def find_continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:
     """Find the leaf that a request with token ids `ids` continues, or None.
 
     A leaf is considered if `ids` begins with its conversation key, the first `key_tokens` tokens.
-    Among
-    those, the leaf with the longest common prefix with `ids` is chosen. If several share as much, a
-    leaf of which `ids` contains all tokens is preferred: after a fork, a request without the later
-    turns of the original continues the fork. After that, the leaf with the lowest id is chosen.
+    Among those, the leaf with the longest common prefix with `ids` is chosen. If several share as
+    much, a leaf of which `ids` contains all tokens is preferred: after a fork, a request without
+    the later turns of the original continues the fork. After that, the leaf with the lowest id is
+    chosen.
     """
     best, rank = None, (0, False, 0)
     for leaf in leaves:
@@ -100,11 +96,9 @@ def becomes_main(
     """Return whether a conversation of `tokens` tokens becomes its session's main one.
 
     Both the table of sessions and eviction in RAM use this rule. If the present main conversation
-    has
-    one turn and far fewer tokens, it was a side request, such as a title, and is replaced.
-    Otherwise
-    the other one must share its head (tools and system prompt), as after an agent has compacted its
-    history, and have enough turns (`settled`).
+    has one turn and far fewer tokens, it was a side request, such as a title, and is replaced.
+    Otherwise the other one must share its head (tools and system prompt), as after an agent has
+    compacted its history, and have enough turns (`settled`).
     """
     if main_turns <= 1 and main_tokens * TINY_SHARE < tokens:
         return True
@@ -116,11 +110,9 @@ def replaces_main(leaf: Leaf, main: Leaf, head: int, *, first: bool = False) -> 
 
     The first leaf is the main one, unless it was a side request. After an agent has compacted its
     history, it continues with a new prefix that shares the `head` tokens of tools and system
-    prompt. If
-    the newer leaf was only a sub-agent and the older one continues, the older one becomes the main
-    one
-    again. `first`: the leaf is the session's first and now has a longer prompt, so it was no side
-    request.
+    prompt. If the newer leaf was only a sub-agent and the older one continues, the older one
+    becomes the main one again. `first`: the leaf is the session's first and now has a longer
+    prompt, so it was no side request.
     """
     if first:
         return True

@@ -44,8 +44,7 @@ class Listed:
         """The tier that holds tokens of the session; None if neither RAM nor disk does.
 
         `both` if each tier holds all of the session, and `mixed` if both hold tokens but at least
-        one of
-        them lacks some.
+        one of them lacks some.
         """
         lengths = tuple(len(leaf.ids) for leaf in self.leaves)
         ram, disk = any(self.ram.tokens), any(self.disk.tokens)

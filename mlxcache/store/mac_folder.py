@@ -47,9 +47,8 @@ def prepare_cache_dir(cache_dir: Path) -> Path:
     """Move the folder of earlier versions to `cache_dir`; return the folder that a server uses.
 
     The former folder is returned if it cannot be moved because a server uses it, or because it is
-    on
-    another disk. A new folder is made private to the user and excluded from Time Machine. Moves and
-    failures are logged. Blocks for at most `WAIT_S` seconds.
+    on another disk. A new folder is made private to the user and excluded from Time Machine. Moves
+    and failures are logged. Blocks for at most `WAIT_S` seconds.
     """
     former = _former(cache_dir)
     if former is None:
@@ -81,8 +80,8 @@ def exclude_from_backups(folder: Path) -> None:
 
     Sets the same attribute as `tmutil addexclusion FOLDER`; `tmutil removeexclusion` removes it
     (tmutil(8), setxattr(2)). The command tmutil itself is not used because on some versions of
-    macOS it
-    asks the user for access to the whole disk. The attribute and its value are described in
+    macOS it asks the user for access to the whole disk. The attribute and its value are described
+    in
     https://eclecticlight.co/2017/12/13/xattr-com-apple-metadatacom_apple_backup_excludeitem-exclude-from-backups/.
     """
     value = plistlib.dumps("com.apple.backupd", fmt=plistlib.FMT_BINARY)

@@ -50,8 +50,7 @@ class _Stray:
     """A file without an index row, with the row and token ids that can be made from its header.
 
     `previous`: digest of the checkpoint before it, or empty. `digests`: digests after each whole
-    block
-    of a run. `rooted`: the file needs no other run, because it starts at token 0 or is a
+    block of a run. `rooted`: the file needs no other run, because it starts at token 0 or is a
     checkpoint.
     """
 
@@ -67,8 +66,7 @@ def open_database(folder: Folder, limit: int | None) -> Database:
     """Open the index of `folder` and check it.
 
     A damaged index is moved to quarantine, and an empty one is created. `limit`: limit of the
-    folder in
-    bytes, for the quarantine. Raises StoreError.
+    folder in bytes, for the quarantine. Raises StoreError.
     """
     if not folder.index.exists():
         _remove_logs(folder)
@@ -91,8 +89,7 @@ def recover(context: StoreContext) -> None:
     """Make index and files agree again.
 
     Removes what killed processes left behind, and adds rows for complete files that have none.
-    Raises
-    StoreError.
+    Raises StoreError.
     """
     with store_errors(context.folder.path):
         for lock in list(context.folder.locks.iterdir()):
@@ -281,8 +278,7 @@ class StoreReopener:
         """Reopen the folder if it was removed or replaced.
 
         Raises Vanished until the folder has been missing for `MISSING_S` seconds, and StoreError if
-        it
-        cannot be created again.
+        it cannot be created again.
         """
         if self._context.database.is_there() and not self._reopening:
             self._missed_at = None

@@ -153,8 +153,7 @@ def holds(ids: Tokens, reply: ReplyRow) -> bool:
     """Return whether `ids` contain the token ids of a reply, except its last one.
 
     The last token may be the end of the turn, which a template may write differently, or a token
-    that
-    was drawn but never fed to the model.
+    that was drawn but never fed to the model.
     """
     sought, within = _raw(reply.ids[: max(1, len(reply.ids) - 1)]), _raw(ids)
     at = within.find(sought)
@@ -167,8 +166,7 @@ def hand_over(db: sqlite3.Connection, leaving: Collection[str]) -> None:
     """Assign replies of sessions about to be removed to other sessions that contain them.
 
     Only sessions of the same owner and namespace are considered. `leaving`: ids of the sessions to
-    be
-    removed.
+    be removed.
     """
     query = (
         "SELECT owner, leaves.namespace, session, replies FROM leaves"

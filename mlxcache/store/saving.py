@@ -208,8 +208,7 @@ def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _Draft
     """Write the file that `compose` makes from what is already on disk.
 
     `compose` returns None if nothing needs to be written. It is called again if the index changes
-    in
-    the meantime.
+    in the meantime.
     """
     deadline = time.monotonic() + WAIT_S
     with context.saving:

@@ -61,8 +61,7 @@ class Session:
 
     `label` is given by clients, `name` by the user. `title` is taken from the first user message.
     Times are in seconds since 1970. `owner`: see `mlxcache.owner`; None for a session made by a
-    server
-    without API keys.
+    server without API keys.
     """
 
     id: str
@@ -308,8 +307,7 @@ def shared_lengths(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[
     """Return the numbers of leading tokens that leaves share with `ids`.
 
     Only leaves of the namespace whose conversation key `ids` begin with are considered. Empty if
-    there
-    are no tables of sessions.
+    there are no tables of sessions.
     """
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
         return []
@@ -358,10 +356,8 @@ class SessionFigures:
     """Sums over the requests of a session, in seconds and tokens.
 
     `first_tokens`: number of requests that gave a first token, after `first_token_s` seconds in
-    total.
-    `saved_tokens`: cached tokens for which the speed of prefill was known. `saved_s`: estimated
-    seconds
-    that computing those would have taken.
+    total. `saved_tokens`: cached tokens for which the speed of prefill was known. `saved_s`:
+    estimated seconds that computing those would have taken.
     """
 
     requests: int = 0

@@ -34,8 +34,7 @@ def id_of(namespace: str, label: str, owner: str | None = None) -> str:
     """Return the id of the session with a label.
 
     The id is derived from the arguments, so it is the same on every machine, and after the index
-    was
-    lost.
+    was lost.
     """
     own = "" if owner is None else f"\0{owner}"
     text = f"{namespace}\0{label}{own}".encode(errors="surrogatepass")
@@ -266,12 +265,9 @@ class Sessions:
         """Insert a session from a snapshot and return its id.
 
         `at`: present time in seconds since 1970, recorded as its last use. The session gets a new
-        id if its
-        own is in use, or if it is imported for an `owner`, because the id could be that of another
-        owner's
-        session. It loses its label if another session has the same one. Replies that the owner
-        already has
-        are not inserted again.
+        id if its own is in use, or if it is imported for an `owner`, because the id could be that
+        of another owner's session. It loses its label if another session has the same one. Replies
+        that the owner already has are not inserted again.
         """
         with self._database.write() as db:
             own = {field: getattr(info, field) for field in CARRIED}
@@ -301,8 +297,7 @@ def _with_replies(
     """Return a session's leaves with the keys of the replies in them, and those replies.
 
     A leaf contains the replies that it lists, and the replies of its session whose token ids are
-    among
-    its own.
+    among its own.
     """
     own = {reply.key: reply for reply in reply_rows.read_own(db, session.id)}
     listed = {key for leaf in leaves for key in leaf.replies or ()}

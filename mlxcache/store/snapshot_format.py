@@ -71,8 +71,7 @@ class SessionInfo:
     """A session as a snapshot contains it, the main leaf first. Times are in seconds since 1970.
 
     `model`: the model's name, for display only; `namespace` identifies the model. `label` is given
-    by
-    clients, `name` by the user. `replies`: the replies that its leaves contain, oldest first.
+    by clients, `name` by the user. `replies`: the replies that its leaves contain, oldest first.
     """
 
     id: str
@@ -114,11 +113,9 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
 
     `parent`: index of an earlier leaf with the same first `start` tokens; None, with `start` 0, if
     there is none. `start` is a multiple of 64. The snapshot contains the ids of the leaf's own
-    tokens,
-    [start, start + tokens), and the KV of the first `rows` of them; an importer computes the rest.
-    The
-    other fields have the same meaning as in `LeafInfo`. `key_tokens` is called `anchor` in the
-    file.
+    tokens, [start, start + tokens), and the KV of the first `rows` of them; an importer computes
+    the rest. The other fields have the same meaning as in `LeafInfo`. `key_tokens` is called
+    `anchor` in the file.
     """
 
     parent: Count | None
@@ -271,8 +268,7 @@ def check_tensors(
     """Check the tensors of a snapshot; return those of the KV, and those of each checkpoint.
 
     Raises SnapshotRefused unless the file contains exactly these, the tokens and the checksums,
-    with
-    the shapes that the description requires.
+    with the shapes that the description requires.
     """
     places = {place.name: place for place in header.places}
     rows = sum(leaf.rows for leaf in description.leaves)
@@ -333,8 +329,7 @@ def read_leaf_ids(
     """Return the token ids of each leaf, from token 0.
 
     Raises SnapshotRefused for ids that the model does not have. Negative ids are allowed, because
-    they
-    stand for images and are never fed to a model.
+    they stand for images and are never fed to a model.
     """
     own = np.frombuffer(raw, "<i4")
     if vocab_size and own.max(initial=0) >= vocab_size:

@@ -77,9 +77,8 @@ def read_snapshot(
     """Read the snapshot at `path` and check that it was made with the model of `namespace`.
 
     The model is not checked if `namespace` is None. `model`: name of that model, for messages.
-    `spec`:
-    the tensors that it caches. `vocab_size`: number of its token ids. Raises SnapshotRefused for
-    another model or a damaged file, and StoreError if it cannot be read.
+    `spec`: the tensors that it caches. `vocab_size`: number of its token ids. Raises
+    SnapshotRefused for another model or a damaged file, and StoreError if it cannot be read.
     """
     with _opened(path) as fd:
         header = read_snapshot_header(fd)
@@ -114,8 +113,8 @@ def import_snapshot(
     """Write the KV of a snapshot into `store`; return the session to insert into the table.
 
     Blocks. After a failure, KV that was already written stays on disk; it is valid and will be
-    evicted
-    when it is the least recently used. Raises SnapshotRefused for a wrong checksum, and StoreError.
+    evicted when it is the least recently used. Raises SnapshotRefused for a wrong checksum, and
+    StoreError.
     """
     if store.limit is not None and snapshot.nbytes > store.limit:
         raise DiskFull(

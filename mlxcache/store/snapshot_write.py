@@ -199,13 +199,11 @@ class SnapshotExport:
     """A snapshot of `session` with its KV on disk; iterate once for its `nbytes` bytes.
 
     Its replies are included as far as the header has room. Construction reads and verifies the
-    files,
-    and iteration reads them again; both block. Damaged or evicted KV is left out, and the importing
-    server computes it again; the token ids are always complete. `owner`: owner of the session,
-    whose
-    marks are removed from the token ids. Raises StoreError, also during iteration if a file is
-    evicted
-    before it was read. An incomplete snapshot is recognised by its length and cannot be imported.
+    files, and iteration reads them again; both block. Damaged or evicted KV is left out, and the
+    importing server computes it again; the token ids are always complete. `owner`: owner of the
+    session, whose marks are removed from the token ids. Raises StoreError, also during iteration if
+    a file is evicted before it was read. An incomplete snapshot is recognised by its length and
+    cannot be imported.
     """
 
     def __init__(self, store: Store, session: SessionInfo, owner: str | None = None):

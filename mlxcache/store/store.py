@@ -43,8 +43,7 @@ class Store:
     """Runs and checkpoints of one namespace in a folder that several processes may share.
 
     `database` also holds the tables of other modules. `context`: the state of the open folder.
-    `limit`:
-    limit in bytes for the whole folder, or None. Thread-safe.
+    `limit`: limit in bytes for the whole folder, or None. Thread-safe.
     """
 
     def __init__(
@@ -71,12 +70,10 @@ class Store:
         """Open `folder`, creating it if it is missing, and repair what a killed process left.
 
         `limit`: most bytes that the whole folder may take on disk; files beyond it are evicted at
-        once.
-        None means no limit, for commands that work without a server. `free_floor`: bytes of the
-        disk to
-        leave free. `needs_checkpoints`: the model has layers whose state cannot be cut; None infers
-        this
-        from the files. Blocks while another process opens the same folder. Raises StoreError.
+        once. None means no limit, for commands that work without a server. `free_floor`: bytes of
+        the disk to leave free. `needs_checkpoints`: the model has layers whose state cannot be cut;
+        None infers this from the files. Blocks while another process opens the same folder. Raises
+        StoreError.
         """
         place = Folder(folder)
         with store_errors(folder):
@@ -146,10 +143,9 @@ class Store:
         """Read a file and check its header, tokens and checksums against `piece`.
 
         `ids`: token ids for which `piece` was found, or others with the same beginning. Unless
-        `late`, the
-        tensors of sliding windows are not read. Raises Corrupt after moving a damaged file to
-        quarantine
-        and removing the files that continue it, Gone if the file was evicted, or StoreError.
+        `late`, the tensors of sliding windows are not read. Raises Corrupt after moving a damaged
+        file to quarantine and removing the files that continue it, Gone if the file was evicted, or
+        StoreError.
         """
         base = self._chains.of(ids[: piece.first]).whole[-1]
         self._verify(piece, lambda fd: check_run(fd, self.namespace, base, piece, ids, late=late))
@@ -168,8 +164,7 @@ class Store:
         """Return how many tokens of `found` a server started now could continue from.
 
         A model that needs checkpoints continues from the last checkpoint whose KV is on disk too,
-        so KV
-        written before the first checkpoint does not count. Raises StoreError.
+        so KV written before the first checkpoint does not count. Raises StoreError.
         """
         if not found.checkpoints:
             return 0 if found.length and self._has_checkpoints() else found.length
@@ -195,13 +190,10 @@ class Store:
         """Save the KV of tokens [start, len(ids)). Blocks for an fsync; durable on return.
 
         `start` is a multiple of 64; the first axis of each tensor is those tokens. Blocks that are
-        already
-        on disk are left out, and nothing is written if all are. `late`: names of tensors that hold
-        sliding
-        windows, which are needed only soon after these tokens; `verify` can skip them. Raises
-        PrefixNotStored if [0, start) is not on disk, DiskFull if no room can be made, StoreError,
-        and
-        ValueError for shapes that do not fit.
+        already on disk are left out, and nothing is written if all are. `late`: names of tensors
+        that hold sliding windows, which are needed only soon after these tokens; `verify` can skip
+        them. Raises PrefixNotStored if [0, start) is not on disk, DiskFull if no room can be made,
+        StoreError, and ValueError for shapes that do not fit.
         """
         save_run(self.context, self._chains.of(ids), start, tensors, late)
 
@@ -228,8 +220,7 @@ class Store:
         """Pin the files of `paths` under `name`, so that they are evicted last.
 
         They replace the files pinned under `name` before; empty `paths` unpin those. Files written
-        later
-        are not pinned until the next call. Raises StoreError.
+        later are not pinned until the next call. Raises StoreError.
         """
         with self.database.write() as connection:
             connection.execute("DELETE FROM pin WHERE name = ?", (name,))
@@ -289,8 +280,7 @@ class Store:
         """Remove the KV of `ids` after the first `keep` tokens because it is not finite.
 
         Files that continue it are removed too. A file that other paths share stays if its values
-        are
-        finite, because another request computed it. Reads such files. Raises StoreError.
+        are finite, because another request computed it. Reads such files. Raises StoreError.
         """
         while beyond := [file for file in self._files(ids) if _end(file) > keep]:
             own = {file.id for file in beyond}
@@ -344,8 +334,7 @@ class Store:
         """Read every file of every namespace and return the problems found. Changes nothing.
 
         `progress(done, total)` is called with numbers of files. Raises StoreError, also if the
-        store is
-        closed in the meantime.
+        store is closed in the meantime.
         """
         return maintenance.check(self.context, progress)
 
@@ -353,10 +342,8 @@ class Store:
         """Remove damaged files and the quarantine, then evict files down to `limit` bytes.
 
         Returns the bytes freed. Reads every file, and removes all that `check` reports except a
-        damaged
-        index, which the next start rebuilds. `progress(done, total)` is called with numbers of
-        files.
-        Raises StoreError.
+        damaged index, which the next start rebuilds. `progress(done, total)` is called with numbers
+        of files. Raises StoreError.
         """
         return maintenance.prune(self.context, limit, progress)
 

@@ -29,11 +29,10 @@ def surplus_checkpoints(
     """Choose the checkpoints along `ids` to remove, in a folder of `limit` bytes.
 
     Checkpoints at the ends of replies beside the path are chosen first; such a reply has, for
-    example,
-    a thought that the next prompt leaves out. Then those of the path itself follow, in the order of
-    `checkpoints_to_drop`. The newest checkpoints of other paths stay. So does the last one of each
-    session's leaf, because files of a turn are written before the turn is recorded, and a fork may
-    never be continued.
+    example, a thought that the next prompt leaves out. Then those of the path itself follow, in the
+    order of `checkpoints_to_drop`. The newest checkpoints of other paths stay. So does the last one
+    of each session's leaf, because files of a turn are written before the turn is recorded, and a
+    fork may never be continued.
     """
     path = match.checkpoints
     if not path:
@@ -88,12 +87,9 @@ def checkpoints_over_share(connection: sqlite3.Connection, coming: int, limit: i
     """Choose checkpoints to remove so that another of `coming` bytes fits into their share.
 
     `limit`: limit of the folder in bytes. The least recently used are chosen first; a checkpoint
-    counts
-    as used whenever a later one on its path was. Of equally old ones, those between a path's first
-    and
-    last are chosen first, then the last, then the first, which new conversations share. Pinned ones
-    are
-    chosen only when no others are left.
+    counts as used whenever a later one on its path was. Of equally old ones, those between a path's
+    first and last are chosen first, then the last, then the first, which new conversations share.
+    Pinned ones are chosen only when no others are left.
     """
     query = "SELECT ifnull(sum(disk), 0) FROM file WHERE kind = ?"
     (held,) = connection.execute(query, (CHECKPOINT,)).fetchone()

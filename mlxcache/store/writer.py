@@ -28,10 +28,8 @@ class Job:
     """KV to save: a run, or a checkpoint if `start` is None.
 
     A run holds tokens [start, len(ids)); a checkpoint is the state after `ids`. `nbytes`: bytes
-    that
-    count against the writer's limit. `tag`: any value of the caller. `late`: names of tensors that
-    hold
-    sliding windows; see `Store.write_run`.
+    that count against the writer's limit. `tag`: any value of the caller. `late`: names of tensors
+    that hold sliding windows; see `Store.write_run`.
     """
 
     ids: Tokens
@@ -51,10 +49,8 @@ class Writer:
     """A thread that writes jobs to `store` in the order in which they were offered.
 
     `limit_bytes`: most bytes of jobs that wait. `done(job, error)` is called on that thread after
-    each
-    job; if `error` is None, the job is durable. An error ends the job, not the thread. `idle` is
-    called
-    on the thread once nothing was offered for `IDLE_S` seconds. Thread-safe.
+    each job; if `error` is None, the job is durable. An error ends the job, not the thread. `idle`
+    is called on the thread once nothing was offered for `IDLE_S` seconds. Thread-safe.
     """
 
     def __init__(
@@ -101,8 +97,7 @@ class Writer:
         """End the thread after the current job; drop queued jobs without calling `done`.
 
         Blocks until that job has ended, but at most `seconds`, because the disk may hang or the
-        index be
-        locked.
+        index be locked.
         """
         with self._state:
             self._closing = True

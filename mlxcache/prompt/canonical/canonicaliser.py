@@ -39,10 +39,9 @@ class Canonical:
     """A canonicalised conversation.
 
     `rules`: names of the rules that changed something, in the order of `RULES`. `names` maps texts
-    that
-    the model may write to the texts that the client gets instead. `history`: digest of the
-    messages,
-    empty if no replies are looked up. `replies`: keys of the known replies in the conversation.
+    that the model may write to the texts that the client gets instead. `history`: digest of the
+    messages, empty if no replies are looked up. `replies`: keys of the known replies in the
+    conversation.
     """
 
     chat: Chat
@@ -56,8 +55,7 @@ class Canonicaliser:
     """Applies the enabled rules, and stores what some of them remember. Thread-safe.
 
     `rules` overrides the defaults in `RULES`. `known_reply` looks up replies that the model
-    generated,
-    or is None.
+    generated, or is None.
     """
 
     def __init__(
@@ -82,8 +80,7 @@ class Canonicaliser:
         """Return the conversation to render. Never raises; `chat` itself is not changed.
 
         `session`: label under which rules may remember something. `stop`: strings that will end the
-        reply.
-        `without`: names of rules to leave out in this call.
+        reply. `without`: names of rules to leave out in this call.
         """
         draft = Draft(chat)
         on = {name: state and name not in without for name, state in self._on.items()}

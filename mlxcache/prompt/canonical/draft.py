@@ -19,8 +19,7 @@ class Draft:
     """Copies of a conversation's messages and tools that rules replace, remove and insert.
 
     The conversation itself and its messages are never changed. `hits`: names of the rules that
-    changed
-    something. `names` maps texts that the model may write to the texts that the client gets
+    changed something. `names` maps texts that the model may write to the texts that the client gets
     instead.
     """
 

@@ -43,8 +43,7 @@ def place(draft: Draft, status: str, places: Places, session: str | None) -> Non
     """Insert a status where it is new, and older ones of this session where they were.
 
     Positions are remembered in `places`. Without a session label only this status itself is looked
-    up,
-    because another one may belong to another conversation with the same beginning.
+    up, because another one may belong to another conversation with the same beginning.
     """
     history = History(f"git {session}" if session else f"git\n{status}")
     known: list[tuple[int, str]] = []

@@ -54,8 +54,7 @@ def apply(
 
     Returns the digest of all messages, and the keys of the known replies among them. If the request
     continues the last reply, the end of that reply is not changed, because the client appends the
-    rest
-    to it.
+    rest to it.
     """
     history = History("replies")
     keys: list[bytes] = []

@@ -36,8 +36,8 @@ def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
     """Replace the UUIDs of the system messages in all messages except those of users.
 
     The replacements are added to `draft.names`. Nothing is replaced if a stop string could match
-    part
-    of a UUID, or if a reply to be continued ends inside one. Returns whether anything was replaced.
+    part of a UUID, or if a reply to be continued ends inside one. Returns whether anything was
+    replaced.
     """
     own = _session_uuids(draft)
     if not own:
